@@ -1,0 +1,27 @@
+"""Errors that are written for the person who reads them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something the user gave cannot be used; the message says what, and what to do instead.
+
+    The command line prints it as one line and exits with code 2.
+    """
+
+
+def unknown(kind: str, given: str, accepted: Iterable[str]) -> UserError:
+    """The error for a name that does not exist, with the nearest one that does.
+
+    Args:
+        kind: what was looked up, in the singular ("model", "recipe").
+        given: the name as the user wrote it.
+        accepted: every name that exists.
+    """
+    names = sorted(accepted)
+    near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    return UserError(f"unknown {kind} '{given}'; {hint}")

@@ -1,0 +1,57 @@
+"""Writing files so that a reader sees the old content or the new, never a part of either."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
+    """Open a temporary binary file that becomes `path` when the block ends without an error.
+
+    The temporary file lies in the same folder, since renaming is atomic only within one file
+    system; it is flushed to disk before the rename and the folder after it, so that the new
+    content survives a power cut as soon as the block has been left. On an error the temporary
+    file is removed and `path` stays as it was.
+    """
+    path = Path(path)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp creates files that only their owner can read; results are meant to be shared.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_atomic(path: Path | str, data: bytes | str) -> None:
+    """Write `data` to `path`, atomically and durably (text as UTF-8)."""
+    with atomic_file(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def _umask() -> int:
+    # The only portable way to read the mask is to set it.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
