@@ -20,7 +20,9 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
     file is removed and `path` stays as it was.
     """
     path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file

@@ -1,0 +1,1 @@
+"""Convolutional vision transformers in PyTorch: ConViT, CvT and the DeiT baseline."""

@@ -1,0 +1,49 @@
+"""The pre-norm residual block that every model here is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from timm.layers import DropPath, Mlp
+from torch import Tensor, nn
+
+from locality.layers.position import Grid
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); either branch may be dropped per sample.
+
+    Args:
+        dim: token width C.
+        attn: a module called as attn(tokens, grid).
+        mlp_ratio: hidden width of the MLP over C.
+        act_layer: activation between the MLP's two layers.
+        norm_eps: epsilon of both LayerNorms.
+        proj_drop: dropout inside the MLP.
+        drop_path: probability of dropping a branch (stochastic depth).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp_ratio: float = 4.0,
+        act_layer: Callable[[], nn.Module] = nn.GELU,
+        norm_eps: float = 1e-6,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        for linear in (self.mlp.fc1, self.mlp.fc2):
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """(B, N, C) → (B, N, C)."""
+        x = x + self.drop_path(self.attn(self.norm1(x), grid))
+        return x + self.drop_path(self.mlp(self.norm2(x)))

@@ -1,0 +1,117 @@
+"""Where patches lie relative to each other, and what positional attention makes of it.
+
+Shapes:  h heads · H×W token grid, rows first · N = H·W tokens, row-major · d head width
+
+The positional score of ConViT's Eq. 4 and 7 is v_pos · r_δ with r_δ = (‖δ‖², δ₁, δ₂), where
+δ = key − query, δ₁ along rows (down), δ₂ along columns (right), in token units. It is a sum of a
+term in δ₁ and a term in δ₂,
+
+    v · r_δ = (v₀ δ₁² + v₁ δ₁) + (v₀ δ₂² + v₂ δ₂),
+
+so its softmax over a full grid is the outer product of a softmax over rows and a softmax over
+columns: exactly, for any v. That is how this module computes it. The N×N matrix exists only for
+those who ask to look at it (`positional_attention`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int]
+
+
+def relative_encodings(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The fixed encodings r_δ of every (query, key) pair: (N, N, 3) as (‖δ‖², δ₁, δ₂) (Eq. 5)."""
+    height, width = grid
+    rows = torch.arange(height, dtype=dtype).repeat_interleave(width)
+    columns = torch.arange(width, dtype=dtype).repeat(height)
+    down = rows[None, :] - rows[:, None]
+    right = columns[None, :] - columns[:, None]
+    return torch.stack((down.square() + right.square(), down, right), dim=-1)
+
+
+def distances(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The Euclidean distances ‖δ_ij‖ between all pairs of tokens: (N, N), in token units."""
+    return relative_encodings(grid, dtype)[..., 0].sqrt()
+
+
+def positional_scores(v_pos: Tensor, grid: Grid) -> Tensor:
+    """The scores v_pos · r_ij before any softmax: (h, 3) → (h, N, N). Quadratic in N."""
+    encodings = relative_encodings(grid, v_pos.dtype).to(v_pos.device)
+    return torch.einsum("hp,qkp->hqk", v_pos, encodings)
+
+
+def axis_attention(quadratic: Tensor, linear: Tensor, length: int) -> Tensor:
+    """Attention along one axis: softmax over keys of quadratic·δ² + linear·δ.
+
+    Args:
+        quadratic, linear: the two coefficients of each head, (h,).
+        length: number of tokens along the axis, L.
+
+    Returns:
+        (h, L, L), each row summing to one.
+    """
+    places = torch.arange(length, device=linear.device, dtype=linear.dtype)
+    offsets = places[None, :] - places[:, None]
+    scores = (quadratic[:, None, None] * offsets + linear[:, None, None]) * offsets
+    return scores.softmax(dim=-1)
+
+
+def positional_factors(v_pos: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The factors of positional attention: (h, 3) → (h, H, H) over rows, (h, W, W) over columns.
+
+    The attention of query (i₁, i₂) to key (j₁, j₂) is rows[h, i₁, j₁] · columns[h, i₂, j₂].
+    """
+    quadratic, down, right = v_pos.unbind(-1)
+    return axis_attention(quadratic, down, grid[0]), axis_attention(quadratic, right, grid[1])
+
+
+def positional_attention(v_pos: Tensor, grid: Grid) -> Tensor:
+    """softmax(v_pos · r_ij) as a matrix: (h, 3) → (h, N, N). For inspection; quadratic in N."""
+    rows, columns = positional_factors(v_pos, grid)
+    tokens = grid[0] * grid[1]
+    return torch.einsum("hik,hjl->hijkl", rows, columns).reshape(-1, tokens, tokens)
+
+
+def attend_to_positions(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Apply positional attention in its separable form: O(N·(H+W)) instead of O(N²).
+
+    Args:
+        rows, columns: factors of shape (h, H, H) and (h, W, W).
+        values: (B, h, N, d) with N = H·W.
+
+    Returns:
+        (B, h, N, d), equal to `positional_attention(...) @ values`.
+    """
+    batch, heads, _, width = values.shape
+    height, breadth = rows.shape[-1], columns.shape[-1]
+    # Summing over key rows is one matrix product with the columns and channels laid side by side.
+    mixed = rows @ values.reshape(batch, heads, height, breadth * width)
+    mixed = columns[:, None] @ mixed.view(batch, heads, height, breadth, width)
+    return mixed.view(batch, heads, height * breadth, width)
+
+
+def kernel_size(num_heads: int) -> int:
+    """The side k of the largest k×k kernel that `num_heads` heads can represent, ⌊√h⌋."""
+    return math.isqrt(num_heads)
+
+
+def kernel_offsets(kernel: int) -> Tensor:
+    """The offsets Δ of a k×k kernel from its centre: (k², 2) as (down, right), row-major (Eq. 5).
+
+    Even kernels have half-integer centres, so their offsets are ±½, ±3/2, …
+    """
+    places = torch.arange(kernel, dtype=torch.float32) - (kernel - 1) / 2
+    return torch.cartesian_prod(places, places).view(-1, 2)
+
+
+def attention_centres(offsets: Tensor, strength: float) -> Tensor:
+    """The v_pos that centres attention on `offsets`: (n, 2) → (n, 3), −α (1, −2Δ₁, −2Δ₂) (Eq. 5).
+
+    The attention is then a discrete Gaussian around i + Δ, of variance 1/(2α) along each axis.
+    """
+    ones = torch.ones(len(offsets), 1, dtype=offsets.dtype, device=offsets.device)
+    return -strength * torch.cat((ones, -2 * offsets), dim=1)
