@@ -222,7 +222,7 @@ class PositionalSelfAttention(_PositionedAttention):
         return self._project(F.scaled_dot_product_attention(q, k, v, attn_mask=scores))
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
-        """The attention that `forward(x, grid)` uses, and what each of its terms alone would give."""
+        """The attention that `forward(x, grid)` uses, and what each term alone would give."""
         self._check_grid(x, grid)
         q, k, _ = self._queries_keys_values(x)
         scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 
@@ -28,7 +26,7 @@ class Block(nn.Module):
         dim: int,
         attn: nn.Module,
         mlp_ratio: float = 4.0,
-        act_layer: Callable[[], nn.Module] = nn.GELU,
+        act_layer: type[nn.Module] = nn.GELU,
         norm_eps: float = 1e-6,
         proj_drop: float = 0.0,
         drop_path: float = 0.0,
@@ -39,9 +37,11 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-        for linear in (self.mlp.fc1, self.mlp.fc2):
-            nn.init.trunc_normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
+        for name, parameter in self.mlp.named_parameters():
+            if name.endswith("weight"):
+                nn.init.trunc_normal_(parameter, std=0.02)
+            else:
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B, N, C) → (B, N, C)."""

@@ -1,1 +1,29 @@
+"""The models: DeiT, ConViT and CvT under one surface."""
 
+from locality.models.factory import (
+    build,
+    configure,
+    count_parameters,
+    create_model,
+    list_models,
+    variant,
+)
+from locality.models.flops import count_macs
+from locality.models.surface import ImageClassifier
+from locality.models.variants import VARIANTS, Variant
+from locality.models.vit import VisionTransformer, ViTConfig
+
+__all__ = [
+    "VARIANTS",
+    "ImageClassifier",
+    "Variant",
+    "ViTConfig",
+    "VisionTransformer",
+    "build",
+    "configure",
+    "count_macs",
+    "count_parameters",
+    "create_model",
+    "list_models",
+    "variant",
+]

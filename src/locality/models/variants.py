@@ -1,0 +1,76 @@
+"""The table of models: name → architecture. The papers' sizes; no weights, no learning rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from locality.models.vit import ViTConfig
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One named architecture.
+
+    Attributes:
+        name: as given to `create_model`.
+        family: "convit", "deit" or "cvt".
+        config: the complete architecture.
+        source: where the sizes come from.
+        twin: the model of the other kind to compare it with at equal size, if there is one.
+    """
+
+    name: str
+    family: str
+    config: Any
+    source: str
+    twin: str | None = None
+
+
+def _convit(size: str, heads: int, width: int, source: str, twin: str, **fields: Any) -> Variant:
+    config = ViTConfig(embed_dim=width, num_heads=heads, **({"gpsa_layers": 10} | fields))
+    return Variant(f"convit_{size}", "convit", config, source, f"deit_{twin}")
+
+
+def _deit(size: str, heads: int, width: int, source: str, twin: str, **fields: Any) -> Variant:
+    config = ViTConfig(
+        embed_dim=width, num_heads=heads, qkv_bias=True, embed_class_token=True, **fields
+    )
+    return Variant(f"deit_{size}", "deit", config, source, f"convit_{twin}")
+
+
+_TABLE_1 = "ConViT Table 1"
+_EQUAL = "ConViT's width and heads, for comparison at equal size"
+_SMALL = "sized for small images"
+
+# Small images. A twin has the width, depth, heads and patches of its ConViT.
+_NANO = {"img_size": 8, "patch_size": 2, "depth": 4, "num_classes": 10}
+_MICRO = {"img_size": 32, "patch_size": 4, "depth": 8, "num_classes": 100}
+_MINI = {"img_size": 64, "patch_size": 8, "depth": 10, "num_classes": 200}
+
+_ROWS = [
+    #        size         heads  width  source       twin
+    _convit("tiny",           4,   192, _TABLE_1, "tiny_twin"),
+    _convit("tiny_plus",      4,   256, _TABLE_1, "tiny_plus"),
+    _convit("small",          9,   432, _TABLE_1, "small_twin"),
+    _convit("small_plus",     9,   576, _TABLE_1, "small_plus"),
+    _convit("base",          16,   768, _TABLE_1, "base_twin"),
+    _convit("base_plus",     16,  1024, _TABLE_1, "base_plus"),
+    _convit("nano",           4,    64, _SMALL, "nano", gpsa_layers=3, **_NANO),
+    _convit("micro",          9,   144, _SMALL, "micro", gpsa_layers=6, **_MICRO),
+    _convit("mini",           9,   216, _SMALL, "mini", gpsa_layers=8, **_MINI),
+    _deit("tiny",             3,   192, _TABLE_1, "tiny"),
+    _deit("tiny_plus",        4,   256, _TABLE_1, "tiny_plus"),
+    _deit("small",            6,   384, _TABLE_1, "small"),
+    _deit("small_plus",       9,   576, _TABLE_1, "small_plus"),
+    _deit("base",            12,   768, _TABLE_1, "base"),
+    _deit("base_plus",       16,  1024, _TABLE_1, "base_plus"),
+    _deit("tiny_twin",        4,   192, _EQUAL, "tiny"),
+    _deit("small_twin",       9,   432, _EQUAL, "small"),
+    _deit("base_twin",       16,   768, _EQUAL, "base"),
+    _deit("nano",             4,    64, _SMALL, "nano", **_NANO),
+    _deit("micro",            9,   144, _SMALL, "micro", **_MICRO),
+    _deit("mini",             9,   216, _SMALL, "mini", **_MINI),
+]  # fmt: skip
+
+VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
