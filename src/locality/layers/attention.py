@@ -139,10 +139,27 @@ class _Attention(nn.Module):
 class SelfAttention(_Attention):
     """Multi-head self-attention: softmax(QKᵀ/√d) V, heads concatenated and projected (Eq. 1–3)."""
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N, C). The grid is not used: content attention ignores position."""
-        q, k, v = self._queries_keys_values(x)
+    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
+        """(B, N, C) → (B, N, C), or (B, queries, C) where only the first tokens' output is wanted.
+
+        The grid is not used: content attention ignores position.
+        """
+        if queries is None:
+            q, k, v = self._queries_keys_values(x)
+        else:
+            q, k, v = self._few_queries(x, queries)
         return self._project(F.scaled_dot_product_attention(q, k, v))
+
+    def _few_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_queries_keys_values`, with queries for the first `queries` tokens alone."""
+        weights = self.qkv.weight.split([self.dim, 2 * self.dim])
+        biases = (
+            (None, None) if self.qkv.bias is None else self.qkv.bias.split([self.dim, 2 * self.dim])
+        )
+        q = F.linear(x[:, :queries], weights[0], biases[0]).unflatten(2, (self.num_heads, -1))
+        kv = F.linear(x, weights[1], biases[1]).unflatten(2, (2, self.num_heads, -1))
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
+        return q.transpose(1, 2), k, v
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses."""

@@ -43,7 +43,14 @@ class Block(nn.Module):
             else:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N, C)."""
-        x = x + self.drop_path(self.attn(self.norm1(x), grid))
+    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
+        """(B, N, C) → (B, N, C), or (B, queries, C) where only the first tokens are wanted.
+
+        Tokens attend to all others either way; what is saved is the work on outputs nobody reads.
+        """
+        if queries is None:
+            x = x + self.drop_path(self.attn(self.norm1(x), grid))
+        else:
+            attended = self.attn(self.norm1(x), grid, queries=queries)
+            x = x[:, :queries] + self.drop_path(attended)
         return x + self.drop_path(self.mlp(self.norm2(x)))

@@ -86,12 +86,15 @@ def attend_to_positions(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor
     Returns:
         (B, h, N, d), equal to `positional_attention(...) @ values`.
     """
-    batch, heads, _, width = values.shape
+    batch, heads, tokens, width = values.shape
     height, breadth = rows.shape[-1], columns.shape[-1]
-    # Summing over key rows is one matrix product with the columns and channels laid side by side.
-    mixed = rows @ values.reshape(batch, heads, height, breadth * width)
-    mixed = columns[:, None] @ mixed.view(batch, heads, height, breadth, width)
-    return mixed.view(batch, heads, height * breadth, width)
+    # Heads first: each factor then multiplies the whole batch in one matrix product per head, and
+    # the order (columns, rows) leaves the tokens row-major without a last copy.
+    v = values.unflatten(2, (height, breadth)).permute(1, 3, 2, 0, 4)
+    v = torch.bmm(columns, v.reshape(heads, breadth, height * batch * width))
+    v = v.view(heads, breadth, height, batch * width).transpose(1, 2)
+    v = torch.bmm(rows, v.reshape(heads, height, breadth * batch * width))
+    return v.view(heads, tokens, batch, width).permute(2, 0, 1, 3)
 
 
 def kernel_size(num_heads: int) -> int:

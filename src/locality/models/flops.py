@@ -16,7 +16,8 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
     """Multiply-accumulates of one image's forward pass, attention's products included.
 
     Counted on the meta device, so it costs neither memory nor arithmetic. What is no matrix product
-    or convolution (norms, softmax, activations) is left out, as in the papers' "FLOPs".
+    or convolution (norms, softmax, activations) is left out, as in the papers' "FLOPs". All
+    tokens of the last block are counted, as in the papers, though `forward` needs only one of them.
 
     Args:
         model: any of our models.
@@ -28,11 +29,11 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
     images = torch.empty(1, model.in_chans, height, width, device="meta")
     # The plain backend is made of counted products; the fused ones are opaque to the counter.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        meta(images)
+        meta.forward_head(meta.forward_features(images))
     return counter.get_total_flops() // 2
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
+def _on_meta(model: ImageClassifier) -> ImageClassifier:
     """A copy of the model without data, in evaluation mode."""
     memo = {
         id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False)

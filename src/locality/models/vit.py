@@ -180,6 +180,7 @@ class VisionTransformer(ImageClassifier):
         x: Tensor,
         keep: Callable[[int, Tensor, Grid], None] | None = None,
         depth: int | None = None,
+        class_token_only: bool = False,
     ) -> Tensor:
         grid = token_grid(tuple(x.shape[-2:]), self.config.patch_size)
         x = self.patch_embed(x).flatten(2).transpose(1, 2)
@@ -189,8 +190,11 @@ class VisionTransformer(ImageClassifier):
             x = x + self._pos_embed(grid)
         if not self.config.embed_class_token and self.config.gpsa_layers == 0:
             x = self._with_class_token(x)
+        # The class token has to be there before the last block for that block to compute it alone.
+        shortcut = class_token_only and self.config.gpsa_layers < self.config.depth
         for index, block in enumerate(self.blocks[:depth]):
-            x = self._run(block, x, grid)
+            last = index + 1 == self.config.depth
+            x = self._run(block, x, grid, queries=1 if shortcut and last else None)
             if keep is not None:
                 keep(index, x, grid)
             if index + 1 == self.config.gpsa_layers:
