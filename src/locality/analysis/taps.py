@@ -1,0 +1,173 @@
+"""Looking at attention while a model does its ordinary forward pass.
+
+    with capture(model) as views:
+        logits = model(images)
+    views[3].maps.mixed          # (B, h, N, N): what layer 3 looked at
+
+The forward pass itself is not touched: a hook sees what goes into each attention module and asks
+the module for its attention in explicit form (`attention_maps`), so logits stay the same bit for
+bit. To keep memory bounded, give `on_layer`: each layer's view is handed to it and then forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from locality.analysis import timm_attention
+from locality.errors import UserError
+from locality.layers.attention import AttentionMaps
+from locality.layers.position import Grid
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One attention layer in one forward pass.
+
+    Attributes:
+        index: the layer's depth among the model's attention layers, from 0.
+        name: the module's qualified name.
+        module: the module itself.
+        input: what it was given, (B, N, C): normalised tokens, class token first.
+        maps: its attention, with the grids its queries and keys lie on.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    input: Tensor
+    maps: AttentionMaps
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the tokens that came in."""
+        return self.maps.query_grid
+
+
+class _ShowsAttention(Protocol):
+    def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps: ...
+
+
+def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The attention modules of one of our models or of a timm ViT, in depth order, with names.
+
+    Raises:
+        UserError: if there is none that can be read.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise UserError(
+            "attention cannot be observed inside a compiled model; give the model it was made from"
+        )
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(module, "attention_maps") or timm_attention.is_known(module)
+    ]
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no attention layer that can be observed; known are this "
+            f"package's models and timm's vision transformers with its standard attention or "
+            f"ConViT's"
+        )
+    return found
+
+
+def maps_of(module: nn.Module, x: Tensor, grid: Grid) -> AttentionMaps:
+    """The attention of one attention module, ours or timm's, on tokens (B, N, C)."""
+    if timm_attention.is_known(module):
+        return timm_attention.timm_maps(module, x, grid)
+    return cast(_ShowsAttention, module).attention_maps(x, grid)
+
+
+@contextlib.contextmanager
+def capture(
+    model: nn.Module,
+    layers: Sequence[int] | None = None,
+    on_layer: Callable[[LayerView], None] | None = None,
+) -> Iterator[list[LayerView]]:
+    """Observe the attention of `model` in every forward pass inside the block.
+
+    Args:
+        model: one of our models, or a timm ViT or ConViT; not compiled.
+        layers: depths to observe, negative ones counted from the end; all unless given.
+        on_layer: called with each layer's view as soon as it is computed. Nothing is kept then.
+
+    Yields:
+        a list to which each observed layer's view is appended, in the order of computation; it
+        stays empty with `on_layer`. Tensors carry no gradient.
+
+    Raises:
+        UserError: for a model whose attention cannot be read, or a depth it does not have.
+    """
+    modules = attention_layers(model)
+    chosen = _chosen(layers, len(modules))
+    views: list[LayerView] = []
+    grids: list[Grid] = []
+    receive = on_layer or views.append
+
+    def observe(index: int) -> Callable[..., None]:
+        name, module = modules[index]
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # a checkpointed block, recomputed in the backward pass: seen before
+            x = kwargs["x"] if "x" in kwargs else args[0]
+            if timm_attention.is_known(module):
+                _refuse_masks(name, args[1:], kwargs)
+                grid = grids[-1]
+            else:
+                grid = kwargs["grid"] if "grid" in kwargs else args[1]
+            with torch.no_grad():
+                maps = maps_of(module, x, grid)
+            receive(LayerView(index, name, module, x.detach(), maps))
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        if any(timm_attention.is_known(module) for _, module in modules):
+            patch_embed = getattr(model, "patch_embed", None)
+            if not hasattr(patch_embed, "dynamic_feat_size"):
+                raise UserError(
+                    f"{type(model).__name__} does not say what grid its patches lie on (it has no "
+                    f"patch_embed with dynamic_feat_size)"
+                )
+            hooks.enter_context(_remember_grid(patch_embed, grids))
+        for index in chosen:
+            handle = modules[index][1].register_forward_pre_hook(observe(index), with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield views
+
+
+@contextlib.contextmanager
+def _remember_grid(patch_embed: Any, grids: list[Grid]) -> Iterator[None]:
+    """Append the patch grid of every image that timm's patch embedding is given."""
+
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        height, width = args[0].shape[-2:]
+        grids[:] = [timm_attention.grid_of(patch_embed, height, width)]
+
+    handle = patch_embed.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _chosen(layers: Sequence[int] | None, depth: int) -> list[int]:
+    if layers is None:
+        return list(range(depth))
+    for layer in layers:
+        if not -depth <= layer < depth:
+            raise UserError(f"there is no layer {layer}; the model has layers 0 to {depth - 1}")
+    return sorted({layer % depth for layer in layers})
+
+
+def _refuse_masks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # timm's blocks pass attn_mask=None and is_causal=False; anything else changes the attention.
+    if any(value is not None and value is not False for value in (*args, *kwargs.values())):
+        raise UserError(f"{name} was called with an attention mask, which taps do not read")

@@ -1,0 +1,185 @@
+"""Closed forms, in double precision, of everything that is measured on an attention map."""
+
+import math
+
+import pytest
+import torch
+
+from locality.analysis import measures
+from locality.layers.position import (
+    attention_centres,
+    distances,
+    kernel_offsets,
+    positional_attention,
+)
+
+GRIDS = [(14, 14), (7, 11), (1, 5)]
+
+
+def uniform(queries: int, keys: int) -> torch.Tensor:
+    return torch.full((2, 3, queries, keys), 1 / keys, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_uniform_attention_looks_the_mean_distance_away(grid):
+    height, width = grid
+    n = height * width
+    # How many pairs are a rows and b columns apart is known: (H − |a|)(W − |b|).
+    expected = (
+        math.fsum(
+            (height - abs(a)) * (width - abs(b)) * math.hypot(a, b)
+            for a in range(1 - height, height)
+            for b in range(1 - width, width)
+        )
+        / n**2
+    )
+    measured = measures.nonlocality(uniform(n, n), grid)
+    assert measured.shape == (2, 3)
+    assert torch.allclose(measured, torch.full_like(measured, expected), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_one_hot_attention_looks_as_far_as_its_offset(grid):
+    height, width = grid
+    n = height * width
+    down, right = 1, 2
+    attention = torch.zeros(1, 1, n, n, dtype=torch.float64)
+    expected = 0.0
+    for row in range(height):
+        for column in range(width):
+            # What lies outside falls on the last patch inside.
+            to_row, to_column = min(row + down, height - 1), min(column + right, width - 1)
+            attention[0, 0, row * width + column, to_row * width + to_column] = 1
+            expected += math.hypot(to_row - row, to_column - column) / n
+    assert measures.nonlocality(attention, grid).item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_attention_to_oneself_is_local():
+    assert measures.nonlocality(torch.eye(12)[None, None], (3, 4)).item() == 0
+
+
+def test_convolutional_initialisation_at_strength_two():
+    # exp(−α‖δ − Δ‖²), normalised over the grid, summed by hand.
+    grid, strength = (14, 14), 2.0
+    offsets = kernel_offsets(3).double()
+    attention = positional_attention(attention_centres(offsets, strength), grid)
+    measured = measures.nonlocality(attention, grid)
+    for head, (down, right) in enumerate(offsets.tolist()):
+        total = 0.0
+        for i1 in range(14):
+            for i2 in range(14):
+                weights = [
+                    (
+                        math.exp(-strength * ((j1 - i1 - down) ** 2 + (j2 - i2 - right) ** 2)),
+                        math.hypot(j1 - i1, j2 - i2),
+                    )
+                    for j1 in range(14)
+                    for j2 in range(14)
+                ]
+                mass = math.fsum(weight for weight, _ in weights)
+                total += math.fsum(weight * away for weight, away in weights) / mass
+        assert measured[head].item() == pytest.approx(total / 196, abs=1e-9)
+
+
+def test_class_token_is_left_out_and_rows_renormalised():
+    torch.manual_seed(0)
+    patches = torch.rand(2, 3, 20, 20, dtype=torch.float64).softmax(-1)
+    # The class token takes a third of every row, and looks wherever it likes.
+    with_token = torch.zeros(2, 3, 21, 21, dtype=torch.float64)
+    with_token[..., 1:, 0] = 1 / 3
+    with_token[..., 1:, 1:] = patches * 2 / 3
+    with_token[..., 0, :] = torch.rand(21, dtype=torch.float64).softmax(-1)
+    for measure in (
+        lambda a, prefix: measures.nonlocality(a, (4, 5), prefix_tokens=prefix),
+        measures.entropy,
+    ):
+        assert torch.allclose(measure(with_token, 1), measure(patches, 0), rtol=0, atol=1e-12)
+    share = measures.class_token_share(with_token, 1)
+    assert torch.allclose(share, torch.full_like(share, 1 / 3))
+    assert torch.equal(measures.class_token_attention(with_token), with_token[:, :, 0, 1:])
+
+
+def test_rows_given_to_the_class_token_alone_say_nothing():
+    attention = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
+    attention[..., 0] = 1  # every patch looks at the class token,
+    attention[0, 0, 1, 0], attention[0, 0, 1, 4] = 0.5, 0.5  # but one also looks across the grid
+    measured = measures.nonlocality(attention, (2, 2), prefix_tokens=1)
+    assert measured.item() == pytest.approx(math.sqrt(2), abs=1e-12)
+
+
+def test_keys_on_a_coarser_grid_lie_where_their_convolution_is_centred():
+    # 3×3, stride 2, padding 1 on a 5×6 grid: 3×3 keys, centred on every second token.
+    away = measures.token_distances((5, 6), (3, 3))
+    conv = torch.nn.Conv2d(2, 2, 3, stride=2, padding=1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        conv.weight.zero_()
+        conv.weight[0, 0], conv.weight[1, 1] = 1 / 9, 1 / 9
+    places = torch.stack(
+        torch.meshgrid(torch.arange(5.0), torch.arange(6.0), indexing="ij")
+    ).double()
+    centres = conv(places[None])[0]
+    # In the interior, where the kernel is not cut by the border, the mean place is the centre.
+    assert centres[:, 1, 1].tolist() == pytest.approx([2, 2])
+    assert away[0, 4].item() == pytest.approx(math.hypot(2, 2))  # query (0, 0) to key (1, 1)
+    assert away[3 * 6 + 5, 8].item() == pytest.approx(math.hypot(1, 1))  # (3, 5) to key at (4, 4)
+
+
+def test_stride_one_keys_have_the_usual_distances():
+    same = measures.token_distances((5, 6))
+    assert torch.equal(same, measures.token_distances((5, 6), (5, 6), (1, 1)))
+    assert torch.allclose(same, distances((5, 6), torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "stride"),
+    [((14, 14), (7, 7), (2, 2)), ((7, 9), (4, 5), (2, 2)), ((1, 8), (1, 4), (1, 2))],
+)
+def test_stride_is_read_off_the_grids(queries, keys, stride):
+    assert measures.infer_key_stride(queries, keys) == stride
+
+
+def test_impossible_grids_are_refused():
+    with pytest.raises(ValueError, match="cannot come from"):
+        measures.infer_key_stride((4, 4), (5, 4))
+    with pytest.raises(ValueError, match="does not fit"):
+        measures.nonlocality(uniform(9, 9), (4, 4))
+
+
+def test_entropy_of_uniform_and_one_hot_attention():
+    assert torch.allclose(
+        measures.entropy(uniform(10, 7)), torch.full((2, 3), math.log(7), dtype=torch.float64)
+    )
+    assert measures.entropy(torch.eye(6)[None, None]).item() == 0
+
+
+def test_measures_need_no_double_precision_input():
+    torch.manual_seed(0)
+    attention = torch.randn(1, 2, 16, 16, dtype=torch.float64).softmax(-1)
+    exact = measures.nonlocality(attention, (4, 4))
+    assert torch.allclose(measures.nonlocality(attention.float(), (4, 4)), exact.float())
+    half = measures.nonlocality(attention.bfloat16(), (4, 4))
+    assert half.dtype == torch.float32
+    assert torch.allclose(half, exact.float(), rtol=2e-2)
+
+
+def test_centre_strength_and_span_are_read_back():
+    offsets = torch.tensor([[0.0, 0.0], [-1.5, 2.0], [3.0, -0.5]], dtype=torch.float64)
+    focus = measures.positional_focus(attention_centres(offsets, 0.7))
+    assert torch.allclose(focus.centre, offsets)
+    assert torch.allclose(focus.strength, torch.full((3,), 0.7, dtype=torch.float64))
+    assert torch.allclose(focus.span, torch.full((3,), (2 * 0.7) ** -0.5, dtype=torch.float64))
+
+
+def test_span_is_the_standard_deviation_of_the_attention():
+    # A Gaussian wide enough not to feel the lattice and narrow enough not to feel the border.
+    v_pos = attention_centres(torch.zeros(1, 2, dtype=torch.float64), 0.1)
+    attention = positional_attention(v_pos, (31, 31))[0, 15 * 31 + 15].view(31, 31)
+    rows = torch.arange(31, dtype=torch.float64) - 15
+    deviation = (attention.sum(1) * rows.square()).sum().sqrt()
+    assert deviation.item() == pytest.approx(measures.positional_focus(v_pos).span.item(), abs=1e-6)
+
+
+def test_a_head_that_looks_away_from_everything_has_no_centre():
+    focus = measures.positional_focus(torch.tensor([[0.1, 1.0, 0.0], [-1.0, 0.0, 2.0]]))
+    assert focus.centre[0].isnan().all() and focus.span[0].isinf()
+    assert focus.centre[1].tolist() == [0.0, 1.0]

@@ -1,0 +1,162 @@
+"""Taps show the attention that the forward pass uses, and leave the forward pass alone."""
+
+import pytest
+import timm
+import torch
+from conftest import shaken
+
+from locality.analysis.taps import attention_layers, capture
+from locality.errors import UserError
+from locality.models import create_model
+
+TIMM = {
+    "vit_tiny_patch16_224": {},
+    "deit_tiny_patch16_224": {},
+    "vit_wee_patch16_reg1_gap_256.sbb_in1k": {},
+    "convit_tiny": {"local_up_to_layer": 2},
+}
+SMALL = {"img_size": 64, "depth": 3, "num_classes": 5}
+
+
+def timm_model(name):
+    torch.manual_seed(0)
+    return shaken(timm.create_model(name, **SMALL, **TIMM[name]), scale=0.1)
+
+
+@pytest.fixture(params=["convit_nano", "deit_nano", "psa", *TIMM])
+def any_model(request):
+    if request.param in TIMM:
+        return timm_model(request.param), torch.randn(2, 3, 64, 64)
+    name, overrides = request.param, {}
+    if name == "psa":
+        name, overrides = "convit_nano", {"positional_attention": "psa"}
+    return shaken(create_model(name, **overrides)), torch.randn(2, 3, 8, 12)
+
+
+@torch.no_grad()
+def test_logits_are_the_same_bit_for_bit(any_model):
+    model, images = any_model
+    without = model(images)
+    with capture(model) as views:
+        logits = model(images)
+    assert torch.equal(logits, without)
+    assert [view.name for view in views] == [name for name, _ in attention_layers(model)]
+    assert torch.equal(model(images), without)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@torch.no_grad()
+def test_rows_sum_to_one_and_mixed_is_the_gated_sum(any_model):
+    model, images = any_model
+    with capture(model) as views:
+        model(images)
+    for view in views:
+        maps = view.maps
+        for part in (maps.content, maps.position, maps.mixed):
+            if part is not None:
+                assert torch.allclose(part.sum(-1), torch.ones(()), rtol=0, atol=1e-6)
+        queries = maps.prefix_tokens + maps.query_grid[0] * maps.query_grid[1]
+        assert maps.mixed.shape[-2] == queries
+        if maps.gate is not None:
+            gate = maps.gate[:, None, None]
+            gated = (1 - gate) * maps.content + gate * maps.position
+            assert torch.allclose(maps.mixed, gated, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_captured_attention_is_what_the_module_computes_with(any_model):
+    """mixed · V, projected, is the module's output: the maps are not merely plausible."""
+    model, images = any_model[0].double(), any_model[1].double()
+    outputs = []
+    for _, module in attention_layers(model):
+        module.register_forward_hook(lambda _, __, output: outputs.append(output))
+    with capture(model) as views:
+        model(images)
+    for view, output in zip(views, outputs, strict=True):
+        module, x = view.module, view.input
+        heads = view.maps.mixed.shape[1]
+        if hasattr(module, "value_weight"):
+            bias = None if module.qkv.bias is None else module.qkv.bias[-len(module.value_weight) :]
+            v = torch.nn.functional.linear(x, module.value_weight, bias)
+        elif hasattr(module, "qkv"):
+            v = module.qkv(x).chunk(3, dim=-1)[2]
+        else:
+            v = module.v(x)
+        v = v.unflatten(-1, (heads, -1)).transpose(1, 2)
+        expected = module.proj((view.maps.mixed @ v).transpose(1, 2).flatten(2))
+        # The last block may compute the class token's output alone.
+        computed = expected[:, : output.shape[1]]
+        assert torch.allclose(computed, output, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_inputs_are_the_layers_own(convit, images):
+    seen = []
+    for block in convit.blocks:
+        block.norm1.register_forward_hook(lambda _, __, output: seen.append(output))
+    with capture(convit) as views:
+        convit(images)
+    assert all(torch.equal(view.input, own) for view, own in zip(views, seen, strict=True))
+    assert [view.maps.prefix_tokens for view in views] == [0, 0, 0, 1]
+    assert all(view.grid == (4, 4) for view in views)
+
+
+def test_chosen_layers_only(convit, images):
+    with torch.no_grad(), capture(convit, layers=[-1, 1]) as views:
+        convit(images)
+    assert [view.index for view in views] == [1, 3]
+    with pytest.raises(UserError, match="no layer 4"), capture(convit, layers=[4]):
+        pass
+
+
+def test_streaming_keeps_nothing(convit, images):
+    shapes = []
+    streamed = capture(convit, on_layer=lambda view: shapes.append(tuple(view.maps.mixed.shape)))
+    with torch.no_grad(), streamed as views:
+        convit(images)
+    assert views == []
+    assert shapes == [(6, 4, 16, 16)] * 3 + [(6, 4, 17, 17)]
+
+
+def test_gradients_pass_as_without_taps(convit, images):
+    def gradients():
+        convit.zero_grad()
+        convit(images).square().sum().backward()
+        return [parameter.grad.clone() for parameter in convit.parameters()]
+
+    without = gradients()
+    with capture(convit) as views:
+        with_taps = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(without, with_taps, strict=True))
+    assert not any(view.maps.mixed.requires_grad or view.input.requires_grad for view in views)
+
+
+def test_a_block_recomputed_for_the_backward_pass_is_seen_once(convit, images):
+    convit.train().set_grad_checkpointing()
+    with capture(convit) as views:
+        convit(images).sum().backward()
+    assert [view.index for view in views] == [0, 1, 2, 3]
+
+
+def test_hooks_are_removed_after_an_error(convit):
+    with pytest.raises(RuntimeError), capture(convit):
+        raise RuntimeError
+    assert not any(module._forward_pre_hooks for module in convit.modules())
+
+
+def test_timm_vit_at_another_size():
+    model = shaken(timm.create_model("vit_tiny_patch16_224", **SMALL, dynamic_img_size=True))
+    with torch.no_grad(), capture(model) as views:
+        model(torch.randn(1, 3, 48, 80))
+    assert {view.grid for view in views} == {(3, 5)}
+
+
+def test_what_cannot_be_observed_is_said():
+    with pytest.raises(UserError, match="no attention layer"), capture(torch.nn.Linear(2, 2)):
+        pass
+    compiled = torch.compile(create_model("deit_nano"))
+    with pytest.raises(UserError, match="compiled"), capture(compiled):
+        pass
+    masked = timm_model("vit_tiny_patch16_224")
+    with pytest.raises(UserError, match="mask"), torch.no_grad(), capture(masked):
+        masked.forward_features(torch.randn(1, 3, 64, 64), is_causal=True)
