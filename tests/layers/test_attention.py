@@ -1,0 +1,185 @@
+"""The attention layers against their definitions, and against convolutions."""
+
+import pytest
+import torch
+from torch import nn
+
+from locality.layers import (
+    GatedPositionalSelfAttention,
+    PositionalSelfAttention,
+    SelfAttention,
+    truncated_kernel,
+)
+from locality.layers.position import kernel_offsets, positional_attention, positional_scores
+
+GRID = (5, 7)
+LAYERS = [SelfAttention, PositionalSelfAttention, GatedPositionalSelfAttention]
+
+
+def tokens(width=36, batch=2, grid=GRID, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, grid[0] * grid[1], width, generator=generator, dtype=dtype)
+
+
+def to_map(x, grid=GRID):
+    return x.transpose(1, 2).unflatten(2, grid)
+
+
+def to_tokens(x):
+    return x.flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_forward_is_its_attention_maps_times_values(layer_class):
+    layer = layer_class(36, 9, qkv_bias=True).double()
+    x = tokens(dtype=torch.float64)
+    maps = layer.attention_maps(x, GRID)
+    values = layer.qkv(x)[..., 72:].unflatten(2, (9, 4)).transpose(1, 2)
+    expected = layer.proj((maps.mixed @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, GRID), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        maps.mixed.sum(dim=-1), torch.ones(2, 9, 35, dtype=torch.float64), rtol=0, atol=1e-10
+    )
+
+
+def test_gpsa_mixes_content_and_position_by_the_gate():
+    layer = GatedPositionalSelfAttention(36, 9, gating_init=-0.3)
+    maps = layer.attention_maps(tokens(), GRID)
+    share = torch.sigmoid(torch.tensor(-0.3))
+    torch.testing.assert_close(maps.mixed, (1 - share) * maps.content + share * maps.position)
+    torch.testing.assert_close(maps.position, positional_attention(layer.v_pos, GRID))
+
+
+def test_closed_gate_is_self_attention():
+    """λ → −∞ leaves plain self-attention with the same weights."""
+    gated = GatedPositionalSelfAttention(36, 9, gating_init=float("-inf"))
+    plain = SelfAttention(36, 9)
+    shared = {k: v for k, v in gated.state_dict().items() if k not in ("v_pos", "gating")}
+    plain.load_state_dict(shared)
+    torch.testing.assert_close(gated(tokens(), GRID), plain(tokens(), GRID))
+
+
+def test_open_gate_ignores_content():
+    """λ → ∞ leaves positional attention alone: queries and keys make no difference."""
+    gated = GatedPositionalSelfAttention(36, 9, gating_init=float("inf"))
+    before = gated(tokens(), GRID)
+    nn.init.normal_(gated.qkv.weight[:72].data)
+    torch.testing.assert_close(gated(tokens(), GRID), before, rtol=0, atol=0)
+
+
+def test_psa_has_one_softmax_over_the_sum():
+    layer = PositionalSelfAttention(36, 9)
+    x = tokens()
+    q, k = (
+        part.unflatten(2, (9, 4)).transpose(1, 2) for part in layer.qkv(x)[..., :72].split(36, -1)
+    )
+    scores = q @ k.transpose(-2, -1) / 2 + positional_scores(layer.v_pos, GRID)
+    torch.testing.assert_close(layer.attention_maps(x, GRID).mixed, scores.softmax(dim=-1))
+
+
+def test_convolutional_initialisation():
+    """v_pos = −α (1, −2Δ), W_val = I, λ = 1; the heads beyond k² start plain (Eq. 5)."""
+    layer = GatedPositionalSelfAttention(44, 11, locality_strength=0.5)
+    offsets = kernel_offsets(3)
+    torch.testing.assert_close(layer.v_pos[:9, 0], torch.full((9,), -0.5))
+    torch.testing.assert_close(layer.v_pos[:9, 1:], offsets)
+    assert layer.v_pos[9:].abs().max() < 0.1
+    assert torch.equal(layer.value_weight, torch.eye(44))
+    assert torch.equal(layer.gating, torch.ones(11))
+    plain = GatedPositionalSelfAttention(44, 11, conv_init=False)
+    assert plain.v_pos.abs().max() < 0.1
+    assert not torch.equal(plain.value_weight, torch.eye(44))
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_from_conv2d_is_the_convolution_inside(kernel):
+    torch.manual_seed(kernel)
+    conv = nn.Conv2d(6, 10, kernel, padding=kernel // 2)
+    layer = GatedPositionalSelfAttention.from_conv2d(conv)
+    x = tokens(6, grid=(9, 11))
+    error = (to_map(layer(x, (9, 11)), (9, 11)) - conv(to_map(x, (9, 11)))).abs()
+    edge = kernel // 2
+    assert error[..., edge : 9 - edge, edge : 11 - edge].max() <= 1e-4
+    if edge:
+        # Zeros outside the image on one side, the nearest patch on the other.
+        assert error.max() > 1e-2
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 4])
+def test_from_conv2d_is_the_convolution_with_replicated_borders(kernel):
+    torch.manual_seed(kernel)
+    conv = nn.Conv2d(6, 10, kernel, padding="same", padding_mode="replicate")
+    layer = GatedPositionalSelfAttention.from_conv2d(conv)
+    x = tokens(6, grid=(9, 11))
+    torch.testing.assert_close(
+        to_map(layer(x, (9, 11)), (9, 11)), conv(to_map(x, (9, 11))), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("heads", [9, 12])
+def test_init_from_conv2d_is_the_convolution_of_the_truncated_kernel(heads):
+    torch.manual_seed(heads)
+    width = 4 * heads
+    conv = nn.Conv2d(width, width, 3, padding=1, padding_mode="replicate")
+    layer = GatedPositionalSelfAttention(width, heads)
+    discarded = layer.init_from_conv2d_(conv, locality_strength=100.0, gating=30.0)
+
+    kernel = conv.weight.detach().clone()
+    conv.weight.data = truncated_kernel(kernel, rank=4)
+    x = tokens(width)
+    torch.testing.assert_close(to_map(layer(x, GRID)), conv(to_map(x)), rtol=0, atol=1e-4)
+    # What was lost is what the discarded singular values say.
+    assert discarded.shape == (9, width - 4)
+    torch.testing.assert_close(
+        (kernel - conv.weight).square().sum(), discarded.square().sum(), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_init_from_conv2d_is_exact_for_a_kernel_of_low_rank():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(36, 36, 3, padding=1, padding_mode="replicate", bias=False)
+    conv.weight.data = truncated_kernel(conv.weight, rank=3)
+    layer = GatedPositionalSelfAttention(36, 9)
+    assert layer.init_from_conv2d_(conv, locality_strength=100.0, gating=30.0).abs().max() < 1e-5
+    x = tokens()
+    torch.testing.assert_close(to_map(layer(x, GRID)), conv(to_map(x)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("conv", "complaint"),
+    [
+        (nn.Conv2d(36, 36, 3, padding=1, stride=2), "stride"),
+        (nn.Conv2d(36, 36, 3, padding=2, dilation=2), "dilation"),
+        (nn.Conv2d(36, 36, 3, padding=1, groups=2), "groups"),
+        (nn.Conv2d(36, 36, 3), "padding"),
+        (nn.Conv2d(36, 36, (3, 5), padding="same"), "square"),
+    ],
+)
+def test_other_convolutions_are_refused(conv, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        GatedPositionalSelfAttention.from_conv2d(conv)
+
+
+def test_a_kernel_or_width_that_does_not_fit_is_refused():
+    layer = GatedPositionalSelfAttention(36, 9)
+    with pytest.raises(ValueError, match="needs 25 heads"):
+        layer.init_from_conv2d_(nn.Conv2d(36, 36, 5, padding=2))
+    with pytest.raises(ValueError, match="24 channels"):
+        layer.init_from_conv2d_(nn.Conv2d(36, 24, 3, padding=1))
+
+
+def test_width_has_to_be_divisible_by_the_heads():
+    with pytest.raises(ValueError, match="37.*9 heads"):
+        SelfAttention(37, 9)
+
+
+@pytest.mark.parametrize("layer_class", LAYERS[1:])
+def test_positional_layers_refuse_a_class_token(layer_class):
+    with pytest.raises(ValueError, match="class tokens"):
+        layer_class(36, 9)(torch.randn(1, 36, 36), GRID)
+
+
+def test_self_attention_computes_the_first_queries_alone():
+    layer = SelfAttention(36, 9, qkv_bias=True)
+    x = tokens()
+    torch.testing.assert_close(layer(x, GRID, queries=3), layer(x, GRID)[:, :3])

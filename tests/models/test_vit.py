@@ -1,0 +1,278 @@
+"""DeiT and ConViT: sizes, surface, and what they share with timm."""
+
+import dataclasses
+
+import pytest
+import timm
+import torch
+
+from locality.layers import (
+    GatedPositionalSelfAttention,
+    PositionalSelfAttention,
+    SelfAttention,
+)
+from locality.models import (
+    VARIANTS,
+    count_macs,
+    count_parameters,
+    create_model,
+    list_models,
+    variant,
+)
+
+SMALL = [name for name in list_models() if variant(name).family != "cvt" and name.endswith("nano")]
+
+# ConViT Table 1 as built here: parameters exactly, multiply-accumulates in units of 10⁹.
+SIZES = {
+    "convit_tiny": (5_710_472, 1.26),
+    "convit_tiny_plus": (9_972_872, 2.14),
+    "convit_small": (27_777_232, 5.76),
+    "convit_small_plus": (48_979_792, 10.02),
+    "convit_base": (86_539_880, 17.53),
+    "convit_base_plus": (153_134_696, 30.78),
+    "deit_tiny": (5_717_416, 1.25),
+    "deit_tiny_plus": (9_982_184, 2.14),
+    "deit_small": (22_050_664, 4.60),
+    "deit_small_plus": (49_000_744, 10.04),
+    "deit_base": (86_567_656, 17.56),
+    "deit_base_plus": (153_171_944, 30.85),
+}
+
+
+def images(model, batch=2, size=None):
+    height, width = size or model.img_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, model.in_chans, height, width, generator=generator)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_table_1(name):
+    with torch.device("meta"):
+        model = create_model(name)
+    parameters, macs = SIZES[name]
+    assert count_parameters(model) == parameters
+    assert count_macs(model) / 1e9 == pytest.approx(macs, rel=5e-3)
+
+
+def test_parameters_are_timms_but_for_the_bias_the_softmax_cancels():
+    for name in ("convit_tiny", "convit_small", "convit_base"):
+        with torch.device("meta"):
+            ours, theirs = create_model(name), timm.create_model(name)
+        biases = ours.config.gpsa_layers * ours.config.num_heads
+        assert count_parameters(ours) == count_parameters(theirs) - biases
+
+
+def test_every_twin_has_the_size_of_its_model():
+    for row in VARIANTS.values():
+        if row.family != "convit":
+            continue
+        twin = variant(row.twin)
+        assert twin.family == "deit"
+        for field in ("embed_dim", "num_heads", "depth", "patch_size", "img_size"):
+            assert getattr(twin.config, field) == getattr(row.config, field)
+
+
+def test_first_blocks_are_gpsa_the_rest_plain():
+    model = create_model("convit_nano")
+    kinds = [type(block.attn) for block in model.blocks]
+    assert kinds == [GatedPositionalSelfAttention] * 3 + [SelfAttention]
+    kinds = [type(b.attn) for b in create_model("convit_nano", positional_attention="psa").blocks]
+    assert kinds == [PositionalSelfAttention] * 3 + [SelfAttention]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("gpsa_layers", [0, 4])
+def test_class_token_alone_gives_the_logits_of_all_tokens(name, gpsa_layers):
+    """`forward` computes one token in the last block; the long way round has to agree."""
+    overrides = {"gpsa_layers": gpsa_layers} if name.startswith("convit") else {}
+    model = create_model(name, **overrides).eval()
+    x = images(model)
+    torch.testing.assert_close(model(x), model.forward_head(model.forward_features(x)))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_gets_a_gradient(name):
+    model = create_model(name)
+    model(images(model)).square().sum().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, key
+
+
+def test_frozen_parts_get_none():
+    """Table 3: b freezes the gates; f and g freeze the positional layers whole."""
+    gates = create_model("convit_nano", gating_init=0.0, freeze_gating=True)
+    frozen = {key for key, p in gates.named_parameters() if not p.requires_grad}
+    assert frozen == {f"blocks.{i}.attn.gating" for i in range(3)}
+    assert all(float(gates.blocks[i].attn.gating.abs().max()) == 0 for i in range(3))
+
+    layers = create_model("convit_nano", freeze_gpsa=True)
+    frozen = {key for key, p in layers.named_parameters() if not p.requires_grad}
+    assert frozen == {
+        f"blocks.{i}.attn.{part}"
+        for i in range(3)
+        for part in ("qkv.weight", "proj.weight", "proj.bias", "v_pos", "gating")
+    }
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("size", [(8, 8), (12, 6), (2, 18)])
+def test_any_multiple_of_the_patch_works(name, size):
+    model = create_model(name).eval()
+    assert model(images(model, size=size)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_image_that_does_not_fit_the_patch_is_refused(name):
+    model = create_model(name)
+    with pytest.raises(ValueError, match="multiples of 2"):
+        model(torch.randn(1, 3, 9, 8))
+    with pytest.raises(ValueError, match="multiples of 3"):
+        create_model(name, patch_size=3)
+
+
+def test_resampling_the_position_embedding_is_the_identity_on_its_own_grid():
+    model = create_model("deit_nano", img_size=(8, 12)).eval()
+    x = images(model)
+    expected = model(x)
+    wider = create_model("deit_nano", img_size=(16, 24)).eval()
+    state = model.state_dict()
+    state["pos_embed"] = wider.pos_embed.detach()
+    wider.load_state_dict(state)
+    assert wider(x).shape == expected.shape
+    assert not torch.allclose(wider(x), expected)
+
+
+def test_without_position_embedding_the_encodings_need_no_resampling():
+    model = create_model("convit_nano", use_pos_embed=False).eval()
+    assert model.pos_embed is None
+    assert model(images(model, size=(20, 8))).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_timm_surface(name):
+    model = create_model(name, num_classes=7).eval()
+    x = images(model)
+    features = model.forward_features(x)
+    assert features.shape == (2, 17, 64)
+    assert model.num_features == model.embed_dim == model.head_hidden_size == 64
+    assert model.forward_head(features, pre_logits=True).shape == (2, 64)
+    assert model.get_classifier() is model.head
+    assert model(x).shape == (2, 7)
+    model.reset_classifier(0)
+    assert model(x).shape == (2, 64)
+    model.reset_classifier(5)
+    assert model.num_classes == 5 and model(x).shape == (2, 5)
+    with pytest.raises(ValueError, match="class token"):
+        model.reset_classifier(5, global_pool="avg")
+    names = dict(model.named_parameters())
+    assert model.no_weight_decay() <= set(names)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_intermediates_are_the_maps_of_the_blocks(name):
+    model = create_model(name).eval()
+    x = images(model, size=(8, 12))
+    final, maps = model.forward_intermediates(x, norm=True)
+    assert [tuple(m.shape) for m in maps] == [(2, 64, 4, 6)] * 4
+    torch.testing.assert_close(final, model.forward_features(x))
+    torch.testing.assert_close(maps[-1].flatten(2).transpose(1, 2), final[:, 1:])
+    (one,) = model.forward_intermediates(
+        x, indices=[1], output_fmt="NLC", intermediates_only=True, stop_early=True
+    )
+    raw = model.forward_intermediates(x, intermediates_only=True)
+    torch.testing.assert_close(one, raw[1].flatten(2).transpose(1, 2))
+    with pytest.raises(ValueError, match="NHWC"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradient_checkpointing_changes_nothing(name):
+    model = create_model(name)
+    x = images(model)
+    model(x).square().sum().backward()
+    plain = {key: p.grad.clone() for key, p in model.named_parameters()}
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    model(x).square().sum().backward()
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, plain[key])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_bf16_autocast_and_channels_last(name):
+    model = create_model(name).eval()
+    x = images(model)
+    expected = model(x)
+    torch.testing.assert_close(model(x.contiguous(memory_format=torch.channels_last)), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = model(x)
+    assert rough.dtype == torch.bfloat16
+    torch.testing.assert_close(rough.float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_compiles_without_graph_breaks(name):
+    model = create_model(name)
+    compiled = torch.compile(model, fullgraph=True)
+    x = images(model)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    compiled(x).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_exports_with_a_dynamic_batch(name):
+    model = create_model(name).eval()
+    x = images(model)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
+    seven = images(model, batch=7)
+    torch.testing.assert_close(program.module()(seven), model(seven))
+
+
+def test_drop_path_grows_linearly():
+    model = create_model("convit_nano", drop_path_rate=0.3)
+    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
+    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"gpsa_layers": 5}, "between 0 and depth=4"),
+        ({"embed_dim": 66, "num_heads": 4}, "multiple"),
+        ({"depth": 0}, "at least 1"),
+        ({"positional_attention": "psi"}, "'gpsa', 'psa'"),
+        ({"locality_strength": 0.0}, "above 0"),
+        ({"drop_path_rate": 1.0}, r"\[0, 1\)"),
+        ({"embed_class_token": True}, "gpsa_layers=0"),
+        ({"num_classes": -1}, "0 \\(features only\\)"),
+        ({"gpsa_layer": 2}, "did you mean gpsa_layers"),
+    ],
+)
+def test_bad_settings_are_refused(fields, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        create_model("convit_nano", **fields)
+
+
+def test_unknown_models_suggest_the_nearest():
+    with pytest.raises(ValueError, match="did you mean convit_small"):
+        create_model("convit_smal")
+
+
+def test_list_models_filters():
+    assert list_models(family="deit") == [n for n in list_models() if n.startswith("deit")]
+    assert list_models("convit_*_plus") == [
+        "convit_tiny_plus",
+        "convit_small_plus",
+        "convit_base_plus",
+    ]
+    assert "deit_nano" in list_models("nano")
+
+
+def test_configurations_are_values():
+    config = variant("convit_tiny").config
+    assert dataclasses.replace(config) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.depth = 3
