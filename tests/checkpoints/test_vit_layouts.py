@@ -1,0 +1,160 @@
+"""ConViT and DeiT weights: timm's and the authors' layouts, both directions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from locality.checkpoints.convit import dropped, from_convit, infer_convit, to_convit
+from locality.checkpoints.deit import from_deit, infer_deit, to_deit
+from locality.errors import UserError
+from locality.models import build, create_model, variant
+
+SMALL = {"img_size": 64, "num_classes": 10}
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Random weights everywhere: initial zeros and ones would hide a mix-up."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = parameter.data + 0.1 * noise
+    return model.eval()
+
+
+def assert_bitwise(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def timm_convit() -> nn.Module:
+    return randomise(
+        timm.create_model("convit_tiny", img_size=64, num_classes=10, depth=4, local_up_to_layer=3)
+    )
+
+
+def timm_deit() -> nn.Module:
+    return randomise(timm.create_model("deit_tiny_patch16_224", depth=3, **SMALL))
+
+
+def test_convit_from_timm_gives_the_same_logits():
+    reference = timm_convit()
+    config = replace(variant("convit_tiny").config, depth=4, gpsa_layers=3, **SMALL)
+    ours = build(config).eval()
+    ours.load_state_dict(from_convit(reference.state_dict(), config))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), reference(images), atol=1e-5, rtol=0)
+
+
+def test_deit_from_timm_gives_the_same_logits():
+    reference = timm_deit()
+    config = replace(variant("deit_tiny").config, depth=3, **SMALL)
+    ours = build(config).eval()
+    ours.load_state_dict(from_deit(reference.state_dict(), config))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), reference(images), atol=1e-5, rtol=0)
+
+
+def test_convit_to_timm_loads_strictly_and_gives_the_same_logits():
+    config = replace(variant("convit_tiny").config, depth=4, gpsa_layers=3, **SMALL)
+    ours = randomise(build(config))
+    reference = timm_convit()
+    reference.load_state_dict(to_convit(ours.state_dict(), config), strict=True)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(reference(images), ours(images), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "convit_tiny",
+        pytest.param("convit_small", marks=pytest.mark.slow),
+        pytest.param("convit_base", marks=pytest.mark.slow),
+    ],
+)
+def test_convit_there_and_back_is_bitwise_equal(name):
+    ours = randomise(create_model(name))
+    state = ours.state_dict()
+    assert_bitwise(from_convit(to_convit(state, ours.config), ours.config), state)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deit_tiny",
+        pytest.param("deit_small", marks=pytest.mark.slow),
+        pytest.param("deit_base", marks=pytest.mark.slow),
+    ],
+)
+def test_deit_there_and_back_is_bitwise_equal(name):
+    ours = randomise(create_model(name))
+    state = ours.state_dict()
+    assert_bitwise(from_deit(to_deit(state, ours.config), ours.config), state)
+
+
+def test_timm_there_and_back_loses_only_what_the_softmax_cancels():
+    reference = timm_convit().state_dict()
+    config = infer_convit(reference)
+    back = to_convit(from_convit(reference, config), config)
+    biases = dropped(config)
+    assert biases == [f"blocks.{index}.attn.pos_proj.bias" for index in range(3)]
+    assert all(reference[name].abs().sum() > 0 and back[name].abs().sum() == 0 for name in biases)
+    for name in biases:
+        back[name] = reference[name]
+    assert_bitwise(back, reference)
+
+
+@pytest.mark.parametrize("name", ["convit_tiny", "convit_nano", "deit_tiny", "deit_tiny_plus"])
+def test_the_architecture_is_read_from_the_shapes(name):
+    row = variant(name)
+    model = create_model(name)
+    to, infer = (to_convit, infer_convit) if row.family == "convit" else (to_deit, infer_deit)
+    assert infer(to(model.state_dict(), model.config)) == row.config
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_projection_biases_of_the_gated_layers_are_kept(bias):
+    ours = randomise(create_model("convit_nano", qkv_bias=bias))
+    theirs = to_convit(ours.state_dict(), ours.config)
+    assert ("blocks.0.attn.qk.bias" in theirs) is bias
+    assert infer_convit(theirs).qkv_bias is bias
+    assert_bitwise(from_convit(theirs, ours.config), ours.state_dict())
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides():
+    ours = create_model("convit_nano")
+    theirs = to_convit(ours.state_dict(), ours.config)
+    del theirs["blocks.1.attn.gating_param"]
+    theirs["blocks.1.attn.gate"] = torch.zeros(4)
+    theirs["head.bias"] = torch.zeros(3)
+    with pytest.raises(UserError) as caught:
+        from_convit(theirs, ours.config)
+    message = str(caught.value)
+    assert "missing: blocks.1.attn.gating_param" in message
+    assert "unknown: blocks.1.attn.gate" in message
+    assert "head.bias is (3,) instead of (10,)" in message
+
+
+def test_a_distilled_deit_is_refused_by_its_extra_tensors():
+    ours = create_model("deit_nano")
+    theirs = to_deit(ours.state_dict(), ours.config) | {"dist_token": torch.zeros(1, 1, 64)}
+    with pytest.raises(UserError, match="unknown: dist_token"):
+        from_deit(theirs, ours.config)
+
+
+def test_a_layout_refuses_the_other_family():
+    convit, deit = create_model("convit_nano"), create_model("deit_nano")
+    with pytest.raises(UserError, match="gpsa_layers=0"):
+        to_convit(deit.state_dict(), deit.config)
+    with pytest.raises(UserError, match="gpsa_layers=3"):
+        to_deit(convit.state_dict(), convit.config)
+    psa = create_model("convit_nano", positional_attention="psa")
+    with pytest.raises(UserError, match="'psa'"):
+        to_convit(psa.state_dict(), psa.config)
