@@ -5,7 +5,6 @@ import json
 import pytest
 import timm
 import torch
-from conftest import shaken
 
 from locality.analysis import measures
 from locality.analysis.summary import measure_model, released_nonlocality
@@ -60,7 +59,7 @@ def test_no_images_is_refused(convit, images):
 
 
 @pytest.mark.parametrize("size", [64, 96])
-def test_released_variant_equals_the_script_on_timms_weights(size):
+def test_released_variant_equals_the_script_on_timms_weights(size, shaken):
     """timm's module keeps the released `get_attention_map`; the script feeds it `patch_embed`."""
     model = timm.create_model("convit_tiny", img_size=size, depth=4, local_up_to_layer=3)
     model = shaken(model, scale=0.2)
@@ -75,7 +74,7 @@ def test_released_variant_equals_the_script_on_timms_weights(size):
     assert ours[2] != pytest.approx(real[2]["nonlocality"]["mean"], abs=1e-3)
 
 
-def test_released_variant_of_our_model_equals_timms_with_the_same_weights():
+def test_released_variant_of_our_model_equals_timms_with_the_same_weights(shaken):
     theirs = timm.create_model("convit_tiny", img_size=64, depth=3, local_up_to_layer=2)
     ours = create_model("convit_tiny", img_size=64, depth=3, gpsa_layers=2)
     shaken(theirs, scale=0.2)

@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-from conftest import shaken
 
 from locality.analysis.taps import attention_layers, capture
 from locality.errors import UserError
@@ -18,13 +17,17 @@ TIMM = {
 SMALL = {"img_size": 64, "depth": 3, "num_classes": 5}
 
 
-def timm_model(name):
-    torch.manual_seed(0)
-    return shaken(timm.create_model(name, **SMALL, **TIMM[name]), scale=0.1)
+@pytest.fixture
+def timm_model(shaken):
+    def make(name, **overrides):
+        settings = {**SMALL, **TIMM[name], **overrides}
+        return shaken(timm.create_model(name, **settings), scale=0.1)
+
+    return make
 
 
 @pytest.fixture(params=["convit_nano", "deit_nano", "psa", *TIMM])
-def any_model(request):
+def any_model(request, shaken, timm_model):
     if request.param in TIMM:
         return timm_model(request.param), torch.randn(2, 3, 64, 64)
     name, overrides = request.param, {}
@@ -144,14 +147,14 @@ def test_hooks_are_removed_after_an_error(convit):
     assert not any(module._forward_pre_hooks for module in convit.modules())
 
 
-def test_timm_vit_at_another_size():
-    model = shaken(timm.create_model("vit_tiny_patch16_224", **SMALL, dynamic_img_size=True))
+def test_timm_vit_at_another_size(timm_model):
+    model = timm_model("vit_tiny_patch16_224", dynamic_img_size=True)
     with torch.no_grad(), capture(model) as views:
         model(torch.randn(1, 3, 48, 80))
     assert {view.grid for view in views} == {(3, 5)}
 
 
-def test_what_cannot_be_observed_is_said():
+def test_what_cannot_be_observed_is_said(timm_model):
     with pytest.raises(UserError, match="no attention layer"), capture(torch.nn.Linear(2, 2)):
         pass
     compiled = torch.compile(create_model("deit_nano"))

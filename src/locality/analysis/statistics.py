@@ -1,0 +1,75 @@
+"""What a handful of seeds can say: means, intervals, and differences paired by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with the interval that Student's t gives it.
+
+    Attributes:
+        mean: of the values.
+        half_width: the interval is mean ± this; None where one value says nothing about spread.
+        n: number of values.
+        level: of confidence, 0.95 unless asked otherwise.
+    """
+
+    mean: float
+    half_width: float | None
+    n: int
+    level: float = 0.95
+
+    @property
+    def low(self) -> float | None:
+        return None if self.half_width is None else self.mean - self.half_width
+
+    @property
+    def high(self) -> float | None:
+        return None if self.half_width is None else self.mean + self.half_width
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval is there and lies on one side of zero."""
+        return self.half_width is not None and abs(self.mean) > self.half_width
+
+
+def estimate(values: Sequence[float], level: float = 0.95) -> Estimate:
+    """The mean of `values` with a t interval: mean ± t(n − 1) · s/√n.
+
+    Raises:
+        ValueError: for no values, or a level outside (0, 1).
+    """
+    n = len(values)
+    if n == 0:
+        raise ValueError("a mean needs at least one value")
+    if not 0 < level < 1:
+        raise ValueError(f"a level of confidence lies between 0 and 1, not at {level}")
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Estimate(mean, None, 1, level)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    quantile = float(stats.t.ppf((1 + level) / 2, n - 1))
+    return Estimate(mean, quantile * deviation / math.sqrt(n), n, level)
+
+
+def paired_difference(
+    first: Mapping[int, float], second: Mapping[int, float], level: float = 0.95
+) -> Estimate | None:
+    """first − second, paired by seed: what a seed does to both (split, order) cancels.
+
+    Args:
+        first, second: seed → value. Seeds that only one of them has are left out.
+
+    Returns:
+        the estimate of the mean difference, or None without a common seed.
+    """
+    seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
+    return estimate([first[seed] - second[seed] for seed in seeds], level)

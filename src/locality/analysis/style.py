@@ -1,0 +1,127 @@
+"""One look for every figure: colours that colour-blind readers can tell apart, PNG and SVG."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from locality.files import write_atomic
+
+# Wong's palette (Nature Methods 8, 441), told apart under every common colour blindness. Families
+# keep their colour in every figure, and their marker, for those who print in grey.
+CONVIT, DEIT, CVT, OTHER = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+FAMILY_COLOURS = {"convit": CONVIT, "deit": DEIT, "cvt": CVT}
+FAMILY_MARKERS = {"convit": "o", "deit": "s", "cvt": "^"}
+INK, FAINT = "#1a1a1a", "#8a8a8a"
+
+MAP_COLOURS = "viridis"
+"""For attention: rises evenly in lightness, so that it reads in grey and to the colour-blind."""
+
+GATE_COLOURS = LinearSegmentedColormap.from_list("gate", ["#ffffff", "#c1121f"])
+"""White: the head looks at content (σ(λ) = 0). Red: it looks at position (σ(λ) = 1)."""
+
+_SETTINGS: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": FAINT,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text: searchable, and in the reader's own font
+    "svg.hashsalt": "locality",  # the same figure gives the same file
+}
+
+_THEMED = {
+    CONVIT: "var(--convit)",
+    DEIT: "var(--deit)",
+    CVT: "var(--cvt)",
+    OTHER: "var(--other)",
+    INK: "var(--ink)",
+    FAINT: "var(--faint)",
+}
+
+
+def settings() -> Any:
+    """A context manager under which figures are made and drawn in this style."""
+    return matplotlib.rc_context(_SETTINGS)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of width × height inches. Make it inside `settings()`."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: Path | str, dpi: int = 160) -> list[Path]:
+    """Write a figure as PNG and SVG, next to each other, whatever suffix `path` has.
+
+    Returns:
+        the two paths.
+    """
+    path = Path(path)
+    written = []
+    for suffix, options in ((".png", {"dpi": dpi}), (".svg", {"metadata": {"Date": None}})):
+        buffer = io.BytesIO()
+        with settings():
+            figure.savefig(buffer, format=suffix[1:], facecolor="white", **options)
+        target = path.with_suffix(suffix)
+        write_atomic(target, buffer.getvalue())
+        written.append(target)
+    return written
+
+
+def inline_svg(figure: Figure, identifier: str, description: str) -> str:
+    """A figure as SVG to stand inside an HTML page, in the page's own colours and font.
+
+    Args:
+        figure: drawn in the colours above, which become CSS variables (--convit, --deit, --cvt,
+            --other, --ink, --faint) so that a page can have a light and a dark theme.
+        identifier: unique on the page; prefixes every id of the drawing.
+        description: what a screen reader says.
+    """
+    buffer = io.StringIO()
+    with settings():
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{identifier}-', text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{identifier}-", text)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
+    for colour, variable in _THEMED.items():
+        text = text.replace(colour, variable)
+    head = f'<svg role="img" aria-label="{_escape(description)}"'
+    return re.sub(r'<svg (.*?)width="[^"]*" height="[^"]*"', rf"{head} \1", text, count=1)
+
+
+def _escape(text: str) -> str:
+    for character, entity in (("&", "&amp;"), ('"', "&quot;"), ("<", "&lt;"), ("\\", "")):
+        text = text.replace(character, entity)
+    return text
+
+
+def colour_of(family: str) -> str:
+    """The colour of a model family ("convit", "deit", "cvt"), the same in every figure."""
+    return FAMILY_COLOURS.get(family, OTHER)
+
+
+def marker_of(family: str) -> str:
+    """The marker of a model family."""
+    return FAMILY_MARKERS.get(family, "D")
