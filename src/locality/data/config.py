@@ -1,0 +1,217 @@
+"""What a run says about its data: which images, and how they are changed on the way in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from locality.errors import UserError, unknown
+
+# Pillow refuses images with more pixels than this as decompression bombs, or warns about them.
+PIXEL_LIMIT = 89_478_485
+
+DATASETS: dict[str, str] = {
+    "digits": "scikit-learn's 1,797 handwritten digits, 8×8, nothing to download",
+    "folder": "any image folder: train/ and val/, or one folder per class to be split",
+    "cifar10": "CIFAR-10 through torchvision",
+    "cifar100": "CIFAR-100 through torchvision",
+    "flowers102": "Oxford Flowers-102 through torchvision: train + val to train, test to judge",
+    "pets": "Oxford-IIIT Pets through torchvision: trainval to train, test to judge",
+    "imagenet": "ImageNet-1k or -22k folder with train/ and val/, a folder per class",
+    "imagenet100": "the first 100 classes of an ImageNet folder, in sorted order",
+    "imagenet_v2": "ImageNet-V2 (evaluation only): folders named 0 … 999",
+    "imagenet_real": "ImageNet's val/ with the ReaL labels (evaluation only)",
+    "arrow": "a folder of Parquet or Arrow files, such as `locality data pack` writes",
+}
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming", "random")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images a run trains on and which it is judged by.
+
+    Attributes:
+        dataset: one of `DATASETS`.
+        root: folder of the dataset; not used by `digits`.
+        download: let torchvision fetch what is missing (CIFAR, Flowers-102, Pets).
+        fraction: share of each class's training images to keep, in (0, 1].
+        subset: "balanced" keeps a seeded random choice, nested from one fraction to the next;
+            "sorted" keeps the first int(n · fraction) file names of each class, as the code that
+            was released with the ConViT paper does.
+        first_classes: keep the first k classes in sorted order; None keeps all.
+        subset_seed: seed of the balanced choice; None takes the run's seed.
+        val_fraction: share of each class set aside when the dataset has no validation part.
+        split_seed: seed of that split; not the run's, so that all seeds are judged alike.
+        on_bad_image: what to do with a file that cannot be decoded: "error" names it and stops,
+            "skip" leaves it out and counts it, "auto" skips while training and stops otherwise.
+        max_bad_images: how many different files may be skipped before the run stops.
+        max_pixels: images with more pixels are treated as files that cannot be decoded.
+        exif: turn images as their EXIF orientation says. Off by default: the published accuracies
+            were measured without.
+        real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
+        workers: processes that load images; 0 loads in the training process.
+    """
+
+    dataset: str = "digits"
+    root: str | None = None
+    download: bool = False
+    fraction: float = 1.0
+    subset: Literal["balanced", "sorted"] = "balanced"
+    first_classes: int | None = None
+    subset_seed: int | None = None
+    val_fraction: float = 0.25
+    split_seed: int = 0
+    on_bad_image: Literal["auto", "error", "skip"] = "auto"
+    max_bad_images: int = 100
+    max_pixels: int = PIXEL_LIMIT
+    exif: bool = False
+    real_labels: str | None = None
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        _known("dataset", self.dataset, DATASETS)
+        _known("subset", self.subset, ("balanced", "sorted"))
+        _known("on_bad_image", self.on_bad_image, ("auto", "error", "skip"))
+        _inside("fraction", self.fraction, 0, 1, open_low=True)
+        _inside("val_fraction", self.val_fraction, 0, 1, open_low=True, open_high=True)
+        _integer("max_bad_images", self.max_bad_images, 0)
+        _integer("max_pixels", self.max_pixels, 1, PIXEL_LIMIT)
+        _integer("workers", self.workers, 0)
+        _integer("split_seed", self.split_seed, 0)
+        if self.subset_seed is not None:
+            _integer("subset_seed", self.subset_seed, 0)
+        if self.first_classes is not None:
+            _integer("first_classes", self.first_classes, 1)
+
+    def on_bad(self, training: bool) -> Literal["error", "skip"]:
+        """`on_bad_image` with "auto" resolved: skip while training, stop in evaluation."""
+        if self.on_bad_image == "auto":
+            return "skip" if training else "error"
+        return self.on_bad_image
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How training images are changed. The defaults change little; recipes state everything.
+
+    Attributes:
+        crop: "resized" is a random area and aspect ratio (RandomResizedCrop); "pad" resizes,
+            pads by `pad` pixels and cuts a random window; "none" resizes and cuts the centre.
+        pad: padding of the "pad" crop in pixels.
+        scale: area range of the "resized" crop, as shares of the image.
+        ratio: aspect-ratio range (width / height) of the "resized" crop.
+        hflip: probability of a horizontal flip.
+        color_jitter: strength of brightness, contrast and saturation jitter; timm leaves it out
+            when `auto_augment` is set.
+        auto_augment: timm's policy string, such as "rand-m9-mstd0.5-inc1".
+        random_erasing: probability of erasing one rectangle with noise.
+        interpolation: for every resize; "random" picks bilinear or bicubic (training only).
+        mean, std: normalisation per channel, on the 0 … 1 scale.
+        crop_pct: evaluation resizes the shorter side to image size / crop_pct before cutting the
+            centre; 0.875 is 256 → 224.
+        mixup, cutmix: strength (α of the Beta distribution); applied to batches by training.
+        mixup_prob: probability that a batch is mixed at all.
+        mixup_switch_prob: probability of cutmix where both are on.
+        repeats: how many times in a row an image is drawn (repeated augmentation).
+    """
+
+    crop: Literal["resized", "pad", "none"] = "resized"
+    pad: int = 4
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    hflip: float = 0.5
+    color_jitter: float = 0.0
+    auto_augment: str | None = None
+    random_erasing: float = 0.0
+    interpolation: str = "bicubic"
+    mean: tuple[float, float, float] = IMAGENET_DEFAULT_MEAN
+    std: tuple[float, float, float] = IMAGENET_DEFAULT_STD
+    crop_pct: float = 0.875
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mixup_prob: float = 1.0
+    mixup_switch_prob: float = 0.5
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        _known("crop", self.crop, ("resized", "pad", "none"))
+        _known("interpolation", self.interpolation, INTERPOLATIONS)
+        _integer("pad", self.pad, 0)
+        _integer("repeats", self.repeats, 1)
+        for name in ("hflip", "random_erasing", "mixup_prob", "mixup_switch_prob"):
+            _inside(name, getattr(self, name), 0, 1)
+        for name in ("color_jitter", "mixup", "cutmix"):
+            _inside(name, getattr(self, name), 0, math.inf, open_high=True)
+        _inside("crop_pct", self.crop_pct, 0, 1, open_low=True)
+        _range("scale", self.scale, 1.0)
+        _range("ratio", self.ratio, math.inf)
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if len(values) != 3:
+                raise UserError(f"{name} has {len(values)} values; give one per colour channel, 3")
+            for value in values:
+                _inside(name, value, 0, math.inf, open_low=name == "std", open_high=True)
+        if self.auto_augment is not None:
+            _policy(self.auto_augment)
+
+
+def _known(setting: str, given: str, accepted: object) -> None:
+    if given not in accepted:  # type: ignore[operator]
+        raise unknown(setting, str(given), accepted)  # type: ignore[arg-type]
+
+
+def _integer(setting: str, value: int, low: int, high: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise UserError(f"{setting} is {value!r}; give a whole number, {limits}")
+
+
+def _inside(
+    setting: str,
+    value: float,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if (
+        not number
+        or not low <= value <= high
+        or (open_low and value == low)
+        or (open_high and value == high)
+    ):
+        lower = f"{'above' if open_low else 'at least'} {low:g}"
+        if math.isinf(high):
+            upper = " and finite"
+        else:
+            upper = f" and {'below' if open_high else 'at most'} {high:g}"
+        raise UserError(f"{setting} is {value!r}; give a number {lower}{upper}")
+
+
+def _range(setting: str, value: tuple[float, float], high: float) -> None:
+    if len(value) != 2 or not 0 < value[0] <= value[1] <= high or math.isinf(value[1]):
+        limit = "" if math.isinf(high) else f" ≤ {high:g}"
+        raise UserError(f"{setting} is {value!r}; give two numbers with 0 < low ≤ high{limit}")
+
+
+def _policy(text: str) -> None:
+    # timm asserts, or returns without a word, on most mistakes in these strings.
+    first, *settings = text.split("-")
+    if first not in ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a"):
+        raise UserError(
+            f"auto_augment is '{text}'; give one of timm's policies, such as "
+            "'rand-m9-mstd0.5-inc1', 'augmix-m3-w3', 'original', 'v0' or '3a'"
+        )
+    for setting in settings:
+        name = setting.rstrip("0123456789.")
+        if not name.isalpha() or (name == setting and first in ("rand", "augmix")):
+            raise UserError(
+                f"auto_augment is '{text}', where '{setting}' is not a setting; "
+                "write a name and a number, such as m9, mstd0.5, inc1"
+            )

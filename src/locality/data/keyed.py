@@ -1,0 +1,140 @@
+"""Randomness as a function of position, so that a resumed run repeats itself without any state.
+
+Everything random about the data is a function of (seed, stream, position): which image comes at a
+position, how it is augmented, what stands in for it when it cannot be read. Nothing depends on
+what was drawn before, on the number of workers or of processes.
+
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Our own
+permutation rather than a library's shuffle: it needs no memory, starts in the middle for free,
+and stays the same when libraries change their generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from enum import IntEnum
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Keys = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = (np.uint64(shift) for shift in (30, 27, 31))
+_ONE = np.uint64(1)
+# With 16 rounds even the permutations of 5 or 6 things are all equally likely; 12 leave a bias.
+_ROUNDS = np.arange(16, dtype=np.uint64)
+
+
+class Stream(IntEnum):
+    """What a key is for. Two streams with the same seed and position share nothing."""
+
+    ORDER = 1
+    AUGMENT = 2
+    ERASE = 3
+    REPLACE = 4
+    SUBSET = 5
+    SPLIT = 6
+    STEP = 7  # for training: mixup, dropout, drop path
+
+
+def keys(seed: int, *words: int | npt.ArrayLike) -> Keys:
+    """64-bit keys for (seed, words): well mixed, any word broadcast as an array.
+
+    Words are whole numbers taken modulo 2⁶⁴; their order matters.
+    """
+    state = _mix(_word(seed))
+    for word in words:
+        state = _mix(state ^ _word(word))
+    return state
+
+
+def _word(value: int | npt.ArrayLike) -> Keys:
+    if isinstance(value, int):
+        return np.array([value & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)
+    return np.atleast_1d(np.asarray(value)).astype(np.uint64)
+
+
+def _mix(x: Keys) -> Keys:
+    x = x + _GOLDEN
+    x = (x ^ (x >> _SHIFT_1)) * _MULTIPLY_1
+    x = (x ^ (x >> _SHIFT_2)) * _MULTIPLY_2
+    return x ^ (x >> _SHIFT_3)
+
+
+def permuted(ranks: npt.ArrayLike, size: int, key: Keys) -> Indices:
+    """Where `ranks` go under the random permutation of 0 … size − 1 that `key` names.
+
+    A Feistel network on a × b ≥ size, a ≈ b, in the additive form of Black and Rogaway (2002);
+    values that fall outside 0 … size − 1 walk on until they are inside.
+
+    Args:
+        ranks: any number of places, each from 0 to size − 1.
+        size: how many things are permuted.
+        key: one key, or one per rank.
+
+    Returns:
+        int64 array of the shape of `ranks`.
+    """
+    places = np.atleast_1d(np.asarray(ranks)).astype(np.uint64)
+    rows = isqrt(max(size - 1, 0)) + 1
+    columns = -(-size // rows)
+    result = _feistel(places, np.uint64(rows), np.uint64(columns), key)
+    key = np.broadcast_to(key, result.shape)
+    while (outside := np.flatnonzero(result >= np.uint64(size))).size:
+        result[outside] = _feistel(
+            result[outside], np.uint64(rows), np.uint64(columns), key[outside]
+        )
+    return result.astype(np.int64)
+
+
+def _feistel(x: Keys, rows: np.uint64, columns: np.uint64, key: Keys) -> Keys:
+    row, column = x // columns, x % columns
+    round_keys = _mix(key + _ROUNDS[:, None])
+    for add_to_row, add_to_column in zip(round_keys[::2], round_keys[1::2], strict=True):
+        # Halved, so that the sum cannot wrap around, which would send two places to one.
+        row = (row + (_mix(column ^ add_to_row) >> _ONE)) % rows
+        column = (column + (_mix(row ^ add_to_column) >> _ONE)) % columns
+    return row * columns + column
+
+
+def sample_order(positions: npt.ArrayLike, size: int, seed: int, repeats: int = 1) -> Indices:
+    """The sample trained at each global position: an own permutation for every pass.
+
+    With repeated augmentation (Hoffer et al., 2020) `repeats` neighbouring positions share a
+    sample, and one pass over the permutation lasts `repeats` epochs of `size` positions.
+    """
+    draws = np.atleast_1d(np.asarray(positions, dtype=np.int64)) // repeats
+    return permuted(draws % size, size, keys(seed, Stream.ORDER, draws // size))
+
+
+def seed_generators(key: int) -> None:
+    """Seed the three generators that timm's and torchvision's transforms draw from.
+
+    Those are Python's `random`, numpy's global one and torch's default one for the processor.
+    Each gets its own part of the key: numpy and torch run the same Mersenne Twister and would
+    otherwise draw the same numbers. `torch.manual_seed` would do more, and cost 85 µs for it.
+    """
+    random.seed(key)
+    np.random.seed(key >> 32)  # noqa: NPY002 (the generator that timm uses)
+    torch.default_generator.manual_seed(key & 0xFFFF_FFFF)
+
+
+@contextlib.contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Leave the process's three generators as they were before the block."""
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    processor = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002
+        torch.default_generator.set_state(processor)

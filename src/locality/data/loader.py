@@ -1,0 +1,223 @@
+"""Loaders: batches in order, from this process or from workers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from locality.data.batches import Batch, EvalBatches, OnBad, Parcel, TrainBatches
+from locality.data.config import AugmentConfig
+from locality.data.sources import ImageSource
+from locality.data.transforms import Size, eval_transform, train_transform
+from locality.errors import UserError
+
+# A worker that was asked to end (SIGTERM) stays this long, to let its run finish a step.
+_GRACE_SECONDS = 60
+
+
+class BatchLoader:
+    """Iterates over batches in order; every iteration starts at the first.
+
+    Attributes:
+        skipped: images left out because they cannot be decoded, name → reason, in the order met.
+            A resumed run may put in what was found before it stopped.
+    """
+
+    def __init__(
+        self,
+        batches: Dataset,
+        numbers: Sequence[int],
+        *,
+        max_bad_images: int,
+        workers: int,
+        persistent: bool,
+        pin_memory: bool,
+        start_method: str | None,
+    ) -> None:
+        self.skipped: dict[str, str] = {}
+        self._max_bad_images = max_bad_images
+        self._numbers = numbers
+        self._loader: DataLoader | None = DataLoader(
+            batches,
+            batch_size=None,
+            sampler=numbers,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory,
+            worker_init_fn=_prepare_worker,
+            multiprocessing_context=start_method if workers else None,
+            persistent_workers=persistent and workers > 0,
+            # Its own, since a loader without one draws from the process's default generator.
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._loader is None:
+            raise RuntimeError("this loader has been closed")
+        parcel: Parcel
+        for parcel in self._loader:
+            if parcel.error is not None:
+                raise UserError(parcel.error)
+            self._note_skipped(parcel)
+            if parcel.batch is not None:
+                yield parcel.batch
+
+    def close(self) -> None:
+        """End workers that wait for the next iteration; nothing can be loaded after that."""
+        self._loader = None
+
+    def _note_skipped(self, parcel: Parcel) -> None:
+        for image, reason in parcel.skipped:
+            self.skipped.setdefault(image, reason)
+        if len(self.skipped) > self._max_bad_images:
+            image, reason = next(iter(self.skipped.items()))
+            raise UserError(
+                f"{len(self.skipped)} images could not be read, more than the "
+                f"{self._max_bad_images} that max_bad_images allows; the first: {image}: {reason}"
+            )
+
+
+def train_loader(
+    source: ImageSource,
+    augment: AugmentConfig,
+    img_size: int | Size,
+    *,
+    batch_size: int,
+    seed: int,
+    stop_step: int,
+    start_step: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    accumulate: int = 1,
+    workers: int = 0,
+    on_bad_image: OnBad = "skip",
+    max_bad_images: int = 100,
+    pin_memory: bool = False,
+    start_method: str | None = None,
+) -> BatchLoader:
+    """The training batches of one process.
+
+    Args:
+        source: the images to train on.
+        augment: how they are changed; mixup and cutmix are left to training.
+        img_size: side of the square, or (H, W), in pixels.
+        batch_size: images per optimiser step over all processes and micro-batches.
+        seed: of the order and the augmentation.
+        stop_step: the step after the last; start_step: the first.
+        rank, world_size: this process and how many there are.
+        accumulate: micro-batches per optimiser step.
+        workers: loading processes; 0 loads in this one, and leaves its generators untouched.
+        on_bad_image: "skip" puts another image, chosen by position, in the place of one that
+            cannot be decoded; "error" stops.
+        max_bad_images: how many different images may be skipped.
+        pin_memory: deliver page-locked tensors, for copying to a GPU.
+        start_method: of the workers: "fork", "forkserver" or "spawn"; None is Python's default,
+            on Linux fork.
+
+    Raises:
+        UserError: no images, a batch that cannot be divided evenly, and while iterating, an
+            image that cannot be decoded or too many of them.
+    """
+    if not len(source):
+        raise UserError("there are no images to train on; the dataset is empty or for evaluation")
+    _ranks(rank, world_size)
+    if batch_size < 1 or batch_size % (world_size * accumulate):
+        raise UserError(
+            f"a batch of {batch_size} cannot be divided evenly over {world_size} processes "
+            f"× {accumulate} micro-batches; give a multiple of {world_size * accumulate}"
+        )
+    if not 0 <= start_step <= stop_step:
+        raise UserError(f"steps from {start_step} to {stop_step} are no range")
+    batches = TrainBatches(
+        source,
+        train_transform(augment, img_size),
+        augment,
+        batch_size,
+        seed,
+        rank,
+        world_size,
+        accumulate,
+        on_bad_image,
+    )
+    return BatchLoader(
+        batches,
+        range(start_step * accumulate, stop_step * accumulate),
+        max_bad_images=max_bad_images,
+        workers=workers,
+        persistent=False,
+        pin_memory=pin_memory,
+        start_method=start_method,
+    )
+
+
+def eval_loader(
+    source: ImageSource,
+    augment: AugmentConfig,
+    img_size: int | Size,
+    *,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    workers: int = 0,
+    on_bad_image: OnBad = "error",
+    max_bad_images: int = 100,
+    pin_memory: bool = False,
+    start_method: str | None = None,
+) -> BatchLoader:
+    """The evaluation batches of one process: images rank, rank + world_size, … of the source.
+
+    Nothing is padded or repeated, so the processes' shares may differ by one image.
+
+    Args:
+        batch_size: images at once in this process.
+        Others as for `train_loader`.
+    """
+    if not len(source):
+        raise UserError("there are no images to evaluate on")
+    _ranks(rank, world_size)
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; give at least 1")
+    batches = EvalBatches(
+        source,
+        eval_transform(augment, img_size),
+        augment,
+        batch_size,
+        rank,
+        world_size,
+        on_bad_image,
+    )
+    return BatchLoader(
+        batches,
+        range(len(batches)),
+        max_bad_images=max_bad_images,
+        workers=workers,
+        # Started once for all the evaluations of a run.
+        persistent=True,
+        pin_memory=pin_memory,
+        start_method=start_method,
+    )
+
+
+def _unchanged(parcel: Any) -> Any:
+    return parcel
+
+
+def _prepare_worker(_: int) -> None:
+    torch.set_num_threads(1)
+    # Ctrl-C and SIGTERM reach a whole group of processes. The training process decides what
+    # follows from them, and needs its workers for the step it is in. The alarm ends a worker
+    # that nobody needs any more.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
+
+
+def _ranks(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank {rank} of {world_size} processes; give 0 … {world_size - 1}")

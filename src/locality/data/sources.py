@@ -1,0 +1,127 @@
+"""Where images come from: a numbered, labelled collection that can be read in any order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from locality.errors import UserError
+
+
+class BadImage(Exception):
+    """An image that cannot be decoded; the message says why, without naming it."""
+
+
+class ImageSource(ABC):
+    """Labelled images with random access.
+
+    Attributes:
+        labels: (n,) int64, the class of each image.
+        pixels: (n, 3, H, W) uint8 tensor when all images are in memory and of one size, else None.
+        label_sets: where an image may have several right answers, one tuple of classes per
+            image (ReaL labels); `labels` then holds the first of each. Else None.
+    """
+
+    labels: npt.NDArray[np.int64]
+    pixels: torch.Tensor | None = None
+    label_sets: Sequence[tuple[int, ...]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def read(self, index: int) -> Image.Image:
+        """Image `index` in RGB.
+
+        Raises:
+            BadImage: the image cannot be decoded.
+        """
+
+    @abstractmethod
+    def describe(self, index: int) -> str:
+        """What to call image `index` when speaking to a person: a path where there is one."""
+
+    def subset(self, indices: npt.ArrayLike) -> ImageSource:
+        """The images at `indices`, in that order."""
+        return Subset(self, np.asarray(indices, dtype=np.int64))
+
+
+class Subset(ImageSource):
+    """Some images of another source, in the order given."""
+
+    def __init__(self, source: ImageSource, indices: npt.NDArray[np.int64]) -> None:
+        if isinstance(source, Subset):
+            # One level is enough, however often a subset of a subset is taken.
+            indices = source.indices[indices]
+            source = source.source
+        self.source: ImageSource = source
+        self.indices: npt.NDArray[np.int64] = indices
+        self.labels = source.labels[indices]
+        if source.pixels is not None:
+            self.pixels = source.pixels[torch.from_numpy(indices)]
+        if source.label_sets is not None:
+            self.label_sets = [source.label_sets[index] for index in indices.tolist()]
+
+    def read(self, index: int) -> Image.Image:
+        return self.source.read(int(self.indices[index]))
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(int(self.indices[index]))
+
+
+class ArraySource(ImageSource):
+    """Images of one size, held in memory.
+
+    Args:
+        images: (n, H, W, 3) uint8.
+        labels: (n,) whole numbers.
+        name: what to call the collection.
+    """
+
+    def __init__(self, images: npt.NDArray[np.uint8], labels: npt.ArrayLike, name: str) -> None:
+        self.labels = np.asarray(labels, dtype=np.int64)
+        if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8:
+            raise UserError(
+                f"{name}: images are {images.shape} {images.dtype}; give (n, H, W, 3) uint8"
+            )
+        if len(images) != len(self.labels):
+            raise UserError(f"{name}: {len(images)} images but {len(self.labels)} labels")
+        self.pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+        self.name = name
+
+    def read(self, index: int) -> Image.Image:
+        assert self.pixels is not None
+        return Image.fromarray(self.pixels[index].permute(1, 2, 0).contiguous().numpy())
+
+    def describe(self, index: int) -> str:
+        return f"{self.name}[{index}]"
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """A dataset ready to use: its classes, what to train on and what to be judged by.
+
+    `train` is empty for datasets that are for evaluation only.
+    """
+
+    name: str
+    classes: list[str]
+    train: ImageSource
+    val: ImageSource
+
+
+def digits() -> tuple[ImageSource, list[str]]:
+    """scikit-learn's 1,797 handwritten digits, 8×8, grey as RGB."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    # 17 grey levels, 0 … 16, stretched to 0 … 255.
+    grey = np.rint(data.images * (255 / 16)).astype(np.uint8)
+    images = np.repeat(grey[..., None], 3, axis=-1)
+    return ArraySource(images, data.target, "digits"), [str(digit) for digit in range(10)]

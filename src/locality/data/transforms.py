@@ -1,0 +1,155 @@
+"""From a decoded image to a normalised tensor, with timm's and torchvision's transforms.
+
+Work is divided in two so that small images stay cheap: a transform per image ends in a uint8
+tensor, and `normalise` turns a whole batch into floats. Both together give what timm's own
+pipeline gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import create_transform
+from timm.data.random_erasing import RandomErasing
+from timm.data.transforms import MaybePILToTensor
+from torchvision import transforms
+
+from locality.data.config import AugmentConfig
+from locality.errors import UserError
+
+Size = tuple[int, int]
+Step = Callable[[Any], Any]
+
+
+class ImageTransform:
+    """Turns one image into a (3, H, W) uint8 tensor.
+
+    Attributes:
+        size: (H, W) of the result.
+        steps: what is done to a PIL image, before it becomes a tensor.
+        fixed: nothing is done to an image that has this size already.
+    """
+
+    def __init__(self, size: Size, steps: Sequence[Step], tensor_steps: Sequence[Step] | None):
+        self.size = size
+        self.steps = list(steps)
+        self._image = transforms.Compose([*steps, MaybePILToTensor()])
+        self._tensor_steps = tensor_steps
+        self.fixed = tensor_steps is not None and not tensor_steps
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        return self._image(image)
+
+    def takes_tensors(self, pixels: torch.Tensor) -> bool:
+        """Whether `from_tensor` may be used for images like `pixels`, (…, 3, H, W)."""
+        return self._tensor_steps is not None and tuple(pixels.shape[-2:]) == self.size
+
+    def from_tensor(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The same as calling with an image, without the detour, for uint8 (3, H, W) in memory."""
+        for step in self._tensor_steps or ():
+            pixels = step(pixels)
+        return pixels
+
+
+def train_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransform:
+    """The random transform of training; draws from the three global generators.
+
+    Random erasing is not part of it: it follows normalisation, see `erasing`.
+    """
+    size = as_size(img_size)
+    primary, secondary, _ = create_transform(
+        size,
+        is_training=True,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        hflip=augment.hflip,
+        # timm adds a jitter step of strength 0 unless it is given nothing at all.
+        color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
+        auto_augment=augment.auto_augment,
+        interpolation=augment.interpolation,
+        mean=augment.mean,
+        std=augment.std,
+        normalize=False,
+        separate=True,
+    )
+    for step in secondary.transforms:
+        _allow_black(step)
+    if augment.crop == "resized":
+        return ImageTransform(size, [*primary.transforms, *secondary.transforms], None)
+    # The crop is what differs; the flip behind it and the colour steps stay timm's.
+    flips = primary.transforms[1:]
+    windows: list[Step] = []
+    if augment.crop == "pad" and augment.pad > 0:
+        windows = [transforms.RandomCrop(size, padding=augment.pad)]
+    resize = eval_transform(replace(augment, crop_pct=1.0), size).steps
+    on_tensors = None if secondary.transforms else [*windows, *flips]
+    return ImageTransform(size, [*resize, *windows, *flips, *secondary.transforms], on_tensors)
+
+
+def eval_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransform:
+    """The fixed transform of evaluation: resize the shorter side, cut the centre."""
+    size = as_size(img_size)
+    resized = (math.floor(size[0] / augment.crop_pct), math.floor(size[1] / augment.crop_pct))
+    interpolation = "bicubic" if augment.interpolation == "random" else augment.interpolation
+    pipeline = create_transform(
+        size,
+        is_training=False,
+        interpolation=interpolation,
+        crop_pct=augment.crop_pct,
+        normalize=False,
+    )
+    return ImageTransform(size, pipeline.transforms[:-1], [] if resized == size else None)
+
+
+def erasing(augment: AugmentConfig) -> RandomErasing | None:
+    """timm's random erasing with noise, for normalised tensors, or None when it is off."""
+    if not augment.random_erasing:
+        return None
+    return RandomErasing(augment.random_erasing, mode="pixel", max_count=1, device="cpu")
+
+
+def normalise(pixels: torch.Tensor, augment: AugmentConfig) -> torch.Tensor:
+    """(B, 3, H, W) uint8 → float32, (x / 255 − mean) / std per channel."""
+    mean = torch.tensor(augment.mean).view(3, 1, 1)
+    std = torch.tensor(augment.std).view(3, 1, 1)
+    return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
+
+
+def as_size(img_size: int | Size) -> Size:
+    """(H, W) from one number or two."""
+    size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    if len(size) != 2 or not all(isinstance(side, (int, np.integer)) and side > 0 for side in size):
+        raise UserError(f"image size is {img_size!r}; give one whole number or (height, width)")
+    return int(size[0]), int(size[1])
+
+
+class _Posterize:
+    """timm's posterize, where keeping no bits gives black, as it did before Pillow 13.
+
+    timm's magnitude 10, which "m9-mstd0.5" draws now and then, keeps 0 bits; newer versions of
+    Pillow raise an error instead. The published recipes trained with the black images.
+    """
+
+    def __init__(self, posterize: Callable[..., Image.Image]) -> None:
+        self.posterize = posterize
+
+    def __call__(self, image: Image.Image, bits: int, **options: Any) -> Image.Image:
+        if bits < 1:
+            return Image.new(image.mode, image.size)
+        return self.posterize(image, bits, **options)
+
+
+def _allow_black(policy: Any) -> None:
+    """Replace the posterize operation wherever a timm policy has one."""
+    operations = [*getattr(policy, "ops", ())]
+    for sub_policy in getattr(policy, "policy", ()):
+        operations += sub_policy
+    for operation in operations:
+        if operation.name.startswith("Posterize"):
+            operation.aug_fn = _Posterize(operation.aug_fn)
