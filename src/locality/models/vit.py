@@ -183,7 +183,8 @@ class VisionTransformer(ImageClassifier):
         class_token_only: bool = False,
     ) -> Tensor:
         grid = token_grid(tuple(x.shape[-2:]), self.config.patch_size)
-        x = self.patch_embed(x).flatten(2).transpose(1, 2)
+        # Contiguous, or every residual sum down the network would work on strided memory.
+        x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
         if self.config.embed_class_token:
             x = self._with_class_token(x)
         if self.pos_embed is not None:

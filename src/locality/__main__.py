@@ -1,0 +1,8 @@
+"""`python -m locality` is the command `locality`."""
+
+import sys
+
+from locality.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Measuring several models in turn: time, peak memory, and what the backward pass keeps."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+Work = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of several pieces of work, taken in turn.
+
+    Attributes:
+        seconds: by label, one number per round.
+    """
+
+    seconds: dict[str, list[float]]
+
+    def median(self, label: str) -> float:
+        """Median seconds per call."""
+        return statistics.median(self.seconds[label])
+
+    def ratios(self, label: str, reference: str) -> list[float]:
+        """How many times as fast as `reference`, round by round: neighbours share the noise."""
+        pairs = zip(self.seconds[reference], self.seconds[label], strict=True)
+        return [theirs / ours for theirs, ours in pairs]
+
+
+def interleave(work: dict[str, Work], device: torch.device, rounds: int, warmup: int) -> Timing:
+    """Time each piece of work once per round, all of them in every round.
+
+    What else the machine does then slows all contenders alike, and the ratio within a round is
+    steadier than any absolute time. On CUDA the clock is the device's own events.
+    """
+    for _ in range(warmup):
+        for function in work.values():
+            function()
+    seconds: dict[str, list[float]] = {label: [] for label in work}
+    for _ in range(rounds):
+        for label, function in work.items():
+            seconds[label].append(_seconds(function, device))
+    return Timing(seconds)
+
+
+def _seconds(function: Work, device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end) / 1000
+    before = time.perf_counter()
+    function()
+    return time.perf_counter() - before
+
+
+def inference(model: nn.Module, images: Tensor, autocast: Callable[[], object]) -> Work:
+    """One forward pass without gradients."""
+
+    def work() -> None:
+        with torch.inference_mode(), autocast():  # type: ignore[attr-defined]
+            model(images)
+
+    return work
+
+
+def training_step(model: nn.Module, images: Tensor, autocast: Callable[[], object]) -> Work:
+    """Forward, backward and an AdamW update of a model in training mode."""
+    fused = images.is_cuda or None
+    optimizer = torch.optim.AdamW(
+        (p for p in model.parameters() if p.requires_grad), lr=1e-6, fused=fused
+    )
+
+    def work() -> None:
+        with autocast():  # type: ignore[attr-defined]
+            loss = model(images).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return work
+
+
+def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], object]) -> int:
+    """Bytes that one training forward pass keeps for the backward pass.
+
+    Each storage counts once, however many views of it are kept; parameters and the images
+    themselves are there anyway and do not count.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    known.add(images.untyped_storage().data_ptr())
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            # Holding on to the storage keeps its address from being used again.
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast():  # type: ignore[attr-defined]
+        loss = model(images).float().square().mean()
+    total = sum(storage.nbytes() for storage in kept.values())
+    del loss
+    return total
+
+
+def peak_memory(function: Work, device: torch.device) -> int | None:
+    """Bytes that the work needs at its peak beyond what was there before; None if unknown.
+
+    On CUDA the allocator's own count; on Linux the growth of the process's resident set.
+    """
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        # Memory that was freed but not handed back would hide the growth.
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        _reset_resident_peak()
+    except OSError:
+        return None
+    before = psutil.Process().memory_info().rss
+    function()
+    return max(0, _resident_peak() - before)
+
+
+def _reset_resident_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def _resident_peak() -> int:
+    """The highest resident set size, in bytes, since it was last reset (Linux)."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,302 @@
+"""The benchmark suite: which models, sizes, precisions and modes, and what comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import datetime
+import platform
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from locality import checks
+from locality._version import __version__
+from locality.benchmark.measure import (
+    Timing,
+    Work,
+    inference,
+    interleave,
+    peak_memory,
+    saved_activations,
+    training_step,
+)
+from locality.benchmark.peers import AGAINST, peers, randomise
+from locality.errors import UserError
+from locality.models import ImageClassifier, count_macs, create_model
+
+TASKS = ("inference", "training")
+PRECISIONS = ("fp32", "bf16")
+MODES = ("eager", "compiled")
+# What two programs may differ by that compute the same logits in another order.
+TOLERANCE = {"fp32": 2e-5, "bf16": 0.1}
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """What to measure.
+
+    Attributes:
+        against: "timm" or "transformers".
+        img_sizes: resolutions in pixels.
+        batch_size: images per call.
+        precisions: "fp32", and "bf16" for autocast.
+        modes: "eager", "compiled".
+        tasks: "inference", "training" (forward, backward, AdamW).
+        rounds: how often each contender is timed; medians are reported.
+        warmup: calls before the first timing.
+        threads: of the processor; 0 leaves torch's choice.
+        device: "auto", "cpu" or "cuda".
+        memory: measure peak memory and saved activations as well.
+    """
+
+    against: str = "timm"
+    img_sizes: tuple[int, ...] = (224,)
+    batch_size: int = 8
+    precisions: tuple[str, ...] = ("fp32",)
+    modes: tuple[str, ...] = ("eager",)
+    tasks: tuple[str, ...] = TASKS
+    rounds: int = 11
+    warmup: int = 2
+    threads: int = 0
+    device: str = "auto"
+    memory: bool = True
+
+    def __post_init__(self) -> None:
+        checks.one_of("against", self.against, AGAINST)
+        checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
+        for name, accepted in (("precisions", PRECISIONS), ("modes", MODES), ("tasks", TASKS)):
+            for value in getattr(self, name):
+                checks.one_of(name, value, accepted)
+        for name in ("batch_size", "rounds", "warmup"):
+            checks.integer(name, getattr(self, name), 1)
+        checks.integer("threads", self.threads, 0)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("device is 'cuda', but torch sees no CUDA device here; give 'cpu'")
+
+
+def run_benchmark(name: str, config: BenchmarkConfig) -> dict[str, Any]:
+    """Measure one model and its peers at every size, precision, mode and task.
+
+    Returns:
+        a plain dictionary: `machine`, `settings`, and `rows`, one per measurement and contender.
+
+    Raises:
+        UserError: if the peer does not exist, or its logits differ from ours on equal weights.
+    """
+    device = _device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    rows: list[dict[str, Any]] = []
+    for size in config.img_sizes:
+        contenders, difference = _contenders(name, size, config.against, device)
+        images = torch.randn(config.batch_size, 3, size, size, device=device)
+        for precision in config.precisions:
+            _check_logits(contenders, images, precision, device, name)
+            for mode in config.modes:
+                for task in config.tasks:
+                    rows += _measure(contenders, images, config, precision, mode, task, size)
+        for row in rows:
+            if row["img_size"] == size:
+                row["max_abs_logit_difference_fp32"] = difference
+    return {
+        "model": name,
+        "machine": machine(device),
+        "settings": dataclasses.asdict(config),
+        "rows": rows,
+    }
+
+
+def _device(choice: str) -> torch.device:
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(choice)
+
+
+def _contenders(
+    name: str, size: int, against: str, device: torch.device
+) -> tuple[dict[str, nn.Module], float]:
+    """Ours and its peers on one device, and how far the logits of the first peer are from ours."""
+    ours = create_model(name, img_size=size)
+    randomise(ours)
+    contenders: dict[str, nn.Module] = {"locality": ours, **peers(ours, against)}
+    for model in contenders.values():
+        model.to(device).eval()
+    images = torch.randn(2, 3, size, size, device=device)
+    difference = float("nan")
+    if against in contenders:
+        with torch.no_grad():
+            difference = (ours(images) - contenders[against](images)).abs().max().item()
+    return contenders, difference
+
+
+def _check_logits(
+    contenders: dict[str, nn.Module],
+    images: Tensor,
+    precision: str,
+    device: torch.device,
+    name: str,
+) -> None:
+    """Nothing is timed before the peer with our weights has given our logits."""
+    for label in AGAINST:
+        if label not in contenders:
+            continue
+        with torch.no_grad(), _autocast(precision, device)():
+            ours, theirs = contenders["locality"](images), contenders[label](images)
+        scale = theirs.float().abs().max().clamp(min=1)
+        difference = ((ours.float() - theirs.float()).abs().max() / scale).item()
+        if not difference <= TOLERANCE[precision]:
+            raise UserError(
+                f"{name} and its {label} peer differ by {difference:.2g} of the largest logit in "
+                f"{precision} with equal weights; nothing was timed"
+            )
+
+
+def _autocast(precision: str, device: torch.device) -> Callable[[], Any]:
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+def _measure(
+    contenders: dict[str, nn.Module],
+    images: Tensor,
+    config: BenchmarkConfig,
+    precision: str,
+    mode: str,
+    task: str,
+    size: int,
+) -> list[dict[str, Any]]:
+    autocast = _autocast(precision, images.device)
+    work: dict[str, Work] = {}
+    kept: dict[str, int] = {}
+    for label, model in _for_task(contenders, task):
+        if task == "training" and mode == "eager" and config.memory:
+            kept[label] = saved_activations(model, images, autocast)
+        called = torch.compile(model) if mode == "compiled" else model
+        make = inference if task == "inference" else training_step
+        work[label] = make(called, images, autocast)
+    timing = interleave(work, images.device, config.rounds, config.warmup)
+    rows = []
+    for label in work:
+        row = {
+            "contender": label,
+            "task": task,
+            "img_size": size,
+            "precision": precision,
+            "mode": mode,
+            "images_per_second": config.batch_size / timing.median(label),
+            **_ratio(timing, label),
+        }
+        if config.memory:
+            row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
+            row["saved_activations_mb"] = _megabytes(kept.get(label))
+        rows.append(row)
+    return rows
+
+
+def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str, nn.Module]]:
+    """The contenders ready for a task: training works on copies, so that weights stay equal.
+
+    For inference a model that has a faster form made for it (`fuse()`) is measured in both forms.
+    """
+    for label, model in contenders.items():
+        if task == "training":
+            yield label, copy.deepcopy(model).train()
+        else:
+            yield label, model
+            if isinstance(model, ImageClassifier) and hasattr(model, "fuse"):
+                yield f"{label} (fused)", model.fuse()
+
+
+def _ratio(timing: Timing, label: str) -> dict[str, Any]:
+    """Our speed over this contender's: the median over rounds, and the middle half of them."""
+    ours = next(reversed([key for key in timing.seconds if key.startswith("locality")]))
+    if label.startswith("locality"):
+        return {"locality_is_times_as_fast": None, "middle_half": None}
+    ratios = sorted(timing.ratios(ours, label))
+    quarter = len(ratios) // 4
+    return {
+        "locality_is_times_as_fast": statistics.median(ratios),
+        "middle_half": (ratios[quarter], ratios[-1 - quarter]),
+    }
+
+
+def _megabytes(count: int | None) -> float | None:
+    return None if count is None else count / 2**20
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions, to go with every measurement."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "locality": __version__,
+    }
+
+
+def processor() -> str:
+    """The processor's name as Linux tells it, or what Python knows."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        line = next(line for line in file if line.startswith("model name"))
+        return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def matmul_rate(tokens: int = 4096, width: int = 1024, rounds: int = 5) -> float:
+    """Multiply-accumulates per second of a large fp32 `linear` here: the floor to compare with."""
+    x, weight = torch.randn(tokens, width), torch.randn(width, width)
+    timing = interleave({"linear": lambda: _discard(F.linear(x, weight))}, x.device, rounds, 2)
+    return tokens * width * width / timing.median("linear")
+
+
+def _discard(_: Tensor) -> None:
+    return None
+
+
+def to_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The rows of a result as text: header and cells."""
+    header = ["task", "px", "precision", "mode", "contender", "images/s", "ours is", "middle half"]
+    memory = any(row.get("peak_memory_mb") is not None for row in result["rows"])
+    if memory:
+        header += ["peak MB", "kept MB"]
+    cells = []
+    for row in result["rows"]:
+        half = row["middle_half"]
+        line = [
+            row["task"],
+            str(row["img_size"]),
+            row["precision"],
+            row["mode"],
+            row["contender"],
+            f"{row['images_per_second']:.1f}",
+            f"{row['locality_is_times_as_fast']:.2f}×" if half else "",
+            f"{half[0]:.2f}–{half[1]:.2f}" if half else "",
+        ]
+        if memory:
+            line += [_number(row.get("peak_memory_mb")), _number(row.get("saved_activations_mb"))]
+        cells.append(line)
+    return header, cells
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def macs_per_second(name: str, img_size: int, images_per_second: float) -> float:
+    """Multiply-accumulates per second that a measured rate amounts to."""
+    with torch.device("meta"):
+        model = create_model(name, img_size=img_size)
+    return count_macs(model) * images_per_second

@@ -1,0 +1,89 @@
+"""The command `locality`: names, help, and what an error looks like. The work is elsewhere.
+
+Each command is a function `main(arguments) -> exit code | None` in `locality.commands`, imported
+when it is called, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from locality._version import __version__
+from locality.errors import unknown
+
+# name → (module in locality.commands, what it does)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("demo", "train ConViT and its DeiT twin on digits and write a report"),
+    "models": ("models", "list the models: sizes, cost, public weights"),
+    "recipes": ("recipes", "list the training recipes, or show one in full"),
+    "train": ("train", "train a model, or resume a run"),
+    "eval": ("evaluate", "accuracy of a run, a checkpoint or public weights"),
+    "predict": ("predict", "classify images"),
+    "report": ("report", "write an HTML report from run folders"),
+    "explore": (
+        "explore",
+        "write a page where one clicks a patch and sees what every head looks at",
+    ),
+    "figure": ("figure", "draw one of the papers' figures from runs or models"),
+    "reproduce": ("reproduce", "run a table or figure of either paper, by name"),
+    "benchmark": ("benchmark", "speed and memory against timm and transformers"),
+    "convert": ("convert", "turn weights from one layout into another"),
+    "export": ("export", "write a model as ONNX or a torch.export program"),
+    "data": ("data", "check an image folder, or pack it for fast reading"),
+}
+
+# Errors in what the user gave, or in the files and folders they named.
+USER_ERRORS = (ValueError, OSError, ModuleNotFoundError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `locality ARGUMENTS`; returns the exit code.
+
+    0 done · 1 failed · 2 wrong input, said in one sentence · 130 and 143 interrupted, resumable.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if given else 2
+    if given[0] in ("-V", "--version"):
+        print(f"locality {__version__}")
+        return 0
+    try:
+        if given[0] not in COMMANDS:
+            raise unknown("command", given[0], COMMANDS)
+        module = importlib.import_module(f"locality.commands.{COMMANDS[given[0]][0]}")
+        return module.main(given[1:]) or 0
+    except USER_ERRORS as error:
+        if os.environ.get("LOCALITY_TRACEBACK"):
+            raise
+        print(f"locality: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def usage() -> str:
+    """The text of `locality --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {help}" for name, (_, help) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: locality COMMAND [options]",
+            "",
+            "Convolutional vision transformers: ConViT, CvT and the DeiT baseline.",
+            "",
+            *lines,
+            "",
+            "`locality COMMAND --help` lists a command's options.",
+            "Set LOCALITY_TRACEBACK=1 to see where an error came from.",
+        ]
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks, naming the file of an OSError."""
+    text = " ".join(str(error).split())
+    return text or type(error).__name__

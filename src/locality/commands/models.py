@@ -1,0 +1,68 @@
+"""`locality models`: what there is, how large, how costly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from locality.commands.parsing import Parser, table
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the table of models."""
+    parser = Parser("models", "List the models: parameters, multiply-accumulates, image size.")
+    parser.add_argument(
+        "filter", nargs="?", default="", help="part of a name, or a pattern: 'convit_*'"
+    )
+    parser.add_argument("--family", default=None, help="only one of: convit, deit, cvt")
+    parser.add_argument("--pretrained", action="store_true", help="list public weights instead")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.read(arguments)
+    rows = _pretrained(options.filter) if options.pretrained else _models(options)
+    if not rows:
+        print("no model matches; `locality models` lists all")
+        return
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(table([list(row.values()) for row in rows], list(rows[0])))
+
+
+def _models(options: Any) -> list[dict[str, object]]:
+    import torch
+
+    from locality.models import count_macs, count_parameters, create_model, list_models, variant
+
+    rows: list[dict[str, object]] = []
+    for name in list_models(options.filter, options.family):
+        row = variant(name)
+        with torch.device("meta"):
+            model = create_model(name)
+        height, width = model.img_size
+        rows.append(
+            {
+                "model": name,
+                "params (M)": f"{count_parameters(model) / 1e6:.2f}",
+                "GMACs": f"{count_macs(model) / 1e9:.3g}",
+                "image": f"{height}" if height == width else f"{height}×{width}",
+                "compare with": row.twin or "",
+                "source": row.source,
+            }
+        )
+    return rows
+
+
+def _pretrained(filter: str) -> list[dict[str, object]]:
+    from locality.checkpoints import list_pretrained
+
+    return [
+        {
+            "weights": source.name,
+            "image": source.img_size,
+            "top-1": source.top1,
+            "licence": source.licence,
+            "from": source.repository,
+        }
+        for source in list_pretrained(filter)
+    ]

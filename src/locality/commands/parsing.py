@@ -1,0 +1,102 @@
+"""Reading options: jsonargparse on the typed settings, with errors for the reader."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser as _JsonArgumentParser
+from jsonargparse import Namespace
+
+from locality.errors import UserError, unknown
+
+
+class Parser(_JsonArgumentParser):
+    """An argument parser without abbreviations, whose errors are one sentence."""
+
+    def __init__(self, command: str, description: str, **options: Any) -> None:
+        super().__init__(
+            prog=f"locality {command}",
+            description=description,
+            exit_on_error=False,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def read(self, arguments: Sequence[str]) -> Namespace:
+        """The options in `arguments`.
+
+        Raises:
+            UserError: for an unknown option (with the nearest) or a value of the wrong type.
+        """
+        try:
+            return self.parse_args(list(arguments))
+        except argparse.ArgumentError as error:
+            raise self._readable(error) from None
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+    def options(self) -> list[str]:
+        """Every option's name, without its dashes."""
+        return [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+
+    def _readable(self, error: argparse.ArgumentError) -> UserError:
+        message = " ".join(error.message.split())
+        stray = re.search(r"[Uu]nrecognized arguments: (\S+)", message)
+        if stray:
+            word = stray[1]
+            if word.startswith("--"):
+                return unknown("setting", word[2:].partition("=")[0], self.options())
+            return UserError(f"'{word}' is one word too many; see {self.prog} --help")
+        wrong = re.search(r'Parser key "([^"]+)": (.*?)(?:Got value: (.*))?$', message)
+        if wrong:
+            name, expected, value = wrong[1], wrong[2].strip(" ."), wrong[3]
+            expected = re.sub(r"<class '(\w+)'>", r"\1", expected.removeprefix("Expected "))
+            expected = expected.replace("typing.", "").removeprefix("a ").removeprefix("an ")
+            given = f" is {value}; it" if value is not None else ""
+            return UserError(f"{name}{given} has to be: {expected}")
+        return UserError(f"{message}; see {self.prog} --help")
+
+
+def with_aliases(arguments: Iterable[str], aliases: dict[str, str]) -> list[str]:
+    """`arguments` with short options written out: `--model X` as `--model.name X`."""
+    result = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        result.append(aliases.get(flag, flag) + equals + value)
+    return result
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Any:
+    """Swallow what a library prints to standard output while a result is computed."""
+    kept, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        yield
+    finally:
+        sys.stdout = kept
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """A plain text table: the first column left-aligned, the others by content."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    numeric = [
+        all(re.match(r"^[-+]?[\d.,]*[%MGx×]?$", row[column]) for row in cells[1:])
+        for column in range(len(header))
+    ]
+    lines = []
+    for row in cells:
+        parts = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    lines.insert(1, "  ".join("─" * width for width in widths))
+    return "\n".join(lines)
