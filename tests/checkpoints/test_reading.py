@@ -1,0 +1,158 @@
+"""Weight files from anywhere: what is read, what is refused, and that nothing in them runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from locality.checkpoints.reading import ALLOWED_CLASSES, read_state
+from locality.errors import UserError
+
+STATE = {"weight": torch.arange(1000.0), "steps": torch.tensor(3)}
+
+
+class Malicious:
+    """Unpickling an instance runs a shell command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def assert_same(read: dict) -> None:
+    assert read.keys() == STATE.keys()
+    assert all(torch.equal(read[name], STATE[name]) for name in STATE)
+
+
+@pytest.fixture(params=["zip", "legacy", "plain"])
+def write_pickle(request):
+    """The three ways in which a pickle reaches disk."""
+
+    def write(content, path):
+        if request.param == "plain":
+            path.write_bytes(pickle.dumps(content, protocol=2))
+        else:
+            torch.save(content, path, _use_new_zipfile_serialization=request.param == "zip")
+
+    return write
+
+
+def test_a_malicious_pickle_is_refused_in_one_sentence_and_never_run(tmp_path, write_pickle):
+    victim, trap = tmp_path / "hacked", tmp_path / "weights.pth"
+    write_pickle({"model": Malicious(f"touch {victim}"), **STATE}, trap)
+    with pytest.raises(UserError) as caught:
+        read_state(trap)
+    assert not victim.exists()
+    message = str(caught.value)
+    assert str(trap) in message and "posix.system" in message and "nothing in it was run" in message
+    assert "\n" not in message
+
+
+def test_the_trap_of_that_test_is_real(tmp_path):
+    victim, trap = tmp_path / "hacked", tmp_path / "weights.pth"
+    torch.save({"model": Malicious(f"touch {victim}")}, trap)
+    torch.load(trap, weights_only=False)
+    assert victim.exists()
+
+
+def test_a_namespace_beside_the_weights_is_allowed_and_it_alone(tmp_path):
+    assert [argparse.Namespace] == ALLOWED_CLASSES
+    path = tmp_path / "convit_tiny.pth"
+    torch.save({"model": STATE, "args": argparse.Namespace(lr=1e-3, model="convit_tiny")}, path)
+    assert_same(read_state(path))
+    assert argparse.Namespace not in torch.serialization.get_safe_globals()
+    torch.save({"model": STATE, "args": nn.Linear(2, 2)}, path)
+    with pytest.raises(UserError, match=r"torch\.nn\.modules\.linear\.Linear"):
+        read_state(path)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_plain_state_dict(tmp_path, legacy):
+    torch.save(STATE, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    assert_same(read_state(tmp_path / "a.pt"))
+
+
+def test_the_content_decides_not_the_name(tmp_path):
+    save_file(STATE, tmp_path / "a.pth")
+    torch.save(STATE, tmp_path / "b.safetensors")
+    assert_same(read_state(tmp_path / "a.pth"))
+    assert_same(read_state(tmp_path / "b.safetensors"))
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_the_names_that_training_wrappers_add_are_taken_off(tmp_path, wrapper):
+    torch.save({f"{wrapper}{name}": tensor for name, tensor in STATE.items()}, tmp_path / "a.pt")
+    assert_same(read_state(tmp_path / "a.pt"))
+
+
+def test_several_state_dicts_are_an_error_until_one_is_named(tmp_path):
+    path = tmp_path / "checkpoint.pth"
+    other = {name: tensor + 1 for name, tensor in STATE.items()}
+    torch.save({"epoch": 3, "model": STATE, "model_ema": other}, path)
+    with pytest.raises(UserError, match=r"model, model_ema.*entry="):
+        read_state(path)
+    assert_same(read_state(path, entry="model"))
+    assert torch.equal(read_state(path, entry="model_ema")["weight"], other["weight"])
+    with pytest.raises(UserError, match="no state dict 'ema'"):
+        read_state(path, entry="ema")
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
+@pytest.mark.parametrize("keep", [0.01, 0.5, 0.99])
+def test_truncated_files_are_named_as_such(tmp_path, kind, keep):
+    path = tmp_path / "weights"
+    if kind == "safetensors":
+        save_file(STATE, path)
+    else:
+        torch.save(STATE, path, _use_new_zipfile_serialization=kind == "zip")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep)])
+    with pytest.raises(UserError, match=rf"{path} is damaged or truncated"):
+        read_state(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"", "is empty"),
+        (b"these are no weights\n" * 50, "holds text, not weights"),
+        ("größer als 1\n".encode() * 60, "holds text, not weights"),
+        (b"<!DOCTYPE html><html><body>404</body></html>", "holds a web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "git-lfs pointer"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(100), "neither a safetensors nor a PyTorch file"),
+    ],
+)
+def test_files_that_are_no_weights_say_what_they_are(tmp_path, content, cause):
+    path = tmp_path / "weights.pth"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=cause) as caught:
+        read_state(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_pickles_of_other_things_say_what_they_are(tmp_path):
+    path = tmp_path / "weights.pth"
+    torch.save([1, 2, 3], path)
+    with pytest.raises(UserError, match="holds a list, not a state dict"):
+        read_state(path)
+    torch.save({"epoch": 3}, path)
+    with pytest.raises(UserError, match="its entries are: epoch"):
+        read_state(path)
+    torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), path)
+    with pytest.raises(UserError, match="TorchScript program"):
+        read_state(path)
+
+
+def test_missing_files_and_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no weight file"):
+        read_state(tmp_path / "nothing.pth")
+    with pytest.raises(UserError, match="is a folder"):
+        read_state(tmp_path)
