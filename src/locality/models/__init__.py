@@ -1,5 +1,6 @@
 """The models: DeiT, ConViT and CvT under one surface."""
 
+from locality.models.cvt import ConvolutionalVisionTransformer, CvTConfig, StageConfig
 from locality.models.factory import (
     build,
     configure,
@@ -15,7 +16,10 @@ from locality.models.vit import VisionTransformer, ViTConfig
 
 __all__ = [
     "VARIANTS",
+    "ConvolutionalVisionTransformer",
+    "CvTConfig",
     "ImageClassifier",
+    "StageConfig",
     "Variant",
     "ViTConfig",
     "VisionTransformer",

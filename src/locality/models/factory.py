@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from locality.errors import UserError, unknown
+from locality.models.cvt import ConvolutionalVisionTransformer, CvTConfig
 from locality.models.surface import ImageClassifier
 from locality.models.variants import VARIANTS, Variant
 from locality.models.vit import VisionTransformer, ViTConfig
@@ -90,6 +91,8 @@ def build(config: Any) -> ImageClassifier:
     """The model that a configuration describes."""
     if isinstance(config, ViTConfig):
         return VisionTransformer(config)
+    if isinstance(config, CvTConfig):
+        return ConvolutionalVisionTransformer(config)
     raise UserError(f"no model is built from a {type(config).__name__}")
 
 

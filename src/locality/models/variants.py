@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from locality.models.cvt_config import CvTConfig, StageConfig
 from locality.models.vit import ViTConfig
 
 
@@ -39,7 +40,29 @@ def _deit(size: str, heads: int, width: int, source: str, twin: str, **fields: A
     return Variant(f"deit_{size}", "deit", config, source, f"convit_{twin}")
 
 
+def _cvt(
+    size: str,
+    widths: tuple[int, ...],
+    heads: tuple[int, ...],
+    depths: tuple[int, ...],
+    source: str,
+    twin: str | None = None,
+    *,
+    strides: tuple[int, ...] = (4, 2, 2),
+    drop_path: float = 0.0,
+    **fields: Any,
+) -> Variant:
+    # The paper's kernels are 7 for stride 4 and 3 for stride 2, padded by 2 and 1.
+    stages = tuple(
+        StageConfig(width, number, depth, 2 * stride - 1, stride, stride // 2)
+        for width, number, depth, stride in zip(widths, heads, depths, strides, strict=True)
+    )
+    config = CvTConfig(stages).with_overrides(drop_path_rate=drop_path, **fields)
+    return Variant(f"cvt_{size}", "cvt", config, source, twin)
+
+
 _TABLE_1 = "ConViT Table 1"
+_CVT_TABLE_2 = "CvT Table 2"
 _EQUAL = "ConViT's width and heads, for comparison at equal size"
 _SMALL = "sized for small images"
 
@@ -71,6 +94,10 @@ _ROWS = [
     _deit("nano",             4,    64, _SMALL, "nano", **_NANO),
     _deit("micro",            9,   144, _SMALL, "micro", **_MICRO),
     _deit("mini",             9,   216, _SMALL, "mini", **_MINI),
+    #     size   widths            heads        depths      source
+    _cvt("13",  (64, 192, 384),   (1, 3, 6),   (1, 2, 10), _CVT_TABLE_2, drop_path=0.1),
+    _cvt("21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path=0.1),
+    _cvt("w24", (192, 768, 1024), (3, 12, 16), (2, 2, 20), _CVT_TABLE_2, drop_path=0.3),
 ]  # fmt: skip
 
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}

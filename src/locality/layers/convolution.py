@@ -1,0 +1,272 @@
+"""Convolutional token embedding, convolutional projection, and attention over it (CvT §3).
+
+Shapes:  B batch · N = H·W tokens · C width · h heads · d = C/h head width · (H, W) token grid
+         p prefix tokens: 1 where a class token comes before the patches, else 0
+
+Tokens (B, N, C) of a grid are, in memory, a channels-last image (B, C, H, W): going from one to the
+other is a view, and the convolutions here work on that view. Nothing is ever transposed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from locality.errors import UserError
+from locality.layers.attention import AttentionMaps, prefix_length
+from locality.layers.linear import Linear
+from locality.layers.position import Grid
+
+ProjectionKind = Literal["conv", "linear", "avg"]
+AttentionScale = Literal["width", "head"]
+
+PROJECTIONS: tuple[ProjectionKind, ...] = ("conv", "linear", "avg")
+ATTENTION_SCALES: tuple[AttentionScale, ...] = ("width", "head")
+
+
+def tokens_to_image(tokens: Tensor, grid: Grid) -> Tensor:
+    """Patches (B, N, C) as a channels-last image (B, C, H, W): a view."""
+    return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
+
+
+def image_to_tokens(image: Tensor) -> Tensor:
+    """A channels-last image (B, C, H, W) as patches (B, N, C): a view."""
+    return image.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def convolved_size(size: int, kernel: int, stride: int, padding: int) -> int:
+    """The length that a convolution makes of a length of `size` (Eq. 1)."""
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+class ConvolutionalEmbedding(nn.Module):
+    """Convolutional token embedding: a convolution, then LayerNorm over channels (§3.1, Eq. 1).
+
+    With kernel = stride and no padding it is ViT's patch embedding (Table 6 a, b).
+
+    Args:
+        in_chans: channels of the image or token map.
+        dim: width C of the tokens.
+        kernel_size, stride, padding: of the convolution.
+        norm_eps: epsilon of the LayerNorm.
+    """
+
+    def __init__(
+        self,
+        in_chans: int,
+        dim: int,
+        kernel_size: int,
+        stride: int,
+        padding: int,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_chans, dim, kernel_size, stride, padding)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+
+    def grid(self, size: Grid) -> Grid:
+        """The grid of tokens made of an image or token map of `size` (Eq. 1)."""
+        kernel, stride, padding = self.conv.kernel_size, self.conv.stride, self.conv.padding
+        height, width = (
+            convolved_size(size[axis], kernel[axis], stride[axis], int(padding[axis]))
+            for axis in (0, 1)
+        )
+        return height, width
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(B, C_in, H_in, W_in) → tokens (B, N, C) on `grid`."""
+        image = image.contiguous(memory_format=torch.channels_last)
+        return self.norm(image_to_tokens(self.conv(image)))
+
+
+class Projection(nn.Module):
+    """The projection of tokens to queries, keys or values (§3.2).
+
+    "conv": depth-wise convolution → BatchNorm → linear, a depth-wise separable convolution (Eq. 2).
+        Stride 2 squeezes keys and values (Fig. 3c). The class token takes the linear part alone.
+    "avg": the mean over each window in the convolution's place; padding does not count.
+    "linear": every token by itself, as in ViT (Table 8). It keeps all tokens, whatever the stride.
+
+    Args:
+        dim: token width C.
+        kind: one of the three.
+        kernel_size: odd side of the window.
+        stride: of the window.
+        bias: bias of the linear part.
+
+    Raises:
+        UserError: for an unknown kind, an even kernel or a stride below 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        kind: ProjectionKind = "conv",
+        kernel_size: int = 3,
+        stride: int = 1,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if kind not in PROJECTIONS:
+            raise UserError(f"projection='{kind}' is not one of {_listed(PROJECTIONS)}")
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise UserError(f"projection_kernel has to be odd and above 0, not {kernel_size}")
+        if stride < 1:
+            raise UserError(f"the stride of a projection has to be at least 1, not {stride}")
+        self.kind = kind
+        self.stride = 1 if kind == "linear" else stride
+        padding = kernel_size // 2
+        if kind == "conv":
+            self.conv = nn.Conv2d(dim, dim, kernel_size, stride, padding, groups=dim, bias=False)
+            self.norm: nn.Module = nn.BatchNorm2d(dim)
+        elif kind == "avg":
+            self.pool = nn.AvgPool2d(kernel_size, stride, padding, count_include_pad=False)
+        self.linear = Linear(dim, dim, bias=bias)
+        nn.init.trunc_normal_(self.linear.weight, std=0.02)
+        if bias:
+            nn.init.zeros_(self.linear.bias)
+
+    def grid(self, grid: Grid) -> Grid:
+        """The grid that the projections of a `grid` of tokens lie on."""
+        # With a window of 2r + 1, padded by r, Eq. 1 gives ⌈size / stride⌉.
+        return -(-grid[0] // self.stride), -(-grid[1] // self.stride)
+
+    def forward(self, x: Tensor, image: Tensor, observe: bool = False) -> Tensor:
+        """Tokens (B, p + N, C) → projections (B, p + N', C).
+
+        Args:
+            x: the tokens.
+            image: their patches as an image (B, C, H, W). Given apart because queries, keys and
+                values share it.
+            observe: leave the running statistics of BatchNorm alone.
+        """
+        return self.linear(self.mix(x, image, observe))
+
+    def mix(self, x: Tensor, image: Tensor, observe: bool = False) -> Tensor:
+        """What the linear part is given: neighbours mixed, the class token as it is."""
+        if self.kind == "linear":
+            return x
+        mixed = self.pool(image) if self.kind == "avg" else self._convolve(image, observe)
+        patches = image_to_tokens(mixed)
+        prefix = prefix_length(x.shape[1], (image.shape[2], image.shape[3]))
+        return torch.cat((x[:, :prefix], patches), dim=1) if prefix else patches
+
+    def _convolve(self, image: Tensor, observe: bool) -> Tensor:
+        mixed = self.conv(image)
+        if not self.training:
+            return self.norm(mixed)
+        if mixed.shape[0] * mixed.shape[2] * mixed.shape[3] == 1:
+            raise UserError(
+                "a batch of 1 whose projection is a grid of 1×1 has no statistics for BatchNorm "
+                "to train on; use a larger batch or larger images"
+            )
+        if observe:
+            assert isinstance(self.norm, nn.BatchNorm2d)
+            weight, bias, eps = self.norm.weight, self.norm.bias, self.norm.eps
+            return F.batch_norm(mixed, None, None, weight, bias, training=True, eps=eps)
+        return self.norm(mixed)
+
+    @torch.no_grad()
+    def fold_batch_norm(self) -> None:
+        """Fold BatchNorm, as it is in evaluation, into the convolution before it. In place."""
+        if self.kind == "conv" and isinstance(self.norm, nn.BatchNorm2d):
+            self.conv = fuse_conv_bn_eval(self.conv.eval(), self.norm.eval())
+            self.norm = nn.Identity()
+
+
+class ConvolutionalAttention(nn.Module):
+    """Multi-head attention whose queries, keys and values are convolutional projections (§3.2).
+
+        softmax(s · Q Kᵀ) V,   s = C^−½ in the authors' weights, d^−½ in the usual definition.
+
+    Keys and values lie on a grid that is coarser by `kv_stride`.
+
+    Args:
+        dim: token width C.
+        num_heads: number of heads h; divides C.
+        projection: kind of all three projections (see `Projection`).
+        kernel_size: side of their window.
+        kv_stride: stride of keys and values; queries have stride 1.
+        qkv_bias: bias of the projections' linear parts.
+        scale: "width" for C^−½, "head" for d^−½.
+        proj_drop: dropout after the output projection.
+
+    Raises:
+        UserError: if C cannot be divided between the heads, or a choice is unknown.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        projection: ProjectionKind = "conv",
+        kernel_size: int = 3,
+        kv_stride: int = 2,
+        qkv_bias: bool = True,
+        scale: AttentionScale = "width",
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise UserError(
+                f"embed_dim={dim} cannot be divided between num_heads={num_heads}; "
+                f"choose a multiple"
+            )
+        if scale not in ATTENTION_SCALES:
+            raise UserError(f"attention_scale='{scale}' is not one of {_listed(ATTENTION_SCALES)}")
+        self.dim = dim
+        self.num_heads = num_heads
+        self.scale = (dim if scale == "width" else dim // num_heads) ** -0.5
+        self.q = Projection(dim, projection, kernel_size, 1, qkv_bias)
+        self.k = Projection(dim, projection, kernel_size, kv_stride, qkv_bias)
+        self.v = Projection(dim, projection, kernel_size, kv_stride, qkv_bias)
+        self.proj = Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        nn.init.trunc_normal_(self.proj.weight, std=0.02)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
+        """(B, p + N, C) → (B, p + N, C), or (B, queries, C) where only the first are wanted."""
+        image = self._image(x, grid)
+        k, v = self._split_heads(self.k(x, image)), self._split_heads(self.v(x, image))
+        q = self._split_heads(self._queries(x, image, queries))
+        heads = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+
+    def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
+        """The attention that `forward(x, grid)` uses. BatchNorm's statistics stay as they are."""
+        image = self._image(x, grid)
+        q, k = (self._split_heads(part(x, image, observe=True)) for part in (self.q, self.k))
+        content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
+        prefix = prefix_length(x.shape[1], grid)
+        return AttentionMaps(content, content, None, None, grid, self.k.grid(grid), prefix)
+
+    def _queries(self, x: Tensor, image: Tensor, queries: int | None) -> Tensor:
+        if queries is None:
+            return self.q(x, image)
+        if not self.training and queries <= x.shape[1] - image.shape[2] * image.shape[3]:
+            return self.q.linear(x[:, :queries])  # class tokens have nothing to convolve
+        # In training all of it runs, so that BatchNorm sees what it sees in the long form and every
+        # parameter takes part in the graph, as data-parallel training demands.
+        return self.q.linear(self.q.mix(x, image)[:, :queries])
+
+    @staticmethod
+    def _image(x: Tensor, grid: Grid) -> Tensor:
+        """The patches of (B, p + N, C) as one dense channels-last image, for all three to read."""
+        image = tokens_to_image(x[:, prefix_length(x.shape[1], grid) :], grid)
+        return image.contiguous(memory_format=torch.channels_last)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """(B, N, C) → (B, h, N, d)."""
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_heads={self.num_heads}, scale={self.scale:.4g}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f"'{name}'" for name in names)

@@ -1,0 +1,61 @@
+"""A linear layer that takes the faster of two equal ways on a CPU.
+
+PyTorch computes `F.linear` in fp32 with MKL, and 1×1 convolutions with oneDNN. They are the same
+sum of products. Where MKL has no AVX-512 path for a processor (AMD's), oneDNN is twice as fast:
+measured on two Zen 5 cores, 100 against 210 GMAC/s, forward and backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Below this many input elements the convolution's own overhead (10 to 50 µs) eats what it saves.
+_WORTHWHILE = 2**16
+_BOTH_LIBRARIES = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, through oneDNN where that pays; same parameters, same result to rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C_in) → (..., C_out)."""
+        return fast_linear(x, self.weight, self.bias)
+
+
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: (..., C_in) → (..., C_out), as a 1×1 convolution where that is faster."""
+    if not _prefers_convolution(x):
+        return F.linear(x, weight, bias)
+    channels = x.shape[-1]
+    # All rows become one image of a single line, channels last: a view, nothing is moved.
+    image = x.reshape(1, 1, -1, channels).permute(0, 3, 1, 2)
+    # A 1×1 kernel has no gaps to widen. The dilation is there because PyTorch hands undilated 1×1
+    # convolutions back to MKL when it runs on a single thread.
+    out = F.conv2d(image, weight[:, :, None, None], bias, dilation=2)
+    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def use_fast_linears(module: nn.Module) -> None:
+    """Turn every `nn.Linear` inside `module` into a `Linear`, keeping its parameters."""
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            fast = Linear(1, 1, device="meta")
+            fast.in_features, fast.out_features = child.in_features, child.out_features
+            fast.weight, fast.bias = child.weight, child.bias
+            setattr(module, name, fast.train(child.training))
+        else:
+            use_fast_linears(child)
+
+
+def _prefers_convolution(x: Tensor) -> bool:
+    return (
+        _BOTH_LIBRARIES
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        # An exported graph is for other machines: it says what is meant.
+        and not torch.compiler.is_exporting()
+        and x.numel() >= _WORTHWHILE
+    )

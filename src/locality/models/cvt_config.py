@@ -1,0 +1,315 @@
+"""The architecture of a CvT as one value: a configuration per stage, and what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from locality.errors import UserError, unknown
+from locality.layers.convolution import (
+    ATTENTION_SCALES,
+    PROJECTIONS,
+    AttentionScale,
+    ProjectionKind,
+    convolved_size,
+)
+from locality.layers.position import Grid
+
+T = TypeVar("T")
+
+Activation = Literal["quick_gelu", "gelu"]
+ACTIVATIONS: tuple[Activation, ...] = ("quick_gelu", "gelu")
+
+# Table 5: which of n stages have a position embedding.
+POSITIONS = {
+    "every": lambda n: [True] * n,
+    "first": lambda n: [True] + [False] * (n - 1),
+    "last": lambda n: [False] * (n - 1) + [True],
+    "none": lambda n: [False] * n,
+}
+_PER_BLOCK = ("mlp_ratio", "kv_stride")
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage of a CvT (a column of Table 2).
+
+    Attributes:
+        embed_dim: token width C.
+        num_heads: heads; divides C.
+        depth: number of blocks.
+        embed_kernel, embed_stride, embed_padding: the token embedding's convolution (Eq. 1).
+            Kernel = stride without padding is a patch embedding (Table 6).
+        mlp_ratio: hidden width of the MLPs over C; one number, or one per block.
+        kv_stride: stride of the key and value projections; one number, or one per block (Table 7).
+            Linear projections keep every token and have none.
+        projection: "conv", "linear" (Table 8) or "avg".
+        projection_kernel: side of the projections' window.
+        qkv_bias: bias of the projections' linear parts.
+        use_pos_embed: add a learned position embedding to the stage's patches (Table 5).
+        drop_path_rate: stochastic depth, rising linearly from 0 to this over the stage's blocks.
+
+    Raises:
+        UserError: naming the field, what was given and what is accepted.
+    """
+
+    embed_dim: int
+    num_heads: int
+    depth: int
+    embed_kernel: int = 3
+    embed_stride: int = 2
+    embed_padding: int = 1
+    mlp_ratio: float | tuple[float, ...] = 4.0
+    kv_stride: int | tuple[int, ...] = 2
+    projection: ProjectionKind = "conv"
+    projection_kernel: int = 3
+    qkv_bias: bool = True
+    use_pos_embed: bool = False
+    drop_path_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _PER_BLOCK:  # lists come from YAML and JSON
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("embed_dim", "num_heads", "depth", "embed_kernel", "embed_stride"):
+            _require_whole(name, getattr(self, name))
+        if self.embed_dim % self.num_heads:
+            raise UserError(
+                f"embed_dim={self.embed_dim} cannot be divided between num_heads="
+                f"{self.num_heads}; choose a multiple"
+            )
+        if not 0 <= self.embed_padding < self.embed_kernel:
+            raise UserError(
+                f"embed_padding has to lie between 0 and embed_kernel − 1 = "
+                f"{self.embed_kernel - 1}, not {self.embed_padding}"
+            )
+        for name in _PER_BLOCK:
+            given = getattr(self, name)
+            if isinstance(given, tuple) and len(given) != self.depth:
+                raise UserError(
+                    f"{name}={given} has {len(given)} values for depth={self.depth}; "
+                    f"give one number or one per block"
+                )
+        for stride in self.kv_strides:
+            _require_whole("kv_stride", stride)
+        for ratio in self.mlp_ratios:
+            if not ratio > 0:
+                raise UserError(f"mlp_ratio has to be above 0, not {ratio}")
+        _require_choice("projection", self.projection, PROJECTIONS)
+        if self.projection_kernel < 1 or self.projection_kernel % 2 == 0:
+            raise UserError(
+                f"projection_kernel has to be odd and above 0, not {self.projection_kernel}"
+            )
+        _require_rate("drop_path_rate", self.drop_path_rate)
+
+    @property
+    def mlp_ratios(self) -> tuple[float, ...]:
+        """The MLP ratio of each block."""
+        return _per_block(self.mlp_ratio, self.depth)
+
+    @property
+    def kv_strides(self) -> tuple[int, ...]:
+        """The stride of keys and values in each block."""
+        return _per_block(self.kv_stride, self.depth)
+
+    @property
+    def drop_path_rates(self) -> tuple[float, ...]:
+        """The stochastic depth of each block."""
+        step = self.drop_path_rate / max(1, self.depth - 1)
+        return tuple(step * index for index in range(self.depth))
+
+    def grid(self, size: Grid) -> Grid:
+        """The token grid that the stage makes of an image or token map of `size` (Eq. 1)."""
+        height, width = (
+            convolved_size(side, self.embed_kernel, self.embed_stride, self.embed_padding)
+            for side in size
+        )
+        return height, width
+
+
+@dataclass(frozen=True)
+class CvTConfig:
+    """The architecture of a CvT, complete (Table 2).
+
+    Attributes:
+        stages: one `StageConfig` each.
+        img_size: what position embeddings are made for and costs are counted at, a number or
+            (height, width). Any size that survives the strides works at run time.
+        in_chans, num_classes: channels of the images, classes of the classifier.
+        activation: in the MLPs; the authors' "quick_gelu", x·σ(1.702x), or the exact "gelu".
+        attention_scale: of the attention scores: "width", C^−½, as in the authors' weights, or
+            "head", the usual d^−½.
+        global_pool: "token" gives the last stage a class token, which the classifier reads; "avg"
+            has it read the mean over patches.
+        drop_rate: dropout before the classifier.
+        proj_drop_rate: dropout after every attention and inside every MLP.
+
+    Raises:
+        UserError: naming the field, what was given and what is accepted.
+    """
+
+    stages: tuple[StageConfig, ...]
+    img_size: int | tuple[int, int] = 224
+    in_chans: int = 3
+    num_classes: int = 1000
+    activation: Activation = "quick_gelu"
+    attention_scale: AttentionScale = "width"
+    global_pool: Literal["token", "avg"] = "token"
+    drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        stages = tuple(StageConfig(**s) if isinstance(s, dict) else s for s in self.stages)
+        object.__setattr__(self, "stages", stages)
+        if isinstance(self.img_size, list):
+            object.__setattr__(self, "img_size", tuple(self.img_size))
+        if not stages:
+            raise UserError("stages has to hold at least one StageConfig, not none")
+        _require_whole("in_chans", self.in_chans)
+        _require_choice("activation", self.activation, ACTIVATIONS)
+        _require_choice("attention_scale", self.attention_scale, ATTENTION_SCALES)
+        _require_choice("global_pool", self.global_pool, ("token", "avg"))
+        for name in ("drop_rate", "proj_drop_rate"):
+            _require_rate(name, getattr(self, name))
+        size = self.img_size
+        self.grids((size, size) if isinstance(size, int) else size)
+
+    @property
+    def minimum_size(self) -> int:
+        """The shortest side of an image, in pixels, that leaves every stage a token."""
+        side = 1
+        for stage in reversed(self.stages):
+            needed = (side - 1) * stage.embed_stride + stage.embed_kernel - 2 * stage.embed_padding
+            side = max(1, needed)
+        return side
+
+    def grids(self, size: Sequence[int]) -> list[Grid]:
+        """The token grid of each stage for an image of `size` (height, width).
+
+        Raises:
+            UserError: if the image is too small to survive the strides.
+        """
+        least = self.minimum_size
+        if min(size) < least:
+            raise UserError(
+                f"an image of {size[0]}×{size[1]} pixels is too small for the strides of these "
+                f"stages; the smallest is {least}×{least}"
+            )
+        grid, grids = (size[0], size[1]), []
+        for stage in self.stages:
+            grid = stage.grid(grid)
+            grids.append(grid)
+        return grids
+
+    def with_overrides(self, **fields: Any) -> CvTConfig:
+        """This configuration with some fields changed, the paper's ablations by their short names.
+
+        Args:
+            fields: any field of `CvTConfig`; any field of `StageConfig`, as one value for all
+                stages or one per stage (`mlp_ratio` and `kv_stride` also one per block of the
+                whole model; a single `drop_path_rate` is the last stage's, the others get 0);
+                `position`: "every", "first", "last" or "none" of the stages have a position
+                embedding (Table 5); `embedding`: "conv" or "patch", for all stages or one per
+                stage (Table 6).
+
+        Raises:
+            UserError: for an unknown field (with the nearest), a wrong number of values, or a
+                value that is not accepted.
+        """
+        own = {field.name for field in dataclasses.fields(self)}
+        per_stage = {field.name for field in dataclasses.fields(StageConfig)}
+        for name in fields:
+            if name not in own | per_stage | {"position", "embedding"}:
+                raise unknown("setting of CvTConfig", name, own | per_stage | {"position"})
+        changed = dataclasses.replace(self, **{k: v for k, v in fields.items() if k in own})
+        stages = changed.stages
+        if "embedding" in fields:
+            kinds = _spread("embedding", fields["embedding"], stages)
+            stages = tuple(
+                _embedded(stage, kind) for stage, kind in zip(stages, kinds, strict=True)
+            )
+        if "position" in fields:
+            _require_choice("position", fields["position"], tuple(POSITIONS))
+            stages = _replaced(
+                stages, {"use_pos_embed": POSITIONS[fields["position"]](len(stages))}
+            )
+        values = {
+            name: _spread(name, fields[name], stages)
+            for name in fields
+            if name in per_stage - set(_PER_BLOCK)
+        }
+        depths = values.get("depth", [stage.depth for stage in stages])
+        for name in _PER_BLOCK:
+            if name in fields:
+                values[name] = _spread_blocks(name, fields[name], depths)
+        return dataclasses.replace(changed, stages=_replaced(stages, values))
+
+
+def _per_block(value: T | tuple[T, ...], depth: int) -> tuple[T, ...]:
+    return cast(tuple[T, ...], value) if isinstance(value, tuple) else (value,) * depth
+
+
+def _replaced(
+    stages: tuple[StageConfig, ...], values: dict[str, list[Any]]
+) -> tuple[StageConfig, ...]:
+    """Each stage with its own of every field's values, all fields changed at once."""
+    return tuple(
+        dataclasses.replace(stage, **{name: given[index] for name, given in values.items()})
+        for index, stage in enumerate(stages)
+    )
+
+
+def _spread(name: str, value: Any, stages: tuple[StageConfig, ...]) -> list[Any]:
+    """One value for all stages, or one for each, as a list of one for each."""
+    if not isinstance(value, (list, tuple)):
+        if name == "drop_path_rate":
+            return [0.0] * (len(stages) - 1) + [value]
+        return [value] * len(stages)
+    if len(value) != len(stages):
+        raise UserError(
+            f"{name}={tuple(value)} has {len(value)} values for {len(stages)} stages; "
+            f"give one value or one per stage"
+        )
+    return list(value)
+
+
+def _spread_blocks(name: str, value: Any, depths: list[int]) -> list[Any]:
+    """As `_spread`, accepting one value per block of the whole model as well."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * len(depths)
+    if len(value) == len(depths):
+        return list(value)
+    if len(value) != sum(depths):
+        raise UserError(
+            f"{name}={tuple(value)} has {len(value)} values; give one number, one per stage "
+            f"({len(depths)}) or one per block ({sum(depths)})"
+        )
+    remaining = iter(value)
+    return [tuple(next(remaining) for _ in range(depth)) for depth in depths]
+
+
+def _embedded(stage: StageConfig, kind: str) -> StageConfig:
+    """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
+    _require_choice("embedding", kind, ("conv", "patch"))
+    stride = stage.embed_stride
+    # The paper's kernels are 7 for stride 4 and 3 for stride 2, padded by 2 and 1.
+    kernel, padding = (stride, 0) if kind == "patch" else (2 * stride - 1, stride // 2)
+    return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)
+
+
+def _require_whole(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} has to be a whole number of at least 1, not {value!r}")
+
+
+def _require_rate(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise UserError(f"{name} has to lie in [0, 1), not {value}")
+
+
+def _require_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        listed = ", ".join(f"'{choice}'" for choice in accepted)
+        raise UserError(f"{name}={value!r} is not one of {listed}")
