@@ -1,0 +1,126 @@
+"""A training run as a request: a configuration, the folder it goes to, and what it needs first."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from locality.errors import UserError
+from locality.training.config import RunConfig
+from locality.training.runs import MAY_CHANGE, RunFolder
+from locality.training.settings import differences, flatten, to_dict
+
+TRAIN = "locality.training:train"
+
+# Settings that name other run folders. Those are named by their content already, so that the
+# place they lie in does not matter.
+_PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights")
+# Settings that change no number of a run.
+_LABELS = {"recipe"} | MAY_CHANGE
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run that somebody wants the result of.
+
+    Attributes:
+        name: for people, such as "convit_nano 5% seed 0".
+        config: the whole configuration.
+        folder: where it goes: one configuration in, one result.json out.
+        needs: runs that have to be finished before this one can start (a teacher, a network to
+            take weights from).
+        task: "module:function" that is called with (config, folder) to carry the run out.
+    """
+
+    name: str
+    config: RunConfig
+    folder: Path
+    needs: tuple[Run, ...] = ()
+    task: str = TRAIN
+
+    def result(self) -> dict[str, Any] | None:
+        """The content of result.json, or None while the run is not finished.
+
+        Raises:
+            UserError: if the file is there and cannot be read.
+        """
+        try:
+            return RunFolder(self.folder).result()
+        except ValueError as error:
+            raise UserError(f"{self.folder / 'result.json'} cannot be read: {error}") from error
+
+    def is_finished(self) -> bool:
+        """Whether the folder holds the result of this very configuration.
+
+        A folder that belongs to another one does not count; training in it is refused with the
+        list of differences.
+        """
+        if self.result() is None:
+            return False
+        if self.task != TRAIN:
+            return True  # a task may complete the configuration it is given
+        there = RunFolder(self.folder).config()
+        return all(name in _LABELS for name, _, _ in differences(there, self.config))
+
+    def is_started(self) -> bool:
+        """Whether there is something to resume."""
+        return (self.folder / "config.yaml").exists()
+
+    def load_task(self) -> Callable[[RunConfig, Path], object]:
+        """The function that carries the run out."""
+        module, _, function = self.task.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+def digest(config: RunConfig, task: str = TRAIN) -> str:
+    """Twelve letters and digits that two configurations share if their runs do the same.
+
+    The recipe's name, the number of loading processes and the like do not count.
+    """
+    values = {
+        name: Path(value).name if name in _PATHS and value is not None else value
+        for name, value in flatten(to_dict(config)).items()
+        if name not in _LABELS
+    }
+    text = json.dumps([task, values], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:
+    """The folder under `root` that any experiment with this configuration shares.
+
+    The name begins with what a person would look for: model, fraction and seed.
+    """
+    percent = f"{100 * config.data.fraction:g}"
+    return root / f"{config.model.name}-{percent}-s{config.seed}-{digest(config, task)}"
+
+
+def with_needs(runs: Iterable[Run]) -> list[Run]:
+    """The runs and all they need, each folder once, whatever is needed before what needs it."""
+    ordered: dict[Path, Run] = {}
+
+    def add(run: Run) -> None:
+        if run.folder not in ordered:
+            for needed in run.needs:
+                add(needed)
+            ordered[run.folder] = run
+
+    for run in runs:
+        add(run)
+    return list(ordered.values())
+
+
+def waves(runs: Sequence[Run]) -> list[list[Run]]:
+    """Split runs into groups that can go on side by side, one group after the other."""
+    depth: dict[Path, int] = {}
+    for run in runs:
+        depth[run.folder] = max((depth[needed.folder] + 1 for needed in run.needs), default=0)
+    groups: list[list[Run]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
+    for run in runs:
+        groups[depth[run.folder]].append(run)
+    return groups
