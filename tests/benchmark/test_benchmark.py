@@ -1,0 +1,104 @@
+"""The benchmark measures what it says, and refuses to time models that disagree."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from locality.benchmark import BenchmarkConfig, run_benchmark, suite, to_table
+from locality.benchmark.measure import Timing, interleave, peak_memory, saved_activations
+from locality.benchmark.peers import peers, randomise
+from locality.cli import main
+from locality.models import create_model
+
+QUICK = {"rounds": 2, "warmup": 1, "batch_size": 2}
+
+
+@pytest.mark.parametrize("name", ["convit_tiny", "deit_tiny"])
+def test_timm_peer_has_our_logits(name):
+    model = create_model(name, img_size=32).eval()
+    randomise(model)
+    found = peers(model, "timm")
+    assert list(found) == ["timm", "plain ViT"]
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        difference = (model(images) - found["timm"].eval()(images)).abs().max()
+    assert difference <= 1e-5
+
+
+def test_saved_activations_of_a_linear_layer_are_its_inputs():
+    """y = W₂ relu(W₁ x): relu's output is kept once; the input and the weights are there anyway."""
+    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
+    images = torch.randn(8, 10)
+    from contextlib import nullcontext
+
+    loss_input = 8 * 5 * 4  # square() keeps the logits
+    assert saved_activations(model, images, nullcontext) == 8 * 20 * 4 + loss_input
+
+
+def test_peak_memory_sees_a_large_temporary():
+    size = 64 * 2**20
+
+    def work():
+        torch.ones(size // 4).sum()
+
+    peak = peak_memory(work, torch.device("cpu"))
+    assert peak is None or 0.5 * size < peak < 4 * size
+
+
+def test_contenders_take_turns():
+    order = []
+    work = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    timing = interleave(work, torch.device("cpu"), rounds=3, warmup=1)
+    assert order == list("ab" * 4)
+    assert len(timing.seconds["a"]) == 3
+
+
+def test_ratios_are_taken_within_a_round():
+    timing = Timing({"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 4.0, 4.0]})
+    assert timing.ratios("ours", "theirs") == [2.0, 2.0, 1.0]
+    assert timing.median("theirs") == 4.0
+
+
+@pytest.mark.slow
+def test_a_whole_benchmark():
+    config = BenchmarkConfig(img_sizes=(32,), precisions=("fp32", "bf16"), **QUICK)
+    result = run_benchmark("convit_tiny", config)
+    assert {row["contender"] for row in result["rows"]} == {"locality", "timm", "plain ViT"}
+    assert len(result["rows"]) == 2 * 2 * 3
+    assert all(row["images_per_second"] > 0 for row in result["rows"])
+    assert all(row["max_abs_logit_difference_fp32"] <= 1e-5 for row in result["rows"])
+    json.dumps(result)
+    header, cells = to_table(result)
+    assert all(len(line) == len(header) for line in cells)
+
+
+def test_models_that_disagree_are_not_timed(monkeypatch):
+    def other_weights(model, against):
+        found = peers(model, against)
+        randomise(found["timm"], seed=1)
+        return found
+
+    monkeypatch.setattr(suite, "peers", other_weights)
+    with pytest.raises(ValueError, match="nothing was timed"):
+        run_benchmark("convit_tiny", BenchmarkConfig(img_sizes=(32,), **QUICK))
+
+
+def test_wrong_peers_are_refused():
+    with pytest.raises(ValueError, match="--against timm"):
+        peers(create_model("convit_nano"), "transformers")
+    with pytest.raises(ValueError, match="did you mean timm"):
+        peers(create_model("convit_nano"), "tim")
+
+
+@pytest.mark.slow
+def test_the_command_writes_json(tmp_path, capsys):
+    output = tmp_path / "speed.json"
+    arguments = ["--img_sizes", "[8]", "--rounds", "1", "--batch_size", "2", "--memory", "false"]
+    assert main(["benchmark", "convit_nano", "deit_nano", *arguments, "--output", str(output)]) == 0
+    results = json.loads(output.read_text())
+    assert [result["model"] for result in results] == ["convit_nano", "deit_nano"]
+    assert "convit_nano on" in capsys.readouterr().out
+    assert main(["benchmark", "convit_nano", "--output", str(tmp_path / "no" / "x.json")]) == 2
+    assert "does not exist" in capsys.readouterr().err

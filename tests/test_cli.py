@@ -1,0 +1,74 @@
+"""The command line as a user meets it: help at once, one sentence and code 2 for mistakes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from locality.cli import COMMANDS, main, usage
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "locality", *arguments], capture_output=True, text=True, **options
+    )
+
+
+def test_help_lists_every_command_without_importing_torch():
+    code = (
+        "import sys; from locality.cli import main; main(['--help']); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"locality {command}" in capsys.readouterr().out
+
+
+def test_no_command_shows_the_help(capsys):
+    assert main([]) == 2
+    assert usage() in capsys.readouterr().out
+
+
+def test_version(capsys):
+    import locality
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"locality {locality.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["modles"], "unknown command 'modles'; did you mean models?"),
+        (["models", "--famly", "cvt"], "unknown setting 'famly'; did you mean family?"),
+        (["models", "one", "two"], "'two' is one word too many"),
+        (["benchmark", "convit_nan"], "unknown model 'convit_nan'; did you mean convit_nano"),
+        (["benchmark", "convit_nano", "--rounds", "many"], "rounds is many; it has to be: int"),
+        (["benchmark", "convit_nano", "--rounds", "0"], "rounds is 0; give a whole number"),
+        (["benchmark", "convit_nano", "--against", "tim"], "did you mean timm"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_code_2(arguments, sentence, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_models_as_table_and_json(capsys):
+    assert main(["models", "convit_t*"]) == 0
+    assert "convit_tiny_plus" in capsys.readouterr().out
+    assert main(["models", "nano", "--family", "convit", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["model"] == "convit_nano" and row["compare with"] == "deit_nano"
+    assert main(["models", "nothing-like-this"]) == 0
+    assert "no model matches" in capsys.readouterr().out
