@@ -1,1 +1,79 @@
+"""Training: recipes, objective, optimiser, and an engine that resumes exactly.
 
+Names are imported when they are first used: `locality.training.RunConfig` costs no more than the
+configuration itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from locality.training.config import (
+        EngineConfig,
+        ModelConfig,
+        ObjectiveConfig,
+        OptimConfig,
+        RunConfig,
+        ScheduleConfig,
+    )
+    from locality.training.dryrun import DryRun, dry_run
+    from locality.training.engine import train
+    from locality.training.evaluation import evaluate
+    from locality.training.evaluation_of_runs import evaluate_run
+    from locality.training.failures import (
+        CheckpointNotSaved,
+        DamagedCheckpoint,
+        NonFiniteLoss,
+        RunFailed,
+    )
+    from locality.training.recipes import RECIPES, recipe
+    from locality.training.runs import RunFolder, initial_model, load_run
+    from locality.training.settings import replace
+    from locality.training.signals import Interrupted
+
+__all__ = [
+    "RECIPES",
+    "CheckpointNotSaved",
+    "DamagedCheckpoint",
+    "DryRun",
+    "EngineConfig",
+    "Interrupted",
+    "ModelConfig",
+    "NonFiniteLoss",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "RunConfig",
+    "RunFailed",
+    "RunFolder",
+    "ScheduleConfig",
+    "dry_run",
+    "evaluate",
+    "evaluate_run",
+    "initial_model",
+    "load_run",
+    "recipe",
+    "replace",
+    "train",
+]
+
+_MODULES = {
+    "config": "EngineConfig ModelConfig ObjectiveConfig OptimConfig RunConfig ScheduleConfig",
+    "dryrun": "DryRun dry_run",
+    "engine": "train",
+    "evaluation": "evaluate",
+    "evaluation_of_runs": "evaluate_run",
+    "failures": "CheckpointNotSaved DamagedCheckpoint NonFiniteLoss RunFailed",
+    "recipes": "RECIPES recipe",
+    "runs": "RunFolder initial_model load_run",
+    "settings": "replace",
+    "signals": "Interrupted",
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

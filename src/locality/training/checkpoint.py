@@ -1,0 +1,200 @@
+"""Checkpoints that are whole or refused.
+
+A file is one line of text, with the SHA-256 and the size of what follows, and then what
+`torch.save` writes. (Both `torch.load` and safetensors accept a flipped byte in a tensor without a
+word.) A new checkpoint is written beside the old one and takes its place when it is on disk; the
+old one is kept as `previous.ckpt`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from locality.files import atomic_file
+from locality.training.failures import CheckpointNotSaved, DamagedCheckpoint
+
+LAST = "last.ckpt"
+PREVIOUS = "previous.ckpt"
+
+_MAGIC = "locality checkpoint 1"
+_HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
+_BLOCK_BYTES = 1 << 20
+
+
+def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Write `state` (tensors and plain values) to `path`, atomically.
+
+    A checkpoint that is there already becomes `previous.ckpt` in the same folder, once the new
+    one is on disk.
+    """
+    with atomic_file(path) as file:
+        file.write(b" " * _HEADER_BYTES)
+        hashed = _HashingWriter(file)
+        torch.save(dict(state), cast(IO[bytes], hashed))
+        file.seek(0)
+        file.write(_header(hashed.digest.hexdigest(), hashed.size))
+        file.flush()
+        os.fsync(file.fileno())
+        if path.exists():
+            os.replace(path, path.parent / PREVIOUS)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What `write_checkpoint` wrote, on the processor.
+
+    Raises:
+        DamagedCheckpoint: if a single bit of the file is not as it was written.
+        FileNotFoundError: if there is no such file.
+    """
+    with open(path, "rb") as file:
+        header = file.read(_HEADER_BYTES)
+        digest = hashlib.sha256()
+        size = 0
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+        if header != _header(digest.hexdigest(), size):
+            raise DamagedCheckpoint(_what_is_wrong(path, header, size))
+        return torch.load(
+            cast(IO[bytes], _Payload(file, _HEADER_BYTES)), map_location="cpu", weights_only=True
+        )
+
+
+def _header(digest: str, size: int) -> bytes:
+    return f"{_MAGIC} {digest} {size:020d}\n".encode()
+
+
+def _what_is_wrong(path: Path, header: bytes, size: int) -> str:
+    words = header.split()
+    if len(header) == _HEADER_BYTES and words[-1:] and words[-1].isdigit():
+        written = int(words[-1])
+        if size < written:
+            return f"checkpoint {path} is cut short: {size} of {written} bytes"
+    return f"checkpoint {path} is damaged: its content does not match its checksum"
+
+
+class _HashingWriter:
+    """A file opened for writing that hashes what passes through."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.size += len(memoryview(data).cast("B"))
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+class _Payload(io.RawIOBase):
+    """The part of an open file behind `offset`, as a file of its own."""
+
+    def __init__(self, file: IO[bytes], offset: int) -> None:
+        self._file = file
+        self._offset = offset
+        file.seek(offset)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._file.readinto(buffer)  # type: ignore[attr-defined]
+
+    def tell(self) -> int:
+        return self._file.tell() - self._offset
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = offset + self._offset if whence == os.SEEK_SET else offset
+        return self._file.seek(start, whence) - self._offset
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: the last one, and the one before it.
+
+    Args:
+        path: the folder, which exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.saved_step: int | None = None
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Make `state` the last checkpoint; `state["step"]` is its step.
+
+        Raises:
+            CheckpointNotSaved: if it cannot be written; what was there is untouched.
+        """
+        try:
+            write_checkpoint(self.path / LAST, state)
+        except (OSError, RuntimeError) as error:
+            # torch.save turns a write error into a RuntimeError of its own.
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise CheckpointNotSaved(self._not_saved(state["step"], cause)) from error
+        self.saved_step = state["step"]
+
+    def _not_saved(self, step: int, error: OSError) -> str:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror or error)
+        if self.saved_step is None:
+            kept = "there is no earlier one"
+        else:
+            kept = f"the one of step {self.saved_step} is kept"
+        return (
+            f"the checkpoint of step {step} could not be written to {self.path} ({reason}); "
+            f"{kept}. Make room and give the same command again"
+        )
+
+    def load(self) -> tuple[dict[str, Any] | None, str, list[str]]:
+        """The newest checkpoint that is whole, or None when none was ever written.
+
+        A damaged one is renamed to `….damaged`, so that it cannot replace a good one.
+
+        Returns:
+            the state, the name of its file ("" for none), and a sentence for each file that had
+            to be passed over.
+
+        Raises:
+            DamagedCheckpoint: if there are checkpoints and none is whole.
+        """
+        self._remove_leftovers()
+        passed_over = []
+        for name in (LAST, PREVIOUS):
+            path = self.path / name
+            try:
+                state = read_checkpoint(path)
+            except FileNotFoundError:
+                continue
+            except DamagedCheckpoint as error:
+                passed_over.append(str(error))
+                os.replace(path, path.with_suffix(".ckpt.damaged"))
+                continue
+            self.saved_step = state["step"]
+            return state, name, passed_over
+        if passed_over:
+            raise DamagedCheckpoint(
+                "; ".join(passed_over)
+                + ". No whole checkpoint is left: start again in a new folder"
+            )
+        return None, "", []
+
+    def _remove_leftovers(self) -> None:
+        """Temporary files of a process that was killed while saving."""
+        for leftover in self.path.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)

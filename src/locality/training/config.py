@@ -1,0 +1,312 @@
+"""A run as one complete value: every setting of a training run, typed and checked.
+
+Two runs with equal values do the same arithmetic. The groups mirror what a person thinks about:
+which model, which data, how images are changed, which optimiser, how long, which loss, which
+machine. `locality.training.recipes` fills them in; `locality.training.settings` writes and reads
+them as YAML.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from locality import checks
+from locality.data.config import AugmentConfig, DataConfig
+from locality.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which network, and where its weights start.
+
+    Attributes:
+        name: one of `locality models`.
+        img_size: side of the training images in pixels; None takes the model's own.
+        patch_size: side of a patch in pixels; None takes the model's own.
+        weights: what to start from: a run folder, or anything `locality.load` reads; None draws
+            fresh weights from the seed. A classifier for another set of classes is replaced.
+        overrides: other fields of the architecture by name, such as `locality_strength: 2`.
+    """
+
+    name: str = "convit_nano"
+    img_size: int | None = None
+    patch_size: int | None = None
+    weights: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("img_size", "patch_size"):
+            if getattr(self, name) is not None:
+                checks.integer(f"model.{name}", getattr(self, name), 1)
+        for name in ("img_size", "patch_size", "num_classes", "in_chans"):
+            if name in self.overrides:
+                raise UserError(
+                    f"model.overrides has '{name}'; "
+                    + (f"give model.{name}" if "size" in name else "the data decides it")
+                )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimiser, one of timm's.
+
+    Attributes:
+        name: timm's name, such as "adamw" or "sgd".
+        lr: learning rate after warm-up, for a global batch of `lr_batch` images.
+        lr_batch: the rate grows linearly with the global batch beyond this one; None takes `lr`
+            as it is.
+        weight_decay: leaves biases, norms, class token, position embedding and gates alone.
+        decay_positions: let weight decay act on the positional vectors v_pos too, as the code
+            released with the ConViT paper does. It pulls the locality strength towards 0.
+        betas, eps: of optimisers that have them; None takes the optimiser's own.
+        momentum: of optimisers that have it.
+        clip_grad: scale gradients down to this global norm; None leaves them.
+    """
+
+    name: str = "adamw"
+    lr: float = 2e-3
+    lr_batch: int | None = None
+    weight_decay: float = 0.05
+    decay_positions: bool = False
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float = 0.9
+    clip_grad: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.number("optim.lr", self.lr, 0, above=True)
+        checks.number("optim.weight_decay", self.weight_decay, 0)
+        checks.number("optim.momentum", self.momentum, 0, 1, below=True)
+        if self.lr_batch is not None:
+            checks.integer("optim.lr_batch", self.lr_batch, 1)
+        if self.betas is not None:
+            if len(self.betas) != 2:
+                raise UserError(f"optim.betas is {self.betas!r}; give two numbers")
+            for beta in self.betas:
+                checks.number("optim.betas", beta, 0, 1, below=True)
+        if self.eps is not None:
+            checks.number("optim.eps", self.eps, 0, above=True)
+        if self.clip_grad is not None:
+            checks.number("optim.clip_grad", self.clip_grad, 0, above=True)
+
+    def peak_lr(self, batch_size: int) -> float:
+        """The learning rate after warm-up for a global batch of `batch_size` images."""
+        return self.lr * batch_size / self.lr_batch if self.lr_batch else self.lr
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How long, in epochs or in steps, and the learning rate on the way.
+
+    Exactly one of `epochs` and `steps` is set; `warmup`, `cooldown`, `eval_every`, `save_every`
+    and `snapshot_every` count in the same unit. The length includes warm-up and cool-down: linear
+    from `warmup_lr`, then cosine to `min_lr`, then constant.
+
+    Attributes:
+        epochs: passes over the training images (images seen / training images).
+        steps: updates of the weights.
+        constant_images: count epochs of the whole training set when training on a fraction f of
+            it, which multiplies passes by 1/f and keeps the number of images seen (ConViT Table 2).
+        warmup: linear warm-up.
+        warmup_lr: where it starts.
+        cooldown: constant `min_lr` at the end.
+        min_lr: where the cosine ends.
+        eval_every: between evaluations; the last step is always evaluated.
+        save_every: between checkpoints; None saves after every evaluation. An interruption and the
+            end save too.
+        snapshot_every: between copies of the weights kept for later analysis; None keeps none.
+    """
+
+    epochs: float | None = None
+    steps: int | None = 1500
+    constant_images: bool = False
+    warmup: float = 100
+    warmup_lr: float = 1e-6
+    cooldown: float = 0
+    min_lr: float = 1e-5
+    eval_every: float = 150
+    save_every: float | None = None
+    snapshot_every: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            given = "neither is" if self.epochs is None else "both are"
+            raise UserError(
+                f"a run's length is schedule.epochs or schedule.steps, and {given} set; "
+                f"set one and make the other null"
+            )
+        if self.epochs is not None:
+            checks.number("schedule.epochs", self.epochs, 0, above=True)
+        if self.steps is not None:
+            checks.integer("schedule.steps", self.steps, 1)
+            if self.constant_images:
+                raise UserError(
+                    "schedule.constant_images counts epochs; with schedule.steps the number of "
+                    "images is constant anyway, so leave it false"
+                )
+        for name in ("warmup", "warmup_lr", "cooldown", "min_lr"):
+            checks.number(f"schedule.{name}", getattr(self, name), 0)
+        for name in ("eval_every", "save_every", "snapshot_every"):
+            if getattr(self, name) is not None:
+                checks.number(f"schedule.{name}", getattr(self, name), 0, above=True)
+        if self.warmup + self.cooldown > self.length:
+            raise UserError(
+                f"schedule.warmup ({self.warmup:g}) and schedule.cooldown ({self.cooldown:g}) "
+                f"are longer than the run ({self.length:g} {self.unit})"
+            )
+
+    @property
+    def length(self) -> float:
+        """The run's length in `unit`s."""
+        length = self.epochs if self.steps is None else self.steps
+        assert length is not None
+        return length
+
+    @property
+    def unit(self) -> str:
+        """What lengths count: "epochs" or "steps"."""
+        return "epochs" if self.steps is None else "steps"
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is minimised.
+
+    Attributes:
+        label_smoothing: share of the target spread evenly over all classes.
+        teacher: distil from this model: a run folder, or a timm name (its pretrained weights);
+            None trains on labels alone.
+        teacher_weights: a local file with the timm teacher's weights, instead of a download.
+        teacher_share: weight of the teacher's term; the labels' has the rest.
+        distillation: "hard" trains on the teacher's most likely class (ConViT appendix B), "soft"
+            on its probabilities at `temperature`.
+        temperature: of soft distillation.
+    """
+
+    label_smoothing: float = 0.0
+    teacher: str | None = None
+    teacher_weights: str | None = None
+    teacher_share: float = 0.5
+    distillation: Literal["hard", "soft"] = "hard"
+    temperature: float = 3.0
+
+    def __post_init__(self) -> None:
+        checks.number("objective.label_smoothing", self.label_smoothing, 0, 1, below=True)
+        checks.number("objective.teacher_share", self.teacher_share, 0, 1, above=True)
+        checks.number("objective.temperature", self.temperature, 0, above=True)
+        checks.one_of("objective.distillation", self.distillation, ("hard", "soft"))
+        if self.teacher_weights is not None and self.teacher is None:
+            raise UserError("objective.teacher_weights is set but objective.teacher is not")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the arithmetic is carried out.
+
+    Attributes:
+        batch_size: images per update, over all devices and accumulation steps.
+        accumulate: forward and backward passes per update.
+        precision: "fp32", "bf16-mixed", or "auto" for whichever is faster here.
+        ema_decay: keep an exponential moving average of the weights and evaluate that; None: off.
+        ema_warmup: let the decay rise from 0 as 1 − (1 + step)^(−2/3), for short runs.
+        accelerator: "auto", "cpu", "cuda" or "mps".
+        devices: processes on this machine, one per device; 0 takes all of the accelerator's
+            (one for the processor). Under torchrun or srun it is theirs.
+        num_nodes: machines.
+        strategy: "auto", "ddp", or "ddp_spawn" to start the processes from within Python.
+        grad_checkpointing: recompute activations in the backward pass instead of keeping them.
+        channels_last: memory layout for convolutions.
+        compile: `torch.compile` the model.
+        deterministic: only use operations that repeat exactly on a GPU (slower). On a processor
+            all are.
+        max_bad_losses: updates that may be skipped because their loss is not finite.
+        tensorboard: write TensorBoard logs beside the CSV.
+    """
+
+    batch_size: int = 64
+    accumulate: int = 1
+    precision: Literal["auto", "fp32", "bf16-mixed"] = "auto"
+    ema_decay: float | None = None
+    ema_warmup: bool = False
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    devices: int = 0
+    num_nodes: int = 1
+    strategy: Literal["auto", "ddp", "ddp_spawn"] = "auto"
+    grad_checkpointing: bool = False
+    channels_last: bool = False
+    compile: bool = False
+    deterministic: bool = False
+    max_bad_losses: int = 0
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        checks.integer("engine.batch_size", self.batch_size, 1)
+        checks.integer("engine.accumulate", self.accumulate, 1)
+        checks.integer("engine.devices", self.devices, 0)
+        checks.integer("engine.num_nodes", self.num_nodes, 1)
+        checks.integer("engine.max_bad_losses", self.max_bad_losses, 0)
+        checks.one_of("engine.precision", self.precision, ("auto", "fp32", "bf16-mixed"))
+        checks.one_of("engine.accelerator", self.accelerator, ("auto", "cpu", "cuda", "mps"))
+        checks.one_of("engine.strategy", self.strategy, ("auto", "ddp", "ddp_spawn"))
+        if self.ema_decay is not None:
+            checks.number("engine.ema_decay", self.ema_decay, 0, 1, below=True)
+        if self.ema_warmup and self.ema_decay is None:
+            raise UserError("engine.ema_warmup is set but engine.ema_decay is not")
+        self.micro_batch(max(1, self.devices) * self.num_nodes)
+
+    def micro_batch(self, world_size: int) -> int:
+        """Images per process and pass when `world_size` processes share an update.
+
+        Raises:
+            UserError: if the batch cannot be divided evenly.
+        """
+        parts = self.accumulate * world_size
+        if self.batch_size % parts:
+            raise UserError(
+                f"engine.batch_size is {self.batch_size}, which cannot be divided evenly between "
+                f"{world_size} process(es) × {self.accumulate} accumulation step(s); choose a "
+                f"multiple of {parts}"
+            )
+        return self.batch_size // parts
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run, complete.
+
+    Attributes:
+        recipe: name of the recipe the values came from; a label for reports.
+        seed: decides initial weights, order, augmentation, dropout: everything random.
+    """
+
+    recipe: str = ""
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        checks.integer("seed", self.seed, 0, 2**63 - 1)
+        if self.mixes and self.engine.micro_batch(1) % 2:
+            raise UserError(
+                f"mixup and cutmix mix pairs, so engine.batch_size / engine.accumulate has to be "
+                f"even, not {self.engine.micro_batch(1)}"
+            )
+        peak = self.optim.peak_lr(self.engine.batch_size)
+        for name in ("min_lr", "warmup_lr"):
+            if getattr(self.schedule, name) > peak:
+                raise UserError(
+                    f"schedule.{name} ({getattr(self.schedule, name):g}) is above the learning "
+                    f"rate it leads to or from ({peak:g} at a batch of {self.engine.batch_size}); "
+                    f"lower it or raise optim.lr"
+                )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether batches go through mixup or cutmix."""
+        return (self.augment.mixup > 0 or self.augment.cutmix > 0) and self.augment.mixup_prob > 0

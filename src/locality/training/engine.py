@@ -1,0 +1,295 @@
+"""A training run from beginning to end: check, lock, start the processes, train, write the result.
+
+`train` is the whole of it. Lightning Fabric finds the devices, starts the processes and wraps the
+model for precision and data parallelism; the loop is ours (`locality.training.loop`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from timm.utils import ModelEmaV3
+
+from locality.data import DataSplits
+from locality.errors import UserError
+from locality.models import ImageClassifier
+from locality.training.checkpoint import read_checkpoint
+from locality.training.config import RunConfig
+from locality.training.failures import DamagedCheckpoint
+from locality.training.logs import duration
+from locality.training.loop import Loop, Parts
+from locality.training.objective import Objective, load_teacher
+from locality.training.optim import create_optimizer, create_schedule
+from locality.training.recorder import Recorder
+from locality.training.runs import RunFolder
+from locality.training.setup import Preview, build_model, create_fabric, preview, starting_model
+from locality.training.signals import Interrupted, Interruption, forwarded_to_children
+
+
+def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict[str, Any]:
+    """Train as `config` says, in `folder`; resume what is there, or return what was finished.
+
+    Everything that can be checked is checked before the first step.
+
+    Args:
+        config: the whole run.
+        folder: its folder; see `locality.training.runs` for what is in it.
+        quiet: print nothing.
+
+    Returns:
+        the content of result.json.
+
+    Raises:
+        UserError: if the run cannot work as configured, or the folder is another run's.
+        Interrupted: if a signal stopped it; the checkpoint is written and the same call resumes.
+        NonFiniteLoss: if the loss is not finite and no update may be skipped for it.
+        DamagedCheckpoint: if there are checkpoints and none is whole.
+        CheckpointNotSaved: if the disk is full.
+    """
+    run = RunFolder(folder)
+    status = ""
+    try:
+        fabric, prepared = _prepare(config, run, quiet)
+    except (UserError, OSError) as error:
+        fabric, prepared = create_fabric(config.engine, "fp32"), None
+        if not _waited_for(fabric):
+            raise
+        # The other processes were started by torchrun or srun and wait to hear about it.
+        status = str(error)
+    try:
+        spawns = config.engine.strategy == "ddp_spawn"
+        given = None if spawns else prepared
+        with forwarded_to_children() if spawns else nullcontext():
+            outcome = fabric.launch(partial(_train_here, config, folder, quiet, status, given))
+    finally:
+        run.lock.release()
+    if "refused" in outcome:
+        raise UserError(outcome["refused"])
+    if "signum" in outcome:
+        # What Fabric has started itself, it watches: another exit code than 0 and it kills all.
+        started = fabric.local_rank > 0 and not _external(fabric)
+        raise Interrupted(outcome["signum"], outcome["step"], 0 if started else None)
+    return outcome
+
+
+def _external(fabric: Fabric) -> bool:
+    environment = getattr(fabric.strategy, "cluster_environment", None)
+    return environment is not None and environment.creates_processes_externally
+
+
+def _waited_for(fabric: Fabric) -> bool:
+    """Whether other processes exist already and would wait for this one."""
+    return _external(fabric) and fabric.world_size > 1
+
+
+def _prepare(config: RunConfig, run: RunFolder, quiet: bool) -> tuple[Fabric, Preview]:
+    """Check and build what comes before the processes; the first process takes the folder."""
+    seen = preview(config)
+    fabric = create_fabric(config.engine, seen.precision)
+    if fabric.global_rank == 0:
+        run.prepare(config)
+        if run.result() is None:
+            run.check_space(seen.checkpoint_bytes(config))
+            run.write_json(run.classes_file, seen.splits.classes)
+    return fabric, seen
+
+
+def _train_here(
+    config: RunConfig,
+    folder: Path | str,
+    quiet: bool,
+    status: str,
+    prepared: Preview | None,
+    fabric: Fabric,
+) -> dict[str, Any]:
+    """One process's part; what it returns says how it ended."""
+    status = fabric.broadcast(status)
+    if status:
+        return {"refused": status}
+    run = RunFolder(folder)
+    run.lock.join()
+    try:
+        result = run.result()
+        if result is not None:
+            if fabric.is_global_zero and not quiet:
+                print(f"run {run.path} is finished: top-1 {result['top1']:.2f}%")
+            return result
+        seen = preview(config) if prepared is None else prepared
+        with Interruption().listening() as interruption:
+            return _run(fabric, config, run, seen, interruption, quiet)
+    except Interrupted as interrupted:
+        return {"signum": interrupted.signum, "step": interrupted.step}
+    finally:
+        run.lock.release()
+
+
+def _run(
+    fabric: Fabric,
+    config: RunConfig,
+    run: RunFolder,
+    seen: Preview,
+    interruption: Interruption,
+    quiet: bool,
+) -> dict[str, Any]:
+    state, notes = _last_state(fabric, run)
+    fingerprint = data_fingerprint(seen.splits)
+    if state is not None and state["data"] != fingerprint:
+        raise UserError(
+            f"the data of run folder {run.path} has changed since its checkpoint: other images, "
+            f"labels or classes; restore it, or start in a new folder"
+        )
+    # A resumed run takes its weights from the checkpoint, wherever they once came from.
+    classes = len(seen.splits.classes)
+    if state is None:
+        model, notes = starting_model(config, classes)
+    else:
+        model = build_model(config, classes)
+    parts = build_parts(fabric, config, seen, model)
+    progress = {"step": 0, "evaluated": -1} if state is None else state["progress"]
+    recorder = Recorder(
+        run if fabric.is_global_zero else None,
+        batch_size=seen.plan.batch_size,
+        total=seen.plan.steps,
+        step=progress["step"],
+        evaluated=progress["evaluated"],
+        quiet=quiet,
+        tensorboard=config.engine.tensorboard,
+    )
+    try:
+        loop = Loop(fabric, config, seen, parts, recorder, interruption)
+        loop.data = fingerprint
+        if state is not None:
+            loop.load(state)
+        if fabric.is_global_zero:
+            run.note_start(config, loop.at.step, str(fabric.device), seen.precision)
+            recorder.say(introduction(config, seen, run, loop.at.step, notes))
+        row = loop.run()
+        return _finish(fabric, config, run, seen, recorder, row)
+    finally:
+        recorder.close()
+
+
+def _last_state(fabric: Fabric, run: RunFolder) -> tuple[dict[str, Any] | None, list[str]]:
+    """The checkpoint to go on from, on every rank, and what is to be said about it.
+
+    Rank 0 decides which one is whole; the others read the same file.
+
+    Raises:
+        DamagedCheckpoint: if there are checkpoints and none is whole; on every rank.
+    """
+    state, notes, name, failure = None, [], "", ""
+    if fabric.is_global_zero:
+        try:
+            state, name, passed_over = run.checkpoints.load()
+            notes = [f"{reason}; going on from the one before it" for reason in passed_over]
+        except DamagedCheckpoint as error:
+            failure = str(error)
+    name, failure = fabric.broadcast((name, failure))
+    if failure:
+        raise DamagedCheckpoint(failure)
+    if not fabric.is_global_zero and name:
+        state = read_checkpoint(run.checkpoints.path / name)
+    return state, notes
+
+
+def build_parts(fabric: Fabric, config: RunConfig, seen: Preview, model: ImageClassifier) -> Parts:
+    """Model, optimiser, schedule, average and loss of a run, on their device."""
+    engine = config.engine
+    classes = len(seen.splits.classes)
+    if engine.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    model = model.to(fabric.device)
+    ema = None
+    if engine.ema_decay is not None:
+        ema = ModelEmaV3(model, decay=engine.ema_decay, use_warmup=engine.ema_warmup)
+    optimizer = create_optimizer(model, config.optim, engine.batch_size)
+    schedule = create_schedule(optimizer, config.schedule, seen.plan)
+    called: Callable[..., Any] = torch.compile(model) if engine.compile else model
+    forward = fabric.setup_module(called)  # type: ignore[arg-type]
+    teacher = None
+    if config.objective.teacher is not None:
+        with fabric.rank_zero_first(local=True):
+            teacher = load_teacher(config.objective, config.augment, classes).to(fabric.device)
+    objective = Objective(config.objective, config.augment, classes, teacher)
+    model.train()
+    return Parts(model, forward, optimizer, schedule, ema, objective)
+
+
+def data_fingerprint(splits: DataSplits) -> str:
+    """A number that changes when images come, go, or change their label or order."""
+    digest = hashlib.sha256(json.dumps(splits.classes).encode())
+    for source in (splits.train, splits.val):
+        digest.update(source.labels.tobytes() + b"|")
+    return digest.hexdigest()[:16]
+
+
+def introduction(
+    config: RunConfig, seen: Preview, run: RunFolder, step: int, notes: list[str]
+) -> str:
+    """What a run is about to do."""
+    plan, splits = seen.plan, seen.splits
+    where = seen.device_type if seen.world_size == 1 else f"{seen.world_size} × {seen.device_type}"
+    batch = f"{plan.batch_size} images"
+    if seen.world_size * config.engine.accumulate > 1:
+        batch += (
+            f" ({seen.world_size} processes × {config.engine.accumulate} passes × "
+            f"{seen.micro_batch})"
+        )
+    lines = [
+        f"{config.model.name} on {splits.name}, seed {config.seed}, in {run.path}",
+        f"  model   {seen.parameters:,} parameters, {seen.macs / 1e9:.4g} GMACs per image of "
+        f"{seen.img_size[0]}×{seen.img_size[1]}",
+        f"  data    {len(splits.train):,} training and {len(splits.val):,} validation images of "
+        f"{len(splits.classes)} classes",
+        f"  length  {plan.steps:,} steps of {batch}: {plan.images:,} images, "
+        f"{plan.epoch(plan.steps):.4g} epochs",
+        f"  engine  {where}, {seen.precision}, {config.optim.name} at learning rate "
+        f"{config.optim.peak_lr(plan.batch_size):.3g}",
+    ]
+    if step:
+        lines.append(f"  resumed after step {step:,}")
+    lines += [f"  note    {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _finish(
+    fabric: Fabric,
+    config: RunConfig,
+    run: RunFolder,
+    seen: Preview,
+    recorder: Recorder,
+    row: dict[str, Any],
+) -> dict[str, Any]:
+    """Write result.json; the same content on every rank."""
+    result: dict[str, Any] = {}
+    if fabric.is_global_zero:
+        row = row or recorder.last_row()
+        seconds = recorder.seconds
+        result = {
+            "model": config.model.name,
+            "recipe": config.recipe,
+            "dataset": config.data.dataset,
+            "fraction": config.data.fraction,
+            "seed": config.seed,
+            "steps": seen.plan.steps,
+            "top1": row["top1"],
+            "top5": row["top5"],
+            "val_loss": row["val_loss"],
+            "parameters": seen.parameters,
+            "macs": seen.macs,
+            "train_images": len(seen.splits.train),
+            "val_images": len(seen.splits.val),
+            "seconds": round(seconds, 3),
+            "images_per_second": round(seen.plan.images / seconds, 1) if seconds else None,
+        }
+        run.write_json(run.result_file, result)
+        recorder.say(f"finished in {duration(seconds)}: top-1 {row['top1']:.2f}%")
+    return fabric.broadcast(result)

@@ -1,0 +1,68 @@
+"""Judging a finished or unfinished run again: on its own data, or on another set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from locality.data import DataConfig, eval_loader, open_data
+from locality.errors import UserError
+from locality.training.evaluation import evaluate
+from locality.training.precision import choose_precision
+from locality.training.runs import RunFolder, load_run
+from locality.training.setup import resolve_accelerator
+
+
+def evaluate_run(
+    folder: Path | str,
+    data: DataConfig | None = None,
+    *,
+    img_size: int | None = None,
+    batch_size: int = 256,
+    workers: int | None = None,
+    precision: str = "fp32",
+    accelerator: str = "auto",
+) -> dict[str, Any]:
+    """Top-1, top-5 and loss of a run's model.
+
+    Args:
+        folder: the run's.
+        data: other data with the same classes, such as ImageNet-V2; None is the run's own.
+        img_size: side of the images; None is the run's own.
+        batch_size: images at once.
+        workers: loading processes; None is the run's own number.
+        precision: "fp32", "bf16-mixed" or "auto".
+        accelerator: "auto", "cpu", "cuda" or "mps".
+
+    Raises:
+        UserError: if the folder is no run, or the data has other classes.
+    """
+    from locality.models import count_macs
+
+    model, config = load_run(folder)
+    data = config.data if data is None else data
+    splits = open_data(data, config.seed)
+    trained_on = RunFolder(folder).classes()
+    if len(splits.classes) != len(trained_on):
+        raise UserError(
+            f"run {folder} tells {len(trained_on)} classes apart and dataset '{data.dataset}' has "
+            f"{len(splits.classes)}; a run can only be judged on its own classes"
+        )
+    size = model.img_size if img_size is None else (img_size, img_size)
+    device = torch.device(resolve_accelerator(accelerator))
+    loader = eval_loader(
+        splits.val,
+        config.augment,
+        size,
+        batch_size=batch_size,
+        workers=data.workers if workers is None else workers,
+        on_bad_image=data.on_bad(training=False),
+        max_bad_images=data.max_bad_images,
+        pin_memory=device.type == "cuda",
+    )
+    chosen = choose_precision(precision, device, count_macs(model, size) * batch_size)
+    with torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bf16-mixed"):
+        result = evaluate(model.to(device), loader, device, label_sets=splits.val.label_sets)
+    return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}

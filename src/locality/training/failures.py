@@ -1,0 +1,19 @@
+"""Ways in which a run that was configured well can still have to stop."""
+
+from __future__ import annotations
+
+
+class RunFailed(RuntimeError):
+    """A run had to stop; the message says why, what is kept, and what to do."""
+
+
+class NonFiniteLoss(RunFailed):
+    """The loss of a step was infinite or not a number; the update was not made."""
+
+
+class DamagedCheckpoint(RunFailed):
+    """A checkpoint is not what was written; the message names the file."""
+
+
+class CheckpointNotSaved(RunFailed):
+    """A checkpoint could not be written; the message says what is still there."""

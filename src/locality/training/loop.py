@@ -1,0 +1,426 @@
+"""The step loop: what happens, in which order, between a run's first and last update.
+
+Everything random in step s is a function of (seed, s), so the state of a run is its weights, its
+optimiser's moments, and a few counts (`Progressed`). Whatever interrupts the loop, it goes on from
+the last checkpoint as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from locality.data import Batch, eval_loader, train_loader
+from locality.models import ImageClassifier
+from locality.training.config import RunConfig
+from locality.training.evaluation import EvaluationStopped, evaluate
+from locality.training.failures import NonFiniteLoss
+from locality.training.objective import Objective
+from locality.training.randomness import StepRandomness
+from locality.training.recorder import Recorder
+from locality.training.setup import Preview
+from locality.training.signals import SIGNALS, Interrupted, Interruption
+
+
+@dataclass
+class Progressed:
+    """The counts that belong to a run's state.
+
+    Attributes:
+        step: updates finished (or skipped for a bad loss).
+        evaluated: step of the last evaluation; -1 before the first.
+        loss_sum, right, seen: of the training images since the last evaluation.
+        bad_losses: updates skipped.
+        skipped: images that could not be read, name → reason.
+    """
+
+    step: int = 0
+    evaluated: int = -1
+    loss_sum: float = 0.0
+    right: float = 0.0
+    seen: int = 0
+    bad_losses: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Parts:
+    """What a run computes with.
+
+    Attributes:
+        model: the bare model; its weights are the run's.
+        forward: the same model as training calls it: compiled, precise, synchronised.
+        optimizer: the bare optimiser.
+        schedule: its learning rate as a function of the step.
+        ema: the averaged weights, if the run keeps them.
+        objective: the loss.
+    """
+
+    model: ImageClassifier
+    forward: Any
+    optimizer: torch.optim.Optimizer
+    schedule: CosineLRScheduler
+    ema: ModelEmaV3 | None
+    objective: Objective
+
+
+class Loop:
+    """Runs the steps of one process.
+
+    Args:
+        fabric: devices and processes.
+        config, preview: the run.
+        parts: model, optimiser and so on, on their device.
+        recorder: writes and says things; only that of rank 0 does.
+        interruption: whether a signal has come.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        config: RunConfig,
+        preview: Preview,
+        parts: Parts,
+        recorder: Recorder,
+        interruption: Interruption,
+    ) -> None:
+        self.fabric = fabric
+        self.config = config
+        self.plan = preview.plan
+        self.splits = preview.splits
+        self.img_size = preview.img_size
+        self.micro_batch = preview.micro_batch
+        self.parts = parts
+        self.recorder = recorder
+        self.interruption = interruption
+        self.at = Progressed()
+        self.data = ""  # fingerprint of the data, kept in checkpoints
+        self.alone = fabric.world_size == 1
+        self.randomness = StepRandomness(
+            config.seed, fabric.global_rank, config.engine.accumulate, fabric.device
+        )
+        self.layout = torch.channels_last if config.engine.channels_last else torch.preserve_format
+        self._saved = -1
+        self._flight: _Flight | None = (
+            _Flight(2 + len(SIGNALS)) if fabric.device.type == "cuda" else None
+        )
+        self._eval_loader = eval_loader(
+            self.splits.val,
+            config.augment,
+            self.img_size,
+            batch_size=self._eval_batch(),
+            rank=fabric.global_rank,
+            world_size=fabric.world_size,
+            workers=config.data.workers,
+            on_bad_image=config.data.on_bad(training=False),
+            max_bad_images=config.data.max_bad_images,
+            pin_memory=fabric.device.type == "cuda",
+        )
+
+    # -- state ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The complete state of the run."""
+        ema = self.parts.ema
+        return {
+            "step": self.at.step,
+            "progress": asdict(self.at),
+            "data": self.data,
+            "model": self.parts.model.state_dict(),
+            "ema": None if ema is None else ema.module.state_dict(),
+            "optimizer": self.parts.optimizer.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go back to where `state` was taken."""
+        self.at = Progressed(**state["progress"])
+        self.parts.model.load_state_dict(state["model"])
+        if self.parts.ema is not None:
+            self.parts.ema.module.load_state_dict(state["ema"])
+        self.parts.optimizer.load_state_dict(state["optimizer"])
+        self._saved = self.at.step
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end.
+
+        Returns:
+            the last evaluation.
+
+        Raises:
+            Interrupted: if a signal came; the checkpoint is written.
+            NonFiniteLoss: if a loss is not finite and none may be skipped any more.
+            CheckpointNotSaved: if the disk is full.
+        """
+        at = self.at
+        batches: Iterator[Batch] | None = None
+        row: dict[str, Any] = {}
+        try:
+            while True:
+                if at.evaluated < at.step and self.plan.evaluates(at.step):
+                    row = self._evaluate()
+                if self.plan.snapshots(at.step):
+                    self._snapshot()
+                if self._saved < at.step and self.plan.saves(at.step):
+                    self._save()
+                if at.step == self.plan.steps:
+                    return row
+                if batches is None:
+                    batches = iter(self._train_loader())
+                signum = self._step(batches)
+                if signum:
+                    self._stop(signum)
+        except EvaluationStopped as stopped:
+            self._stop(int(stopped.args[0]))
+            raise AssertionError("unreachable") from stopped
+        finally:
+            self._eval_loader.close()
+
+    def _step(self, batches: Iterator[Batch]) -> int:
+        """One update, and the signal that asks to stop, or 0."""
+        parts, engine, at = self.parts, self.config.engine, self.at
+        parts.schedule.step_update(at.step)
+        total = torch.zeros(2, dtype=torch.float64, device=self.fabric.device)
+        started = time.perf_counter()
+        signum = 0
+        for micro in range(engine.accumulate):
+            last = micro + 1 == engine.accumulate
+            batch = next(batches)
+            self.randomness.enter(at.step, micro)
+            images = batch.images.to(self.fabric.device, non_blocking=True)
+            images = images.to(memory_format=self.layout)
+            labels = batch.targets.to(self.fabric.device, non_blocking=True)
+            images, targets = parts.objective.mix(images, labels)
+            with self.fabric.no_backward_sync(parts.forward, enabled=not last and not self.alone):
+                logits = parts.forward(images)
+                loss = parts.objective.loss(logits, targets, images)
+                total += _measured(loss, logits, targets)
+                if last:
+                    # Asked for before the backward pass, whose results the check does not need.
+                    reading = self._share(total)
+                self.fabric.backward(loss / engine.accumulate)
+        loss_sum, right, signum = reading.values()
+        mean = loss_sum / (engine.accumulate * self.fabric.world_size)
+        if math.isfinite(mean):
+            self._update()
+            at.loss_sum += mean * self.plan.batch_size
+            at.right += right
+            at.seen += self.plan.batch_size
+        else:
+            self._bad_loss(mean)
+        parts.optimizer.zero_grad(set_to_none=True)
+        at.step += 1
+        self.recorder.stepped(at, time.perf_counter() - started)
+        return signum
+
+    def _update(self) -> None:
+        parts, clip = self.parts, self.config.optim.clip_grad
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parts.model.parameters(), clip)
+        parts.optimizer.step()
+        if parts.ema is not None:
+            parts.ema.update(parts.model, step=self.at.step + 1)
+
+    def _bad_loss(self, loss: float) -> None:
+        """Leave an update out if it may be, or stop before it."""
+        at = self.at
+        allowed = self.config.engine.max_bad_losses
+        if at.bad_losses < allowed:
+            at.bad_losses += 1
+            self.recorder.say(
+                f"step {at.step + 1}: the loss is {loss}; update skipped ({at.bad_losses} of "
+                f"{allowed} allowed)"
+            )
+            return
+        rate = self.parts.optimizer.param_groups[0]["lr"]
+        skipped = f" after {at.bad_losses} skipped updates" if allowed else ""
+        kept = f"of step {self._saved} is the last" if self._saved >= 0 else "does not exist yet"
+        raise NonFiniteLoss(
+            f"the loss became {loss} in step {at.step + 1} at learning rate {rate:.3g}{skipped}; "
+            f"the update was not made, and the good checkpoint {kept}. Lower optim.lr, set "
+            f"optim.clip_grad, or allow engine.max_bad_losses, in a new run folder"
+        )
+
+    # -- what happens between steps -----------------------------------------------------------
+
+    def _evaluate(self) -> dict[str, Any]:
+        at, parts = self.at, self.parts
+        model = parts.model if parts.ema is None else parts.ema.module
+        started = time.perf_counter()
+        if not self.alone:
+            # Running statistics differ between processes; rank 0's are the ones that are saved.
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+        with self.fabric.autocast():
+            found = evaluate(
+                model,
+                self._eval_loader,
+                self.fabric.device,
+                label_sets=self.splits.val.label_sets,
+                all_sum=None if self.alone else self._all_sum,
+                rounds=self._eval_rounds(),
+                stop=self._asked_to_stop,
+                channels_last=self.config.engine.channels_last,
+            )
+        row = {
+            "step": at.step,
+            "epoch": round(self.plan.epoch(at.step), 6),
+            "images": at.step * self.plan.batch_size,
+            "lr": parts.optimizer.param_groups[0]["lr"],
+            "train_loss": at.loss_sum / at.seen if at.seen else None,
+            "train_top1": 100 * at.right / at.seen if at.seen else None,
+            "top1": found["top1"],
+            "top5": found["top5"],
+            "val_loss": found["loss"],
+        }
+        at.evaluated = at.step
+        at.loss_sum, at.right, at.seen = 0.0, 0.0, 0
+        self.recorder.evaluated(row, found["n"], time.perf_counter() - started)
+        return row
+
+    def _save(self) -> None:
+        self._collect_skipped()
+        if self.fabric.is_global_zero:
+            self.recorder.save(self.state())
+        self._saved = self.at.step
+
+    def _stop(self, signum: int) -> None:
+        if self._saved < self.at.step:
+            self._save()
+        # Nobody leaves before the checkpoint is on disk: whoever started the processes may end
+        # them all when the first is gone.
+        self.fabric.barrier()
+        raise Interrupted(signum, self.at.step)
+
+    def _snapshot(self) -> None:
+        if self.fabric.is_global_zero:
+            model = self.parts.model if self.parts.ema is None else self.parts.ema.module
+            self.recorder.snapshot(self.at.step, model)
+
+    # -- loaders ------------------------------------------------------------------------------
+
+    def _train_loader(self) -> Any:
+        config, fabric = self.config, self.fabric
+        loader = train_loader(
+            self.splits.train,
+            config.augment,
+            self.img_size,
+            batch_size=self.plan.batch_size,
+            seed=config.seed,
+            start_step=self.at.step,
+            stop_step=self.plan.steps,
+            rank=fabric.global_rank,
+            world_size=fabric.world_size,
+            accumulate=config.engine.accumulate,
+            workers=config.data.workers,
+            on_bad_image=config.data.on_bad(training=True),
+            max_bad_images=config.data.max_bad_images,
+            pin_memory=fabric.device.type == "cuda",
+        )
+        loader.skipped.update(self.at.skipped)
+        self.at.skipped = loader.skipped
+        return loader
+
+    def _eval_batch(self) -> int:
+        # Without gradients twice the training batch fits; for tiny batches larger is faster.
+        return max(2 * self.micro_batch, 64)
+
+    def _eval_rounds(self) -> int:
+        share = -(-len(self.splits.val) // self.fabric.world_size)
+        return -(-share // self._eval_batch())
+
+    # -- agreement between processes ------------------------------------------------------------
+
+    def _share(self, total: Tensor) -> _Reading:
+        """Start reading a step's totals and signals, over all processes."""
+        if self.alone:
+            if self._flight is None:
+                loss_sum, right = total.tolist()
+                return _Reading([loss_sum, right], self.interruption)
+            return _Reading(self._flight.send(total), self.interruption)
+        flags = [float(self.interruption.signum == signum) for signum in SIGNALS]
+        message = torch.cat((total, total.new_tensor(flags)))
+        message = self._all_sum(message)
+        sent = message.tolist() if self._flight is None else self._flight.send(message)
+        return _Reading(sent, None)
+
+    def _all_sum(self, tensor: Tensor) -> Tensor:
+        torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def _asked_to_stop(self) -> bool:
+        if self.alone:
+            signum = self.interruption.signum
+        else:
+            flags = [float(self.interruption.signum == signum) for signum in SIGNALS]
+            message = torch.tensor(flags, device=self.fabric.device)
+            signum = _signal_of(self._all_sum(message).tolist())
+        if signum:
+            raise EvaluationStopped(signum)
+        return False
+
+    def _collect_skipped(self) -> None:
+        if self.alone:
+            return
+        gathered: list[dict[str, str] | None] = [None] * self.fabric.world_size
+        torch.distributed.all_gather_object(gathered, self.at.skipped)
+        for skipped in gathered:
+            self.at.skipped.update(skipped or {})
+
+
+def _measured(loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+    """A batch's mean loss and its number of right answers, (2,) float64.
+
+    After mixing, the class that makes up most of an image counts as right.
+    """
+    labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
+    right = (logits.argmax(dim=1) == labels).sum()
+    return torch.stack((loss.detach().double(), right.double()))
+
+
+def _signal_of(counts: list[float]) -> int:
+    return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
+
+
+class _Flight:
+    """Copies a few numbers from a GPU without waiting for what was queued after them."""
+
+    def __init__(self, size: int) -> None:
+        self._host = torch.empty(size, dtype=torch.float64, pin_memory=True)
+        self._arrived = torch.cuda.Event()
+        self._size = size
+
+    def send(self, tensor: Tensor) -> _Flight:
+        self._size = tensor.numel()
+        self._host[: self._size].copy_(tensor, non_blocking=True)
+        self._arrived.record()
+        return self
+
+    def tolist(self) -> list[float]:
+        self._arrived.synchronize()
+        return self._host[: self._size].tolist()
+
+
+class _Reading:
+    """A step's totals on their way to the processor."""
+
+    def __init__(self, numbers: list[float] | _Flight, interruption: Interruption | None) -> None:
+        self._numbers = numbers
+        self._interruption = interruption
+
+    def values(self) -> tuple[float, float, int]:
+        """Loss summed over passes and processes, right answers, and the signal to stop or 0."""
+        numbers = self._numbers
+        values = numbers.tolist() if isinstance(numbers, _Flight) else numbers
+        signum = _signal_of(values[2:]) if self._interruption is None else self._interruption.signum
+        return values[0], values[1], signum

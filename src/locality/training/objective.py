@@ -1,0 +1,190 @@
+"""What is minimised: cross entropy, smoothed, mixed, distilled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup
+from torch import Tensor, nn
+
+from locality.data.config import AugmentConfig
+from locality.errors import UserError, unknown
+from locality.training.config import ObjectiveConfig
+
+
+class Objective:
+    """Mixes batches and measures the loss.
+
+    Args:
+        config: the loss.
+        augment: its mixup and cutmix.
+        num_classes: of the model and the data.
+        teacher: for distillation; maps the student's images to logits.
+    """
+
+    def __init__(
+        self,
+        config: ObjectiveConfig,
+        augment: AugmentConfig,
+        num_classes: int,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self.config = config
+        self.teacher = teacher
+        self._mixup: Mixup | None = None
+        if (augment.mixup or augment.cutmix) and augment.mixup_prob:
+            self._mixup = Mixup(
+                mixup_alpha=augment.mixup,
+                cutmix_alpha=augment.cutmix,
+                prob=augment.mixup_prob,
+                switch_prob=augment.mixup_switch_prob,
+                label_smoothing=config.label_smoothing,
+                num_classes=num_classes,
+            )
+
+    def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Mixup or cutmix, if the run has them, drawing from numpy's generator.
+
+        Returns:
+            images, and targets: the labels (B,), or probabilities (B, classes) after mixing.
+        """
+        if self._mixup is None:
+            return images, labels
+        return self._mixup(images, labels)
+
+    def loss(self, logits: Tensor, targets: Tensor, images: Tensor) -> Tensor:
+        """The mean loss of a batch, a float32 scalar.
+
+        Args:
+            logits: (B, classes).
+            targets, images: as `mix` returned them.
+        """
+        smoothing = self.config.label_smoothing if targets.ndim == 1 else 0.0
+        loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+        if self.teacher is None:
+            return loss
+        share = self.config.teacher_share
+        return (1 - share) * loss + share * self._distillation(logits.float(), images)
+
+    def _distillation(self, logits: Tensor, images: Tensor) -> Tensor:
+        assert self.teacher is not None
+        taught = self.teacher(images).float()
+        if self.config.distillation == "hard":
+            return F.cross_entropy(logits, taught.argmax(dim=1))
+        # Gradients of softened probabilities shrink as 1/τ² (Hinton et al., 2015).
+        tau = self.config.temperature
+        student = F.log_softmax(logits / tau, dim=1)
+        target = F.log_softmax(taught / tau, dim=1)
+        return F.kl_div(student, target, reduction="batchmean", log_target=True) * tau**2
+
+
+class Teacher(nn.Module):
+    """A trained model that labels the student's images.
+
+    It sees the same augmented image as the student, at its own normalisation and size.
+
+    Args:
+        model: images → logits.
+        mean, std, size: what it was trained with; size is (H, W), None takes images as they are.
+        student_mean, student_std: how the student's images are normalised.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        size: tuple[int, int] | None,
+        student_mean: tuple[float, ...],
+        student_std: tuple[float, ...],
+    ) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.size = size
+        # (x·s + m − m′) / s′ as one scale and one shift.
+        own_mean, own_std = _channels(mean), _channels(std)
+        scale, shift = _channels(student_std) / own_std, _channels(student_mean) - own_mean
+        self.same = mean == student_mean and std == student_std
+        self.scale: Tensor
+        self.shift: Tensor
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("shift", shift / own_std, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) as the student sees them → logits (B, classes)."""
+        if not self.same:
+            images = images * self.scale + self.shift
+        if self.size is not None and tuple(images.shape[-2:]) != self.size:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        return self.model(images)
+
+    def train(self, mode: bool = True) -> Teacher:
+        """A teacher is always in evaluation mode."""
+        return super().train(False)
+
+
+def _channels(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+
+
+def load_teacher(config: ObjectiveConfig, augment: AugmentConfig, num_classes: int) -> Teacher:
+    """The teacher that a configuration names: a run folder's model or timm's.
+
+    Raises:
+        UserError: if there is none of that name, or it knows other classes than the student.
+    """
+    assert config.teacher is not None
+    if Path(config.teacher).is_dir():
+        model, settings = _teacher_of_run(Path(config.teacher))
+    else:
+        model, settings = _teacher_of_timm(config)
+    classes = getattr(model, "num_classes", num_classes)
+    if classes != num_classes:
+        raise UserError(
+            f"teacher '{config.teacher}' tells {classes} classes apart and the data has "
+            f"{num_classes}; distillation needs a teacher for the same classes"
+        )
+    return Teacher(model, student_mean=augment.mean, student_std=augment.std, **settings)
+
+
+def check_teacher(config: ObjectiveConfig) -> None:
+    """Check that the teacher exists, without loading it.
+
+    Raises:
+        UserError: if it does not.
+    """
+    if config.teacher is None:
+        return
+    if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
+        raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
+    if Path(config.teacher).is_dir() or timm.is_model(config.teacher.partition(".")[0]):
+        return
+    if "/" in config.teacher:
+        raise UserError(f"objective.teacher: there is no run folder {config.teacher}")
+    raise unknown("teacher", config.teacher, timm.list_models())
+
+
+def _teacher_of_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    from locality.training.runs import load_run
+
+    model, config = load_run(folder)
+    size = model.img_size
+    return model, {"mean": config.augment.mean, "std": config.augment.std, "size": size}
+
+
+def _teacher_of_timm(config: ObjectiveConfig) -> tuple[nn.Module, dict[str, Any]]:
+    check_teacher(config)
+    assert config.teacher is not None
+    model = timm.create_model(
+        config.teacher,
+        pretrained=config.teacher_weights is None,
+        checkpoint_path=config.teacher_weights or "",
+    )
+    wanted = timm.data.resolve_model_data_config(model)
+    size = tuple(wanted["input_size"][-2:])
+    return model, {"mean": tuple(wanted["mean"]), "std": tuple(wanted["std"]), "size": size}

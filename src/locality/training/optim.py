@@ -1,0 +1,114 @@
+"""Parameter groups, optimiser and learning-rate schedule; the last two are timm's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+
+from locality.errors import UserError, unknown
+from locality.training.config import OptimConfig, ScheduleConfig
+from locality.training.plan import Plan
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, decay_positions: bool = False
+) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups: those that weight decay pulls at, and the others.
+
+    Left alone are all vectors and scalars (biases, norms, the gates λ), what the model names in
+    `no_weight_decay()` (class token, position embedding) and, unless `decay_positions`, the
+    positional vectors v_pos. Every trainable parameter is in exactly one group; frozen ones are in
+    none.
+    """
+    spared: set[str] = getattr(model, "no_weight_decay", set)()
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        positional = name.rpartition(".")[2] == "v_pos"
+        if parameter.ndim <= 1 or name in spared or (positional and not decay_positions):
+            undecayed.append(parameter)
+        else:
+            decayed.append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def check_optimizer(config: OptimConfig) -> None:
+    """Check that timm has the optimiser and that it has the settings given.
+
+    Raises:
+        UserError: if not.
+    """
+    names = [str(name) for name in list_optimizers()]
+    if config.name not in names:
+        raise unknown("optimiser (optim.name)", config.name, names)
+    info = get_optimizer_info(config.name)
+    for setting, available in (("betas", info.has_betas), ("eps", info.has_eps)):
+        if getattr(config, setting) is not None and not available:
+            raise UserError(
+                f"optimiser '{config.name}' has no {setting}; leave optim.{setting} null"
+            )
+
+
+def create_optimizer(
+    model: nn.Module, config: OptimConfig, batch_size: int
+) -> torch.optim.Optimizer:
+    """timm's optimiser over `parameter_groups`, its rate scaled to the global batch.
+
+    Raises:
+        UserError: as `check_optimizer`, or if every parameter is frozen.
+    """
+    check_optimizer(config)
+    groups = parameter_groups(model, config.weight_decay, config.decay_positions)
+    if not groups:
+        raise UserError("the model has no trainable parameter")
+    device = groups[0]["params"][0].device
+    extra: dict[str, Any] = {}
+    if config.betas is not None:
+        extra["betas"] = config.betas
+    if config.eps is not None:
+        extra["eps"] = config.eps
+    # One call for all parameters instead of one per operation and parameter: for small models on
+    # a processor the loop over parameters costs as much as the backward pass.
+    if device.type in ("cpu", "cuda") and _has_fused(config.name):
+        extra["fused"] = True
+    return create_optimizer_v2(
+        groups,
+        opt=config.name,
+        lr=config.peak_lr(batch_size),
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        **extra,
+    )
+
+
+def _has_fused(name: str) -> bool:
+    kind = get_optimizer_class(name, bind_defaults=False)
+    return "fused" in inspect.signature(kind).parameters
+
+
+def create_schedule(
+    optimizer: torch.optim.Optimizer, config: ScheduleConfig, plan: Plan
+) -> CosineLRScheduler:
+    """timm's cosine schedule, to be asked for every step: `step_update(step)`.
+
+    It has no state of its own: the rate is a function of the step.
+    """
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=plan.steps - plan.cooldown,
+        lr_min=config.min_lr,
+        warmup_t=plan.warmup,
+        warmup_lr_init=config.warmup_lr,
+        t_in_epochs=False,
+    )

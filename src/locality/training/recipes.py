@@ -1,0 +1,355 @@
+"""Named runs: each a function that returns one complete configuration.
+
+A docstring says what to type, what it costs and what to expect. Cost is in exaFLOPs (10¹⁸) of
+training: 3 × forward, 2 operations per multiply-accumulate; one H100 does roughly 0.2 of them per
+second in bf16 at the efficiency that vision transformers reach. None of the ImageNet-sized recipes
+has been run here: their expected numbers are the papers'.
+
+Any setting can be changed by its name on the command line:
+`locality train digits --model.name deit_nano --data.fraction 0.05`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from locality.data.config import AugmentConfig, DataConfig
+from locality.errors import UserError, unknown
+from locality.training.config import (
+    EngineConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+
+# The DeiT recipe's augmentation, which both papers use for all from-scratch ImageNet runs.
+DEIT_AUGMENT = AugmentConfig(
+    crop="resized",
+    hflip=0.5,
+    color_jitter=0.4,
+    auto_augment="rand-m9-mstd0.5-inc1",
+    random_erasing=0.25,
+    interpolation="bicubic",
+    crop_pct=0.875,
+    mixup=0.8,
+    cutmix=1.0,
+    mixup_prob=1.0,
+    mixup_switch_prob=0.5,
+    repeats=3,
+)
+
+
+def digits(model: str = "convit_nano", fraction: float = 1.0, seed: int = 0) -> RunConfig:
+    """Handwritten digits of 8×8 pixels: the small-image recipe, and what `locality demo` runs.
+
+    Command: `locality train digits`, and `--model.name deit_nano` for the twin.
+    Cost: 1,500 steps of 64 images, about 40 s on one core.
+    Expect: ConViT ahead of its twin by some 2 points on all of the training images and by far more
+    on 5% of them (`--data.fraction 0.05`).
+    """
+    return RunConfig(
+        recipe="digits",
+        seed=seed,
+        model=ModelConfig(model),
+        data=DataConfig("digits", fraction=fraction),
+        augment=AugmentConfig(
+            crop="pad", pad=1, hflip=0.0, crop_pct=1.0, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)
+        ),
+        optim=OptimConfig("adamw", lr=2e-3, weight_decay=0.05),
+        schedule=ScheduleConfig(
+            steps=1500, warmup=100, warmup_lr=1e-6, min_lr=1e-5, eval_every=150
+        ),
+        engine=EngineConfig(batch_size=64),
+    )
+
+
+def cifar(model: str = "convit_micro", dataset: str = "cifar100", seed: int = 0) -> RunConfig:
+    """CIFAR at its own 32×32 pixels: the DeiT recipe for small images and one GPU.
+
+    Command: `locality train cifar --data.root DATA --data.download true`, and
+    `--data.dataset cifar10`.
+    Cost: 200 epochs of 50,000 images; 10 exaFLOPs / 200 for `convit_micro`.
+    Expect: not in the papers.
+    """
+    return RunConfig(
+        recipe="cifar",
+        seed=seed,
+        model=ModelConfig(model, img_size=32, overrides={"drop_path_rate": 0.1}),
+        data=DataConfig(dataset, workers=4),
+        augment=dataclasses.replace(DEIT_AUGMENT, crop="pad", pad=4, crop_pct=1.0, repeats=1),
+        optim=OptimConfig("adamw", lr=1e-3, lr_batch=512, weight_decay=0.05),
+        schedule=ScheduleConfig(
+            epochs=200, steps=None, warmup=10, warmup_lr=1e-6, min_lr=1e-5, eval_every=5
+        ),
+        objective=ObjectiveConfig(label_smoothing=0.1),
+        engine=EngineConfig(batch_size=256),
+    )
+
+
+def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
+    """ImageNet from scratch in 300 epochs, as DeiT and ConViT were trained (ConViT Table 1).
+
+    The rate is 5e-4 per 512 images, so 1e-3 at the batch of 1024. 300 epochs include 5 of warm-up
+    and 10 of cool-down. Weight decay acts on v_pos as in the code released with the paper.
+
+    Command: `locality train deit_300 --data.root IMAGENET`, under torchrun on several GPUs.
+    Cost: 12 exaFLOPs for `convit_small`, 3 for `convit_tiny`, 39 for `convit_base`.
+    Expect: top-1 73.1 (`convit_tiny`), 81.3 (`convit_small`), 82.4 (`convit_base`); 72.2, 79.8,
+    81.8 for their `deit_` namesakes.
+    """
+    return RunConfig(
+        recipe="deit_300",
+        seed=seed,
+        model=ModelConfig(model, img_size=224, overrides={"drop_path_rate": 0.1}),
+        data=DataConfig("imagenet", workers=8),
+        augment=DEIT_AUGMENT,
+        optim=OptimConfig(
+            "adamw", lr=5e-4, lr_batch=512, weight_decay=0.05, eps=1e-8, decay_positions=True
+        ),
+        schedule=ScheduleConfig(
+            epochs=300,
+            steps=None,
+            warmup=5,
+            warmup_lr=1e-6,
+            cooldown=10,
+            min_lr=1e-5,
+            eval_every=1,
+        ),
+        objective=ObjectiveConfig(label_smoothing=0.1),
+        engine=EngineConfig(batch_size=1024),
+    )
+
+
+def deit_300_plus(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
+    """`deit_300` for the wider "+" models: 4e-4 at a batch of 512 (ConViT §4).
+
+    Command: `locality train deit_300_plus --data.root IMAGENET`
+    Cost: 23 exaFLOPs for `convit_small_plus`.
+    Expect: top-1 76.7 (`convit_tiny_plus`), 82.2 (`convit_small_plus`), 82.5 (`convit_base_plus`).
+    """
+    base = deit_300(model, seed)
+    return dataclasses.replace(
+        base,
+        recipe="deit_300_plus",
+        optim=dataclasses.replace(base.optim, lr=4e-4, lr_batch=512),
+        engine=dataclasses.replace(base.engine, batch_size=512),
+    )
+
+
+def distill_hard(
+    model: str = "convit_small_plus", teacher: str = "regnety_160", seed: int = 0
+) -> RunConfig:
+    """`deit_300_plus` with a teacher's most likely class as half of the target (ConViT app. B).
+
+    The teacher is a timm model or a run folder and sees images at its own normalisation and size.
+
+    Command: `locality train distill_hard --data.root IMAGENET`
+    Cost: that of `deit_300_plus` and a third as much again for the teacher's forward passes.
+    Expect: top-1 82.9 (Table 4; 82.2 without the teacher).
+    """
+    base = deit_300_plus(model, seed)
+    return dataclasses.replace(
+        base,
+        recipe="distill_hard",
+        objective=dataclasses.replace(base.objective, teacher=teacher, distillation="hard"),
+    )
+
+
+def subset(fraction: float = 0.1, model: str = "convit_small", seed: int = 0) -> RunConfig:
+    """`deit_300` on a fraction f of each class, for 300 / f epochs (ConViT Table 2).
+
+    The number of images seen stays that of `deit_300`, and so do its schedule and its cost.
+
+    Command: `locality train subset --data.fraction 0.05 --data.root IMAGENET`, and
+    `--data.subset sorted` for the files that the released code took.
+    Cost: 12 exaFLOPs for `convit_small`, whatever the fraction.
+    Expect: top-1 of ConViT-S (DeiT-S) 47.8 (34.8) at 5%, 59.6 (48.0) at 10%, 73.7 (66.1) at 30%,
+    78.2 (74.6) at 50%.
+    """
+    base = deit_300(model, seed)
+    return dataclasses.replace(
+        base,
+        recipe="subset",
+        data=dataclasses.replace(base.data, fraction=fraction),
+        schedule=dataclasses.replace(base.schedule, constant_images=True),
+    )
+
+
+def imagenet100(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
+    """`deit_300_plus` on the first 100 classes of ImageNet (ConViT Figs. 8 and 12).
+
+    Command: `locality train imagenet100 --data.root IMAGENET`
+    Cost: 2.3 exaFLOPs for `convit_small_plus`.
+    Expect: curves in Figs. 8 and 12; the paper prints no table.
+    """
+    base = deit_300_plus(model, seed)
+    return dataclasses.replace(
+        base,
+        recipe="imagenet100",
+        data=dataclasses.replace(base.data, dataset="imagenet100"),
+    )
+
+
+def cifar100(model: str = "convit_tiny_plus", epochs: float = 1000, seed: int = 0) -> RunConfig:
+    """`deit_300_plus` on CIFAR-100 enlarged to 224 pixels, for 1000 or 3000 epochs (Fig. 11).
+
+    Command: `locality train cifar100 --data.root DATA --data.download true`
+    Cost: 0.6 exaFLOPs for `convit_tiny_plus` and 1000 epochs.
+    Expect: top-1 82.1 with 10 M parameters after 1000 epochs (appendix C).
+    """
+    base = deit_300_plus(model, seed)
+    return dataclasses.replace(
+        base,
+        recipe="cifar100",
+        data=dataclasses.replace(base.data, dataset="cifar100"),
+        schedule=dataclasses.replace(base.schedule, epochs=epochs, eval_every=10),
+    )
+
+
+def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
+    """ImageNet from scratch in 300 epochs, as CvT was trained (CvT §4.1, Table 3).
+
+    The paper prints a rate of 0.02 at a batch of 2048. Its released configuration has a tenth of
+    that, 2.5e-4 per 256 images, which is what this is. Weight decay is 0.05 for CvT-13 and 0.1 for
+    the larger ones; CvT-21 has repeated augmentation.
+
+    Command: `locality train cvt_300 --data.root IMAGENET`
+    Cost: 11 exaFLOPs for `cvt_13`, 17 for `cvt_21`.
+    Expect: top-1 81.6 (`cvt_13`), 82.5 (`cvt_21`).
+    """
+    return RunConfig(
+        recipe="cvt_300",
+        seed=seed,
+        model=ModelConfig(model, img_size=224),
+        data=DataConfig("imagenet", workers=8),
+        augment=dataclasses.replace(DEIT_AUGMENT, repeats=3 if model == "cvt_21" else 1),
+        optim=OptimConfig(
+            "adamw",
+            lr=2.5e-4,
+            lr_batch=256,
+            weight_decay=0.05 if model.startswith("cvt_13") else 0.1,
+        ),
+        schedule=ScheduleConfig(
+            epochs=300, steps=None, warmup=5, warmup_lr=1e-6, min_lr=1e-5, eval_every=1
+        ),
+        objective=ObjectiveConfig(label_smoothing=0.1),
+        engine=EngineConfig(batch_size=2048, channels_last=True),
+    )
+
+
+def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
+    """Pre-training on ImageNet-22k at 224 pixels, before `finetune_384` (CvT §4.1).
+
+    The paper does not say for how many epochs; 90 is what ViT took for the same data.
+
+    Command: `locality train cvt_22k --data.root IMAGENET22K`, or `--data.dataset arrow` for a
+    folder that `locality data pack` wrote. Any part of the images can be set aside to validate on
+    with `--data.val_fraction`.
+    Cost: 470 exaFLOPs for `cvt_w24`, 35 for `cvt_13`.
+    Expect: top-1 on ImageNet-1k after fine-tuning 87.7 (`cvt_w24`), 84.9 (`cvt_21`), 83.3
+    (`cvt_13`).
+    """
+    base = cvt_300(model, seed)
+    return dataclasses.replace(
+        base,
+        recipe="cvt_22k",
+        data=dataclasses.replace(base.data, val_fraction=0.005),
+        schedule=dataclasses.replace(base.schedule, epochs=90),
+    )
+
+
+# Updates by target (CvT §4.1).
+_FINETUNE_STEPS = {
+    "imagenet": 20_000,
+    "cifar10": 10_000,
+    "cifar100": 10_000,
+    "pets": 500,
+    "flowers102": 500,
+}
+
+
+def finetune_384(
+    model: str = "cvt_13",
+    weights: str = "cvt_13.ms_in1k",
+    dataset: str = "imagenet",
+    seed: int = 0,
+) -> RunConfig:
+    """Fine-tuning at 384 pixels (CvT §4.1, Tables 3 and 4).
+
+    SGD with momentum 0.9 and a cosine at a batch of 512, for 20,000 steps on ImageNet, 10,000 on
+    CIFAR, 500 on Pets and Flowers-102. The papers leave rate and clipping open; ViT, whose
+    fine-tuning CvT adopts, clips at 1 and searches rates around 0.01.
+
+    Command: `locality train finetune_384 --model.weights RUN --data.root IMAGENET`, where RUN is a
+    run folder (of `cvt_22k`, say), a file, or the name of public weights.
+    Cost: 1 exaFLOP for `cvt_13` and 20,000 steps.
+    Expect: top-1 83.0 on ImageNet from `cvt_300`'s CvT-13, 83.3 from ImageNet-22k; from there, in
+    Table 4: CIFAR-10 98.83, CIFAR-100 91.11, Pets 93.25, Flowers-102 99.50.
+    """
+    if dataset not in _FINETUNE_STEPS:
+        raise unknown("target of finetune_384", dataset, _FINETUNE_STEPS)
+    steps = _FINETUNE_STEPS[dataset]
+    return RunConfig(
+        recipe="finetune_384",
+        seed=seed,
+        model=ModelConfig(model, img_size=384, weights=weights),
+        data=DataConfig(dataset, workers=8),
+        augment=AugmentConfig(crop="resized", scale=(0.25, 1.0), hflip=0.5, crop_pct=1.0),
+        optim=OptimConfig("sgd", lr=0.01, weight_decay=0.0, momentum=0.9, clip_grad=1.0),
+        schedule=ScheduleConfig(
+            steps=steps, warmup=steps // 40, warmup_lr=0.0, min_lr=0.0, eval_every=steps / 20
+        ),
+        engine=EngineConfig(batch_size=512, channels_last=True),
+    )
+
+
+RECIPES: dict[str, Callable[..., RunConfig]] = {
+    function.__name__: function
+    for function in (
+        digits,
+        cifar,
+        deit_300,
+        deit_300_plus,
+        distill_hard,
+        subset,
+        imagenet100,
+        cifar100,
+        cvt_300,
+        cvt_22k,
+        finetune_384,
+    )
+}
+
+
+def recipe(name: str, **choices: Any) -> RunConfig:
+    """The configuration of a named run.
+
+    Args:
+        name: one of `RECIPES`.
+        choices: arguments of its function, such as `model`.
+
+    Raises:
+        UserError: for a name or an argument that does not exist, with the nearest.
+    """
+    if name not in RECIPES:
+        raise unknown("recipe", name, RECIPES)
+    accepted = list(inspect.signature(RECIPES[name]).parameters)
+    for choice in choices:
+        if choice not in accepted:
+            raise unknown(f"choice of recipe '{name}'", choice, accepted)
+    return RECIPES[name](**choices)
+
+
+def summary(name: str) -> str:
+    """The first line of a recipe's description."""
+    if name not in RECIPES:
+        raise unknown("recipe", name, RECIPES)
+    text = inspect.getdoc(RECIPES[name])
+    if text is None:
+        raise UserError(f"recipe '{name}' has no description")
+    return text.splitlines()[0]

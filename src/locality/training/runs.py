@@ -1,0 +1,260 @@
+"""Run folders: everything a run is and was, in one place on disk.
+
+config.yaml       the whole configuration
+classes.json      class names, in the order of the logits
+environment.json  versions, hardware, commit, seed, and every start of the run
+metrics.csv       one row per evaluation: repeats exactly
+timing.csv        seconds and images/s: does not
+checkpoints/      last.ckpt and previous.ckpt
+snapshots/        weights kept along the way, if the run keeps any
+tensorboard/      logs
+skipped.csv       images that could not be read, if there were any
+result.json       written once, at the end
+lock              held while the run is going on
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locality.errors import UserError
+from locality.files import write_atomic
+from locality.training import settings
+from locality.training.checkpoint import CheckpointFolder
+from locality.training.config import RunConfig
+from locality.training.environment import describe_environment
+from locality.training.failures import DamagedCheckpoint
+from locality.training.lock import FolderLock
+
+if TYPE_CHECKING:
+    from locality.models import ImageClassifier
+
+# Settings that say where and on how many processes a run computes, not what. A run may be resumed
+# with others; with another number of devices or passes sums are rounded in another order.
+MAY_CHANGE = frozenset(
+    {
+        "data.workers",
+        "data.root",
+        "data.download",
+        "data.real_labels",
+        "engine.accelerator",
+        "engine.devices",
+        "engine.num_nodes",
+        "engine.strategy",
+        "engine.accumulate",
+        "engine.grad_checkpointing",
+        "engine.tensorboard",
+    }
+)
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: it may not exist yet.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.classes_file = self.path / "classes.json"
+        self.environment_file = self.path / "environment.json"
+        self.result_file = self.path / "result.json"
+        self.metrics_file = self.path / "metrics.csv"
+        self.timing_file = self.path / "timing.csv"
+        self.skipped_file = self.path / "skipped.csv"
+        self.tensorboard = self.path / "tensorboard"
+        self.snapshots = self.path / "snapshots"
+        self.checkpoints = CheckpointFolder(self.path / "checkpoints")
+        self.lock = FolderLock(self.path / "lock")
+
+    def prepare(self, config: RunConfig) -> None:
+        """Make the folder this run's own: create, check, lock, write the configuration.
+
+        Raises:
+            UserError: if it belongs to another configuration or another process, holds something
+                else, or cannot be written to.
+        """
+        try:
+            self.check(config)
+            self.checkpoints.path.mkdir(parents=True, exist_ok=True)
+            self.lock.claim()
+            self.check(config)
+            write_atomic(self.config_file, settings.to_yaml(config))
+        except PermissionError as error:
+            raise UserError(
+                f"no permission to write to run folder {self.path} ({error.strerror}); choose "
+                f"another, or ask for the right to"
+            ) from error
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise UserError(f"no space left on the disk of run folder {self.path}") from error
+            if error.errno == errno.EROFS:
+                raise UserError(f"run folder {self.path} is on a read-only disk") from error
+            raise
+
+    def check(self, config: RunConfig) -> None:
+        """Check that the folder is free or belongs to this configuration; changes nothing.
+
+        Raises:
+            UserError: if it does not.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; a run needs a folder")
+        if self.config_file.exists():
+            self._refuse_other_configuration(config)
+        else:
+            self._refuse_foreign_files()
+
+    def _refuse_foreign_files(self) -> None:
+        ours = {"lock", "checkpoints"}
+        others = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
+        others = [name for name in others if name not in ours and not name.endswith(".tmp")]
+        if others:
+            raise UserError(
+                f"{self.path} holds {', '.join(others[:3])}{' …' if len(others) > 3 else ''} and "
+                f"is no run folder; choose a new or empty one"
+            )
+
+    def _refuse_other_configuration(self, config: RunConfig) -> None:
+        changed = [
+            f"{name}: {_shown(old)} there, {_shown(new)} now"
+            for name, old, new in settings.differences(self.config(), config)
+            if name not in MAY_CHANGE
+        ]
+        if changed:
+            raise UserError(
+                f"run folder {self.path} belongs to another configuration "
+                f"({'; '.join(changed)}); give its settings to resume it, or another folder"
+            )
+
+    def check_space(self, checkpoint_bytes: int) -> None:
+        """Check that three checkpoints fit on the disk: the last, the previous, the next.
+
+        Raises:
+            UserError: if they do not.
+        """
+        there = sum(file.stat().st_size for file in self.checkpoints.path.glob("*.ckpt"))
+        needed = 3 * checkpoint_bytes - there
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise UserError(
+                f"run folder {self.path} needs {needed / 1e6:.0f} MB for checkpoints and its disk "
+                f"has {free / 1e6:.0f} MB left; make room or choose another disk"
+            )
+
+    def config(self) -> RunConfig:
+        """The configuration of the run.
+
+        Raises:
+            UserError: if this is not a run folder, or its configuration cannot be read.
+        """
+        try:
+            text = self.config_file.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
+        return settings.from_yaml(RunConfig, text, str(self.config_file))
+
+    def result(self) -> dict[str, Any] | None:
+        """The content of result.json, or None while the run is not finished."""
+        if not self.result_file.exists():
+            return None
+        return json.loads(self.result_file.read_text(encoding="utf-8"))
+
+    def classes(self) -> list[str]:
+        """Class names, in the order of the logits.
+
+        Raises:
+            UserError: if the run has not got as far as opening its data.
+        """
+        if not self.classes_file.exists():
+            raise UserError(f"run folder {self.path} has no classes.json: the run never started")
+        return json.loads(self.classes_file.read_text(encoding="utf-8"))
+
+    def write_json(self, path: Path, content: Any) -> None:
+        """Write one of the folder's JSON files, atomically."""
+        write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    def note_start(self, config: RunConfig, step: int, device: str, precision: str) -> None:
+        """Add this start to environment.json."""
+        starts = []
+        if self.environment_file.exists():
+            starts = json.loads(self.environment_file.read_text(encoding="utf-8"))["starts"]
+        environment = describe_environment()
+        command = environment.pop("command")
+        start = {
+            "step": step,
+            "time": environment.pop("time"),
+            "command": command,
+            "host": environment.pop("host"),
+            "workers": config.data.workers,
+            "device": device,
+            "precision": precision,
+        }
+        content = {"seed": config.seed} | environment | {"starts": [*starts, start]}
+        self.write_json(self.environment_file, content)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def load_state(folder: Path | str) -> dict[str, Any]:
+    """The last whole checkpoint of a run, read without touching the folder.
+
+    Raises:
+        UserError: if there is none.
+    """
+    from locality.training.checkpoint import LAST, PREVIOUS, read_checkpoint
+
+    damaged = []
+    for name in (LAST, PREVIOUS):
+        try:
+            return read_checkpoint(Path(folder) / "checkpoints" / name)
+        except FileNotFoundError:
+            continue
+        except DamagedCheckpoint as error:
+            damaged.append(str(error))
+    reason = "; ".join(damaged) or "it has no checkpoint yet"
+    raise UserError(f"run folder {folder} has no weights to load: {reason}")
+
+
+def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
+    """The model of a run with its latest weights, in evaluation mode, and its configuration.
+
+    The averaged weights if the run keeps an average, since those are what it was judged by.
+
+    Raises:
+        UserError: if the folder is no run folder or has no checkpoint.
+    """
+    from locality.training.setup import build_model
+
+    run = RunFolder(folder)
+    config = run.config()
+    state = load_state(folder)
+    model = build_model(config, len(run.classes()))
+    model.load_state_dict(state["ema"] if state["ema"] is not None else state["model"])
+    return model.eval(), config
+
+
+def initial_model(folder: Path | str) -> ImageClassifier:
+    """The model of a run as it was before its first step, in evaluation mode.
+
+    Raises:
+        UserError: if the folder is no run folder.
+    """
+    from locality.training.setup import starting_model
+
+    run = RunFolder(folder)
+    return starting_model(run.config(), len(run.classes()))[0].eval()
+
+
+def is_run_folder(path: Path | str) -> bool:
+    """Whether a path is a folder with a config.yaml."""
+    return os.path.isfile(Path(path) / "config.yaml")

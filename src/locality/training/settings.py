@@ -1,0 +1,174 @@
+"""Configurations as plain values and YAML, and what differs between two of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from locality.errors import UserError, unknown
+
+T = TypeVar("T")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as nested plain values: dictionaries, lists, numbers, strings, None."""
+    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def from_dict(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """The configuration of type `kind` that `to_dict` turned into `values`.
+
+    What is missing takes its default.
+
+    Args:
+        kind: a configuration dataclass.
+        values: nested plain values.
+        path: dotted name of the whole, for messages.
+
+    Raises:
+        UserError: for a setting that does not exist (with the nearest), a wrong type, or a value
+            out of range.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{path}.{name}" if path else str(name)
+        if name not in names:
+            within = [f"{path}.{known}" if path else known for known in names]
+            raise unknown("setting", dotted, within)
+        given[name] = _typed(hints[name], value, dotted)
+    return kind(**given)
+
+
+def replace(config: T, changes: Mapping[str, Any]) -> T:
+    """`config` with some settings changed, by dotted name.
+
+    Example:
+        >>> replace(recipe(), {"optim.lr": 1e-3, "data.fraction": 0.1})
+
+    Raises:
+        UserError: as `from_dict`.
+    """
+    values = to_dict(config)
+    for dotted, value in changes.items():
+        *groups, name = dotted.split(".")
+        place = values
+        for group in groups:
+            if not isinstance(place.get(group), dict):
+                raise unknown("setting", dotted, flatten(to_dict(config)))
+            place = place[group]
+        if name not in place and groups[-1:] != ["overrides"]:
+            raise unknown("setting", dotted, flatten(to_dict(config)))
+        place[name] = _plain(value)
+    return from_dict(type(config), values)
+
+
+def _typed(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the type `hint` asks for: lists become tuples, whole numbers become floats."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        return _typed(next(option for option in options if option is not type(None)), value, path)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise unknown(f"value of {path}", str(value), map(str, choices))
+        return value
+    if origin is tuple:
+        parts = typing.get_args(hint)
+        if not isinstance(value, (list, tuple)) or len(value) != len(parts):
+            raise UserError(f"{path} is {value!r}; give {len(parts)} values in a list")
+        return tuple(_typed(part, item, path) for part, item in zip(parts, value, strict=True))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path} is {value!r}; give settings by name")
+        return dict(value)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value, path)
+    return _scalar(hint, value, path)
+
+
+def _scalar(hint: Any, value: Any, path: str) -> Any:
+    if hint is Any:
+        return value
+    is_bool = isinstance(value, bool)
+    if hint is float and isinstance(value, (int, float)) and not is_bool:
+        return float(value)
+    if isinstance(value, hint) and is_bool == (hint is bool):
+        return value
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+    raise UserError(f"{path} is {value!r}; give {wanted}")
+
+
+def to_yaml(config: Any) -> str:
+    """A configuration as YAML, in the order it was declared."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(kind: type[T], text: str, where: str = "the configuration") -> T:
+    """The configuration that a YAML text describes.
+
+    Args:
+        kind: a configuration dataclass.
+        text: YAML.
+        where: what to call the text in messages, such as its path.
+
+    Raises:
+        UserError: if it is not YAML, or as `from_dict`.
+    """
+    try:
+        values = _Loader(text).get_single_data()
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    return from_dict(kind, {} if values is None else values)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's idea of a number: PyYAML takes 1e-3 for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def differences(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Settings with different values in two configurations: dotted name, old value, new value."""
+    before, after = flatten(to_dict(old)), flatten(to_dict(new))
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            yield name, before.get(name), after.get(name)

@@ -1,0 +1,88 @@
+"""Interruptions: signals raise a flag, and training stops at the next step boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+# What asks a run to stop: Ctrl-C, batch systems, torchrun, a closed terminal.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A signal stopped the run after it had saved a checkpoint.
+
+    Attributes:
+        signum: the signal.
+        step: steps finished and saved.
+        exit_code: what the process should exit with: 128 + the signal's number (130 after Ctrl-C,
+            143 after SIGTERM).
+    """
+
+    def __init__(self, signum: int, step: int, exit_code: int | None = None) -> None:
+        name = signal.Signals(signum).name
+        super().__init__(f"stopped by {name} after step {step}; the same command resumes the run")
+        self.signum = signum
+        self.step = step
+        self.exit_code = 128 + signum if exit_code is None else exit_code
+
+
+class Interruption:
+    """Remembers the first signal that came.
+
+    Attributes:
+        signum: its number; 0 while none has come.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._owner = os.getpid()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Interruption]:
+        """Handle signals within the block, in the main thread only (Python allows no other)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        try:
+            yield self
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _handle(self, signum: int, _: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked data worker: the training process decides
+        if self.signum and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.signum:
+            self.signum = signum
+            again = "; again to stop at once, without saving" if signum == signal.SIGINT else ""
+            # print() may be interrupted by this very handler and is not reentrant.
+            os.write(2, f"\nstopping after this step and saving{again}\n".encode())
+
+
+@contextlib.contextmanager
+def forwarded_to_children() -> Iterator[None]:
+    """Within the block, pass signals on to the processes this one has started, and live on."""
+
+    def forward(signum: int, _: FrameType | None) -> None:
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                os.kill(child.pid, signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.signal(signum, forward) for signum in SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
