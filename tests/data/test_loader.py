@@ -95,6 +95,7 @@ def test_starting_at_any_step_repeats_what_came_there(digits, augment, workers):
     assert all_same(collect(digits.train, augment, workers=workers), whole)
 
 
+@pytest.mark.slow
 def test_workers_may_be_spawned(digits):
     expected = collect(digits.train, PAD, stop_step=2)
     spawned = collect(digits.train, PAD, stop_step=2, workers=1, start_method="spawn")

@@ -30,6 +30,22 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming",
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """What may be chosen about decoding image files; see `locality.data.decode`.
+
+    Attributes:
+        exif: turn and mirror the image as its EXIF orientation says.
+        max_pixels: refuse larger images before they take up memory.
+    """
+
+    exif: bool = False
+    max_pixels: int = PIXEL_LIMIT
+
+
+AS_PUBLISHED = Decoding()
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Which images a run trains on and which it is judged by.
 
@@ -52,6 +68,7 @@ class DataConfig:
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
             were measured without.
         real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
+        image_column, label_column: of an `arrow` dataset that has more than one candidate.
         workers: processes that load images; 0 loads in the training process.
     """
 
@@ -69,6 +86,8 @@ class DataConfig:
     max_pixels: int = PIXEL_LIMIT
     exif: bool = False
     real_labels: str | None = None
+    image_column: str | None = None
+    label_column: str | None = None
     workers: int = 0
 
     def __post_init__(self) -> None:
@@ -85,6 +104,11 @@ class DataConfig:
             _integer("subset_seed", self.subset_seed, 0)
         if self.first_classes is not None:
             _integer("first_classes", self.first_classes, 1)
+
+    @property
+    def decoding(self) -> Decoding:
+        """The settings that concern decoding."""
+        return Decoding(self.exif, self.max_pixels)
 
     def on_bad(self, training: bool) -> Literal["error", "skip"]:
         """`on_bad_image` with "auto" resolved: skip while training, stop in evaluation."""

@@ -5,10 +5,12 @@ All functions take the labels of a source, (n,) whole numbers, and return sorted
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import numpy.typing as npt
 
-from locality.data.keyed import Indices, Stream, keys, permuted
+from locality.data.keyed import Indices, Keys, Stream, keys, permuted
 from locality.errors import UserError
 
 
@@ -43,7 +45,7 @@ def stratified_split(
     Each class that has two images or more gives at least one to either side; a single image is
     trained on.
     """
-    labels = np.asarray(labels)
+    labels = np.asarray(labels, dtype=np.int64)
 
     def held_out(n: int) -> int:
         return 0 if n < 2 else min(max(int(n * val_fraction + 0.5), 1), n - 1)
@@ -63,19 +65,19 @@ def first_classes(labels: npt.ArrayLike, count: int) -> Indices:
     return np.flatnonzero(np.asarray(labels) < count)
 
 
-def _classes(labels: npt.NDArray, seed: int, stream: Stream) -> list[tuple[Indices, npt.NDArray]]:
-    # Members of each class that has any, in the source's order, and the class's own key.
+def _classes(labels: npt.NDArray, seed: int, stream: Stream) -> Iterator[tuple[Indices, Keys]]:
+    """Members of each class that has any, in the source's order, and the class's own key."""
     order = np.argsort(labels, kind="stable")
     present, starts = np.unique(labels[order], return_index=True)
-    return [
-        (members, keys(seed, stream, int(label)))
-        for label, members in zip(present, np.split(order, starts[1:]), strict=True)
-        if len(members)
-    ]
+    stops = np.append(starts[1:], len(labels))
+    for label, start, stop in zip(present, starts, stops, strict=True):
+        yield order[start:stop], keys(seed, stream, int(label))
 
 
-def _per_class(labels, fraction, seed, count) -> Indices:  # type: ignore[no-untyped-def]
-    labels = np.asarray(labels)
+def _per_class(
+    labels: npt.ArrayLike, fraction: float, seed: int | None, count: Callable[[int], int]
+) -> Indices:
+    labels = np.asarray(labels, dtype=np.int64)
     if not 0 < fraction <= 1:
         raise UserError(f"fraction is {fraction!r}; give a number above 0 and at most 1")
     chosen = []

@@ -1,0 +1,256 @@
+"""Folders of Parquet or Arrow files: random access to millions of images in a few files.
+
+Read through Hugging Face's `datasets`, memory-mapped, so that the index costs no memory and any
+image can be had at once, as position-keyed loading needs it. `pack` writes such folders.
+
+Arrow files are read where they lie. Parquet files are first converted into Arrow in the cache of
+`datasets` (HF_HOME), once, which takes as much disk again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from locality.data.config import AS_PUBLISHED, Decoding
+from locality.data.decode import decode, read_bytes
+from locality.data.folder import existing_folder, some
+from locality.data.sources import BadImage, ImageSource
+from locality.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
+
+_SPLIT_NAMES = re.compile(r"^(train|val|valid|validation|dev|test)(?=$|[-_.])", re.IGNORECASE)
+
+
+class ArrowSource(ImageSource):
+    """The rows of a Hugging Face dataset with an image and a class per row."""
+
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        image_column: str,
+        labels: npt.ArrayLike,
+        name: str,
+        decoding: Decoding = AS_PUBLISHED,
+    ) -> None:
+        self.rows = rows
+        self.image_column = image_column
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.name = name
+        self.decoding = decoding
+
+    def read(self, index: int) -> Image.Image:
+        return decode(self.read_bytes(index), self.decoding)
+
+    def read_bytes(self, index: int) -> bytes:
+        """The image file as it was packed."""
+        cell = self.rows[index][self.image_column]
+        if isinstance(cell, bytes):
+            return cell
+        content = (cell or {}).get("bytes")
+        if content is not None:
+            return content
+        path = (cell or {}).get("path")
+        if path is None:
+            raise BadImage("the row has no image")
+        return read_bytes(path)
+
+    def describe(self, index: int) -> str:
+        cell = self.rows[index][self.image_column]
+        path = cell.get("path") if isinstance(cell, dict) else None
+        return f"{self.name}[{index}]" + (f" ({path})" if path else "")
+
+
+def open_arrow(
+    root: Path | str | None,
+    decoding: Decoding,
+    image_column: str | None = None,
+    label_column: str | None = None,
+) -> tuple[list[str], ImageSource, ImageSource | None]:
+    """Classes, training and validation images of a folder of Parquet or Arrow files.
+
+    Files belong to the part that their folder's or their own name begins with: train, and val,
+    validation, valid, dev or test. Without such names all of them are training images and the
+    third value is None.
+
+    Args:
+        root: the folder.
+        decoding: how to decode.
+        image_column, label_column: where there is more than one candidate.
+
+    Raises:
+        UserError: no such files, no such columns, or parts with different classes; and with the
+            command to install it, when `datasets` is missing.
+    """
+    folder = existing_folder(root)
+    parts = _parts(folder)
+    opened = {part: _read(files, part, folder) for part, files in parts.items()}
+    if "train" not in opened:
+        raise UserError(f"'{folder}' has no files whose name or folder begins with 'train'")
+    columns = _columns(opened["train"], folder, image_column, label_column)
+    classes = _classes(opened["train"], columns[1])
+    sources = {}
+    for part, rows in opened.items():
+        _has_columns(rows, columns, part, folder)
+        labels = _labels(rows, columns[1], classes, part, folder)
+        plain = _undecoded(rows, columns[0])
+        sources[part] = ArrowSource(plain, columns[0], labels, f"{folder}/{part}", decoding)
+    return classes, sources["train"], sources.get("val")
+
+
+def huggingface_datasets() -> Any:
+    """The optional package, or the error that says how to install it."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "Parquet and Arrow folders need Hugging Face's datasets: pip install 'locality[arrow]'"
+        ) from error
+    return datasets
+
+
+def _parts(folder: Path) -> dict[str, list[Path]]:
+    """Files by part; everything is training data where no name says otherwise."""
+    files = sorted(
+        path
+        for suffix in ("arrow", "parquet")
+        for path in folder.rglob(f"*.{suffix}")
+        if not path.name.startswith("cache-")
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+    if not files:
+        raise UserError(f"no .arrow or .parquet files in '{folder}'")
+    named: dict[str, list[Path]] = {}
+    for path in files:
+        matches = filter(None, map(_SPLIT_NAMES.match, path.relative_to(folder).parts))
+        if match := next(matches, None):
+            named.setdefault(match.group(1).lower(), []).append(path)
+    if not named:
+        return {"train": files}
+    parts = {"train": named["train"]} if "train" in named else {}
+    for name in ("val", "validation", "valid", "dev", "test"):
+        if name in named:
+            parts["val"] = named[name]
+            break
+    return parts
+
+
+def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
+    hf = huggingface_datasets()
+    arrow = [str(path) for path in files if path.suffix == ".arrow"]
+    parquet = [str(path) for path in files if path.suffix == ".parquet"]
+    if arrow and parquet:
+        raise UserError(f"'{folder}' has both .arrow and .parquet files for {part}; keep one kind")
+    try:
+        if arrow:
+            return hf.concatenate_datasets([hf.Dataset.from_file(path) for path in arrow])
+        return hf.Dataset.from_parquet(parquet)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise _unreadable(files, folder, error) from error
+    except (ValueError, hf.exceptions.DatasetGenerationError) as error:
+        raise _unreadable(files, folder, error.__cause__ or error) from error
+
+
+def _unreadable(files: Sequence[Path], folder: Path, error: BaseException) -> UserError:
+    names = some([str(path.relative_to(folder)) for path in files])
+    return UserError(f"'{folder}': {names} cannot be read: {str(error).splitlines()[0]}")
+
+
+def _columns(
+    rows: datasets.Dataset, folder: Path, image: str | None, label: str | None
+) -> tuple[str, str]:
+    hf = huggingface_datasets()
+    features = rows.features
+    images = [name for name, kind in features.items() if isinstance(kind, hf.Image)]
+    labels = [name for name, kind in features.items() if isinstance(kind, hf.ClassLabel)]
+    images = images or [name for name in ("image", "img") if name in features]
+    labels = labels or [name for name in ("label", "labels", "cls") if name in features]
+    return (
+        _column("image", image, images, features, folder),
+        _column("label", label, labels, features, folder),
+    )
+
+
+def _column(
+    kind: str, given: str | None, candidates: list[str], features: Any, folder: Path
+) -> str:
+    if given is not None:
+        candidates = [given] if given in features else []
+    if len(candidates) == 1:
+        return candidates[0]
+    found = f"several ({some(candidates)})" if candidates else "none"
+    raise UserError(
+        f"'{folder}' should have one {kind} column, and has {found} among {some(list(features))}; "
+        f"give its name as {kind}_column"
+    )
+
+
+def _has_columns(rows: datasets.Dataset, columns: tuple[str, str], part: str, folder: Path) -> None:
+    missing = [name for name in columns if name not in rows.features]
+    if missing:
+        raise UserError(f"{part} in '{folder}' has no column {some(missing)}, which train has")
+
+
+def _classes(rows: datasets.Dataset, column: str) -> list[str]:
+    """Names where the files have them, texts in sorted order, or else the numbers."""
+    if names := _names(rows, column):
+        return names
+    values = rows.data.column(column).unique().drop_null().to_pylist()
+    if all(isinstance(value, str) for value in values):
+        return sorted(values)
+    if all(isinstance(value, int) for value in values):
+        return [str(number) for number in range(max(values, default=-1) + 1)]
+    raise UserError(f"the column {column} holds neither names nor whole numbers")
+
+
+def _names(rows: datasets.Dataset, column: str) -> list[str]:
+    return list(getattr(rows.features[column], "names", None) or [])
+
+
+def _labels(
+    rows: datasets.Dataset, column: str, classes: list[str], part: str, folder: Path
+) -> npt.NDArray[np.int64]:
+    names = _names(rows, column)
+    if names and names != classes:
+        different = sorted(set(names) ^ set(classes))
+        raise UserError(
+            f"train and {part} in '{folder}' have different classes: "
+            f"{some(different) if different else 'the same in another order'}"
+        )
+    cells = rows.data.column(column)
+    if cells.null_count:
+        raise UserError(f"{cells.null_count} rows of {part} in '{folder}' have no {column}")
+    values = cells.to_numpy()
+    if values.dtype == object:
+        numbers = {name: number for number, name in enumerate(classes)}
+        if strange := sorted(set(values.tolist()) - set(classes)):
+            raise UserError(
+                f"train and {part} in '{folder}' have different classes: "
+                f"only {part} has {some(strange)}"
+            )
+        values = np.array([numbers[name] for name in values.tolist()], dtype=np.int64)
+    if len(values) and not 0 <= values.min() <= values.max() < len(classes):
+        raise UserError(
+            f"{column} of {part} in '{folder}' goes from {values.min()} to {values.max()}, but "
+            f"train has {len(classes)} classes"
+        )
+    return values.astype(np.int64)
+
+
+def _undecoded(rows: datasets.Dataset, column: str) -> datasets.Dataset:
+    """The rows with only their image, as the bytes of its file."""
+    hf = huggingface_datasets()
+    rows = rows.select_columns([column])
+    if isinstance(rows.features[column], hf.Image):
+        rows = rows.cast_column(column, hf.Image(decode=False))
+    return rows

@@ -1,0 +1,247 @@
+"""Looking through an image folder for what would hurt a run: the engine of `data check`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from locality.data.config import AS_PUBLISHED, Decoding
+from locality.data.decode import load, read_bytes, to_rgb
+from locality.data.folder import Listing, class_difference, find_layout, list_folder, some
+from locality.data.sources import BadImage
+
+# Files handed to a process at once: enough to make handing over cheap.
+_CHUNK = 64
+
+
+class Sizes(NamedTuple):
+    """How large images are, in pixels: least, 5%, median, 95%, greatest of each side."""
+
+    width: tuple[int, ...]
+    height: tuple[int, ...]
+
+
+@dataclass
+class CheckReport:
+    """What was found in a folder.
+
+    Attributes:
+        folder: what was looked through.
+        images: number of image files per part ("train" and "val", or "all").
+        classes: number of class folders.
+        bad_files: files that cannot be decoded, path → reason.
+        empty_classes: classes without images, per part.
+        class_difference: classes that only one part has, in words; empty when they agree.
+        duplicates: (training file, validation file) with the same content.
+        repeated: how many files within one part have the content of an earlier one.
+        ignored: files that are not images by name, or lie outside the class folders.
+        loops: links that lead back to a folder above them.
+        modes: how many images have each colour mode ("RGB", "L", "CMYK", …).
+        sizes: distribution of widths and heights; None without any image.
+    """
+
+    folder: str
+    images: dict[str, int] = field(default_factory=dict)
+    classes: int = 0
+    bad_files: dict[str, str] = field(default_factory=dict)
+    empty_classes: dict[str, list[str]] = field(default_factory=dict)
+    class_difference: str = ""
+    duplicates: list[tuple[str, str]] = field(default_factory=list)
+    repeated: int = 0
+    ignored: list[str] = field(default_factory=list)
+    loops: list[str] = field(default_factory=list)
+    modes: dict[str, int] = field(default_factory=dict)
+    sizes: Sizes | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether a run on this folder would neither stop nor be judged by what it trained on."""
+        return not (
+            self.bad_files
+            or self.class_difference
+            or self.duplicates
+            or any(self.empty_classes.values())
+            or not any(self.images.values())
+        )
+
+    def lines(self, most: int = 10) -> list[str]:
+        """The report for a person, at most `most` items of each kind."""
+        counts = ", ".join(f"{number:,} in {part}" for part, number in self.images.items())
+        text = [f"{self.folder}: {self.classes} classes, images: {counts}"]
+        if self.sizes is not None:
+            for side, values in self.sizes._asdict().items():
+                spread = " · ".join(str(value) for value in values)
+                text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")
+            modes = ", ".join(f"{number:,} {mode}" for mode, number in self.modes.items())
+            text.append(f"colour modes: {modes}")
+        if self.class_difference:
+            text.append(f"train and val have different classes: {self.class_difference}")
+        for part, names in self.empty_classes.items():
+            if names:
+                text.append(f"{len(names)} classes of {part} are empty: {some(names, most)}")
+        text += _listed(
+            "files cannot be decoded",
+            [f"{path}: {reason}" for path, reason in self.bad_files.items()],
+            most,
+        )
+        text += _listed(
+            "validation images are also training images",
+            [f"{val} = {train}" for train, val in self.duplicates],
+            most,
+        )
+        if self.repeated:
+            text.append(f"{self.repeated:,} files repeat an earlier one of the same part")
+        text += _listed("files are ignored", self.ignored, most)
+        text += _listed("links lead back to a folder above and are not followed", self.loops, most)
+        text.append("nothing is wrong" if self.ok else "this folder needs attention")
+        return text
+
+
+class Examined(NamedTuple):
+    """What one file is: its digest, size and mode, or why it is none of that."""
+
+    digest: bytes | None
+    width: int
+    height: int
+    mode: str
+    reason: str | None
+
+
+def check(
+    folder: Path | str,
+    *,
+    decoding: Decoding = AS_PUBLISHED,
+    workers: int | None = None,
+    progress: bool = True,
+) -> CheckReport:
+    """Decode every image below `folder` and report what is wrong.
+
+    Args:
+        folder: with train/ and val/, or with class folders.
+        decoding: as the run will decode.
+        workers: processes; None uses all processors this process may use.
+        progress: show a progress bar.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    layout = find_layout(folder)
+    if layout.val is None:
+        parts = {"all": list_folder(layout.train)}
+    else:
+        parts = {"train": list_folder(layout.train), "val": list_folder(layout.val)}
+    report = CheckReport(str(folder))
+    _note_listings(report, parts)
+    paths = {part: _paths(listing) for part, listing in parts.items()}
+    report.images = {part: len(files) for part, files in paths.items()}
+    every = [path for files in paths.values() for path in files]
+    examined = _examine_all(every, decoding, workers, progress)
+    _note_files(report, every, examined)
+    _note_duplicates(report, paths, examined)
+    return report
+
+
+def _note_listings(report: CheckReport, parts: dict[str, Listing]) -> None:
+    report.classes = len(next(iter(parts.values())).classes)
+    report.empty_classes = {part: listing.empty for part, listing in parts.items()}
+    if len(parts) == 2:
+        report.class_difference = class_difference(parts["train"], parts["val"])
+    for listing in parts.values():
+        report.ignored += [str(listing.root / path) for path in listing.ignored]
+        report.loops += [str(listing.root / path) for path in listing.loops]
+
+
+def _paths(listing: Listing) -> list[str]:
+    return [os.path.join(listing.root, path) for files in listing.files for path in files]
+
+
+def _examine_all(
+    paths: list[str], decoding: Decoding, workers: int | None, progress: bool
+) -> list[Examined]:
+    """What each file is, in the order of `paths`, found in parallel."""
+    workers = workers or len(os.sched_getaffinity(0))
+    chunks = [paths[start : start + _CHUNK] for start in range(0, len(paths), _CHUNK)]
+    results: list[Examined] = []
+    with tqdm(total=len(paths), unit="image", disable=not progress, desc="checking") as bar:
+        for chunk in _in_parallel(chunks, decoding, min(workers, len(chunks))):
+            results += chunk
+            bar.update(len(chunk))
+    return results
+
+
+def _in_parallel(
+    chunks: list[list[str]], decoding: Decoding, workers: int
+) -> Iterator[list[Examined]]:
+    if workers <= 1:
+        for chunk in chunks:
+            yield _examine_chunk(chunk, decoding)
+        return
+    # Processes rather than threads: much of decoding holds Python's lock.
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(_examine_chunk, chunks, [decoding] * len(chunks))
+
+
+def _examine_chunk(paths: list[str], decoding: Decoding) -> list[Examined]:
+    return [_examine(path, decoding) for path in paths]
+
+
+def _examine(path: str, decoding: Decoding) -> Examined:
+    digest = None
+    try:
+        data = read_bytes(path)
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        image = load(data, decoding)
+        mode = image.mode
+        image = to_rgb(image, decoding)
+    except BadImage as error:
+        return Examined(digest, 0, 0, "", str(error))
+    return Examined(digest, image.width, image.height, mode, None)
+
+
+def _note_files(report: CheckReport, paths: list[str], examined: list[Examined]) -> None:
+    report.bad_files = {
+        path: item.reason
+        for path, item in zip(paths, examined, strict=True)
+        if item.reason is not None
+    }
+    good = [item for item in examined if item.reason is None]
+    report.modes = dict(Counter(item.mode for item in good).most_common())
+    if good:
+        spread = [
+            np.percentile(sides, (0, 5, 50, 95, 100), method="nearest").astype(int).tolist()
+            for sides in ([item.width for item in good], [item.height for item in good])
+        ]
+        report.sizes = Sizes(tuple(spread[0]), tuple(spread[1]))
+
+
+def _note_duplicates(
+    report: CheckReport, paths: dict[str, list[str]], examined: list[Examined]
+) -> None:
+    remaining = iter(examined)
+    seen: dict[str, dict[bytes, str]] = {}
+    for part, files in paths.items():
+        first = seen.setdefault(part, {})
+        for path, item in zip(files, remaining, strict=False):
+            # Bad files are reported as such; all empty ones would be duplicates of each other.
+            if item.reason is not None or item.digest is None:
+                continue
+            report.repeated += item.digest in first
+            first.setdefault(item.digest, path)
+            if part == "val" and item.digest in seen["train"]:
+                report.duplicates.append((seen["train"][item.digest], path))
+
+
+def _listed(what: str, items: list[str], most: int) -> list[str]:
+    if not items:
+        return []
+    more = [f"  … and {len(items) - most:,} more"] if len(items) > most else []
+    return [f"{len(items):,} {what}:", *(f"  {item}" for item in items[:most]), *more]

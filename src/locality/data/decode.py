@@ -1,0 +1,143 @@
+"""From the bytes of an image file to an RGB image: one policy for every source.
+
+- Grey, palette, CMYK and other colour modes are converted as Pillow does, without ICC profiles:
+  the published accuracies were measured that way.
+- Transparent pixels are shown on white, as most viewers do. Their stored colour, which a plain
+  conversion would bring out, is arbitrary.
+- Of 16-bit grey the upper byte is kept, as Pillow does with 16-bit colour; its own conversion of
+  16-bit grey clips, and turns nearly everything white.
+- 32-bit grey has no defined white and is refused.
+- Of several frames or pages the first is used. EXIF orientation is ignored unless asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import warnings
+from functools import cache
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from locality.data.config import AS_PUBLISHED, Decoding
+from locality.data.sources import BadImage
+
+# Formats by content, whatever the file's name. Not all that Pillow reads: some of the others run
+# programs (EPS), or are no photographs.
+_FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
+# The machine's troubles, not the file's: skipping images for them would make runs differ.
+_NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file.
+
+    Raises:
+        BadImage: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        if error.errno in _NOT_THE_FILE:
+            raise
+        raise BadImage(f"the file cannot be read ({error.strerror})") from error
+
+
+def decode(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
+    """The RGB image in `data`.
+
+    Raises:
+        BadImage: empty, truncated, not an image, too large, or of a kind without a defined
+            meaning in 8 bits.
+    """
+    return to_rgb(load(data, decoding), decoding)
+
+
+def load(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
+    """The image in `data` in its own colour mode and orientation, fully decoded.
+
+    Raises:
+        BadImage: as `decode`, but for kinds without a meaning in 8 bits.
+    """
+    if not data:
+        raise BadImage("the file is empty")
+    with warnings.catch_warnings():
+        # Pillow warns about large images and odd metadata, per file; both are dealt with here.
+        warnings.simplefilter("ignore")
+        try:
+            image = Image.open(io.BytesIO(data), formats=_formats())
+        except Image.DecompressionBombError as error:
+            raise BadImage(
+                f"the image has more than the {decoding.max_pixels:,} pixels that are allowed"
+            ) from error
+        except Image.UnidentifiedImageError as error:
+            raise BadImage("the file is not an image of a known format") from error
+        except Exception as error:
+            raise _damaged(error) from error
+        if image.width * image.height > decoding.max_pixels:
+            raise BadImage(
+                f"the image has {image.width} × {image.height} pixels, more than the "
+                f"{decoding.max_pixels:,} that are allowed"
+            )
+        try:
+            image.load()
+        except Exception as error:
+            # Decoders of damaged files raise nearly anything: OSError, SyntaxError, struct.error…
+            raise _damaged(error) from error
+    return image
+
+
+def to_rgb(image: Image.Image, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
+    """A decoded image in RGB, turned by its EXIF orientation if that is wanted.
+
+    Raises:
+        BadImage: grey in 32 bits, or a damaged palette or EXIF record.
+    """
+    try:
+        if decoding.exif:
+            ImageOps.exif_transpose(image, in_place=True)
+        return _converted(image)
+    except BadImage:
+        raise
+    except Exception as error:
+        raise _damaged(error) from error
+
+
+def _damaged(error: Exception) -> BadImage:
+    text = str(error) or type(error).__name__
+    return BadImage(f"the image is damaged ({text})")
+
+
+def _converted(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        return _from_16_bits(image)
+    if image.mode in ("I", "F"):
+        raise BadImage(
+            "grey in 32 bits has no defined white; convert the image to 8 or 16 bits first"
+        )
+    if image.has_transparency_data:
+        colours = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, colours).convert("RGB")
+    return image.convert("RGB")
+
+
+def _from_16_bits(image: Image.Image) -> Image.Image:
+    values = np.asarray(image)
+    grey = (values >> 8).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[values == transparent] = 255
+    return Image.fromarray(grey).convert("RGB")
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    # JPEG 2000 and AVIF depend on how Pillow was built.
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)

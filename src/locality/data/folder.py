@@ -1,0 +1,277 @@
+"""Image folders: a folder per class, listed by our own rules and read in any order.
+
+torchvision's `ImageFolder` numbers the classes of every folder for itself, so that train and val
+can disagree without a word, and leaves no place for a class without images; timm's dataset
+returns the next file, with the next file's label, when one is broken. Here the training folder's
+sorted class names number the classes once, and a file is itself or an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from locality.data.config import AS_PUBLISHED, Decoding
+from locality.data.decode import decode, read_bytes
+from locality.data.sources import ImageSource
+from locality.errors import UserError
+
+IMAGE_SUFFIXES = frozenset(
+    f".{suffix}"
+    for suffix in (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "bmp", "gif", "webp"),
+        *("tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif"),
+    )
+)
+VAL_NAMES = ("val", "validation", "valid", "test")
+
+
+class PathList(Sequence[str]):
+    """Millions of paths in two arrays, so that forked workers share them and copies are cheap.
+
+    As Python strings they would cost some 200 bytes each, and a copy in every worker, since
+    looking at a Python object writes to its memory.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        encoded = [os.fsencode(path) for path in paths]
+        self._text = b"".join(encoded)
+        self._ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]
+        start = int(self._ends[index - 1]) if index else 0
+        return os.fsdecode(self._text[start : int(self._ends[index])])
+
+
+class FileSource(ImageSource):
+    """Image files below one folder.
+
+    Args:
+        root: the folder.
+        paths: of the files, relative to it.
+        labels: (n,) whole numbers.
+        decoding: how to decode.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        paths: Iterable[str],
+        labels: npt.ArrayLike,
+        decoding: Decoding = AS_PUBLISHED,
+    ) -> None:
+        self.root = str(root)
+        self.paths = PathList(paths)
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.decoding = decoding
+
+    def read(self, index: int) -> Image.Image:
+        return decode(self.read_bytes(index), self.decoding)
+
+    def read_bytes(self, index: int) -> bytes:
+        """The file as it is, not decoded."""
+        return read_bytes(self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self.root, self.paths[index])
+
+
+@dataclass
+class Listing:
+    """What lies below a folder of class folders.
+
+    Attributes:
+        root: the folder.
+        classes: names of its class folders, sorted.
+        files: per class, the image files' paths relative to `root`, sorted.
+        ignored: files that are not images by their name, or that lie outside class folders.
+        loops: links that lead back to a folder above them; not followed.
+    """
+
+    root: Path
+    classes: list[str]
+    files: list[list[str]]
+    ignored: list[str] = field(default_factory=list)
+    loops: list[str] = field(default_factory=list)
+
+    @property
+    def empty(self) -> list[str]:
+        """Classes without images."""
+        return [name for name, files in zip(self.classes, self.files, strict=True) if not files]
+
+    def source(self, classes: Sequence[str], decoding: Decoding) -> FileSource:
+        """The files of `classes`, which number them."""
+        by_name = dict(zip(self.classes, self.files, strict=True))
+        paths = [path for name in classes for path in by_name[name]]
+        counts = [len(by_name[name]) for name in classes]
+        return FileSource(self.root, paths, np.repeat(np.arange(len(classes)), counts), decoding)
+
+
+def list_folder(root: Path | str) -> Listing:
+    """List the class folders of `root` and the images anywhere below each.
+
+    Names that start with a dot are passed over. Links are followed, unless they lead back to a
+    folder above. A link to nothing counts as a file, one that cannot be read.
+    """
+    root = Path(root)
+    listing = Listing(root, [], [])
+    folders, files, _ = _entries(root)
+    listing.ignored += files
+    above = {_identity(root)}
+    for name in folders:
+        found: list[str] = []
+        _walk(root, name, above, found, listing)
+        listing.classes.append(name)
+        listing.files.append(sorted(found))
+    return listing
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a dataset's parts are: `val` is None when one folder is to be divided."""
+
+    train: Path
+    val: Path | None
+
+
+def find_layout(root: Path | str) -> Layout:
+    """Tell a folder with train/ and val/ from one that holds the class folders itself.
+
+    Raises:
+        UserError: it does not exist, or has train/ but nothing to evaluate on.
+    """
+    root = existing_folder(root)
+    train = root / "train"
+    # A class may be called "train", too; it holds images, not folders.
+    if not train.is_dir() or not _entries(train)[0]:
+        if train.is_dir() and any((root / name).is_dir() for name in VAL_NAMES):
+            raise no_images(train)
+        return Layout(root, None)
+    for name in VAL_NAMES:
+        if (root / name).is_dir():
+            return Layout(train, root / name)
+    raise UserError(
+        f"'{root}' has a folder train but no val; add one, or give '{train}' as the folder "
+        "to have a part of it set aside"
+    )
+
+
+def open_train_val(
+    train: Path, val: Path, decoding: Decoding
+) -> tuple[list[str], FileSource, FileSource]:
+    """Classes, training and validation images of two folders with the same class folders.
+
+    Raises:
+        UserError: no images in either, or different classes.
+    """
+    train_listing, val_listing = list_folder(train), list_folder(val)
+    for listing in (train_listing, val_listing):
+        _refuse_nothing(listing)
+    if difference := class_difference(train_listing, val_listing):
+        raise UserError(f"train and val have different classes: {difference}")
+    classes = train_listing.classes
+    return (
+        classes,
+        train_listing.source(classes, decoding),
+        val_listing.source(classes, decoding),
+    )
+
+
+def open_one(root: Path, decoding: Decoding) -> tuple[list[str], FileSource]:
+    """Classes and images of one folder of class folders.
+
+    Raises:
+        UserError: no images.
+    """
+    listing = list_folder(root)
+    _refuse_nothing(listing)
+    return listing.classes, listing.source(listing.classes, decoding)
+
+
+def class_difference(train: Listing, val: Listing) -> str:
+    """Which classes only one of them has, in words; empty when they agree."""
+    only_train = sorted(set(train.classes) - set(val.classes))
+    only_val = sorted(set(val.classes) - set(train.classes))
+    parts = []
+    if only_train:
+        parts.append(f"only train has {some(only_train)}")
+    if only_val:
+        parts.append(f"only val has {some(only_val)}")
+    return "; ".join(parts)
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """A few names and how many more there are."""
+    text = ", ".join(f"'{name}'" for name in names[:most])
+    return text + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def existing_folder(root: Path | str | None) -> Path:
+    """`root` as a path, if it is a folder."""
+    if root is None:
+        raise UserError("this dataset needs a folder; give it as data.root")
+    path = Path(root).expanduser()
+    if not path.exists():
+        raise UserError(f"the folder '{path}' does not exist")
+    if not path.is_dir():
+        raise UserError(f"'{path}' is not a folder")
+    return path
+
+
+def no_images(root: Path) -> UserError:
+    return UserError(
+        f"no images in '{root}'; expected one folder per class, with files such as .jpg or .png"
+    )
+
+
+def _refuse_nothing(listing: Listing) -> None:
+    if not any(listing.files):
+        raise no_images(listing.root)
+
+
+def _walk(
+    root: Path, relative: str, above: set[tuple[int, int]], found: list[str], listing: Listing
+) -> None:
+    folder = root / relative
+    identity = _identity(folder)
+    if identity in above:
+        listing.loops.append(relative)
+        return
+    folders, files, others = _entries(folder)
+    for name in files:
+        path = os.path.join(relative, name)
+        known = os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+        (found if known else listing.ignored).append(path)
+    listing.ignored += [os.path.join(relative, name) for name in others]
+    for name in folders:
+        _walk(root, os.path.join(relative, name), above | {identity}, found, listing)
+
+
+def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Names of folders, of files, and of what is neither (pipes, sockets), without dot names."""
+    folders, files, others = [], [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                folders.append(entry.name)
+            elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
+                files.append(entry.name)
+            else:
+                others.append(entry.name)
+    return sorted(folders), sorted(files), sorted(others)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino

@@ -1,0 +1,95 @@
+"""Settings out of range are refused where they are made."""
+
+import dataclasses
+
+import pytest
+
+from locality.data import DATASETS, AugmentConfig, DataConfig
+from locality.data.catalog import _OPENERS
+from locality.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": "digit"}, r"unknown dataset 'digit'; did you mean digits"),
+        ({"subset": "random"}, r"unknown subset 'random'"),
+        ({"on_bad_image": "ignore"}, r"unknown on_bad_image 'ignore'"),
+        ({"fraction": 0.0}, r"fraction is 0.0; give a number above 0 and at most 1"),
+        ({"fraction": 1.5}, r"fraction is 1.5"),
+        ({"fraction": float("nan")}, r"fraction is nan"),
+        ({"fraction": "half"}, r"fraction is 'half'"),
+        ({"val_fraction": 1.0}, r"val_fraction is 1.0; give a number above 0 and below 1"),
+        ({"first_classes": 0}, r"first_classes is 0; give a whole number, at least 1"),
+        ({"first_classes": 2.5}, r"first_classes is 2.5"),
+        ({"workers": -1}, r"workers is -1"),
+        ({"workers": True}, r"workers is True"),
+        ({"subset_seed": -3}, r"subset_seed is -3"),
+        ({"split_seed": 0.5}, r"split_seed is 0.5"),
+        ({"max_bad_images": -1}, r"max_bad_images is -1"),
+        ({"max_pixels": 10**9}, r"max_pixels is 1000000000; give .* from 1 to 89478485"),
+    ],
+)
+def test_data_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"crop": "resize"}, r"unknown crop 'resize'; did you mean resized"),
+        ({"interpolation": "cubic"}, r"unknown interpolation 'cubic'; did you mean bicubic"),
+        ({"pad": -1}, r"pad is -1"),
+        ({"repeats": 0}, r"repeats is 0"),
+        ({"hflip": 1.1}, r"hflip is 1.1; give a number at least 0 and at most 1"),
+        ({"random_erasing": -0.1}, r"random_erasing is -0.1"),
+        ({"mixup": float("inf")}, r"mixup is inf; give a number at least 0 and finite"),
+        ({"cutmix": -1}, r"cutmix is -1"),
+        ({"mixup_prob": 2}, r"mixup_prob is 2"),
+        ({"color_jitter": -0.4}, r"color_jitter is -0.4"),
+        ({"crop_pct": 0.0}, r"crop_pct is 0.0"),
+        ({"scale": (0.5, 0.1)}, r"scale is \(0.5, 0.1\); give two numbers with 0 < low ≤ high ≤ 1"),
+        ({"scale": (0.5, 1.1)}, r"scale is"),
+        ({"ratio": (0.0, 1.0)}, r"ratio is"),
+        ({"ratio": (1.0,)}, r"ratio is"),
+        ({"mean": (0.5, 0.5)}, r"mean has 2 values"),
+        ({"std": (0.5, 0.0, 0.5)}, r"std is 0.0; give a number above 0"),
+        ({"auto_augment": "random-m9"}, r"auto_augment is 'random-m9'; give one of timm's"),
+        ({"auto_augment": "rand-9"}, r"'9' is not a setting"),
+        ({"auto_augment": "rand-m"}, r"'m' is not a setting"),
+    ],
+)
+def test_augment_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        AugmentConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["rand-m9-mstd0.5-inc1", "rand-m7-n3-p0.7", "augmix-m5-w4-d2", "3a", "v0", "original-mstd0.5"],
+)
+def test_policies_of_timm_are_accepted(policy):
+    assert AugmentConfig(auto_augment=policy).auto_augment == policy
+
+
+def test_settings_cannot_be_changed_behind_the_checks():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DataConfig().fraction = 2.0
+
+
+def test_every_dataset_can_be_opened():
+    assert set(_OPENERS) == set(DATASETS)
+
+
+@pytest.mark.parametrize(
+    ("choice", "training", "expected"),
+    [
+        ("auto", True, "skip"),
+        ("auto", False, "error"),
+        ("error", True, "error"),
+        ("skip", False, "skip"),
+    ],
+)
+def test_bad_images_are_skipped_in_training_and_errors_in_evaluation(choice, training, expected):
+    assert DataConfig(on_bad_image=choice).on_bad(training) == expected

@@ -1,0 +1,248 @@
+"""Every kind of image file becomes the right RGB image, or an error that says why not."""
+
+import errno
+import io
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from locality.data import BadImage, Decoding, decode
+from locality.data.decode import read_bytes
+
+
+def encoded(image, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width, height, bits, colour, rows, extra=b""):
+    """A PNG written by hand, for kinds that Pillow reads but does not write."""
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    body = zlib.compress(b"".join(b"\0" + row for row in rows))
+    signature = b"\x89PNG\r\n\x1a\n"
+    parts = (chunk(b"IHDR", header), extra, chunk(b"IDAT", body), chunk(b"IEND", b""))
+    return signature + b"".join(parts)
+
+
+def pixels(data, **settings):
+    image = decode(data, Decoding(**settings))
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
+
+
+def test_colour_is_untouched():
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    assert np.array_equal(pixels(encoded(Image.fromarray(image))), image)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "GIF"])
+def test_grey_is_repeated(kind):
+    result = pixels(encoded(Image.fromarray(RAMP), kind))
+    assert np.array_equal(result, np.repeat(RAMP[..., None], 3, axis=2))
+
+
+def test_black_and_white():
+    image = Image.fromarray(RAMP > 127)
+    assert np.array_equal(pixels(encoded(image))[..., 0], np.where(RAMP > 127, 255, 0))
+
+
+def test_palette():
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.putdata([0, 1])
+    assert pixels(encoded(image)).tolist() == [[[255, 0, 0], [0, 0, 255]]]
+
+
+def test_transparent_palette_entry_is_white():
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.putdata([0, 1])
+    assert pixels(encoded(image, transparency=0)).tolist() == [[[255] * 3, [0, 0, 255]]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "pixel", "expected"),
+    [
+        ("RGBA", (200, 100, 0, 255), [200, 100, 0]),
+        ("RGBA", (200, 100, 0, 0), [255, 255, 255]),
+        ("RGBA", (0, 0, 0, 51), [204, 204, 204]),
+        ("LA", (10, 255), [10, 10, 10]),
+        ("LA", (10, 0), [255, 255, 255]),
+    ],
+)
+def test_alpha_is_shown_on_white(mode, pixel, expected):
+    assert pixels(encoded(Image.new(mode, (3, 2), pixel)))[1, 2].tolist() == expected
+
+
+def test_a_colour_named_transparent_is_white():
+    data = png(2, 1, 8, 2, [bytes([9, 9, 9, 1, 2, 3])], chunk(b"tRNS", struct.pack(">3H", 9, 9, 9)))
+    assert pixels(data).tolist() == [[[255] * 3, [1, 2, 3]]]
+
+
+@pytest.mark.parametrize(
+    ("ink", "expected"), [((0, 0, 0, 0), 255), ((0, 0, 0, 255), 0), ((255, 255, 255, 0), 0)]
+)
+def test_cmyk_photograph(ink, expected):
+    # As written by Adobe's programs, inverted; Pillow writes and reads that.
+    data = encoded(Image.new("CMYK", (8, 8), ink), "JPEG", quality=100)
+    assert np.abs(pixels(data).astype(int) - expected).max() <= 2
+
+
+def test_cmyk_red():
+    red = pixels(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=100))[4, 4]
+    assert red[0] > 250 and red[1] < 5 and red[2] < 5
+
+
+VALUES = [0, 128, 256, 32768, 65535]
+HIGH_BYTES = [0, 0, 1, 128, 255]
+
+
+def test_16_bit_grey_is_scaled_not_clipped():
+    data = png(5, 1, 16, 0, [struct.pack(">5H", *VALUES)])
+    assert pixels(data)[0].tolist() == [[value] * 3 for value in HIGH_BYTES]
+    # What this is about: the plain conversion turns nearly everything white.
+    plain = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))[0, :, 0].tolist()
+    assert plain[2:] == [255, 255, 255]
+
+
+def test_16_bit_grey_with_a_transparent_value():
+    extra = chunk(b"tRNS", struct.pack(">H", 32768))
+    data = png(5, 1, 16, 0, [struct.pack(">5H", *VALUES)], extra)
+    assert pixels(data)[0, :, 0].tolist() == [0, 0, 1, 255, 255]
+
+
+def test_16_bit_colour_and_alpha():
+    colour = png(5, 1, 16, 2, [struct.pack(">15H", *np.repeat(VALUES, 3))])
+    assert pixels(colour)[0, :, 1].tolist() == HIGH_BYTES
+    alpha = [value for grey in VALUES for value in (grey, 65535)]
+    grey = png(5, 1, 16, 4, [struct.pack(">10H", *alpha)])
+    assert pixels(grey)[0, :, 2].tolist() == HIGH_BYTES
+
+
+def test_16_bit_tiff_and_ppm():
+    image = Image.fromarray(np.array([VALUES], dtype=np.uint16))
+    assert pixels(encoded(image, "TIFF"))[0, :, 0].tolist() == HIGH_BYTES
+    ppm = b"P5 5 1 65535\n" + struct.pack(">5H", *VALUES)
+    assert pixels(ppm)[0, :, 0].tolist() == HIGH_BYTES
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_32_bit_grey_is_refused(dtype):
+    data = encoded(Image.fromarray(np.array([[0, 1]], dtype=dtype)), "TIFF")
+    with pytest.raises(BadImage, match="32 bits has no defined white"):
+        decode(data)
+
+
+def test_first_frame_of_an_animation():
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert pixels(data)[0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_an_option(orientation):
+    image = np.arange(6, dtype=np.uint8).reshape(2, 3)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(image), "PNG", exif=exif)
+    assert np.array_equal(pixels(data)[..., 0], image)
+    # EXIF 2.3, table 6: which corner of the scene the first row and column of the file show.
+    turned = {
+        1: image,
+        2: image[:, ::-1],
+        3: image[::-1, ::-1],
+        4: image[::-1],
+        5: image.T,
+        6: image.T[:, ::-1],
+        7: image.T[::-1, ::-1],
+        8: image.T[::-1],
+    }[orientation]
+    assert np.array_equal(pixels(data, exif=True)[..., 0], turned)
+
+
+def test_the_name_does_not_matter():
+    # As in ImageNet, where one file named .JPEG is a PNG.
+    assert pixels(encoded(Image.new("RGB", (2, 2), "red"), "PNG"))[0, 0].tolist() == [255, 0, 0]
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "BMP"])
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_truncated(kind, share):
+    data = encoded(NOISE, kind)
+    decode(data)
+    with pytest.raises(BadImage, match=r"damaged|not an image"):
+        decode(data[: int(len(data) * share)])
+
+
+def test_damaged_in_the_middle():
+    data = bytearray(encoded(NOISE))
+    data[len(data) // 2] ^= 0xFF
+    with pytest.raises(BadImage, match="damaged"):
+        decode(bytes(data))
+
+
+def test_empty():
+    with pytest.raises(BadImage, match="the file is empty"):
+        decode(b"")
+
+
+@pytest.mark.parametrize("data", [b"hello, world", b"\0" * 1000, b"<html></html>", b"GIF89a"])
+def test_not_an_image(data):
+    with pytest.raises(BadImage, match=r"not an image|damaged"):
+        decode(data)
+
+
+def test_programs_are_not_run():
+    # Pillow would hand an EPS file to Ghostscript.
+    data = encoded(Image.new("RGB", (4, 4)), "EPS")
+    with pytest.raises(BadImage, match="not an image of a known format"):
+        decode(data)
+
+
+def test_pixel_limit():
+    data = encoded(Image.new("L", (100, 50)))
+    assert decode(data, Decoding(max_pixels=5000)).size == (100, 50)
+    with pytest.raises(BadImage, match=r"100 × 50 pixels, more than the 4,999"):
+        decode(data, Decoding(max_pixels=4999))
+
+
+@pytest.mark.parametrize("side", [10_000, 20_000])
+def test_decompression_bomb(side):
+    # A few bytes that would unpack to 100 and 400 million pixels.
+    data = png(side, side, 8, 0, [b""])
+    assert len(data) < 100
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(BadImage, match="pixels"):
+            decode(data)
+
+
+def test_unreadable(tmp_path, monkeypatch):
+    with pytest.raises(BadImage, match=r"cannot be read \(No such file"):
+        read_bytes(tmp_path / "gone.jpg")
+    with pytest.raises(BadImage, match="cannot be read"):
+        read_bytes(tmp_path)
+
+
+def test_troubles_of_the_machine_are_not_the_files(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        read_bytes(tmp_path / "fine.jpg")

@@ -1,0 +1,208 @@
+"""Image folders: classes numbered once, nothing taken that should not be, errors that name."""
+
+import os
+import socket
+
+import numpy as np
+import pytest
+
+from locality.data import BadImage, DataConfig, open_data, train_loader
+from locality.data.config import AugmentConfig
+from locality.data.folder import PathList, list_folder
+from locality.errors import UserError
+
+
+def folder(root, **settings):
+    return open_data(DataConfig(dataset="folder", root=str(root), **settings), seed=0)
+
+
+def names(source):
+    return [os.path.relpath(source.describe(i), source.root) for i in range(len(source))]
+
+
+def test_train_and_val(train_val):
+    splits = folder(train_val)
+    assert splits.classes == ["ant", "bee", "cat"]
+    assert splits.train.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 6
+    assert splits.val.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert names(splits.train)[:2] == ["ant/000.png", "ant/001.png"]
+    assert splits.train.read(0).size == (10, 12)
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "test"])
+def test_other_names_for_val(train_val, name):
+    (train_val / "val").rename(train_val / name)
+    assert len(folder(train_val).val) == 6
+
+
+def test_one_folder_is_split_by_seed(tmp_path, class_folders):
+    class_folders(tmp_path, {"a": 8, "b": 4})
+    splits = folder(tmp_path, val_fraction=0.25)
+    assert np.bincount(splits.train.labels).tolist() == [6, 3]
+    assert np.bincount(splits.val.labels).tolist() == [2, 1]
+    again = folder(tmp_path, val_fraction=0.25)
+    assert np.array_equal(splits.val.indices, again.val.indices)
+
+
+def test_a_class_may_be_called_train(tmp_path, class_folders):
+    class_folders(tmp_path, {"bus": 3, "train": 3})
+    assert folder(tmp_path).classes == ["bus", "train"]
+
+
+def test_an_empty_class_keeps_its_number(train_val):
+    (train_val / "train" / "bat").mkdir()
+    (train_val / "val" / "bat").mkdir()
+    splits = folder(train_val)
+    assert splits.classes == ["ant", "bat", "bee", "cat"]
+    assert set(splits.train.labels) == set(splits.val.labels) == {0, 2, 3}
+
+
+def test_different_classes_are_named(train_val, class_folders):
+    class_folders(train_val / "train", {"dog": 1})
+    class_folders(train_val / "val", {"elk": 1})
+    with pytest.raises(UserError, match="only train has 'dog'; only val has 'elk'"):
+        folder(train_val)
+
+
+def test_many_different_classes_are_counted(train_val, class_folders):
+    class_folders(train_val / "train", {f"x{n}": 1 for n in range(8)})
+    with pytest.raises(UserError, match=r"'x0', .*'x4' and 3 more"):
+        folder(train_val)
+
+
+@pytest.mark.parametrize("missing", ["train", "val"])
+def test_a_part_without_images(train_val, missing):
+    for file in (train_val / missing).rglob("*.png"):
+        file.unlink()
+    with pytest.raises(UserError, match=f"no images in .*{missing}"):
+        folder(train_val)
+
+
+def test_images_without_class_folders(tmp_path, image_file):
+    image_file(tmp_path / "a.png")
+    with pytest.raises(UserError, match=r"no images in .*one folder per class"):
+        folder(tmp_path)
+    for part in ("train", "val"):
+        image_file(tmp_path / part / "a.png")
+    with pytest.raises(UserError, match=r"no images in .*train'; expected one folder per class"):
+        folder(tmp_path)
+
+
+def test_no_val(train_val):
+    (train_val / "val").rename(train_val / "other")
+    with pytest.raises(UserError, match="has a folder train but no val"):
+        folder(train_val)
+
+
+def test_too_few_images_to_split(tmp_path, class_folders):
+    class_folders(tmp_path, {"a": 1, "b": 1})
+    with pytest.raises(UserError, match=r"too few images \(2\)"):
+        folder(tmp_path)
+
+
+def test_not_a_folder(tmp_path, image_file):
+    with pytest.raises(UserError, match="does not exist"):
+        folder(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is not a folder"):
+        folder(image_file(tmp_path / "a.png"))
+    with pytest.raises(UserError, match=r"give it as data\.root"):
+        open_data(DataConfig(dataset="folder"), seed=0)
+
+
+def test_dot_names_and_other_files_are_passed_over(train_val, image_file):
+    image_file(train_val / "train" / "ant" / "._000.png")
+    image_file(train_val / "train" / ".cache" / "a.png")
+    image_file(train_val / "train" / "ant" / ".thumbs" / "a.png")
+    (train_val / "train" / "ant" / "notes.txt").write_text("not an image")
+    (train_val / "train" / "readme.md").write_text("not a class")
+    assert len(folder(train_val).train) == 18
+    assert list_folder(train_val / "train").ignored == ["readme.md", "ant/notes.txt"]
+
+
+def test_capital_suffixes_and_nested_folders(train_val, image_file):
+    lower = image_file(train_val / "train" / "ant" / "deeper" / "a.jpeg")
+    lower.rename(lower.with_suffix(".JPEG"))
+    assert "ant/deeper/a.JPEG" in names(folder(train_val).train)
+
+
+def test_the_order_is_the_sorted_one_whatever_the_file_system_says(train_val, monkeypatch):
+    straight = names(folder(train_val).train)
+    real = os.scandir
+
+    class Backwards:
+        def __init__(self, path):
+            with real(path) as entries:
+                self.entries = sorted(entries, key=lambda entry: entry.name, reverse=True)
+
+        def __enter__(self):
+            return iter(self.entries)
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(os, "scandir", Backwards)
+    assert names(folder(train_val).train) == straight
+
+
+def test_links_are_followed_but_not_in_circles(train_val, class_folders):
+    outside = class_folders(train_val / "elsewhere", {"dog": 2})
+    (train_val / "train" / "ant" / "again").symlink_to(train_val / "train")
+    (train_val / "train" / "ant" / "self").symlink_to(train_val / "train" / "ant")
+    (train_val / "train" / "bee" / "more").symlink_to(outside / "dog")
+    listing = list_folder(train_val / "train")
+    assert [len(files) for files in listing.files] == [6, 8, 6]
+    assert sorted(listing.loops) == ["ant/again", "ant/self"]
+
+
+def test_a_link_to_nothing_is_a_bad_image(train_val):
+    (train_val / "train" / "ant" / "000.png").unlink()
+    (train_val / "train" / "ant" / "000.png").symlink_to("gone.png")
+    source = folder(train_val).train
+    assert len(source) == 18
+    with pytest.raises(BadImage, match="No such file"):
+        source.read(0)
+
+
+def test_what_is_no_file_is_passed_over(train_val, monkeypatch):
+    # Opening a pipe would wait for ever. (Sockets' paths must be short.)
+    os.mkfifo(train_val / "train" / "ant" / "pipe.png")
+    monkeypatch.chdir(train_val / "train" / "ant")
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("socket.png")
+    listing = list_folder(train_val / "train")
+    assert listing.ignored == ["ant/pipe.png", "ant/socket.png"]
+    assert len(folder(train_val).train) == 18
+
+
+def test_names_that_are_not_text(tmp_path, image_file):
+    for name in ("ä.png", "日本.png", os.fsdecode(b"\xff\xfe.png")):
+        image_file(tmp_path / "a" / "plain.png").rename(tmp_path / "a" / name)
+    (source,) = (list_folder(tmp_path).source(["a"], DataConfig().decoding),)
+    assert len(source) == 3
+    assert all(source.read(index).mode == "RGB" for index in range(3))
+
+
+def test_path_list():
+    paths = ["", "a", "b/ä", "x" * 300]
+    packed = PathList(paths)
+    assert len(packed) == 4 and list(packed) == paths
+    with pytest.raises(IndexError):
+        packed[4]
+    assert len(PathList([])) == 0
+
+
+def test_training_skips_and_names_a_truncated_file(train_val):
+    broken = train_val / "train" / "bee" / "003.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    loader = train_loader(
+        folder(train_val).train, AugmentConfig(), 8, batch_size=6, seed=0, stop_step=3
+    )
+    assert sum(len(batch) for batch in loader) == 18
+    assert list(loader.skipped) == [str(broken)]
+    assert "damaged" in loader.skipped[str(broken)]
+
+
+def test_fractions_of_a_folder(train_val):
+    first = folder(train_val, fraction=0.5, subset="sorted").train
+    assert [first.describe(i)[-11:] for i in range(3)] == [f"ant/00{n}.png" for n in range(3)]
+    assert np.bincount(folder(train_val, fraction=0.5).train.labels).tolist() == [3, 3, 3]

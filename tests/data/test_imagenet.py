@@ -1,0 +1,148 @@
+"""ImageNet's folder, its first 100 classes, ImageNet-V2 and ReaL."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from locality.data import AugmentConfig, DataConfig, eval_loader, is_right, open_data, train_loader
+from locality.errors import UserError
+
+
+def opened(dataset, root, **settings):
+    return open_data(DataConfig(dataset=dataset, root=str(root), **settings), seed=0)
+
+
+def test_imagenet_is_a_folder_with_both_parts(train_val):
+    splits = opened("imagenet", train_val)
+    assert splits.name == "imagenet" and len(splits.classes) == 3
+    (train_val / "val").rename(train_val / "test")
+    with pytest.raises(UserError, match="has no folder val; ImageNet needs train and val"):
+        opened("imagenet", train_val)
+
+
+def test_imagenet100_is_the_first_hundred_classes(tmp_path, class_folders):
+    wordnet = {f"n{number:08d}": 1 for number in range(103, 0, -1)}
+    class_folders(tmp_path / "train", wordnet)
+    class_folders(tmp_path / "val", wordnet)
+    splits = opened("imagenet100", tmp_path)
+    assert splits.name == "imagenet100"
+    assert splits.classes == [f"n{number:08d}" for number in range(1, 101)]
+    assert len(splits.train) == len(splits.val) == 100 and splits.train.labels.max() == 99
+
+
+def test_imagenet100_needs_a_hundred(train_val):
+    with pytest.raises(UserError, match="100, but imagenet has 3 classes"):
+        opened("imagenet100", train_val)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_imagenet_v2_is_numbered_not_sorted(tmp_path, class_folders, nested):
+    inside = tmp_path / "imagenetv2-matched-frequency-format-val" if nested else tmp_path
+    class_folders(inside, {"0": 1, "10": 2, "2": 1, "999": 1})
+    splits = opened("imagenet_v2", tmp_path)
+    assert len(splits.classes) == 1000 and splits.classes[10] == "10"
+    assert splits.val.labels.tolist() == [0, 2, 10, 10, 999]
+    assert "/10/" in splits.val.describe(2)
+
+
+def test_evaluation_sets_cannot_be_trained_on(tmp_path, class_folders):
+    class_folders(tmp_path, {"0": 1})
+    train = opened("imagenet_v2", tmp_path).train
+    with pytest.raises(UserError, match="no images to train on"):
+        train_loader(train, AugmentConfig(), 8, batch_size=1, seed=0, stop_step=1)
+
+
+@pytest.mark.parametrize("name", ["n01440764", "1000", "-1", "²"])
+def test_not_imagenet_v2(tmp_path, class_folders, name):
+    class_folders(tmp_path, {"0": 1, name: 1})
+    with pytest.raises(UserError, match=f"not ImageNet-V2.*'{name}'"):
+        opened("imagenet_v2", tmp_path)
+
+
+@pytest.fixture
+def real(tmp_path, image_file):
+    """Four validation images in three classes, and their labels."""
+    places = {1: "n1", 2: "n2", 3: "n0", 4: "n2"}
+    for number, name in places.items():
+        path = tmp_path / "val" / name / f"ILSVRC2012_val_{number:08d}.JPEG"
+        image_file(path.with_suffix(".jpeg"), seed=number).rename(path)
+    labels = tmp_path / "real.json"
+    labels.write_text(json.dumps([[1, 2], [2], [], [0]]))
+    return tmp_path, labels
+
+
+def test_real_labels_follow_the_files_numbers(real):
+    root, labels = real
+    source = opened("imagenet_real", root, real_labels=str(labels)).val
+    # In the folder's order n0/3, n1/1, n2/2, n2/4; image 3 has no right answer.
+    assert [source.describe(index)[-15:] for index in range(3)] == [
+        f"val_0000000{number}.JPEG"[-15:] for number in (1, 2, 4)
+    ]
+    assert source.label_sets == [(1, 2), (2,), (0,)]
+    assert source.labels.tolist() == [1, 2, 0]
+    assert source.read(0).mode == "RGB"
+    direct = opened("imagenet_real", root / "val", real_labels=str(labels)).val
+    assert direct.label_sets == source.label_sets
+
+
+def test_any_of_several_answers_is_right(real):
+    root, labels = real
+    source = opened("imagenet_real", root, real_labels=str(labels)).val
+    (batch,) = eval_loader(source, AugmentConfig(), 8, batch_size=3)
+
+    def right(predictions, part=source, chosen=batch):
+        result = is_right(torch.tensor(predictions), chosen.targets, chosen.indices, part)
+        return result.tolist()
+
+    assert right([1, 2, 0]) == [True, True, True]
+    assert right([2, 1, 0]) == [True, False, True]
+    assert right([[0, 2], [0, 1], [1, 0]]) == [True, False, True]
+    # A subset keeps its own images' answers.
+    part = source.subset([2, 0])
+    (last,) = eval_loader(part, AugmentConfig(), 8, batch_size=2)
+    assert right([0, 2], part, last) == [True, True]
+
+
+def test_one_answer_is_the_target(train_val):
+    source = opened("folder", train_val).val
+    targets = torch.from_numpy(source.labels)
+    indices = np.arange(6)
+    assert is_right(targets, targets, indices, source).all()
+    assert not is_right((targets + 1) % 3, targets, indices, source).any()
+    both = torch.stack([(targets + 1) % 3, targets], dim=1)
+    assert is_right(both, targets, indices, source).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[[1], [2]", "are not JSON"),
+        ('{"1": [2]}', "should be a list of lists"),
+        ("[1, 2, 3, 4]", "should be a list of lists"),
+        ("[[1.5], [], [], []]", "should be a list of lists"),
+        ("[[1], [2]]", "has labels for 2 images, but .* is number 3"),
+        ("[[7], [], [], []]", "speaks of class 7, but .* has 3 classes"),
+    ],
+)
+def test_labels_that_do_not_fit(real, content, message):
+    root, labels = real
+    labels.write_text(content)
+    with pytest.raises(UserError, match=message):
+        opened("imagenet_real", root, real_labels=str(labels))
+
+
+def test_labels_that_are_missing(real):
+    root, labels = real
+    with pytest.raises(UserError, match=r"give the path of real\.json"):
+        opened("imagenet_real", root)
+    with pytest.raises(UserError, match="do not exist"):
+        opened("imagenet_real", root, real_labels=str(labels) + "x")
+
+
+def test_images_without_a_number(real, image_file):
+    root, labels = real
+    image_file(root / "val" / "n0" / "cat.jpeg")
+    with pytest.raises(UserError, match="not named as ImageNet's validation images"):
+        opened("imagenet_real", root, real_labels=str(labels))

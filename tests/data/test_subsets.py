@@ -1,0 +1,154 @@
+"""Fractions are balanced, nested and seeded; splits divide every class alike."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from locality.data import DataConfig, open_data
+from locality.data.subsets import (
+    balanced_fraction,
+    first_classes,
+    sorted_fraction,
+    stratified_split,
+)
+from locality.errors import UserError
+
+# Sizes of the paper's Table 2, on uneven classes in no particular order.
+FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
+LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2, 5], [40, 73, 20, 111]))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_smaller_fraction_lies_within_a_larger_one(seed):
+    subsets = [set(balanced_fraction(LABELS, f, seed).tolist()) for f in FRACTIONS]
+    for smaller, larger in itertools.pairwise(subsets):
+        assert smaller < larger
+    assert subsets[-1] == set(range(len(LABELS)))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_every_class_keeps_its_share(fraction):
+    kept = np.bincount(LABELS[balanced_fraction(LABELS, fraction, 0)], minlength=6)
+    assert np.abs(kept - np.bincount(LABELS) * fraction).max() <= 0.5
+
+
+def test_every_image_is_as_likely():
+    labels = np.zeros(10, dtype=int)
+    drawn = [balanced_fraction(labels, 0.3, seed) for seed in range(2000)]
+    counts = np.bincount(np.concatenate(drawn), minlength=10)
+    # 600 expected of each, with a standard deviation of √(2000 · 0.3 · 0.7) ≈ 20.
+    assert np.abs(counts - 600).max() < 100
+
+
+def test_seeds_choose_differently_and_repeat_themselves():
+    first, again, other = (balanced_fraction(LABELS, 0.3, seed) for seed in (0, 0, 1))
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+    assert np.array_equal(first, np.sort(first))
+
+
+def test_classes_choose_independently():
+    labels = np.repeat(np.arange(8), 10)
+    ranks = balanced_fraction(labels, 0.3, 0).reshape(8, 3) % 10
+    assert len({tuple(row) for row in ranks.tolist()}) > 1
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_sorted_takes_the_first_of_each_class_as_the_released_code_does(fraction):
+    expected = []
+    for label in sorted(set(LABELS.tolist())):
+        members = np.flatnonzero(label == LABELS)
+        expected += members[: int(len(members) * fraction)].tolist()
+    assert sorted_fraction(LABELS, fraction).tolist() == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda f: balanced_fraction(LABELS, f, 0), lambda f: sorted_fraction(LABELS, f)]
+)
+def test_a_fraction_that_empties_a_class_is_refused(choose):
+    with pytest.raises(UserError, match=r"fraction of 0.01 leaves . classes .*class 0 has 40"):
+        choose(0.01)
+
+
+@pytest.mark.parametrize("fraction", [0, -1, 1.01, float("nan")])
+def test_impossible_fractions(fraction):
+    with pytest.raises(UserError, match="fraction is"):
+        sorted_fraction(LABELS, fraction)
+
+
+def test_classes_that_were_empty_already_do_not_matter():
+    # 3 and 4 never had an image; their numbers stay theirs.
+    assert set(LABELS[balanced_fraction(LABELS, 0.1, 0)].tolist()) == {0, 1, 2, 5}
+    assert len(balanced_fraction([], 0.5, 0)) == 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_a_split_divides_every_class_alike(share):
+    train, val = stratified_split(LABELS, share, 0)
+    assert sorted([*train, *val]) == list(range(len(LABELS)))
+    held_out = np.bincount(LABELS[val], minlength=6)
+    assert np.abs(held_out - np.bincount(LABELS) * share).max() <= 0.5
+
+
+def test_both_sides_of_a_split_get_an_image_where_there_are_two():
+    labels = [0, 1, 1, 2, 2, 2]
+    for share in (0.01, 0.99):
+        train, val = stratified_split(labels, share, 0)
+        assert set(np.array(labels)[val]) == {1, 2}
+        assert set(np.array(labels)[train]) == {0, 1, 2}
+
+
+def test_first_classes():
+    assert set(LABELS[first_classes(LABELS, 2)]) == {0, 1}
+
+
+def test_digits():
+    splits = open_data(DataConfig(), seed=0)
+    assert len(splits.train) + len(splits.val) == 1797
+    assert splits.classes == list("0123456789")
+    assert abs(len(splits.val) - 1797 / 4) < 5
+    image = splits.train.read(0)
+    assert image.mode == "RGB" and image.size == (8, 8)
+    assert splits.train.pixels.min() == 0 and splits.train.pixels.max() == 255
+    assert splits.train.describe(3).startswith("digits[")
+
+
+def test_the_validation_images_do_not_depend_on_the_runs_seed_or_fraction():
+    one = open_data(DataConfig(), seed=0)
+    other = open_data(DataConfig(fraction=0.05), seed=7)
+    assert np.array_equal(one.val.indices, other.val.indices)
+    assert not set(other.train.indices) & set(one.val.indices)
+    moved = open_data(DataConfig(split_seed=1), seed=0)
+    assert not np.array_equal(one.val.indices, moved.val.indices)
+
+
+def test_five_percent_of_digits():
+    small = open_data(DataConfig(fraction=0.05), seed=0).train
+    assert set(np.bincount(small.labels)) <= {6, 7}
+    again = open_data(DataConfig(fraction=0.05, subset_seed=0), seed=5).train
+    assert np.array_equal(small.indices, again.indices)
+    other = open_data(DataConfig(fraction=0.05), seed=5).train
+    assert not np.array_equal(small.indices, other.indices)
+
+
+def test_first_classes_of_a_dataset():
+    splits = open_data(DataConfig(first_classes=3, fraction=0.5), seed=0)
+    assert splits.classes == ["0", "1", "2"]
+    assert set(splits.train.labels) == set(splits.val.labels) == {0, 1, 2}
+    with pytest.raises(UserError, match="first_classes is 11, but digits has 10 classes"):
+        open_data(DataConfig(first_classes=11), seed=0)
+
+
+def test_a_fraction_too_small_for_digits():
+    with pytest.raises(UserError, match="leaves 10 classes without images"):
+        open_data(DataConfig(fraction=0.001), seed=0)
+
+
+def test_a_subset_of_a_subset_reads_the_source_itself():
+    train = open_data(DataConfig(), seed=0).train
+    inner = train.subset([5, 9, 2]).subset([2, 0])
+    assert inner.source is train.source
+    assert np.array_equal(inner.labels, train.labels[[2, 5]])
+    assert inner.describe(1) == train.describe(5)
+    assert inner.read(0).tobytes() == train.read(2).tobytes()
+    assert np.array_equal(inner.pixels, train.pixels[[2, 5]])
