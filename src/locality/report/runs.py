@@ -1,0 +1,159 @@
+"""Reading run folders: what a finished run left behind, as one value."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from locality.analysis.pictures import Pictures, load_pictures
+from locality.errors import UserError
+from locality.models import VARIANTS
+
+FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run.
+
+    Attributes:
+        folder: where it lies.
+        result: its final numbers (`result.json`).
+        config: its whole configuration, as nested plain values.
+        environment: versions, hardware, commit, command.
+        curve: one dictionary of numbers per evaluation (`metrics.csv`).
+        measures: what the instruments measured (`measures.json`); None if they did not run.
+        pictures_file: where its attention pictures are; None if there are none.
+    """
+
+    folder: Path
+    result: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    curve: list[dict[str, float]]
+    measures: dict[str, Any] | None
+    pictures_file: Path | None
+
+    @property
+    def model(self) -> str:
+        return str(self.result["model"])
+
+    @property
+    def family(self) -> str:
+        return VARIANTS[self.model].family if self.model in VARIANTS else ""
+
+    @property
+    def dataset(self) -> str:
+        return str(self.result["dataset"])
+
+    @property
+    def fraction(self) -> float:
+        return float(self.result["fraction"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.result["seed"])
+
+    @property
+    def top1(self) -> float:
+        """Final top-1 accuracy in percent."""
+        return float(self.result["top1"])
+
+    def pictures(self) -> Pictures | None:
+        """Its attention pictures, read from disk."""
+        return None if self.pictures_file is None else load_pictures(self.pictures_file)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A folder of a run without a result yet."""
+
+    folder: Path
+    reason: str
+
+
+def read_runs(folders: Iterable[Path | str]) -> tuple[list[Run], list[Unfinished]]:
+    """The runs in these folders; a folder that is no run is searched for runs inside it.
+
+    Returns:
+        the finished ones and the unfinished ones.
+
+    Raises:
+        FileNotFoundError: if a folder does not exist.
+        UserError: if there is no run in one of them, or a file in one cannot be read.
+    """
+    finished: list[Run] = []
+    unfinished: list[Unfinished] = []
+    for folder in _run_folders(folders):
+        if (folder / "result.json").exists():
+            finished.append(_read_run(folder))
+        else:
+            unfinished.append(Unfinished(folder, "has not finished; run its command again"))
+    return finished, unfinished
+
+
+def _run_folders(folders: Iterable[Path | str]) -> list[Path]:
+    found: dict[Path, Path] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        inside = [folder] if (folder / "config.yaml").exists() else _children(folder)
+        if not inside:
+            raise UserError(
+                f"{folder} is neither a run nor a folder of runs: there is no config.yaml in it "
+                f"or in the folders it holds"
+            )
+        for run in inside:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def _children(folder: Path) -> Sequence[Path]:
+    return sorted(path.parent for path in folder.rglob("config.yaml"))
+
+
+def _read_run(folder: Path) -> Run:
+    pictures = folder / "attention.npz"
+    return Run(
+        folder=folder,
+        result=_json(folder / "result.json"),
+        config=_yaml(folder / "config.yaml"),
+        environment=_json(folder / "environment.json"),
+        curve=_curve(folder / "metrics.csv"),
+        measures=_json(folder / "measures.json") if (folder / "measures.json").exists() else None,
+        pictures_file=pictures if pictures.exists() else None,
+    )
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _curve(path: Path) -> list[dict[str, float]]:
+    """Rows of a CSV file as numbers; empty cells are left out."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        try:
+            return [
+                {name: float(cell) for name, cell in row.items() if name and cell}
+                for row in csv.DictReader(file)
+            ]
+        except ValueError as error:
+            raise UserError(f"{path} holds something that is not a number: {error}") from error

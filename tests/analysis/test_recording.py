@@ -1,0 +1,49 @@
+import json
+
+import pytest
+
+from locality.analysis import measure_model, record
+from locality.analysis.pictures import load_pictures
+from locality.analysis.recording import read_measures
+from locality.analysis.samples import sample
+from locality.data import open_data
+from locality.errors import UserError
+from locality.training import RunConfig, load_run, train
+from locality.training.settings import replace
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A real run of a few steps."""
+    folder = tmp_path_factory.mktemp("run")
+    changes = {"schedule.steps": 3, "schedule.epochs": None, "schedule.warmup": 0}
+    changes |= {"data.fraction": 0.05, "engine.tensorboard": False, "augment.hflip": 0.0}
+    train(replace(RunConfig(), changes), folder, quiet=True)
+    return folder
+
+
+def test_record_measures_the_initial_and_the_trained_model(run):
+    content = record(run, images=20, pictures=2)
+    assert content == json.loads((run / "measures.json").read_text()) == read_measures(run)
+    model, config = load_run(run)
+    chosen = sample(open_data(config.data, config.seed).val, config.augment, model.img_size, 20)
+    assert content["after"] == measure_model(model, chosen.images)
+    first = content["before"]["layers"][0]
+    assert first["gates"] == pytest.approx([0.7310586] * 4)
+    assert first["strengths"] == pytest.approx([1.0] * 4)
+    assert first["centres"][0] == pytest.approx([-0.5, -0.5])
+    assert content["after"]["layers"][0]["gates"] != first["gates"]
+
+
+def test_record_keeps_pictures_and_leaves_the_rest_alone(run):
+    before = {path: path.read_bytes() for path in run.rglob("*.*") if path.suffix != ".npz"}
+    record(run, images=20, pictures=2)
+    assert {path: path.read_bytes() for path in before} == before
+    pictures = load_pictures(run / "attention.npz")
+    assert pictures.images.shape == (2, 8, 8, 3) and pictures.labels == ["0", "1"]
+    assert len(pictures.layers) == 4
+
+
+def test_an_unfinished_run_is_refused(run, tmp_path):
+    with pytest.raises(UserError, match="has not finished"):
+        record(tmp_path)

@@ -1,0 +1,118 @@
+"""Run folders as training and the instruments leave them, made without training anything."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from locality.analysis.pictures import save_pictures, take_pictures
+from locality.analysis.summary import measure_model
+from locality.models import count_parameters, create_model
+from locality.training import settings
+from locality.training.config import RunConfig
+
+ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}
+ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_13", 1.0): 80.0}
+
+
+@torch.no_grad()
+def moved(model, seed, amount):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
+    return model
+
+
+@pytest.fixture(scope="session")
+def attention():
+    """Measures and pictures of a model, cached: what a run folder holds beside its numbers."""
+    cache = {}
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(8, 3, 8, 8, generator=generator)
+    shown = (images.permute(0, 2, 3, 1) * 50 + 128).clamp(0, 255).byte().numpy()
+    classes = [str(digit) for digit in range(10)]
+
+    def measured(model, seed):
+        if (model, seed) not in cache:
+            torch.manual_seed(seed)
+            network = create_model(model)
+            before = measure_model(network, images)
+            after = measure_model(moved(network, seed, 0.1), images)
+            found = take_pictures(network, images[:4], shown[:4], classes[:4], classes)
+            cache[model, seed] = {"before": before, "after": after}, found
+        return cache[model, seed]
+
+    return measured
+
+
+@pytest.fixture
+def make_run(tmp_path, attention):
+    """Writes one run folder; returns its path."""
+
+    def make(model="convit_nano", fraction=1.0, seed=0, folder=None, measured=True, **options):
+        changes = {"model.name": model, "data.fraction": fraction, "seed": seed}
+        config = settings.replace(RunConfig(), changes | options.get("settings", {}))
+        folder = tmp_path / (folder or f"{model}-{fraction:g}-{seed}")
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(settings.to_yaml(config))
+        noise = np.random.default_rng(seed).normal()
+        top1 = options.get("top1", ACCURACY.get((model, fraction), 50.0) + noise)
+        (folder / "environment.json").write_text(
+            json.dumps(
+                {
+                    "seed": seed,
+                    "locality": "0.1.0",
+                    "commit": "0" * 40,
+                    "python": "3.11.7",
+                    "packages": {"torch": "2.14.1", "timm": "1.0.31"},
+                    "processor": "a processor",
+                    "starts": [{"step": 0, "device": "cpu", "precision": "fp32"}],
+                }
+            )
+        )
+        with (folder / "metrics.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["step", "epoch", "images", "lr", "train_loss", "top1", "val_loss"])
+            for step in range(150, 1501, 150):
+                value = top1 * (1 - np.exp(-step / 300))
+                rows.writerow([step, step / 21, step * 64, 1e-3, 2 - step / 1000, value, ""])
+        network = create_model(model) if measured else None
+        result = {
+            "model": model,
+            "recipe": "small_images",
+            "dataset": "digits",
+            "fraction": fraction,
+            "seed": seed,
+            "steps": 1500,
+            "top1": top1,
+            "top5": min(100.0, top1 + 10),
+            "val_loss": 0.3,
+            "parameters": count_parameters(network) if network else 200_000,
+            "macs": 3_350_000,
+            "train_images": round(1348 * fraction),
+            "val_images": 449,
+            "seconds": 40.2,
+            "images_per_second": 2400.0,
+        }
+        if options.get("finished", True):
+            (folder / "result.json").write_text(json.dumps(result))
+        if measured:
+            measures, pictures = attention(model, seed)
+            (folder / "measures.json").write_text(json.dumps(measures))
+            save_pictures(pictures, folder / "attention.npz")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def twin_runs(make_run):
+    """Both models, two shares of the data, three seeds."""
+    return [
+        make_run(model, fraction, seed)
+        for model in ("convit_nano", "deit_nano")
+        for fraction in (0.05, 1.0)
+        for seed in range(3)
+    ]

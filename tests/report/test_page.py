@@ -1,0 +1,179 @@
+"""The report says what the run folders hold, in one file, and claims no more than they show."""
+
+import html.parser
+import json
+import re
+
+import pytest
+
+from locality.errors import UserError
+from locality.report import build_report, draw_summary
+
+
+class Links(html.parser.HTMLParser):
+    """Collects everything a browser would fetch, and checks that tags are closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.fetched, self.open, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        for name in ("src", "href", "xlink:href", "data", "srcset"):
+            if name in given and not given[name].startswith(("data:", "#")):
+                self.fetched.append(given[name])
+        if "id" in given:
+            self.ids.append(given["id"])
+        if tag not in ("meta", "img", "br", "link", "input", "hr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in ("meta", "img", "br", "link", "input", "hr"):
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def text_of(page):
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+
+
+@pytest.fixture
+def page(twin_runs, tmp_path):
+    return build_report(twin_runs, tmp_path / "out" / "report.html").read_text()
+
+
+def test_nothing_is_fetched_and_the_page_is_well_formed(page):
+    links = Links()
+    links.feed(page)
+    assert links.fetched == [] and links.open == []
+    assert len(links.ids) == len(set(links.ids))
+    assert "@import" not in page and not re.search(r"url\((?!#)", page)
+
+
+def test_accuracies_and_the_paired_difference_are_the_runs(page, twin_runs):
+    results = [json.loads((run / "result.json").read_text()) for run in twin_runs]
+    for model in ("convit_nano", "deit_nano"):
+        for fraction in (0.05, 1.0):
+            values = [
+                r["top1"] for r in results if (r["model"], r["fraction"]) == (model, fraction)
+            ]
+            assert len(values) == 3
+            assert f"{sum(values) / 3:.1f}" in text_of(page)
+    # Each seed adds the same to both models here, so the paired difference is exact.
+    assert "24.0 percentage points more (95% interval +24.0 to +24.0 over 3 seeds)" in page
+    assert "5.0 percentage points more" in page
+    assert "<h1>ConViT beats an equally large DeiT, most of all on little data</h1>" in page
+
+
+def test_every_section_is_there(page):
+    text = text_of(page)
+    for words in (
+        "nonlocality (patches)",
+        "gate σ(λ)",
+        "Position or content",
+        "All gates start at 0.73",
+        "Where single heads look",
+        "layer 4",
+        "head 4",
+        "Apart from model, share of the data and seed, all runs have the same settings",
+        "schedule.steps",
+        "torch 2.14.1, timm 1.0.31",
+        "a processor",
+        "All 12 runs",
+    ):
+        assert words in text, words
+    assert page.count("<svg") == 3 + 2 + 2  # accuracy and two curves, nonlocality, gates
+
+
+def test_no_difference_is_not_called_one(make_run, tmp_path):
+    runs = [make_run("convit_nano", seed=s, top1=t) for s, t in enumerate((80.0, 70.0, 75.0))]
+    runs += [make_run("deit_nano", seed=s, top1=t) for s, t in enumerate((71.0, 79.0, 74.0))]
+    page = build_report(runs, tmp_path / "r.html").read_text()
+    assert "no difference that these runs can show" in page
+    assert "cannot tell the difference from zero" in page
+
+
+def test_the_twin_may_win(make_run, tmp_path):
+    runs = [make_run("convit_nano", seed=s, top1=60.0 + s) for s in range(3)]
+    runs += [make_run("deit_nano", seed=s, top1=70.0 + s) for s in range(3)]
+    page = build_report(runs, tmp_path / "r.html").read_text()
+    assert "<h1>DeiT beats an equally large ConViT</h1>" in page
+    assert "10.0 percentage points fewer" in page
+
+
+def test_one_seed_has_no_interval(make_run, tmp_path):
+    page = build_report([make_run("convit_nano"), make_run("deit_nano")], tmp_path / "r.html")
+    text = page.read_text()
+    assert "one seed: no interval" in text and "which says nothing about chance" in text
+
+
+def test_runs_without_instruments_or_twin(make_run, tmp_path):
+    page = build_report([make_run("convit_nano", measured=False)], tmp_path / "r.html").read_text()
+    assert "<h1>Training runs</h1>" in page
+    assert "was not measured" in page and "Where single heads look" not in page
+
+
+def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):
+    frozen = {"model.overrides": {"gating_init": 0.0, "freeze_gating": True}}
+    runs = [make_run("convit_nano"), make_run("convit_nano", folder="frozen", settings=frozen)]
+    text = build_report(runs, tmp_path / "r.html").read_text()
+    assert "convit_nano (gating_init=0.0, freeze_gating=True)" in text
+    assert "convit_nano (gating_init=default, freeze_gating=default)" in text
+    assert "<code>model.overrides.gating_init</code>" in text
+
+
+def test_unfinished_runs_are_named_and_left_out(make_run, tmp_path):
+    runs = [make_run("convit_nano"), make_run("deit_nano", finished=False)]
+    text = text_of(build_report(runs, tmp_path / "r.html").read_text())
+    assert "deit_nano-1-0 has not finished" in text and "All 1 runs" in text
+
+
+def test_folders_of_runs_are_searched(twin_runs, tmp_path):
+    text = build_report([twin_runs[0].parent], tmp_path / "r.html").read_text()
+    again = build_report([twin_runs[0].parent, twin_runs[0]], tmp_path / "r.html").read_text()
+    assert "All 12 runs" in text and "All 12 runs" in again
+
+
+def test_names_are_escaped(make_run, tmp_path):
+    hostile = {"recipe": "<script>alert(1)</script>"}
+    text = build_report([make_run(settings=hostile)], tmp_path / "r.html").read_text()
+    assert "<script" not in text and "&lt;script&gt;" in text
+
+
+def test_bad_input(make_run, tmp_path):
+    output = tmp_path / "r.html"
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        build_report([tmp_path / "missing"], output)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="neither a run nor"):
+        build_report([tmp_path / "empty"], output)
+    with pytest.raises(UserError, match=r"1 have started"):
+        build_report([make_run(finished=False, folder="going")], output)
+    broken = make_run(folder="broken")
+    (broken / "measures.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        build_report([broken], output)
+    with pytest.raises(UserError, match="the same run"):
+        build_report([make_run(folder="a"), make_run(folder="b")], output)
+    assert not output.exists()
+
+
+def test_summary_picture(twin_runs, tmp_path):
+    png, svg = draw_summary(twin_runs, tmp_path / "summary.png")
+    assert png.read_bytes().startswith(b"\x89PNG") and svg.suffix == ".svg"
+    drawn = text_of(svg.read_text())
+    assert "+24.0 ± 0.0 points" in drawn and "ConViT beats an equally large DeiT" in drawn
+
+
+def test_summary_needs_both_models_measured(make_run, tmp_path):
+    with pytest.raises(UserError, match="give runs of both"):
+        draw_summary([make_run("convit_nano", folder="alone")], tmp_path / "s.png")
+    blind = [make_run(model, measured=False) for model in ("convit_nano", "deit_nano")]
+    with pytest.raises(UserError, match="instruments did not run"):
+        draw_summary(blind, tmp_path / "s.png")
+    apart = [make_run("convit_nano", 0.05), make_run("deit_nano", folder="whole")]
+    with pytest.raises(UserError, match="no fraction"):
+        draw_summary(apart, tmp_path / "s.png")
