@@ -90,7 +90,7 @@ def read_runs(folders: Iterable[Path | str]) -> tuple[list[Run], list[Unfinished
     """
     finished: list[Run] = []
     unfinished: list[Unfinished] = []
-    for folder in _run_folders(folders):
+    for folder in run_folders(folders):
         if (folder / "result.json").exists():
             finished.append(_read_run(folder))
         else:
@@ -98,7 +98,13 @@ def read_runs(folders: Iterable[Path | str]) -> tuple[list[Run], list[Unfinished
     return finished, unfinished
 
 
-def _run_folders(folders: Iterable[Path | str]) -> list[Path]:
+def run_folders(folders: Iterable[Path | str]) -> list[Path]:
+    """The run folders among and inside `folders`, each once.
+
+    Raises:
+        FileNotFoundError: if a folder does not exist.
+        UserError: if there is no run in one of them.
+    """
     found: dict[Path, Path] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():

@@ -61,6 +61,8 @@ def headline(comparisons: Sequence[Comparison]) -> str:
         return "Training runs"
     first, second = comparisons[0].first_series.label, comparisons[0].second_series.label
     known = {each.fraction: each.difference for each in comparisons if each.difference}
+    if not any(found.half_width is not None for found in known.values()):
+        return _single_seed(min(comparisons, key=lambda each: each.fraction))
     ahead = [part for part, found in known.items() if found.excludes_zero and found.mean > 0]
     behind = [part for part, found in known.items() if found.excludes_zero and found.mean < 0]
     if ahead and behind:
@@ -75,3 +77,12 @@ def headline(comparisons: Sequence[Comparison]) -> str:
     if len(known) > 1 and known[min(known)].mean > known[max(known)].mean:
         return f"{claim}, most of all on little data"
     return claim
+
+
+def _single_seed(comparison: Comparison) -> str:
+    """Without a second seed there is no interval, and so nothing but the numbers to tell."""
+    first, second = comparison.first_series.label, comparison.second_series.label
+    return (
+        f"With {percent(comparison.fraction)} of the data {first} reaches "
+        f"{comparison.first.mean:.0f}%, an equally large {second} {comparison.second.mean:.0f}%"
+    )
