@@ -1,12 +1,16 @@
 """Batches depend on their position alone."""
 
+import multiprocessing
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from timm.data import create_transform
+from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
 from locality.data import (
     ArraySource,
@@ -19,6 +23,7 @@ from locality.data import (
     preserved_generators,
     train_loader,
 )
+from locality.data.batches import Failure, Parcel
 from locality.data.keyed import Stream, keys, sample_order, seed_generators
 from locality.errors import UserError
 
@@ -346,3 +351,46 @@ def test_arrays_must_fit():
         ArraySource(np.zeros((2, 4, 4, 3)), [0, 1], "x")
     with pytest.raises(UserError, match="2 images but 1 labels"):
         ArraySource(np.zeros((2, 4, 4, 3), dtype=np.uint8), [0], "x")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_outlive_signals_to_the_whole_group(digits, number):
+    loader = train_loader(digits.train, PAD, 8, batch_size=8, seed=0, stop_step=50, workers=2)
+    others = multiprocessing.active_children()
+    batches = iter(loader)
+    received = [next(batches)]
+    workers = [child for child in multiprocessing.active_children() if child not in others]
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid, number)
+    received += batches
+    assert all_same(received, collect(digits.train, PAD, stop_step=50))
+    assert not multiprocessing.active_children()
+
+
+def test_workers_end_with_an_iteration_that_is_given_up(digits):
+    batches = iter(
+        train_loader(digits.train, PAD, 8, batch_size=8, seed=0, stop_step=50, workers=2)
+    )
+    next(batches)
+    assert multiprocessing.active_children()
+    batches.close()
+    assert not multiprocessing.active_children()
+
+
+def test_workers_of_evaluation_end_when_it_is_closed(digits):
+    loader = eval_loader(digits.val, PAD, 8, batch_size=64, workers=2)
+    list(loader)
+    assert len(multiprocessing.active_children()) == 2
+    loader.close()
+    assert not multiprocessing.active_children()
+
+
+def test_parcels_pass_through_torchs_pinning_thread(digits, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: pinned.append(1) or self)
+    batch = collect(digits.train, PAD)[0]
+    parcel = Parcel(batch, (Failure("a", "b"),), None)
+    result = torch_pin_memory(parcel)
+    assert isinstance(result, Parcel) and result.skipped == parcel.skipped
+    assert same(result.batch, batch) and len(pinned) == 2

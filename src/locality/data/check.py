@@ -168,7 +168,7 @@ def _examine_all(
     paths: list[str], decoding: Decoding, workers: int | None, progress: bool
 ) -> list[Examined]:
     """What each file is, in the order of `paths`, found in parallel."""
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or _processors()
     chunks = [paths[start : start + _CHUNK] for start in range(0, len(paths), _CHUNK)]
     results: list[Examined] = []
     with tqdm(total=len(paths), unit="image", disable=not progress, desc="checking") as bar:
@@ -176,6 +176,13 @@ def _examine_all(
             results += chunk
             bar.update(len(chunk))
     return results
+
+
+def _processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _in_parallel(

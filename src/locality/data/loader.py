@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from locality.errors import UserError
 
 # A worker that was asked to end (SIGTERM) stays this long, to let its run finish a step.
 _GRACE_SECONDS = 60
+_OURS = (signal.SIGINT, signal.SIGTERM)
+_POSIX = os.name == "posix"
 
 
 class BatchLoader:
@@ -61,8 +65,10 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             raise RuntimeError("this loader has been closed")
+        with _signals_held():
+            parcels = iter(self._loader)
         parcel: Parcel
-        for parcel in self._loader:
+        for parcel in parcels:
             if parcel.error is not None:
                 raise UserError(parcel.error)
             self._note_skipped(parcel)
@@ -209,13 +215,29 @@ def _unchanged(parcel: Any) -> Any:
     return parcel
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Keep Ctrl-C and SIGTERM waiting while workers start: a new one would die of them."""
+    if not _POSIX:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _prepare_worker(_: int) -> None:
     torch.set_num_threads(1)
+    if not _POSIX:
+        return
     # Ctrl-C and SIGTERM reach a whole group of processes. The training process decides what
     # follows from them, and needs its workers for the step it is in. The alarm ends a worker
     # that nobody needs any more.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
 
 
 def _ranks(rank: int, world_size: int) -> None:

@@ -68,9 +68,9 @@ def first_classes(labels: npt.ArrayLike, count: int) -> Indices:
 def _classes(labels: npt.NDArray, seed: int, stream: Stream) -> Iterator[tuple[Indices, Keys]]:
     """Members of each class that has any, in the source's order, and the class's own key."""
     order = np.argsort(labels, kind="stable")
-    present, starts = np.unique(labels[order], return_index=True)
-    stops = np.append(starts[1:], len(labels))
-    for label, start, stop in zip(present, starts, stops, strict=True):
+    present, counts = np.unique(labels, return_counts=True)
+    stops = np.cumsum(counts)
+    for label, start, stop in zip(present, stops - counts, stops, strict=True):
         yield order[start:stop], keys(seed, stream, int(label))
 
 

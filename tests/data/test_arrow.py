@@ -1,0 +1,276 @@
+"""Packed folders give the same images in the same order; foreign layouts are understood."""
+
+import builtins
+import io
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from locality.data import AugmentConfig, BadImage, DataConfig, open_data, pack, train_loader
+from locality.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def opened(dataset, root, **settings):
+    return open_data(DataConfig(dataset=dataset, root=str(root), **settings), seed=0)
+
+
+def png(shade):
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (shade, shade, shade)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def rows(count=6, classes=("no", "yes")):
+    cells = {
+        "image": [{"bytes": png(10 * n), "path": None} for n in range(count)],
+        "label": [n % len(classes) for n in range(count)],
+    }
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(classes))}
+    return datasets.Dataset.from_dict(cells, features=datasets.Features(features))
+
+
+def write_parquet(path, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+
+
+def shades(source):
+    return [source.read(index).getpixel((0, 0))[0] for index in range(len(source))]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_packed_folder_trains_as_the_folder_did(train_val, workers):
+    out = train_val / "packed"
+    assert pack(train_val, out, progress=False) == {"train": 18, "val": 6}
+    before, after = opened("folder", train_val), opened("arrow", out)
+    assert after.classes == before.classes
+    assert np.array_equal(after.train.labels, before.train.labels)
+    assert np.array_equal(after.val.labels, before.val.labels)
+    for index in (0, 7, 17):
+        assert after.train.read_bytes(index) == before.train.read_bytes(index)
+    settings = {"batch_size": 6, "seed": 0, "stop_step": 3, "workers": workers}
+    for a, b in zip(
+        train_loader(before.train, AugmentConfig(), 8, **settings),
+        train_loader(after.train, AugmentConfig(), 8, **settings),
+        strict=True,
+    ):
+        assert torch.equal(a.images, b.images) and torch.equal(a.targets, b.targets)
+
+
+def test_packing_into_many_files(train_val):
+    out = train_val / "packed"
+    pack(train_val, out, shard_bytes=1500, progress=False)
+    files = sorted(os.listdir(out / "train"))
+    assert len(files) > 2 and files[0] == f"data-00000-of-{len(files):05d}.arrow"
+    before, after = opened("folder", train_val).train, opened("arrow", out).train
+    assert [after.read_bytes(i) for i in range(18)] == [before.read_bytes(i) for i in range(18)]
+    assert after.describe(17).endswith("train[17] (cat/005.png)")
+
+
+def test_one_folder_is_packed_whole_and_split_the_same(tmp_path, class_folders):
+    class_folders(tmp_path / "in", {"a": 5, "b": 5})
+    assert pack(tmp_path / "in", tmp_path / "out", progress=False) == {"train": 10}
+    before, after = opened("folder", tmp_path / "in"), opened("arrow", tmp_path / "out")
+    assert np.array_equal(before.val.indices, after.val.indices)
+
+
+def test_others_can_read_what_was_packed(train_val):
+    pack(train_val, train_val / "packed", progress=False)
+    theirs = datasets.load_dataset("arrow", data_dir=str(train_val / "packed"), split="train")
+    assert theirs.features["label"].names == ["ant", "bee", "cat"]
+    assert theirs[17]["image"].size == (10, 12) and theirs[17]["label"] == 2
+
+
+def test_an_empty_class_keeps_its_number_when_packed(train_val):
+    for part in ("train", "val"):
+        (train_val / part / "bat").mkdir()
+    pack(train_val, train_val / "packed", progress=False)
+    splits = opened("arrow", train_val / "packed")
+    assert splits.classes[1] == "bat" and set(splits.train.labels) == {0, 2, 3}
+
+
+def test_packing_leaves_nothing_half_done(train_val):
+    (train_val / "val" / "cat" / "000.png").unlink()
+    (train_val / "val" / "cat" / "000.png").symlink_to("gone")
+    before = sorted(os.listdir(train_val))
+    with pytest.raises(UserError, match=r"000\.png: the file cannot be read"):
+        pack(train_val, train_val / "packed", progress=False)
+    assert sorted(os.listdir(train_val)) == before
+
+
+def test_packing_overwrites_nothing(train_val):
+    with pytest.raises(UserError, match="exists already"):
+        pack(train_val, train_val / "val", progress=False)
+
+
+def test_a_damaged_image_stays_damaged(train_val):
+    broken = train_val / "train" / "ant" / "000.png"
+    broken.write_bytes(broken.read_bytes()[:50])
+    pack(train_val, train_val / "packed", progress=False)
+    with pytest.raises(BadImage, match="damaged"):
+        opened("arrow", train_val / "packed").train.read(0)
+
+
+def test_a_folder_saved_by_datasets(tmp_path):
+    parts = {"train": rows(6), "test": rows(4)}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    splits = opened("arrow", tmp_path / "saved")
+    assert splits.classes == ["no", "yes"]
+    assert shades(splits.train) == [0, 10, 20, 30, 40, 50] and shades(splits.val) == [0, 10, 20, 30]
+
+
+def test_parquet_as_on_the_hub(tmp_path):
+    (tmp_path / "data").mkdir()
+    rows(6).to_parquet(tmp_path / "data" / "train-00000-of-00001-abc.parquet")
+    rows(2).to_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet")
+    rows(4).to_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
+    splits = opened("arrow", tmp_path)
+    assert shades(splits.train) == [0, 10, 20, 30, 40, 50] and shades(splits.val) == [0, 10]
+    assert splits.train.labels.tolist() == [0, 1] * 3
+
+
+def test_plain_parquet_with_bytes_and_names(tmp_path):
+    write_parquet(tmp_path / "train.parquet", img=[png(1), png(2)], cls=["b", "a"])
+    write_parquet(tmp_path / "val.parquet", img=[png(3)], cls=["a"])
+    splits = opened("arrow", tmp_path)
+    assert splits.classes == ["a", "b"]
+    assert splits.train.labels.tolist() == [1, 0] and shades(splits.val) == [3]
+    assert splits.train.describe(1).endswith("train[1]")
+
+
+def test_numbers_without_names(tmp_path):
+    write_parquet(tmp_path / "train.parquet", image=[png(1), png(2)], label=[0, 3])
+    write_parquet(tmp_path / "val.parquet", image=[png(3)], label=[1])
+    splits = opened("arrow", tmp_path)
+    assert splits.classes == ["0", "1", "2", "3"] and splits.val.labels.tolist() == [1]
+
+
+def test_no_parts_are_split(tmp_path):
+    write_parquet(tmp_path / "a.parquet", image=[png(n) for n in range(8)], label=[0, 1] * 4)
+    splits = opened("arrow", tmp_path, val_fraction=0.25)
+    assert np.bincount(splits.val.labels).tolist() == [1, 1]
+
+
+def test_a_choice_of_columns(tmp_path):
+    columns = {"image": [png(1)] * 2, "label": [0, 1], "labels": [1, 0]}
+    write_parquet(tmp_path / "train.parquet", **columns)
+    write_parquet(tmp_path / "val.parquet", **columns)
+    with pytest.raises(UserError, match=r"has several \('label', 'labels'\).*as label_column"):
+        opened("arrow", tmp_path)
+    assert opened("arrow", tmp_path, label_column="labels").val.labels.tolist() == [1, 0]
+    with pytest.raises(UserError, match="should have one image column, and has none"):
+        opened("arrow", tmp_path, image_column="picture", label_column="label")
+
+
+@pytest.mark.parametrize("cell", [None, {"bytes": None, "path": None}])
+def test_a_row_without_an_image(tmp_path, cell):
+    cells = {"image": [{"bytes": png(1), "path": None}, cell], "label": [0, 1]}
+    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    for part in ("train", "val"):
+        write_parquet(
+            tmp_path / f"{part}.parquet",
+            image=pa.array(cells["image"], type=struct),
+            label=cells["label"],
+        )
+    train = opened("arrow", tmp_path).train
+    with pytest.raises(BadImage, match="the row has no image"):
+        train.read(1)
+    assert train.describe(1).endswith("train[1]")
+
+
+def test_a_row_that_names_a_file(tmp_path, image_file):
+    path = str(image_file(tmp_path / "x.png"))
+    cells = pa.array(
+        [{"bytes": None, "path": path}],
+        type=pa.struct({"bytes": pa.binary(), "path": pa.string()}),
+    )
+    for part in ("train", "val"):
+        write_parquet(tmp_path / f"{part}.parquet", image=cells, label=[0])
+    assert opened("arrow", tmp_path).train.read(0).size == (10, 12)
+
+
+def test_nothing_to_read(tmp_path):
+    with pytest.raises(UserError, match=r"no \.arrow or \.parquet files"):
+        opened("arrow", tmp_path)
+
+
+def test_no_training_part(tmp_path):
+    write_parquet(tmp_path / "val.parquet", image=[png(1)], label=[0])
+    with pytest.raises(UserError, match="begins with 'train'"):
+        opened("arrow", tmp_path)
+
+
+def test_two_kinds_of_files(tmp_path, train_val):
+    pack(train_val, tmp_path / "both", progress=False)
+    write_parquet(tmp_path / "both" / "train" / "a.parquet", image=[png(1)], label=[0])
+    with pytest.raises(UserError, match=r"both \.arrow and \.parquet"):
+        opened("arrow", tmp_path / "both")
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_a_damaged_file_is_named(tmp_path, suffix):
+    (tmp_path / f"train.{suffix}").write_bytes(b"this is no such file" * 100)
+    with pytest.raises(UserError, match=rf"'train\.{suffix}' cannot be read"):
+        opened("arrow", tmp_path)
+
+
+def test_parts_with_different_classes(tmp_path):
+    for part, classes in (("train", ("a", "b")), ("test", ("a", "c"))):
+        rows(2, classes).to_parquet(tmp_path / f"{part}.parquet")
+    with pytest.raises(UserError, match="different classes: 'b', 'c'"):
+        opened("arrow", tmp_path)
+    rows(2, ("b", "a")).to_parquet(tmp_path / "test.parquet")
+    with pytest.raises(UserError, match="the same in another order"):
+        opened("arrow", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "message"),
+    [
+        (["a", "b"], ["c"], "only val has 'c'"),
+        ([0, 1], [2], "goes from 2 to 2, but train has 2 classes"),
+        ([-1, 1], [0], "goes from -1 to 1"),
+        ([0, None], [0], "1 rows of train in .* have no label"),
+        ([0.5, 1.0], [0.5], "neither names nor whole numbers"),
+    ],
+)
+def test_labels_that_are_no_classes(tmp_path, train, val, message):
+    for part, labels in (("train", train), ("val", val)):
+        write_parquet(tmp_path / f"{part}.parquet", image=[png(1)] * len(labels), label=labels)
+    with pytest.raises(UserError, match=message):
+        opened("arrow", tmp_path)
+
+
+def test_a_part_without_a_column(tmp_path):
+    write_parquet(tmp_path / "train.parquet", image=[png(1)], label=[0])
+    write_parquet(tmp_path / "val.parquet", image=[png(1)], other=[0])
+    with pytest.raises(UserError, match="has no column 'label', which train has"):
+        opened("arrow", tmp_path)
+
+
+def test_the_missing_package_is_named(tmp_path, train_val, monkeypatch):
+    write_parquet(tmp_path / "train.parquet", image=[png(1)], label=[0])
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"pip install 'locality\[arrow\]'"):
+        opened("arrow", tmp_path)
+    with pytest.raises(UserError, match=r"pip install 'locality\[arrow\]'"):
+        pack(train_val, tmp_path / "out", progress=False)

@@ -1,0 +1,116 @@
+"""A folder's faults are all found and said."""
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from locality.data import check
+from locality.errors import UserError
+
+
+def report(folder, **settings):
+    return check(folder, progress=False, **({"workers": 1} | settings))
+
+
+def test_a_good_folder(train_val):
+    result = report(train_val)
+    assert result.ok and result.images == {"train": 18, "val": 6} and result.classes == 3
+    assert result.modes == {"RGB": 24}
+    assert result.sizes.width == (10,) * 5 and result.sizes.height == (12,) * 5
+    assert result.lines()[-1] == "nothing is wrong"
+
+
+def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
+    train, val = train_val / "train", train_val / "val"
+    truncated = train / "ant" / "000.png"
+    truncated.write_bytes(truncated.read_bytes()[:60])
+    (train / "ant" / "001.png").write_bytes(b"")
+    (val / "ant" / "001.png").write_bytes(b"")
+    (train / "bee" / "000.png").write_bytes(b"text")
+    (train / "bee" / "new.png").symlink_to("gone")
+    (val / "cat" / "copy.png").write_bytes((train / "cat" / "002.png").read_bytes())
+    (train / "cat" / "again.png").write_bytes((train / "cat" / "002.png").read_bytes())
+    (train / "dog").mkdir()
+    (train / "ant" / "loop").symlink_to(train)
+    (train / "notes.txt").write_text("notes")
+    Image.new("L", (100, 50)).save(train / "bee" / "grey.png")
+
+    result = report(train_val)
+    assert not result.ok
+    assert {os.path.relpath(path, train_val) for path in result.bad_files} == {
+        "train/ant/000.png",
+        "train/ant/001.png",
+        "val/ant/001.png",
+        "train/bee/000.png",
+        "train/bee/new.png",
+    }
+    assert result.bad_files[str(train / "ant" / "001.png")] == "the file is empty"
+    assert result.empty_classes == {"train": ["dog"], "val": []}
+    assert result.class_difference == "only train has 'dog'"
+    assert result.duplicates == [
+        (str(train / "cat" / "002.png"), str(val / "cat" / "copy.png")),
+    ]
+    assert result.repeated == 1
+    assert result.ignored == [str(train / "notes.txt")]
+    assert result.loops == [str(train / "ant" / "loop")]
+    assert result.modes["L"] == 1
+    assert result.sizes.width[-1] == 100 and result.sizes.height[-1] == 50
+
+    text = "\n".join(result.lines())
+    for words in (
+        "4 classes",
+        "5 files cannot be decoded",
+        "1 validation images are also training images",
+        "1 classes of train are empty: 'dog'",
+        "only train has 'dog'",
+        "1 files repeat",
+        "1 files are ignored",
+        "1 links lead back",
+        "this folder needs attention",
+    ):
+        assert words in text
+
+
+def test_long_lists_are_cut(train_val):
+    for path in (train_val / "train").rglob("*.png"):
+        path.write_bytes(b"x")
+    lines = report(train_val).lines(most=4)
+    assert "  … and 14 more" in lines
+
+
+def test_several_processes_find_the_same(train_val, image_file):
+    for number in range(100):
+        image_file(train_val / "train" / "ant" / f"more{number}.png", seed=10_000 + number)
+    (train_val / "train" / "bee" / "000.png").write_bytes(b"")
+    assert report(train_val, workers=2) == report(train_val)
+
+
+def test_one_folder(tmp_path, class_folders):
+    class_folders(tmp_path, {"a": 2, "b": 0})
+    result = report(tmp_path)
+    assert result.images == {"all": 2} and result.empty_classes == {"all": ["b"]}
+    assert not result.ok and result.class_difference == ""
+
+
+def test_nothing_at_all(tmp_path):
+    result = report(tmp_path)
+    assert not result.ok and result.sizes is None and result.images == {"all": 0}
+    assert "0 classes" in result.lines()[0]
+    with pytest.raises(UserError, match="does not exist"):
+        report(tmp_path / "nowhere")
+
+
+def test_progress_is_shown_on_standard_error(train_val, capsys):
+    check(train_val, workers=1)
+    captured = capsys.readouterr()
+    assert "24/24" in captured.err and captured.out == ""
+
+
+def test_sizes_are_real_images_sizes(tmp_path, image_file):
+    for width in range(1, 22):
+        image_file(tmp_path / "a" / f"{width}.png", seed=width, size=(30, width))
+    sizes = report(tmp_path).sizes
+    expected = np.percentile(range(1, 22), (0, 5, 50, 95, 100))
+    assert sizes.width == tuple(expected.astype(int)) and sizes.height == (30,) * 5

@@ -1,0 +1,148 @@
+"""torchvision's sets, from small files written here in their formats."""
+
+import hashlib
+import pickle
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import scipy.io
+from torchvision import datasets
+
+from locality.data import DataConfig, open_data
+from locality.errors import UserError
+
+NAMES = {
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "flowers102": "Flowers-102",
+    "pets": "Oxford-IIIT Pets",
+}
+
+
+def opened(dataset, root, **settings):
+    return open_data(DataConfig(dataset=dataset, root=str(root), **settings), seed=0)
+
+
+def digest(path):
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def write_pickle(path, content):
+    path.write_bytes(pickle.dumps(content))
+    return [path.name, digest(path)]
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    """A CIFAR of ten images per file, whose checksums torchvision is told."""
+    rng = np.random.default_rng(0)
+
+    def write(reader, key, names_key, classes, files):
+        folder = tmp_path / reader.base_folder
+        folder.mkdir()
+        lists = {"train": [], "test": []}
+        for name in files:
+            content = {
+                "data": rng.integers(0, 256, (10, 3072), dtype=np.uint8),
+                key: rng.integers(0, classes, 10).tolist(),
+            }
+            part = "test" if name.startswith("test") else "train"
+            lists[part].append(write_pickle(folder / name, content))
+        meta = write_pickle(
+            folder / reader.meta["filename"], {names_key: [f"c{n}" for n in range(classes)]}
+        )
+        monkeypatch.setattr(reader, "train_list", lists["train"])
+        monkeypatch.setattr(reader, "test_list", lists["test"])
+        monkeypatch.setattr(reader, "meta", reader.meta | {"md5": meta[1]})
+        return folder
+
+    write(datasets.CIFAR10, "labels", "label_names", 10, ["data_batch_1", "test_batch"])
+    write(datasets.CIFAR100, "fine_labels", "fine_label_names", 100, ["train", "test"])
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_cifar(cifar, name, classes):
+    splits = opened(name, cifar)
+    assert splits.name == name and splits.classes == [f"c{n}" for n in range(classes)]
+    assert len(splits.train) == len(splits.val) == 10
+    reader = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name](str(cifar))
+    image, label = reader[3]
+    assert splits.train.read(3).tobytes() == image.tobytes()
+    assert splits.train.labels[3] == label
+    assert splits.train.pixels.shape == (10, 3, 32, 32)
+    assert splits.val.describe(2) == f"{name} test[2]"
+
+
+def test_a_damaged_cifar_is_noticed(cifar):
+    file = cifar / "cifar-10-batches-py" / "data_batch_1"
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(UserError, match=r"CIFAR-10 is not in .*, or damaged"):
+        opened("cifar10", cifar)
+
+
+@pytest.fixture
+def flowers(tmp_path, image_file, monkeypatch):
+    """Six flowers: two to train on, one to validate, three to test, in MATLAB's files."""
+    base = tmp_path / "flowers-102"
+    for number in range(1, 7):
+        image_file(base / "jpg" / f"image_{number:05d}.jpg", seed=number)
+    scipy.io.savemat(base / "imagelabels.mat", {"labels": np.array([[5, 1, 102, 5, 1, 2]])})
+    parts = {"trnid": [[3, 1]], "valid": [[6, 2]], "tstid": [[4, 5]]}
+    scipy.io.savemat(base / "setid.mat", {key: np.array(ids) for key, ids in parts.items()})
+    sums = dict(datasets.Flowers102._file_dict)
+    sums["label"] = ("imagelabels.mat", digest(base / "imagelabels.mat"))
+    sums["setid"] = ("setid.mat", digest(base / "setid.mat"))
+    monkeypatch.setattr(datasets.Flowers102, "_file_dict", sums)
+    return tmp_path
+
+
+def test_flowers_train_on_train_and_val_and_are_judged_by_test(flowers):
+    splits = opened("flowers102", flowers)
+    assert len(splits.classes) == 102
+    assert splits.train.labels.tolist() == [101, 4, 1, 0]
+    assert splits.val.labels.tolist() == [4, 0]
+    assert splits.train.describe(0).endswith("flowers-102/jpg/image_00003.jpg")
+    assert splits.train.read(0).size == (10, 12)
+
+
+def test_a_relative_root_works_from_anywhere(flowers, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(flowers.parent)
+    splits = opened("flowers102", flowers.name)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert splits.train.read(0).size == (10, 12)
+
+
+def test_pets(tmp_path, image_file):
+    base = tmp_path / "oxford-iiit-pet"
+    (base / "annotations").mkdir(parents=True)
+    lists = {
+        "trainval": ["Abyssinian_1 1 1 1", "great_pyrenees_7 2 2 1", "Abyssinian_2 1 1 1"],
+        "test": ["great_pyrenees_9 2 2 1", "Abyssinian_4 1 1 1"],
+    }
+    for part, lines in lists.items():
+        (base / "annotations" / f"{part}.txt").write_text("\n".join(lines) + "\n")
+        for line in lines:
+            image_file(base / "images" / f"{line.split()[0]}.jpg")
+    splits = opened("pets", tmp_path)
+    assert splits.classes == ["Abyssinian", "Great Pyrenees"]
+    assert splits.train.labels.tolist() == [0, 1, 0] and splits.val.labels.tolist() == [1, 0]
+    assert splits.val.describe(0).endswith("images/great_pyrenees_9.jpg")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_missing_is_said(tmp_path, name):
+    with pytest.raises(UserError, match=rf"{NAMES[name]} is not in .*expected .*data\.download"):
+        opened(name, tmp_path)
+    with pytest.raises(UserError, match=rf"{NAMES[name]} needs a folder; give it as data\.root"):
+        open_data(DataConfig(dataset=name), seed=0)
+
+
+def test_a_download_that_fails(tmp_path, monkeypatch):
+    def offline(*_, **__):
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr(datasets.CIFAR10, "download", offline)
+    with pytest.raises(UserError, match=r"could not be downloaded \(Name or service not known\)"):
+        opened("cifar10", tmp_path, download=True)
