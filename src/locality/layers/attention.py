@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.layers.kernels import kernel_svd, same_padding_offsets
+from locality.layers.linear import Linear, fast_linear
 from locality.layers.position import (
     Grid,
     attend_to_positions,
@@ -94,8 +95,8 @@ class _Attention(nn.Module):
         self.head_dim = head_dim or dim // num_heads
         self.value_dim = value_dim or dim // num_heads
         self.out_dim = out_dim or dim
-        self.qkv = nn.Linear(dim, num_heads * (2 * self.head_dim + self.value_dim), bias=qkv_bias)
-        self.proj = nn.Linear(num_heads * self.value_dim, self.out_dim)
+        self.qkv = Linear(dim, num_heads * (2 * self.head_dim + self.value_dim), bias=qkv_bias)
+        self.proj = Linear(num_heads * self.value_dim, self.out_dim)
         self.proj_drop = nn.Dropout(proj_drop)
         self.init_weights()
 
@@ -156,8 +157,8 @@ class SelfAttention(_Attention):
         biases = (
             (None, None) if self.qkv.bias is None else self.qkv.bias.split([self.dim, 2 * self.dim])
         )
-        q = F.linear(x[:, :queries], weights[0], biases[0]).unflatten(2, (self.num_heads, -1))
-        kv = F.linear(x, weights[1], biases[1]).unflatten(2, (2, self.num_heads, -1))
+        q = fast_linear(x[:, :queries], weights[0], biases[0]).unflatten(2, (self.num_heads, -1))
+        kv = fast_linear(x, weights[1], biases[1]).unflatten(2, (2, self.num_heads, -1))
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
         return q.transpose(1, 2), k, v
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 
+from locality.layers.linear import use_fast_linears
 from locality.layers.position import Grid
 
 
@@ -36,6 +37,7 @@ class Block(nn.Module):
         self.attn = attn
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop)
+        use_fast_linears(self.mlp)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
         for name, parameter in self.mlp.named_parameters():
             if name.endswith("weight"):

@@ -1,11 +1,14 @@
 """A linear layer that takes the faster of two equal ways on a CPU.
 
 PyTorch computes `F.linear` in fp32 with MKL, and 1×1 convolutions with oneDNN. They are the same
-sum of products. Where MKL has no AVX-512 path for a processor (AMD's), oneDNN is twice as fast:
-measured on two Zen 5 cores, 100 against 210 GMAC/s, forward and backward.
+sum of products. MKL has no AVX-512 path for AMD's processors, and there oneDNN is twice as fast:
+measured on two Zen 5 cores, 100 against 210 GMAC/s, forward and backward. The choice depends on the
+processor's maker alone, not on a trial run, so that a resumed run makes the same one.
 """
 
 from __future__ import annotations
+
+import platform
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,21 @@ from torch import Tensor, nn
 
 # Below this many input elements the convolution's own overhead (10 to 50 µs) eats what it saves.
 _WORTHWHILE = 2**16
-_BOTH_LIBRARIES = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+
+
+def _mkl_falls_short() -> bool:
+    """Whether this is an AMD processor with AVX-512, and oneDNN is there to use it."""
+    libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    if not libraries or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        with open("/proc/cpuinfo") as file:
+            return any("AuthenticAMD" in line for line in file)
+    except OSError:
+        return "AuthenticAMD" in platform.processor()
+
+
+_MKL_FALLS_SHORT = _mkl_falls_short()
 
 
 class Linear(nn.Linear):
@@ -51,7 +68,7 @@ def use_fast_linears(module: nn.Module) -> None:
 
 def _prefers_convolution(x: Tensor) -> bool:
     return (
-        _BOTH_LIBRARIES
+        _MKL_FALLS_SHORT
         and x.device.type == "cpu"
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
