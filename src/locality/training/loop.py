@@ -109,7 +109,8 @@ class Loop:
             config.seed, fabric.global_rank, config.engine.accumulate, fabric.device
         )
         self.layout = torch.channels_last if config.engine.channels_last else torch.preserve_format
-        self._saved = -1
+        # Step of the last checkpoint and of the evaluation it knows of.
+        self._saved = (-1, -1)
         self._flight: _Flight | None = (
             _Flight(2 + len(SIGNALS)) if fabric.device.type == "cuda" else None
         )
@@ -147,7 +148,7 @@ class Loop:
         if self.parts.ema is not None:
             self.parts.ema.module.load_state_dict(state["ema"])
         self.parts.optimizer.load_state_dict(state["optimizer"])
-        self._saved = self.at.step
+        self._saved = (self.at.step, self.at.evaluated)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -171,9 +172,10 @@ class Loop:
                     row = self._evaluate()
                 if self.plan.snapshots(at.step):
                     self._snapshot()
-                if self._saved < at.step and self.plan.saves(at.step):
+                if self._saved != (at.step, at.evaluated) and self.plan.saves(at.step):
                     self._save()
                 if at.step == self.plan.steps:
+                    self.recorder.wait_until_saved()
                     return row
                 if batches is None:
                     batches = iter(self._train_loader())
@@ -244,10 +246,13 @@ class Loop:
             return
         rate = self.parts.optimizer.param_groups[0]["lr"]
         skipped = f" after {at.bad_losses} skipped updates" if allowed else ""
-        kept = f"of step {self._saved} is the last" if self._saved >= 0 else "does not exist yet"
+        saved = self._saved[0]
+        kept = f"the last good checkpoint is that of step {saved}"
+        if saved < 0:
+            kept = "there is no checkpoint yet"
         raise NonFiniteLoss(
             f"the loss became {loss} in step {at.step + 1} at learning rate {rate:.3g}{skipped}; "
-            f"the update was not made, and the good checkpoint {kept}. Lower optim.lr, set "
+            f"the update was not made, and {kept}. Lower optim.lr, set "
             f"optim.clip_grad, or allow engine.max_bad_losses, in a new run folder"
         )
 
@@ -256,6 +261,7 @@ class Loop:
     def _evaluate(self) -> dict[str, Any]:
         at, parts = self.at, self.parts
         model = parts.model if parts.ema is None else parts.ema.module
+        self.recorder.wait_until_saved()
         started = time.perf_counter()
         if not self.alone:
             # Running statistics differ between processes; rank 0's are the ones that are saved.
@@ -292,11 +298,12 @@ class Loop:
         self._collect_skipped()
         if self.fabric.is_global_zero:
             self.recorder.save(self.state())
-        self._saved = self.at.step
+        self._saved = (self.at.step, self.at.evaluated)
 
     def _stop(self, signum: int) -> None:
-        if self._saved < self.at.step:
+        if self._saved != (self.at.step, self.at.evaluated):
             self._save()
+        self.recorder.wait_until_saved()
         # Nobody leaves before the checkpoint is on disk: whoever started the processes may end
         # them all when the first is gone.
         self.fabric.barrier()
@@ -311,6 +318,8 @@ class Loop:
 
     def _train_loader(self) -> Any:
         config, fabric = self.config, self.fabric
+        # Workers are forked, and a fork should find no thread at work.
+        self.recorder.wait_until_saved()
         loader = train_loader(
             self.splits.train,
             config.augment,

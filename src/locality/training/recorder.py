@@ -14,6 +14,7 @@ import torch
 from locality.files import atomic_file, write_atomic
 from locality.training.logs import METRICS, TIMING, Progress, Table, TensorBoard, duration
 from locality.training.runs import RunFolder
+from locality.training.saver import BackgroundSaver
 
 if TYPE_CHECKING:
     from locality.models import ImageClassifier
@@ -59,6 +60,7 @@ class Recorder:
         self._tensorboard: TensorBoard | None = None
         if run is None:
             return
+        self._saver = BackgroundSaver(run.checkpoints)
         self._metrics = Table(run.metrics_file, METRICS)
         self._timing = Table(run.timing_file, TIMING)
         self._last = self._metrics.cut(evaluated)[-1:]
@@ -76,7 +78,13 @@ class Recorder:
         self.progress.say(text)
 
     def stepped(self, at: Progressed, seconds: float) -> None:
-        """A step was finished in `seconds`."""
+        """A step was finished in `seconds`.
+
+        Raises:
+            CheckpointNotSaved: if the last checkpoint could not be written.
+        """
+        if self._run is not None:
+            self._saver.check()
         self.seconds += seconds
         self._stepping += seconds
         self._steps += 1
@@ -120,13 +128,13 @@ class Recorder:
         self._stepping, self._steps = 0.0, 0
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, and the list of unreadable images if there are any.
+        """Begin to write a checkpoint, and write the list of unreadable images if there are any.
 
         Raises:
-            CheckpointNotSaved: if it cannot be written.
+            CheckpointNotSaved: if the one before could not be written.
         """
         assert self._run is not None
-        self._run.checkpoints.save(state)
+        self._saver.start(state)
         skipped = state["progress"]["skipped"]
         if skipped:
             text = io.StringIO()
@@ -134,6 +142,15 @@ class Recorder:
             writer.writerow(("image", "reason"))
             writer.writerows(skipped.items())
             write_atomic(self._run.skipped_file, text.getvalue())
+
+    def wait_until_saved(self) -> None:
+        """Return when the last checkpoint is on disk.
+
+        Raises:
+            CheckpointNotSaved: if it could not be written.
+        """
+        if self._run is not None:
+            self._saver.wait()
 
     def snapshot(self, step: int, model: ImageClassifier) -> None:
         """Keep a copy of the weights as they are after `step` steps."""
@@ -146,10 +163,15 @@ class Recorder:
             file.write(save(weights, metadata={"step": str(step)}))
 
     def close(self) -> None:
-        """End the bar and the logs."""
+        """Finish writing; end the bar and the logs.
+
+        Raises:
+            CheckpointNotSaved: if the last checkpoint could not be written.
+        """
         self.progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        self.wait_until_saved()
 
 
 def peak_memory_mb() -> int:

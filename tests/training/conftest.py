@@ -1,0 +1,98 @@
+"""Runs small enough to be repeated many times."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from locality.training import RunConfig, recipe, replace
+from locality.training import train as train_run
+from locality.training.loop import Loop
+from locality.training.runs import load_state
+from locality.training.signals import Interrupted
+
+# Two blocks, one of them GPSA, 16 wide: a step takes 2 ms.
+TINY_MODEL = {
+    "model.overrides": {"depth": 2, "gpsa_layers": 1, "embed_dim": 16, "drop_path_rate": 0.2},
+    "engine.tensorboard": False,
+    "engine.precision": "fp32",
+}
+SHORT = {
+    "data.fraction": 0.1,
+    "engine.batch_size": 16,
+    "schedule.steps": 8,
+    "schedule.warmup": 2,
+    "schedule.eval_every": 3,
+}
+# All that draws random numbers, and all that has a state.
+EVERYTHING = {
+    "augment.mixup": 0.8,
+    "augment.cutmix": 1.0,
+    "augment.random_erasing": 0.5,
+    "augment.repeats": 3,
+    "engine.ema_decay": 0.9,
+    "objective.label_smoothing": 0.1,
+    "optim.clip_grad": 1.0,
+}
+
+
+def tiny(**changes: Any) -> RunConfig:
+    """The digits recipe in miniature; changes by name, with __ for the dot."""
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    overrides = named.pop("overrides", {})
+    config = replace(recipe("digits"), TINY_MODEL | SHORT | named)
+    return replace(config, {f"model.overrides.{k}": v for k, v in overrides.items()})
+
+
+def train(config: RunConfig, folder: Path) -> dict[str, Any]:
+    return train_run(config, folder, quiet=True)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Same weights, moments, counts and metrics, to the last bit."""
+    assert_same(load_state(one), load_state(other))
+    assert (one / "metrics.csv").read_bytes() == (other / "metrics.csv").read_bytes()
+
+
+def assert_same(one: Any, other: Any, where: str = "state") -> None:
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{where}[{number}]")
+    else:
+        assert one == other, where
+
+
+@pytest.fixture
+def stop_before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the next runs receive a signal at the beginning of a step."""
+    original = Loop._step
+
+    def arrange(step: int | None, signum: int = signal.SIGTERM) -> None:
+        def interrupted(self: Loop, batches: Any) -> int:
+            if self.at.step == step:
+                os.kill(os.getpid(), signum)
+            return original(self, batches)
+
+        monkeypatch.setattr(Loop, "_step", original if step is None else interrupted)
+
+    return arrange
+
+
+def train_interrupted(config: RunConfig, folder: Path) -> Interrupted:
+    with pytest.raises(Interrupted) as caught:
+        train(config, folder)
+    return caught.value

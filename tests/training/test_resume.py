@@ -1,0 +1,134 @@
+"""An interrupted run ends exactly as an uninterrupted one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from locality.training import RunConfig, replace
+from locality.training.loop import Loop
+
+from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
+
+STEPS = 8
+Stop = Callable[..., None]
+
+
+def run_in_pieces(config: RunConfig, folder: Path, stops: list[int], stop: Stop) -> None:
+    for step in stops:
+        stop(step)
+        interrupted = train_interrupted(config, folder)
+        assert interrupted.step == step + 1
+        assert interrupted.exit_code == 143
+    stop(None)
+    train(config, folder)
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_resuming_after_any_step_is_exact(
+    step: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, stop_before: Stop
+) -> None:
+    config = tiny(**{name.replace(".", "__"): value for name, value in EVERYTHING.items()})
+    whole = tmp_path_factory.getbasetemp() / "whole"
+    if not whole.exists():
+        train(config, whole)
+    run_in_pieces(config, tmp_path / "run", [step], stop_before)
+    assert_same_run(tmp_path / "run", whole)
+
+
+COMBINATIONS = [
+    {"engine.accumulate": accumulate, "data.workers": workers, **random}
+    for accumulate, workers, random in itertools.product(
+        (1, 4), (0, 2), ({}, EVERYTHING, {"augment.repeats": 3}, {"augment.mixup": 0.8})
+    )
+]
+
+
+@pytest.mark.parametrize("changes", COMBINATIONS, ids=lambda c: "-".join(map(str, c.values())))
+def test_resuming_is_exact_whatever_is_on(
+    changes: dict[str, object], tmp_path: Path, stop_before: Stop
+) -> None:
+    config = replace(tiny(), changes)
+    train(config, tmp_path / "whole")
+    run_in_pieces(config, tmp_path / "run", [1, 2, 6], stop_before)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+DEIT = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
+CVT = {
+    "stages": [
+        {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 3, "embed_stride": 2},
+        {"embed_dim": 16, "num_heads": 2, "depth": 2, "kv_stride": 1, "drop_path_rate": 0.2},
+    ]
+}
+
+
+@pytest.mark.parametrize(("model", "overrides"), [("deit_nano", DEIT), ("cvt_13", CVT)])
+def test_resuming_is_exact_for_other_models(
+    model: str, overrides: dict[str, object], tmp_path: Path, stop_before: Stop
+) -> None:
+    config = replace(
+        tiny(), EVERYTHING | {"model.name": model, "model.overrides": overrides, "model.img_size": 8}
+    )
+    train(config, tmp_path / "whole")
+    run_in_pieces(config, tmp_path / "run", [0, 4], stop_before)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_resuming_is_exact_when_distilling(tmp_path: Path, stop_before: Stop) -> None:
+    train(tiny(schedule__steps=3), tmp_path / "teacher")
+    config = tiny(objective__teacher=str(tmp_path / "teacher"), augment__mixup=0.8)
+    train(config, tmp_path / "whole")
+    run_in_pieces(config, tmp_path / "run", [3], stop_before)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_number_of_workers_may_change_between_resumes(
+    tmp_path: Path, stop_before: Stop
+) -> None:
+    config = replace(tiny(), EVERYTHING)
+    train(config, tmp_path / "whole")
+    for workers, step in ((2, 1), (0, 3), (1, 6)):
+        stop_before(step)
+        train_interrupted(replace(config, {"data.workers": workers}), tmp_path / "run")
+    stop_before(None)
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_an_evaluation_that_was_interrupted_is_made_up_for(
+    tmp_path: Path, stop_before: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny()
+    train(config, tmp_path / "whole")
+    evaluate = Loop._evaluate
+
+    def interrupted(self: Loop) -> dict[str, object]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self)
+
+    monkeypatch.setattr(Loop, "_evaluate", interrupted)
+    caught = train_interrupted(config, tmp_path / "run")
+    assert (caught.step, caught.exit_code) == (3, 130)
+    monkeypatch.setattr(Loop, "_evaluate", evaluate)
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_finished_run_is_returned_as_it_is(tmp_path: Path) -> None:
+    first = train(tiny(), tmp_path / "run")
+    before = (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime_ns
+    assert train(tiny(), tmp_path / "run") == first
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
+
+
+def test_the_seed_decides_everything(tmp_path: Path) -> None:
+    config = replace(tiny(), EVERYTHING)
+    results = {seed: train(replace(config, {"seed": seed}), tmp_path / str(seed)) for seed in (0, 1)}
+    again = train(config, tmp_path / "again")
+    assert again["val_loss"] == results[0]["val_loss"] != results[1]["val_loss"]
