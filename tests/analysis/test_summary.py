@@ -1,6 +1,7 @@
 """Measures are those of the real forward pass; the released variant is what the script measures."""
 
 import json
+import math
 
 import pytest
 import timm
@@ -98,3 +99,33 @@ def test_released_variant_needs_one_patch_embedding(images):
     model = torch.nn.Sequential(create_model("deit_nano").blocks[0])
     with pytest.raises(UserError, match="patch embedding"):
         released_nonlocality(model, images)
+
+
+def test_cvt_is_measured_with_its_key_strides(shaken):
+    model = shaken(create_model("cvt_13", img_size=64, num_classes=3), scale=0.02)
+    images = torch.randn(2, 3, 60, 72)
+    record = measure_model(model, images)
+    with torch.no_grad(), capture(model) as views:
+        model(images)
+    assert [tuple(layer["grid"]) for layer in record["layers"]] == [view.grid for view in views]
+    first = record["layers"][0]
+    assert (first["grid"], first["key_grid"]) == ([15, 18], [8, 9])
+    # By hand: key (a, b) lies on query (2a, 2b).
+    attention = views[0].maps.mixed.double()
+    away = torch.tensor(
+        [
+            [math.hypot(i - 2 * a, j - 2 * b) for a in range(8) for b in range(9)]
+            for i in range(15)
+            for j in range(18)
+        ],
+        dtype=torch.float64,
+    )
+    expected = (attention * away).sum(-1).mean((0, 2))
+    assert first["nonlocality"]["mean"] == pytest.approx(expected.tolist(), rel=1e-5)
+    last = record["layers"][-1]
+    assert last["class_token_share"] is not None and last["grid"] == [4, 5]
+
+
+def test_cvt_has_no_single_patch_embedding():
+    with pytest.raises(UserError, match="patch embedding"):
+        released_nonlocality(create_model("cvt_13", img_size=32), torch.randn(1, 3, 32, 32))

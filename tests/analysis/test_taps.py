@@ -6,6 +6,7 @@ import torch
 
 from locality.analysis.taps import attention_layers, capture
 from locality.errors import UserError
+from locality.layers.convolution import ConvolutionalAttention
 from locality.models import create_model
 
 TIMM = {
@@ -26,13 +27,15 @@ def timm_model(shaken):
     return make
 
 
-@pytest.fixture(params=["convit_nano", "deit_nano", "psa", *TIMM])
+@pytest.fixture(params=["convit_nano", "deit_nano", "psa", "cvt_13", *TIMM])
 def any_model(request, shaken, timm_model):
     if request.param in TIMM:
         return timm_model(request.param), torch.randn(2, 3, 64, 64)
     name, overrides = request.param, {}
     if name == "psa":
         name, overrides = "convit_nano", {"positional_attention": "psa"}
+    if name == "cvt_13":
+        return shaken(create_model(name, img_size=32), scale=0.02), torch.randn(2, 3, 32, 40)
     return shaken(create_model(name, **overrides)), torch.randn(2, 3, 8, 12)
 
 
@@ -83,6 +86,8 @@ def test_captured_attention_is_what_the_module_computes_with(any_model):
             v = torch.nn.functional.linear(x, module.value_weight, bias)
         elif hasattr(module, "qkv"):
             v = module.qkv(x).chunk(3, dim=-1)[2]
+        elif isinstance(module, ConvolutionalAttention):
+            v = module.v(x, module._image(x, view.grid))
         else:
             v = module.v(x)
         v = v.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -100,7 +100,7 @@ def nonlocality(
         attention: (B, h, Nq + prefix, Nk + prefix), or (h, Nq, Nk) for positional attention, which
             does not depend on the image.
         query_grid, key_grid, key_stride: see `token_distances`.
-        prefix_tokens: number of class tokens, which come first.
+        prefix_tokens: number of class tokens, which come first, among queries and keys alike.
 
     Returns:
         (B, h), or (h,) for a three-dimensional input.

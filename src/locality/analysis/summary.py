@@ -113,16 +113,16 @@ def _embedded(embed: nn.Module, images: Tensor) -> tuple[Tensor, Grid]:
 def _per_image(view: LayerView) -> dict[str, Tensor]:
     """The measures of one layer that depend on the image, each (B, h)."""
     maps = view.maps
-    grids = (maps.query_grid, maps.key_grid)
     prefix = maps.prefix_tokens
+    places = (maps.query_grid, maps.key_grid, prefix, view.key_stride)
     values = {
-        "nonlocality": measures.nonlocality(maps.mixed, *grids, prefix),
+        "nonlocality": measures.nonlocality(maps.mixed, *places),
         "entropy": measures.entropy(maps.mixed, prefix),
     }
     if prefix:
         values["class_token_share"] = measures.class_token_share(maps.mixed, prefix)
     if maps.content is not None:
-        values["content_nonlocality"] = measures.nonlocality(maps.content, *grids, prefix)
+        values["content_nonlocality"] = measures.nonlocality(maps.content, *places)
     return values
 
 

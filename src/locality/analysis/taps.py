@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from locality.analysis import timm_attention
+from locality.analysis.measures import Stride
 from locality.errors import UserError
 from locality.layers.attention import AttentionMaps
+from locality.layers.convolution import ConvolutionalAttention
 from locality.layers.position import Grid
 
 
@@ -47,6 +49,13 @@ class LayerView:
     def grid(self) -> Grid:
         """The grid of the tokens that came in."""
         return self.maps.query_grid
+
+    @property
+    def key_stride(self) -> Stride:
+        """How many query tokens lie between neighbouring keys: CvT squeezes its keys (§3.2)."""
+        if isinstance(self.module, ConvolutionalAttention):
+            return self.module.k.stride, self.module.k.stride
+        return 1, 1
 
 
 class _ShowsAttention(Protocol):
