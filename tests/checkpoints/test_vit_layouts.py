@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from locality.checkpoints.convit import dropped, from_convit, infer_convit, to_convit
 from locality.checkpoints.deit import from_deit, infer_deit, to_deit
@@ -17,32 +17,18 @@ from locality.models import build, create_model, variant
 SMALL = {"img_size": 64, "num_classes": 10}
 
 
-def randomise(model: nn.Module) -> nn.Module:
-    """Random weights everywhere: initial zeros and ones would hide a mix-up."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = parameter.data + 0.1 * noise
-    return model.eval()
-
-
-def assert_bitwise(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def timm_convit() -> nn.Module:
+def timm_convit(randomise) -> nn.Module:
     return randomise(
         timm.create_model("convit_tiny", img_size=64, num_classes=10, depth=4, local_up_to_layer=3)
     )
 
 
-def timm_deit() -> nn.Module:
+def timm_deit(randomise) -> nn.Module:
     return randomise(timm.create_model("deit_tiny_patch16_224", depth=3, **SMALL))
 
 
-def test_convit_from_timm_gives_the_same_logits():
-    reference = timm_convit()
+def test_convit_from_timm_gives_the_same_logits(randomise):
+    reference = timm_convit(randomise)
     config = replace(variant("convit_tiny").config, depth=4, gpsa_layers=3, **SMALL)
     ours = build(config).eval()
     ours.load_state_dict(from_convit(reference.state_dict(), config))
@@ -51,8 +37,8 @@ def test_convit_from_timm_gives_the_same_logits():
         torch.testing.assert_close(ours(images), reference(images), atol=1e-5, rtol=0)
 
 
-def test_deit_from_timm_gives_the_same_logits():
-    reference = timm_deit()
+def test_deit_from_timm_gives_the_same_logits(randomise):
+    reference = timm_deit(randomise)
     config = replace(variant("deit_tiny").config, depth=3, **SMALL)
     ours = build(config).eval()
     ours.load_state_dict(from_deit(reference.state_dict(), config))
@@ -61,10 +47,10 @@ def test_deit_from_timm_gives_the_same_logits():
         torch.testing.assert_close(ours(images), reference(images), atol=1e-5, rtol=0)
 
 
-def test_convit_to_timm_loads_strictly_and_gives_the_same_logits():
+def test_convit_to_timm_loads_strictly_and_gives_the_same_logits(randomise):
     config = replace(variant("convit_tiny").config, depth=4, gpsa_layers=3, **SMALL)
     ours = randomise(build(config))
-    reference = timm_convit()
+    reference = timm_convit(randomise)
     reference.load_state_dict(to_convit(ours.state_dict(), config), strict=True)
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
@@ -79,7 +65,7 @@ def test_convit_to_timm_loads_strictly_and_gives_the_same_logits():
         pytest.param("convit_base", marks=pytest.mark.slow),
     ],
 )
-def test_convit_there_and_back_is_bitwise_equal(name):
+def test_convit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
     ours = randomise(create_model(name))
     state = ours.state_dict()
     assert_bitwise(from_convit(to_convit(state, ours.config), ours.config), state)
@@ -93,14 +79,14 @@ def test_convit_there_and_back_is_bitwise_equal(name):
         pytest.param("deit_base", marks=pytest.mark.slow),
     ],
 )
-def test_deit_there_and_back_is_bitwise_equal(name):
+def test_deit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
     ours = randomise(create_model(name))
     state = ours.state_dict()
     assert_bitwise(from_deit(to_deit(state, ours.config), ours.config), state)
 
 
-def test_timm_there_and_back_loses_only_what_the_softmax_cancels():
-    reference = timm_convit().state_dict()
+def test_timm_there_and_back_loses_only_what_the_softmax_cancels(randomise, assert_bitwise):
+    reference = timm_convit(randomise).state_dict()
     config = infer_convit(reference)
     back = to_convit(from_convit(reference, config), config)
     biases = dropped(config)
@@ -120,7 +106,7 @@ def test_the_architecture_is_read_from_the_shapes(name):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_projection_biases_of_the_gated_layers_are_kept(bias):
+def test_projection_biases_of_the_gated_layers_are_kept(bias, randomise, assert_bitwise):
     ours = randomise(create_model("convit_nano", qkv_bias=bias))
     theirs = to_convit(ours.state_dict(), ours.config)
     assert ("blocks.0.attn.qk.bias" in theirs) is bias

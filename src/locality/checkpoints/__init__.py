@@ -1,1 +1,38 @@
+"""Weights: everyone's layouts, our own format, public weights by name, and export."""
 
+from locality.checkpoints.adapt import load_into
+from locality.checkpoints.checkpoint import Checkpoint
+from locality.checkpoints.convert import Conversion, convert
+from locality.checkpoints.export import export
+from locality.checkpoints.hub import TrainedModel
+from locality.checkpoints.layouts import LAYOUTS, Layout, recognise
+from locality.checkpoints.native import load, save
+from locality.checkpoints.opened import Classifier, open_model
+from locality.checkpoints.opening import open_weights
+from locality.checkpoints.preprocessing import Preprocessing
+from locality.checkpoints.pretrained import create_model, load_weights
+from locality.checkpoints.sources import SOURCES, Source, list_pretrained, source
+
+__all__ = [
+    "LAYOUTS",
+    "SOURCES",
+    "Checkpoint",
+    "Classifier",
+    "Conversion",
+    "Layout",
+    "Preprocessing",
+    "Source",
+    "TrainedModel",
+    "convert",
+    "create_model",
+    "export",
+    "list_pretrained",
+    "load",
+    "load_into",
+    "load_weights",
+    "open_model",
+    "open_weights",
+    "recognise",
+    "save",
+    "source",
+]

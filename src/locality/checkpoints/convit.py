@@ -13,6 +13,7 @@ from torch import Tensor
 from locality.checkpoints.keys import State, blank_state, check_keys
 from locality.checkpoints.vit import (
     infer_common,
+    infer_like,
     rename_from_timm,
     rename_to_timm,
     require_blocks,
@@ -68,12 +69,18 @@ def to_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
     return _theirs(state, config)
 
 
-def infer_convit(state: State) -> ViTConfig:
-    """The architecture, read from the shapes; image and class token as in the paper.
+def infer_convit(state: State, like: ViTConfig | None = None) -> ViTConfig:
+    """The architecture, read from the shapes; images are taken to be square.
+
+    Args:
+        state: the weights.
+        like: take everything from this configuration but the image size, channels and classes.
 
     Raises:
         UserError: if the tensors that tell are not there.
     """
+    if like is not None:
+        return infer_like(state, like)
     depth = require_blocks(state, "blocks.")
     gpsa = [index for index in range(depth) if f"blocks.{index}.attn.gating_param" in state]
     if gpsa != list(range(len(gpsa))) or not gpsa:

@@ -9,6 +9,7 @@ from torch import Tensor
 from locality.checkpoints.keys import State, blank_state, check_keys
 from locality.checkpoints.vit import (
     infer_common,
+    infer_like,
     rename_from_timm,
     rename_to_timm,
     require_blocks,
@@ -46,12 +47,18 @@ def to_deit(state: State, config: ViTConfig) -> dict[str, Tensor]:
     return {rename_to_timm(name): tensor for name, tensor in state.items()}
 
 
-def infer_deit(state: State) -> ViTConfig:
+def infer_deit(state: State, like: ViTConfig | None = None) -> ViTConfig:
     """The architecture, read from the shapes; heads are taken to be 64 wide, as in every DeiT.
+
+    Args:
+        state: the weights.
+        like: take everything from this configuration but the image size, channels and classes.
 
     Raises:
         UserError: if the tensors that tell are not there, or the width is no multiple of 64.
     """
+    if like is not None:
+        return infer_like(state, like)
     depth = require_blocks(state, "blocks.")
     config = infer_common(
         state,

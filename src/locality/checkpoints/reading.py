@@ -12,7 +12,7 @@ import argparse
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from locality.errors import UserError
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
 
-ALLOWED_CLASSES: list[Callable[..., Any]] = [argparse.Namespace]
+ALLOWED_CLASSES = (argparse.Namespace,)
 """The classes that a pickle may name beside torch's own tensors and containers."""
 
 # Training wrappers add these in front of every name.
@@ -66,10 +66,20 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
     Raises:
         UserError: if the file is damaged or truncated.
     """
+    metadata = safetensors_metadata(path)
+    with safe_open(str(path), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+
+
+def safetensors_metadata(path: Path | str) -> dict[str, str]:
+    """The text fields in the header of a safetensors file.
+
+    Raises:
+        UserError: if the file is damaged or truncated.
+    """
     try:
         with safe_open(str(path), framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return state, file.metadata() or {}
+            return file.metadata() or {}
     except SafetensorError as error:
         raise UserError(f"{path} is damaged or truncated: {_sentence(error)}") from error
 
@@ -113,7 +123,7 @@ def _kind(path: Path) -> str:
 def _unpickle(path: Path) -> Any:
     try:
         # A file object, since torch looks at the ending of a path.
-        with torch.serialization.safe_globals(ALLOWED_CLASSES), path.open("rb") as file:
+        with torch.serialization.safe_globals([*ALLOWED_CLASSES]), path.open("rb") as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         wanted = _NAMED_GLOBAL.search(str(error))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from locality.checkpoints.keys import State
 from locality.errors import UserError
-from locality.models.vit import ViTConfig
+from locality.models.vit import ViTConfig, token_grid
 
 
 def rename_from_timm(name: str) -> str:
@@ -35,6 +36,25 @@ def require_blocks(state: State, prefix: str) -> int:
             f"without gaps"
         )
     return len(found)
+
+
+def infer_like(state: State, like: ViTConfig) -> ViTConfig:
+    """`like`, with the image size, channels and classes that the weights have.
+
+    The image size stays as it is where the position embedding has that many patches, whatever
+    their shape; otherwise it is read as a square.
+    """
+    rows, columns = token_grid(like.img_size, like.patch_size)
+    entries = rows * columns + like.embed_class_token
+    fits = "pos_embed" not in state or state["pos_embed"].shape[1] == entries
+    found = infer_common(
+        {name: tensor for name, tensor in state.items() if not (fits and name == "pos_embed")},
+        num_heads=1,
+        depth=like.depth,
+        embed_class_token=like.embed_class_token,
+    )
+    size = like.img_size if fits else found.img_size
+    return replace(like, img_size=size, in_chans=found.in_chans, num_classes=found.num_classes)
 
 
 def infer_common(state: State, **fields: Any) -> ViTConfig:

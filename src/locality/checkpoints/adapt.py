@@ -1,0 +1,117 @@
+"""Fitting weights to a model of another image size, number of channels or number of classes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from timm.layers import resample_abs_pos_embed
+from timm.models import adapt_input_conv
+from torch import Tensor
+
+from locality.checkpoints.checkpoint import Checkpoint, current_config
+from locality.checkpoints.keys import check_finite, check_keys
+from locality.layers import Grid
+from locality.models.cvt_config import CvTConfig
+from locality.models.surface import ImageClassifier
+from locality.models.vit import ViTConfig, token_grid
+
+State = dict[str, Tensor]
+
+_log = logging.getLogger("locality")
+
+
+def load_into(model: ImageClassifier, checkpoint: Checkpoint) -> list[str]:
+    """Load a checkpoint's weights into a model that may differ at its ends.
+
+    Position embeddings are resampled bicubically to the model's image size (relative encodings need
+    nothing). The first convolution is adapted to another number of channels as timm does: summed
+    over the channels for one, repeated and rescaled for more. A classifier for another number of
+    classes keeps the fresh weights it has. Each is said in the log. Everything between has to fit
+    exactly, and nothing is assigned before everything has been checked.
+
+    Returns:
+        what was changed, in sentences.
+
+    Raises:
+        UserError: if the weights do not fit the model, or are not finite.
+    """
+    target = current_config(model)
+    fresh = model.state_dict()
+    state = dict(checkpoint.state)
+    changes = []
+    for adapt in (_classifier, _channels, resample_positions):
+        changes += adapt(state, checkpoint.config, target, fresh)
+    check_keys(state, fresh, "locality's")
+    check_finite(state)
+    model.load_state_dict(state, strict=True)
+    for change in changes:
+        _log.info(change)
+    return changes
+
+
+def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    if source.num_classes == target.num_classes:
+        return []
+    for name in [name for name in state if name.startswith("head.")]:
+        del state[name]
+    state |= {name: tensor for name, tensor in fresh.items() if name.startswith("head.")}
+    if target.num_classes == 0:
+        return [f"the classifier of {source.num_classes} classes is left out"]
+    return [
+        f"the classifier is new and untrained: the weights have {source.num_classes} classes, the "
+        f"model {target.num_classes}"
+    ]
+
+
+def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    if source.in_chans == target.in_chans:
+        return []
+    name = "stages.0.embed.conv.weight" if isinstance(target, CvTConfig) else "patch_embed.weight"
+    if name in state:
+        state[name] = adapt_input_conv(target.in_chans, state[name], base_chans=source.in_chans)
+    return [
+        f"the first convolution is adapted from {source.in_chans} to {target.in_chans} channels"
+    ]
+
+
+def resample_positions(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    """Resample, in place, every position embedding of `state` whose grid differs.
+
+    Args:
+        state: weights under our names.
+        source, target: the configurations they were made for, and are to be used with.
+        fresh: the target model's own state dict.
+
+    Returns:
+        what was changed, in sentences.
+    """
+    # Once here instead of in each forward pass, so that training continues from the new embedding.
+    if type(source) is not type(target):
+        return []
+    changes = []
+    before, after = _grids(source), _grids(target)
+    for name in before.keys() & after.keys() & state.keys() & fresh.keys():
+        if before[name] == after[name]:
+            continue
+        prefix = state[name].shape[1] - before[name][0] * before[name][1]
+        state[name] = resample_abs_pos_embed(
+            state[name],
+            new_size=list(after[name]),
+            old_size=list(before[name]),
+            num_prefix_tokens=prefix,
+        )
+        changes.append(
+            f"the position embedding {name} is resampled from {before[name][0]}×{before[name][1]} "
+            f"to {after[name][0]}×{after[name][1]} patches"
+        )
+    return changes
+
+
+def _grids(config: ViTConfig | CvTConfig) -> dict[str, Grid]:
+    """The grid of every position embedding that a model may have."""
+    if isinstance(config, ViTConfig):
+        return {"pos_embed": token_grid(config.img_size, config.patch_size)}
+    size = config.img_size
+    grids = config.grids((size, size) if isinstance(size, int) else size)
+    return {f"stages.{index}.pos_embed": grid for index, grid in enumerate(grids)}

@@ -1,0 +1,112 @@
+"""Turning weights from one layout into another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save as to_safetensors
+
+from locality.checkpoints.checkpoint import Checkpoint
+from locality.checkpoints.layouts import layout as layout_called
+from locality.checkpoints.native import owned, write_file, write_folder
+from locality.checkpoints.opening import open_weights
+from locality.errors import UserError
+from locality.files import atomic_file, write_atomic
+from locality.models.factory import variant
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` did.
+
+    Attributes:
+        source, target: the two paths.
+        layout, to: the layouts of both.
+        model: the name of the architecture, or None if the table has no such row.
+        parameters: how many numbers were converted.
+    """
+
+    source: Path
+    target: Path
+    layout: str
+    to: str
+    model: str | None
+    parameters: int
+
+    def __str__(self) -> str:
+        model = self.model or "a model without a name"
+        return (
+            f"{self.source} ({self.layout}) → {self.target} ({self.to}): {model}, "
+            f"{self.parameters:,} numbers"
+        )
+
+
+def convert(
+    source: Path | str,
+    target: Path | str,
+    to: str = "locality",
+    model: str | None = None,
+    entry: str | None = None,
+    overwrite: bool = False,
+) -> Conversion:
+    """Read weights of any layout and write them in another.
+
+    Args:
+        source: a file or folder; its layout is recognised.
+        target: a folder (only for our own format) if it has no ending, else a `.safetensors` file
+            or a PyTorch file (`.pth`, `.pt`, `.bin`).
+        to: the layout to write, one of `LAYOUTS`.
+        model: the name of the architecture, where the weights alone cannot tell it.
+        entry: which state dict to take from a training checkpoint that holds several.
+        overwrite: replace `target` if it is there.
+
+    Raises:
+        FileNotFoundError: if there is no `source`.
+        UserError: if it cannot be read, the layout cannot hold the model, or `target` exists;
+            nothing is written then.
+    """
+    source, target = Path(source), Path(target)
+    wanted = layout_called(to)
+    _check_target(target, to, overwrite)
+    like = None if model is None else variant(model).config
+    checkpoint = open_weights(source, like=like, entry=entry)
+    if model is not None:
+        checkpoint = replace(checkpoint, name=model)
+    build_check = checkpoint.build()
+    if to == "locality":
+        _write_ours(checkpoint, target)
+        size = sum(tensor.numel() for tensor in checkpoint.state.values())
+    else:
+        state = owned(wanted.from_ours(build_check.state_dict(), checkpoint.config))
+        if target.suffix == ".safetensors":
+            write_atomic(target, to_safetensors(state, {"format": "pt"}))
+        else:
+            with atomic_file(target) as file:
+                torch.save(state, file)
+        size = sum(tensor.numel() for tensor in state.values())
+    return Conversion(source, target, checkpoint.layout, to, checkpoint.name, size)
+
+
+def _check_target(target: Path, to: str, overwrite: bool) -> None:
+    if target.suffix not in ("", ".safetensors", ".pth", ".pt", ".bin"):
+        raise UserError(
+            f"{target} ends in {target.suffix}; write to a folder, or a file ending in "
+            f".safetensors, .pth, .pt or .bin"
+        )
+    if to == "locality" and target.suffix not in ("", ".safetensors"):
+        raise UserError(f"our own format is a folder or a .safetensors file, not {target}")
+    if to != "locality" and target.suffix == "":
+        raise UserError(
+            f"the layout '{to}' is written as one file; end {target} in .safetensors or .pth"
+        )
+    if target.exists() and not overwrite:
+        raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")
+
+
+def _write_ours(checkpoint: Checkpoint, target: Path) -> None:
+    if target.suffix:
+        write_file(checkpoint, target)
+    else:
+        write_folder(checkpoint, target)

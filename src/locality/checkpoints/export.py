@@ -1,0 +1,186 @@
+"""Taking a model elsewhere: ONNX, or a program of torch.export."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from locality.checkpoints.checkpoint import FORMAT, Checkpoint
+from locality.checkpoints.preprocessing import Preprocessing
+from locality.errors import UserError, unknown
+from locality.files import atomic_file, write_atomic
+from locality.models.cvt_config import CvTConfig
+from locality.models.surface import ImageClassifier
+
+Format = Literal["onnx", "torch-export"]
+
+SUFFIX: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
+"""The ending of each format's files."""
+
+INPUT, OUTPUT = "images", "logits"
+"""What the graph calls its input and its output."""
+
+DESCRIPTION = "locality.json"
+"""The name of the description inside a torch.export file."""
+
+TOLERANCE = 1e-4
+"""How far the logits of an ONNX graph may lie from the model's, in units of the largest logit."""
+
+
+def export(
+    model: nn.Module,
+    path: Path | str,
+    format: Format = "onnx",
+    *,
+    preprocessing: Preprocessing | None = None,
+    classes: Sequence[str] | None = None,
+) -> Path:
+    """Write a model as a graph that runs without this library, for any batch size.
+
+    A CvT without position embeddings takes images of any height and width as well; every other
+    model takes the size it was made for. The graph computes the model in evaluation mode, in
+    single precision. An ONNX graph is run and compared before it is written, if ONNX Runtime is
+    there.
+
+    Args:
+        model: any model of this library; it is not changed.
+        path: the file, ending in .onnx or .pt2.
+        format: "onnx", or "torch-export" for `torch.export.load`.
+        preprocessing, classes: stored in the file, so that `open_model` knows them.
+
+    Returns:
+        the path.
+
+    Raises:
+        UserError: for an unknown format, an ending that does not fit, a folder that is not there,
+            a model that is not ours, or a graph that does not compute what the model does.
+        ModuleNotFoundError: if a package for ONNX is missing, with the line that installs it.
+    """
+    path = Path(path)
+    if format not in SUFFIX:
+        raise unknown("export format", format, SUFFIX)
+    if path.suffix != SUFFIX[format]:
+        raise UserError(f"a file of format '{format}' has to end in {SUFFIX[format]}, not {path}")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} to write {path.name} to")
+    if format == "onnx":
+        _require("onnx", "onnxscript")
+    checkpoint = Checkpoint.of(model, preprocessing, classes)
+    copy = checkpoint.build()
+    program = _program(copy)
+    description = json.dumps(checkpoint.describe())
+    if format == "onnx":
+        content = _onnx(copy, program, description)
+        _compare(copy, content)
+        write_atomic(path, content)
+    else:
+        with atomic_file(path) as file:
+            torch.export.save(program, file, extra_files={DESCRIPTION: description})
+    return path
+
+
+def _program(model: ImageClassifier) -> torch.export.ExportedProgram:
+    images = _example(model, batch=2)
+    batch: dict[int, Any] = {0: Dim("batch", min=1)}
+    shapes = batch | _free_sizes(model.config)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about torch's own internals
+        return torch.export.export(model, (images,), dynamic_shapes=(shapes,))
+
+
+def _free_sizes(config: Any) -> dict[int, Any]:
+    """The axes of the image whose length is left open, and their range."""
+    if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
+        return {}
+    # A grid of 1 is a special case to torch.export, so sizes begin where every grid has 2.
+    side = config.minimum_size
+    while not _has_room(config, side):
+        side += 1
+    return {2: Dim("height", min=side), 3: Dim("width", min=side)}
+
+
+def _has_room(config: CvTConfig, side: int) -> bool:
+    """Whether queries and keys of every block lie on at least 2×2 places."""
+    grids = config.grids((side, side))
+    return all(
+        -(-grid[0] // max(stage.kv_strides)) >= 2
+        for grid, stage in zip(grids, config.stages, strict=True)
+    )
+
+
+def _onnx(model: ImageClassifier, program: torch.export.ExportedProgram, description: str) -> bytes:
+    import onnx
+
+    with _quiet():
+        exported = torch.onnx.export(
+            program, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False
+        )
+    assert exported is not None
+    proto = exported.model_proto
+    onnx.helper.set_model_props(proto, {FORMAT: description})
+    onnx.checker.check_model(proto)
+    return proto.SerializeToString()
+
+
+def _compare(model: ImageClassifier, content: bytes) -> None:
+    """Run an ONNX graph beside the model, where ONNX Runtime is installed.
+
+    Raises:
+        UserError: if their logits differ.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    for batch in (1, 3):
+        images = _example(model, batch)
+        with torch.no_grad():
+            expected = model(images)
+        logits = torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+        distance = (logits - expected).abs().max().item()
+        if not distance <= TOLERANCE * max(1.0, expected.abs().max().item()):
+            raise UserError(
+                f"the ONNX graph's logits differ from the model's by {distance:.2g}; nothing was "
+                f"written"
+            )
+
+
+def _example(model: ImageClassifier, batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, model.in_chans, *model.img_size, generator=generator)
+
+
+def _require(*packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"exporting to ONNX needs {' and '.join(missing)}; "
+            f'install with: pip install "locality[export]"'
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's notes on its own optimiser."""
+    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,97 @@
+"""A model together with what one has to know to use it, at home on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelHubMixin, snapshot_download
+
+from locality.checkpoints.checkpoint import Checkpoint, check_classes
+from locality.checkpoints.native import (
+    CARD,
+    CONFIG,
+    WEIGHTS,
+    build_from,
+    read_folder,
+    save,
+)
+from locality.checkpoints.preprocessing import Preprocessing
+from locality.models.surface import ImageClassifier
+
+
+class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-classification"):
+    """A model, its preprocessing, its class names and its measured figures.
+
+    `save_pretrained`, `push_to_hub` and `from_pretrained` are huggingface_hub's; the files are
+    those of `locality.save`.
+
+    Args:
+        model: any model of this library.
+        preprocessing: what images have to go through.
+        classes: names of the classes, in the order of the logits.
+        figures: for the model card, such as the content of a run's `result.json`.
+
+    Raises:
+        UserError: if there are not as many names as classes.
+    """
+
+    def __init__(
+        self,
+        model: ImageClassifier,
+        preprocessing: Preprocessing | None = None,
+        classes: Sequence[str] | None = None,
+        figures: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_classes(classes, model.num_classes)
+        self.model = model
+        self.preprocessing = preprocessing
+        self.classes = None if classes is None else tuple(classes)
+        self.figures = dict(figures or {})
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, path: Path | str) -> TrainedModel:
+        """The trained model that a checkpoint read from `path` describes.
+
+        Raises:
+            UserError: if it cannot be built, naming `path`.
+        """
+        model = build_from(checkpoint, path)
+        return cls(model, checkpoint.preprocessing, checkpoint.classes)
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        save(
+            self.model,
+            save_directory,
+            card=self.figures,
+            preprocessing=self.preprocessing,
+            classes=self.classes,
+        )
+
+    @classmethod
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        revision: str | None,
+        cache_dir: str | Path | None,
+        force_download: bool,
+        local_files_only: bool,
+        token: str | bool | None,
+        **model_kwargs: Any,
+    ) -> TrainedModel:
+        folder = Path(model_id)
+        if not folder.is_dir():
+            folder = Path(
+                snapshot_download(
+                    model_id,
+                    revision=revision,
+                    cache_dir=cache_dir,
+                    force_download=force_download,
+                    local_files_only=local_files_only,
+                    token=token,
+                    allow_patterns=[WEIGHTS, CONFIG, CARD],
+                )
+            )
+        return cls.of(read_folder(folder), folder)

@@ -1,0 +1,181 @@
+"""Whatever one can classify images with: folder, file, name or ONNX graph, opened alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from locality.checkpoints.checkpoint import FORMAT, Checkpoint
+from locality.checkpoints.export import INPUT, OUTPUT
+from locality.checkpoints.hub import TrainedModel
+from locality.checkpoints.native import build_from
+from locality.checkpoints.opening import open_weights
+from locality.checkpoints.preprocessing import Preprocessing
+from locality.checkpoints.pretrained import open_pretrained
+from locality.checkpoints.sources import SOURCES
+from locality.errors import UserError, unknown
+from locality.models.factory import variant
+from locality.models.surface import ImageClassifier
+from locality.models.variants import VARIANTS
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Something that turns images into logits, and what one has to know to use it.
+
+    Attributes:
+        name: for people.
+        logits: (B, C, H, W) normalised floats → (B, classes), without gradients.
+        preprocessing: what images have to go through.
+        classes: names in the order of the logits, or None where nobody said.
+        model: the PyTorch model, or None for an ONNX graph.
+    """
+
+    name: str
+    logits: Callable[[Tensor], Tensor]
+    preprocessing: Preprocessing
+    classes: tuple[str, ...] | None = None
+    model: ImageClassifier | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: ImageClassifier,
+        name: str | None = None,
+        preprocessing: Preprocessing | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> Classifier:
+        """A classifier around a model, which is put into evaluation mode.
+
+        Without a `preprocessing`, ImageNet's at the model's image size is taken.
+        """
+        model = model.eval()
+        return cls(
+            name or model.variant or type(model).__name__,
+            torch.no_grad()(model),
+            preprocessing or Preprocessing(img_size=model.img_size),
+            None if classes is None else tuple(classes),
+            model,
+        )
+
+    def __call__(self, images: Sequence[Image.Image]) -> Tensor:
+        """PIL images → probabilities (B, classes), each row summing to one."""
+        transform = self.preprocessing.transform()
+        batch = torch.stack([transform(image.convert("RGB")) for image in images])
+        return self.logits(batch).softmax(dim=-1)
+
+    def label(self, index: int) -> str:
+        """The name of a class, or its number where there is none."""
+        return str(index) if self.classes is None else self.classes[index]
+
+
+def open_model(
+    what: Path | str,
+    open_run: Callable[[Path], Classifier] | None = None,
+    model: str | None = None,
+) -> Classifier:
+    """Open whatever images can be classified with.
+
+    Args:
+        what: a run folder, a folder or file of weights, an `.onnx` file, the name of public
+            weights, or a repository on the Hugging Face hub ("user/name").
+        open_run: opens a run folder, which only training knows how to read.
+        model: the architecture's name, for weights that do not tell it.
+
+    Raises:
+        FileNotFoundError: if `what` is a path that is not there.
+        UserError: if it cannot be opened, naming it and the cause.
+    """
+    path = Path(what)
+    if path.is_dir() and (path / "config.yaml").exists():
+        if open_run is None:
+            raise UserError(f"{path} is a run folder, which cannot be opened here")
+        return open_run(path)
+    if path.suffix == ".onnx":
+        return _open_onnx(path)
+    if path.exists():
+        like = None if model is None else variant(model).config
+        return _classifier(open_weights(path, like=like), path)
+    name = str(what)
+    if name in SOURCES:
+        return _classifier(open_pretrained(name), name)
+    if name in VARIANTS:
+        raise UserError(
+            f"'{name}' is an architecture without weights; give the name of public weights "
+            f"(`locality models --pretrained` lists them), a run folder or a file"
+        )
+    if _is_repository(name):
+        trained = TrainedModel.from_pretrained(name)
+        return Classifier.of(trained.model, name, trained.preprocessing, trained.classes)
+    if "/" in name or path.suffix in (".pth", ".pt", ".bin", ".safetensors"):
+        raise FileNotFoundError(f"there is no file or folder {name}")
+    raise unknown("file, folder or public weights", name, SOURCES)
+
+
+def _classifier(checkpoint: Checkpoint, origin: Path | str) -> Classifier:
+    model = build_from(checkpoint, origin)
+    return Classifier.of(
+        model, checkpoint.name or str(origin), checkpoint.preprocessing, checkpoint.classes
+    )
+
+
+def _open_onnx(path: Path) -> Classifier:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}")
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ModuleNotFoundError(
+            'running an ONNX graph needs onnxruntime; install with: pip install "locality[export]"'
+        )
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import (
+        Fail,
+        InvalidArgument,
+        InvalidGraph,
+        InvalidProtobuf,
+    )
+
+    try:
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except (Fail, InvalidArgument, InvalidGraph, InvalidProtobuf) as error:
+        raise UserError(
+            f"{path} is not a sound ONNX graph: {str(error).splitlines()[0]}"
+        ) from error
+    metadata = session.get_modelmeta().custom_metadata_map
+    if FORMAT not in metadata:
+        raise UserError(
+            f"{path} does not say how its images are prepared; it was not exported by this library"
+        )
+    described = _read_description(metadata[FORMAT], path)
+
+    def logits(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+
+    config: Any = described.config
+    return Classifier(
+        described.name or path.stem,
+        logits,
+        described.preprocessing or Preprocessing(img_size=config.img_size),
+        described.classes,
+    )
+
+
+def _read_description(text: str, path: Path) -> Checkpoint:
+    try:
+        return Checkpoint.from_description(json.loads(text), {})
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _is_repository(name: str) -> bool:
+    """Whether `name` looks like "user/name" and not like a path to a file."""
+    user, slash, repository = name.partition("/")
+    plain = all(part and part not in (".", "..", "~") for part in (user, repository))
+    return bool(slash) and plain and "/" not in repository and not name.startswith((".", "~"))

@@ -1,0 +1,76 @@
+"""Opening weights of any layout from a file or folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from locality.checkpoints.checkpoint import Checkpoint
+from locality.checkpoints.keys import check_finite
+from locality.checkpoints.layouts import identify, recognise
+from locality.checkpoints.native import CONFIG, FORMAT, WEIGHTS, read_file, read_folder
+from locality.checkpoints.reading import is_safetensors, read_json, read_state, safetensors_metadata
+from locality.errors import UserError
+
+# What others call the weights in a folder.
+_FOREIGN_WEIGHTS = (WEIGHTS, "pytorch_model.bin", "pytorch_model.pth")
+
+
+def open_weights(path: Path | str, like: Any = None, entry: str | None = None) -> Checkpoint:
+    """Read weights of any known layout, recognised from the names of the tensors.
+
+    Args:
+        path: one of our folders, a folder as model hubs keep them, a `.safetensors` file or a
+            PyTorch file.
+        like: the configuration of the model they are for, where the weights alone cannot tell it
+            or a particular one is wanted; image size, channels and classes may differ.
+        entry: which state dict to take from a training checkpoint that holds several.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `path`.
+        UserError: if it holds no weights of a known layout, or damaged ones; naming the file and
+            the cause.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if _is_ours(path):
+            checkpoint = read_folder(path)
+            return _finite(checkpoint, path / WEIGHTS)
+        path = _foreign_file(path)
+    if path.exists() and path.stat().st_size and is_safetensors(path):
+        if FORMAT in safetensors_metadata(path):
+            return _finite(read_file(path), path)
+        if path.name == WEIGHTS and _is_ours(path.parent):
+            return _finite(read_folder(path.parent), path)
+    state = read_state(path, entry)
+    try:
+        layout = recognise(state)
+        config = layout.infer(state, like)
+        name, config = identify(config) if like is None else (None, config)
+        ours = layout.to_ours(state, config)
+        check_finite(ours)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return Checkpoint(config, ours, name, layout=layout.name)
+
+
+def _is_ours(folder: Path) -> bool:
+    config = folder / CONFIG
+    return config.exists() and read_json(config).get("format") == FORMAT
+
+
+def _foreign_file(folder: Path) -> Path:
+    for name in _FOREIGN_WEIGHTS:
+        if (folder / name).exists():
+            return folder / name
+    raise FileNotFoundError(
+        f"{folder} holds no weights: there is no {' and no '.join(_FOREIGN_WEIGHTS)} in it"
+    )
+
+
+def _finite(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    try:
+        check_finite(checkpoint.state)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return checkpoint

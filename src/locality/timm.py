@@ -1,0 +1,113 @@
+"""Our models in timm's registry: `import locality.timm`, and timm's own functions know them.
+
+Each model `NAME` is registered as `locality_NAME`, so that nothing of timm's is shadowed:
+`timm.create_model("locality_convit_tiny", pretrained=True)`, timm's training and validation
+scripts, `features_only=True`. Public weights keep their tags: `locality_convit_tiny.fb_in1k`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor
+
+from locality.checkpoints.adapt import resample_positions
+from locality.checkpoints.layouts import recognise
+from locality.checkpoints.preprocessing import Preprocessing
+from locality.checkpoints.sources import SOURCES, Source
+from locality.errors import UserError
+from locality.models.cvt_config import CvTConfig
+from locality.models.factory import create_model
+from locality.models.surface import ImageClassifier
+from locality.models.variants import VARIANTS, Variant
+
+PREFIX = "locality_"
+
+__all__: list[str] = []  # timm adds the names it registers
+
+
+def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str, Tensor]:
+    """Weights of any layout under our names, position embeddings resampled to the model's size.
+
+    The classifier and the first convolution are left to timm, which adapts them itself.
+    """
+    layout = recognise(state)
+    source = layout.infer(state, model.config)
+    ours = layout.to_ours(state, source)
+    resample_positions(ours, source, model.config, model.state_dict())
+    return ours
+
+
+def _make(
+    name: str,
+    global_pool: str | None = None,
+    device: Any = None,
+    dtype: Any = None,
+    **fields: Any,
+) -> ImageClassifier:
+    if global_pool is not None and isinstance(VARIANTS[name].config, CvTConfig):
+        fields["global_pool"] = global_pool
+    elif global_pool not in (None, "token"):
+        raise UserError(
+            f"global_pool='{global_pool}' is not available: {name} reads the class token "
+            f"(global_pool='token')"
+        )
+    return create_model(name, **fields).to(device=device, dtype=dtype)
+
+
+def _entrypoint(name: str) -> Callable[..., Any]:
+    """The function that timm calls to build the model `name`."""
+
+    def build(pretrained: bool = False, **kwargs: Any) -> Any:
+        return build_model_with_cfg(
+            partial(_make, name),
+            PREFIX + name,
+            pretrained,
+            pretrained_filter_fn=adapt_weights,
+            feature_cfg={"out_indices": 3, "feature_cls": "getter"},
+            **kwargs,
+        )
+
+    build.__name__ = build.__qualname__ = PREFIX + name
+    build.__doc__ = f"`{name}` ({VARIANTS[name].source})."
+    return build
+
+
+def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
+    """timm's description of a model and its weights."""
+    config = row.config
+    hierarchical = isinstance(config, CvTConfig)
+    given = source.preprocessing if source else Preprocessing(img_size=config.img_size)
+    cfg = {
+        "input_size": (config.in_chans, *given.size),
+        "num_classes": config.num_classes,
+        "mean": given.mean,
+        "std": given.std,
+        "interpolation": given.interpolation,
+        "crop_pct": given.crop_pct,
+        "crop_mode": given.crop_mode,
+        "fixed_input_size": not hierarchical,
+        "first_conv": "stages.0.embed.conv" if hierarchical else "patch_embed",
+        "classifier": "head",
+    }
+    if hierarchical:
+        cfg["min_input_size"] = (config.in_chans, config.minimum_size, config.minimum_size)
+    if source is not None:
+        cfg |= {"hf_hub_id": source.repo, "url": source.url, "license": source.licence}
+    return cfg
+
+
+def _all_cfgs() -> dict[str, Any]:
+    public = {PREFIX + row.name: _cfg(VARIANTS[row.model], row) for row in SOURCES.values()}
+    models = {row.model for row in SOURCES.values()}
+    own = {PREFIX + name: _cfg(row) for name, row in VARIANTS.items() if name not in models}
+    return public | own
+
+
+default_cfgs = generate_default_cfgs(_all_cfgs())
+
+for _name in VARIANTS:
+    register_model(_entrypoint(_name))

@@ -1,0 +1,47 @@
+"""What the tests of weights share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+@pytest.fixture(autouse=True)
+def _offline_and_clean(tmp_path_factory, monkeypatch):
+    """No test reaches for the network, or finds what lies in the user's cache."""
+    monkeypatch.setenv("LOCALITY_HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="session")
+def randomise() -> Callable[[nn.Module], nn.Module]:
+    """Puts random numbers in every tensor: initial zeros and ones would hide a mix-up."""
+
+    def fill(model: nn.Module) -> nn.Module:
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator)
+                # Variances have to stay above zero.
+                tensor.add_(noise.abs() if name.endswith("running_var") else 0.1 * noise)
+            else:
+                tensor.add_(3)
+        return model.eval()
+
+    return fill
+
+
+@pytest.fixture(scope="session")
+def assert_bitwise() -> Callable[[dict[str, Tensor], dict[str, Tensor]], None]:
+    """Same names, same numbers, same types."""
+
+    def check(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name].dtype == other[name].dtype, name
+            assert torch.equal(one[name], other[name]), name
+
+    return check

@@ -1,0 +1,174 @@
+"""CvT weights: microsoft's and transformers' layouts, both directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CvtConfig, CvtForImageClassification
+
+from locality.checkpoints.cvt import (
+    from_microsoft,
+    from_transformers,
+    infer_microsoft,
+    infer_transformers,
+    to_microsoft,
+    to_transformers,
+)
+from locality.errors import UserError
+from locality.models import create_model, variant
+
+LAYOUTS = {
+    "microsoft": (from_microsoft, to_microsoft, infer_microsoft),
+    "transformers": (from_transformers, to_transformers, infer_transformers),
+}
+SMALL = {"depth": (1, 2, 3), "num_classes": 10, "img_size": 64}
+
+
+def reference(randomise, **config) -> CvtForImageClassification:
+    return randomise(CvtForImageClassification(CvtConfig(num_labels=10, **config)))
+
+
+def test_from_transformers_gives_the_same_logits(randomise):
+    theirs = reference(randomise, depth=[1, 2, 3])
+    # Their port computes the exact GELU.
+    ours = create_model("cvt_13", activation="gelu", **SMALL).eval()
+    ours.load_state_dict(from_transformers(theirs.state_dict(), ours.config))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images).logits, atol=1e-5, rtol=0)
+
+
+def test_to_transformers_loads_strictly_and_gives_the_same_logits(randomise):
+    ours = randomise(create_model("cvt_13", activation="gelu", **SMALL))
+    theirs = reference(randomise, depth=[1, 2, 3])
+    theirs.load_state_dict(to_transformers(ours.state_dict(), ours.config), strict=True)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(images).logits, ours(images), atol=1e-5, rtol=0)
+
+
+def test_every_tensor_of_transformers_has_its_place(randomise, assert_bitwise):
+    theirs = reference(randomise).state_dict()
+    config = infer_transformers(theirs)
+    assert_bitwise(to_transformers(from_transformers(theirs, config), config), theirs)
+
+
+def microsoft_shapes() -> dict[str, tuple[int, ...]]:
+    """The names and shapes of microsoft's CvT-13, written out from the description of its files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def layer(name: str, *weight: int) -> None:
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = weight, weight[:1]
+
+    inputs = 3
+    for stage, (width, depth, kernel) in enumerate([(64, 1, 7), (192, 2, 3), (384, 10, 3)]):
+        layer(f"stage{stage}.patch_embed.proj", width, inputs, kernel, kernel)
+        layer(f"stage{stage}.patch_embed.norm", width)
+        for index in range(depth):
+            block = f"stage{stage}.blocks.{index}"
+            for part in "qkv":
+                projection = f"{block}.attn.conv_proj_{part}"
+                shapes[f"{projection}.conv.weight"] = (width, 1, 3, 3)
+                layer(f"{projection}.bn", width)
+                shapes[f"{projection}.bn.running_mean"] = (width,)
+                shapes[f"{projection}.bn.running_var"] = (width,)
+                shapes[f"{projection}.bn.num_batches_tracked"] = ()
+                layer(f"{block}.attn.proj_{part}", width, width)
+            layer(f"{block}.attn.proj", width, width)
+            layer(f"{block}.norm1", width)
+            layer(f"{block}.norm2", width)
+            layer(f"{block}.mlp.fc1", 4 * width, width)
+            layer(f"{block}.mlp.fc2", width, 4 * width)
+        inputs = width
+    shapes["stage2.cls_token"] = (1, 1, 384)
+    layer("norm", 384)
+    layer("head", 1000, 384)
+    return shapes
+
+
+def test_microsofts_names_and_shapes_are_those_of_its_files():
+    with torch.device("meta"):
+        ours = create_model("cvt_13")
+    theirs = to_microsoft(ours.state_dict(), ours.config)
+    assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == microsoft_shapes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("cvt_13", {}),
+        ("cvt_13", {"global_pool": "avg", "num_classes": 7, "in_chans": 1}),
+        ("cvt_13", {"projection": "linear", "qkv_bias": False}),
+        pytest.param("cvt_21", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_there_and_back_is_bitwise_equal(layout, name, fields, randomise, assert_bitwise):
+    back, there, _ = LAYOUTS[layout]
+    ours = randomise(create_model(name, **fields))
+    state = ours.state_dict()
+    assert_bitwise(back(there(state, ours.config), ours.config), state)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("cvt_13", {}),
+        ("cvt_w24", {}),
+        ("cvt_13", {"global_pool": "avg"}),
+        ("cvt_13", {"projection": "linear"}),
+        ("cvt_13", {"embedding": "patch", "num_classes": 5, "in_chans": 4}),
+    ],
+)
+def test_the_architecture_is_read_from_the_shapes(layout, name, fields):
+    _, there, infer = LAYOUTS[layout]
+    with torch.device("meta"):
+        ours = create_model(name, drop_path_rate=0.0, **fields)
+    found = infer(there(ours.state_dict(), ours.config), None)
+    assert found == ours.config
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ratios_that_differ_between_blocks_are_read_too(layout):
+    _, there, infer = LAYOUTS[layout]
+    ratios = [2, 4, 3, 2, 4, 4]
+    with torch.device("meta"):
+        ours = create_model("cvt_13", mlp_ratio=ratios, **SMALL)
+    found = infer(there(ours.state_dict(), ours.config), None)
+    assert [ratio for stage in found.stages for ratio in stage.mlp_ratios] == ratios
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(layout):
+    back, there, _ = LAYOUTS[layout]
+    ours = create_model("cvt_13", **SMALL)
+    theirs = there(ours.state_dict(), ours.config)
+    names = list(theirs)
+    removed, reshaped = names[3], names[-1]
+    del theirs[removed]
+    theirs["extra"] = torch.zeros(1)
+    theirs[reshaped] = torch.zeros(3)
+    with pytest.raises(UserError) as caught:
+        back(theirs, ours.config)
+    message = str(caught.value)
+    assert f"missing: {removed}" in message
+    assert "unknown: extra" in message
+    assert f"{reshaped} is (3,) instead of (10,)" in message
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_position_embedding_has_no_name_in_either_layout(layout):
+    _, there, _ = LAYOUTS[layout]
+    ours = create_model("cvt_13", position="first", **SMALL)
+    with pytest.raises(UserError, match="no name for one"):
+        there(ours.state_dict(), ours.config)
+
+
+def test_widths_that_hide_the_number_of_heads_are_said_to():
+    ours = create_model("cvt_13", embed_dim=(48, 96, 192), num_heads=(1, 2, 4), **SMALL)
+    theirs = to_microsoft(ours.state_dict(), ours.config)
+    with pytest.raises(UserError, match="number of heads cannot be told"):
+        infer_microsoft(theirs)
+    assert infer_microsoft(theirs, ours.config) == ours.config
+    assert variant("cvt_13").config != ours.config
