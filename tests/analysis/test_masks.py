@@ -1,75 +1,119 @@
-"""Masks do what they say inside their block and leave no trace after it."""
-
-from __future__ import annotations
+"""Masks change what they say, exactly, and leave nothing behind."""
 
 import pytest
+import timm
 import torch
+from torch import nn
 
 from locality.analysis.masks import content_off, position_embedding_off, position_off
+from locality.analysis.taps import capture
 from locality.errors import UserError
+from locality.layers.position import attend_to_positions, positional_factors
 from locality.models import create_model
 
 
-@pytest.fixture
-def images():
-    return torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+class Positional(nn.Module):
+    """A layer of positional attention alone, built from a gated layer's weights."""
+
+    def __init__(self, gated):
+        super().__init__()
+        self.v_pos, self.heads = gated.v_pos, gated.num_heads
+        self.value, self.project = gated.value_weight, gated.proj
+
+    def forward(self, x, grid, queries=None):
+        values = nn.functional.linear(x, self.value).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        rows, columns = positional_factors(self.v_pos, grid)
+        return self.project(attend_to_positions(rows, columns, values).transpose(1, 2).flatten(2))
 
 
-def made(name, **fields):
-    torch.manual_seed(0)
-    return create_model(name, **fields).eval()
+class Content(nn.Module):
+    """A layer of ordinary self-attention, built from a gated layer's weights."""
+
+    def __init__(self, gated):
+        super().__init__()
+        self.qkv, self.project, self.heads = gated.qkv, gated.proj, gated.num_heads
+
+    def forward(self, x, grid, queries=None):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.project(heads.transpose(1, 2).flatten(2))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [None, 0, 1, 2])
+@pytest.mark.parametrize(("mask", "part"), [(content_off, Positional), (position_off, Content)])
+def test_a_masked_model_is_the_model_built_without_that_part(mask, part, layers, convit, images):
+    convit, images = convit.double(), images.double()
+    with mask(convit, layers):
+        masked = convit(images)
+    for block in convit.blocks[: 3 if layers is None else layers]:
+        block.attn = part(block.attn)
+    assert torch.allclose(masked, convit(images), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("mask", [position_embedding_off, content_off, position_off])
-def test_a_mask_changes_the_output_and_restores_the_model_bit_for_bit(mask, images):
-    model = made("convit_nano")
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    before = model(images)
-    with mask(model):
-        assert not torch.equal(model(images), before)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert torch.equal(model(images), before)
+def test_everything_is_restored_bit_for_bit(mask, convit, images):
+    before = {name: value.clone() for name, value in convit.state_dict().items()}
+    owners = dict(convit.named_parameters())
+    logits = convit(images)
+    with mask(convit):
+        assert not torch.equal(convit(images), logits)
+    assert torch.equal(convit(images), logits)
+    assert all(torch.equal(value, before[name]) for name, value in convit.state_dict().items())
+    # The very same parameters, so that an optimiser made before still owns them.
+    assert all(parameter is owners[name] for name, parameter in convit.named_parameters())
 
 
-def test_a_mask_restores_the_model_after_an_error():
-    model = made("convit_nano")
-    gate = model.blocks[0].attn.gating.clone()
-    with pytest.raises(RuntimeError, match="inside"), content_off(model):
-        raise RuntimeError("inside")
-    assert torch.equal(model.blocks[0].attn.gating, gate)
+def test_restored_after_an_error(convit):
+    gate = convit.blocks[0].attn.gating
+    with pytest.raises(RuntimeError), content_off(convit):
+        raise RuntimeError
+    assert convit.blocks[0].attn.gating is gate
 
 
-def test_without_its_position_embedding_a_model_is_one_built_without(images):
-    model = made("convit_nano")
-    plain = made("convit_nano", use_pos_embed=False)
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k != "pos_embed"})
-    with position_embedding_off(model):
-        torch.testing.assert_close(model(images), plain(images), atol=1e-6, rtol=0)
+@torch.no_grad()
+def test_gates_are_exactly_one_or_zero(convit, images):
+    for mask, value in ((content_off, 1.0), (position_off, 0.0)):
+        with mask(convit, 2), capture(convit) as views:
+            convit(images)
+        assert all((views[i].maps.gate == value).all() for i in (0, 1))
+        assert (views[2].maps.gate != value).all()
 
 
-def test_without_its_position_embedding_a_deit_is_blind_to_the_order_of_patches(images):
-    model = made("deit_nano")
+@torch.no_grad()
+def test_without_its_position_embedding_a_model_is_one_built_without(convit, images):
+    plain = create_model("convit_nano", use_pos_embed=False).eval()
+    plain.load_state_dict({k: v for k, v in convit.state_dict().items() if k != "pos_embed"})
+    with position_embedding_off(convit):
+        assert torch.equal(convit(images), plain(images))
+
+
+@torch.no_grad()
+def test_without_its_position_embedding_a_deit_is_blind_to_the_order_of_patches(deit, images):
+    deit, images = deit.double(), images.double()
     shuffled = images.unflatten(-1, (4, 2)).flip(-2).flatten(-2)  # whole columns of patches
-    assert (model(images) - model(shuffled)).abs().max() > 1e-4
-    with position_embedding_off(model):
-        torch.testing.assert_close(model(images), model(shuffled), atol=1e-5, rtol=0)
+    with position_embedding_off(deit):
+        assert torch.allclose(deit(images), deit(shuffled), rtol=0, atol=1e-9)
+    assert (deit(images) - deit(shuffled)).abs().max() > 1e-3
 
 
-def test_masking_gates_equals_models_whose_gates_are_far_out(images):
-    model = made("convit_nano")
-    for mask, gating in ((content_off, 40.0), (position_off, -40.0)):
-        extreme = made("convit_nano")
-        for block in extreme.blocks[:2]:
-            torch.nn.init.constant_(block.attn.gating, gating)
-        with mask(model, 2):
-            torch.testing.assert_close(model(images), extreme(images), atol=1e-6, rtol=0)
+@torch.no_grad()
+def test_timms_models_are_masked_too(shaken):
+    model = timm.create_model("convit_tiny", img_size=64, depth=3, local_up_to_layer=2)
+    model, images = shaken(model, scale=0.1), torch.randn(2, 3, 64, 64)
+    logits = model(images)
+    for mask in (content_off, position_off, position_embedding_off):
+        with mask(model):
+            assert not torch.equal(model(images), logits)
+        assert torch.equal(model(images), logits)
 
 
-def test_what_cannot_be_masked_is_refused():
-    with pytest.raises(UserError, match="3 gated layers; 4"), content_off(made("convit_nano"), 4):
+def test_what_is_not_there_cannot_be_masked(deit, convit):
+    with pytest.raises(UserError, match="deit_nano has no gated layers"), content_off(deit):
         pass
-    with pytest.raises(UserError, match="no gated layers"), position_off(made("deit_nano")):
+    with pytest.raises(UserError, match="3 gated layers; 4"), position_off(convit, 4):
         pass
-    plain = made("convit_nano", use_pos_embed=False)
-    with pytest.raises(UserError, match="no position embedding"), position_embedding_off(plain):
+    bare = create_model("deit_nano", use_pos_embed=False, embed_class_token=False)
+    with pytest.raises(UserError, match="no position embedding"), position_embedding_off(bare):
         pass

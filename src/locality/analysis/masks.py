@@ -1,19 +1,24 @@
 """Parts of a trained model masked at test time (ConViT appendix F, Tables 5 and 6).
 
-Context managers: the model has the mask inside the block and is bit for bit what it was after it.
+    with content_off(model, layers=3):
+        evaluate(model, loader)      # σ(λ) = 1 in the first three gated layers
+    # here every weight is what it was, bit for bit
+
+Parameters are exchanged for others and put back; their values are never written to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from timm.models.convit import GPSA
+from torch import nn
 
 from locality.errors import UserError
-from locality.models.surface import ImageClassifier
+from locality.layers.attention import GatedPositionalSelfAttention
 
 
 @contextlib.contextmanager
@@ -22,64 +27,77 @@ def position_embedding_off(model: nn.Module) -> Iterator[None]:
 
     The class token's own entry, where the embedding has one (DeiT), is masked with the rest.
 
+    Args:
+        model: one of ours or of timm's with a `pos_embed`; CvT may have one in each stage.
+
     Raises:
-        UserError: if the model has none.
+        UserError: if it has none.
     """
-    embeddings = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if name.rpartition(".")[2] == "pos_embed"
+    owners = [
+        module for module in model.modules() if module._parameters.get("pos_embed") is not None
     ]
-    if not embeddings:
-        raise UserError(f"{type(model).__name__} has no position embedding to mask")
-    with _replaced(embeddings, 0.0):
+    if not owners:
+        raise UserError(f"{_name(model)} has no position embedding to mask")
+    with contextlib.ExitStack() as restored:
+        for module in owners:
+            restored.enter_context(_exchanged(module, "pos_embed", 0.0))
         yield
 
 
 @contextlib.contextmanager
-def content_off(model: ImageClassifier, layers: int | None = None) -> Iterator[None]:
+def content_off(model: nn.Module, layers: int | None = None) -> Iterator[None]:
     """Attend by position alone in the first `layers` gated layers: σ(λ) = 1 (Table 6).
 
     Args:
-        model: a ConViT.
-        layers: how many; all unless given.
+        model: a ConViT, ours or timm's.
+        layers: how many of the gated layers, from the first; all unless given.
 
     Raises:
         UserError: if the model has fewer gated layers.
     """
-    with _replaced(_gates(model, layers), math.inf):
+    with _gates_at(model, math.inf, layers):
         yield
 
 
 @contextlib.contextmanager
-def position_off(model: ImageClassifier, layers: int | None = None) -> Iterator[None]:
+def position_off(model: nn.Module, layers: int | None = None) -> Iterator[None]:
     """Attend by content alone in the first `layers` gated layers: σ(λ) = 0 (Table 6).
 
     Args and raises as `content_off`.
     """
-    with _replaced(_gates(model, layers), -math.inf):
+    with _gates_at(model, -math.inf, layers):
         yield
-
-
-def _gates(model: ImageClassifier, layers: int | None) -> list[Tensor]:
-    gates = [module.gating for _, module in model.attention_layers() if hasattr(module, "gating")]
-    if not gates:
-        raise UserError(f"{model.variant or type(model).__name__} has no gated layers to mask")
-    if layers is not None and not 0 <= layers <= len(gates):
-        raise UserError(f"the model has {len(gates)} gated layers; {layers} cannot be masked")
-    return gates[:layers]
 
 
 @contextlib.contextmanager
-def _replaced(tensors: Sequence[Tensor], value: float) -> Iterator[None]:
-    """Fill tensors with a value for the length of a block."""
-    kept = [tensor.detach().clone() for tensor in tensors]
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.fill_(value)
+def _gates_at(model: nn.Module, value: float, layers: int | None) -> Iterator[None]:
+    # The sigmoid of ±inf is exactly 1 or 0, so nothing of the masked part remains.
+    gated = [
+        (module, "gating" if isinstance(module, GatedPositionalSelfAttention) else "gating_param")
+        for module in model.modules()
+        if isinstance(module, (GatedPositionalSelfAttention, GPSA))
+    ]
+    if not gated:
+        raise UserError(f"{_name(model)} has no gated layers to mask")
+    if layers is not None and not 0 <= layers <= len(gated):
+        raise UserError(f"the model has {len(gated)} gated layers; {layers} cannot be masked")
+    with contextlib.ExitStack() as restored:
+        for module, name in gated[:layers]:
+            restored.enter_context(_exchanged(module, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def _exchanged(module: nn.Module, name: str, value: float) -> Iterator[None]:
+    """A parameter replaced by one of the same shape with a constant value, for a while."""
+    own = module._parameters[name]
+    assert own is not None
+    module._parameters[name] = nn.Parameter(torch.full_like(own, value), requires_grad=False)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, before in zip(tensors, kept, strict=True):
-                tensor.copy_(before)
+        module._parameters[name] = own
+
+
+def _name(model: nn.Module) -> str:
+    return getattr(model, "variant", None) or type(model).__name__
