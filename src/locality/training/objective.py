@@ -164,6 +164,10 @@ def check_teacher(config: ObjectiveConfig) -> None:
         raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
     if Path(config.teacher).is_dir() or timm.is_model(config.teacher.partition(".")[0]):
         return
+    # timm's own ways of naming a model with its weights: a repository on the hub, or a folder.
+    source, _, place = config.teacher.partition(":")
+    if source in ("hf-hub", "hf_hub") or (source == "local-dir" and Path(place).is_dir()):
+        return
     if "/" in config.teacher:
         raise UserError(f"objective.teacher: there is no run folder {config.teacher}")
     raise unknown("teacher", config.teacher, timm.list_models())
