@@ -175,8 +175,9 @@ class ObjectiveConfig:
 
     Attributes:
         label_smoothing: share of the target spread evenly over all classes.
-        teacher: distil from this model: a run folder, or a timm name (its pretrained weights);
-            None trains on labels alone.
+        teacher: distil from this model: a run folder, or a timm name (its pretrained weights), or
+            "local-dir:FOLDER" and "hf-hub:REPOSITORY" as timm writes them; None trains on labels
+            alone.
         teacher_weights: a local file with the timm teacher's weights, instead of a download.
         teacher_share: weight of the teacher's term; the labels' has the rest.
         distillation: "hard" trains on the teacher's most likely class (ConViT appendix B), "soft"
@@ -214,7 +215,8 @@ class EngineConfig:
         devices: processes on this machine, one per device; 0 takes all of the accelerator's
             (one for the processor). Under torchrun or srun it is theirs.
         num_nodes: machines.
-        strategy: "auto", "ddp", or "ddp_spawn" to start the processes from within Python.
+        strategy: how several processes are started: "auto" and "ddp" repeat the command line;
+            "ddp_spawn" and "ddp_fork" start them from within Python, the latter also in notebooks.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
         channels_last: memory layout for convolutions.
         compile: `torch.compile` the model.
@@ -232,7 +234,7 @@ class EngineConfig:
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     devices: int = 0
     num_nodes: int = 1
-    strategy: Literal["auto", "ddp", "ddp_spawn"] = "auto"
+    strategy: Literal["auto", "ddp", "ddp_spawn", "ddp_fork"] = "auto"
     grad_checkpointing: bool = False
     channels_last: bool = False
     compile: bool = False
@@ -248,7 +250,8 @@ class EngineConfig:
         checks.integer("engine.max_bad_losses", self.max_bad_losses, 0)
         checks.one_of("engine.precision", self.precision, ("auto", "fp32", "bf16-mixed"))
         checks.one_of("engine.accelerator", self.accelerator, ("auto", "cpu", "cuda", "mps"))
-        checks.one_of("engine.strategy", self.strategy, ("auto", "ddp", "ddp_spawn"))
+        strategies = ("auto", "ddp", "ddp_spawn", "ddp_fork")
+        checks.one_of("engine.strategy", self.strategy, strategies)
         if self.ema_decay is not None:
             checks.number("engine.ema_decay", self.ema_decay, 0, 1, below=True)
         if self.ema_warmup and self.ema_decay is None:

@@ -23,7 +23,7 @@ from locality.errors import UserError
 from locality.models import ImageClassifier
 from locality.training.checkpoint import read_checkpoint
 from locality.training.config import RunConfig
-from locality.training.failures import DamagedCheckpoint
+from locality.training.failures import DamagedCheckpoint, NonFiniteLoss
 from locality.training.logs import duration
 from locality.training.loop import Loop, Parts
 from locality.training.objective import Objective, load_teacher
@@ -65,18 +65,21 @@ def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict
         # The other processes were started by torchrun or srun and wait to hear about it.
         status = str(error)
     try:
-        spawns = config.engine.strategy == "ddp_spawn"
-        given = None if spawns else prepared
-        with forwarded_to_children() if spawns else nullcontext():
+        within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
+        given = None if config.engine.strategy == "ddp_spawn" else prepared
+        with forwarded_to_children() if within else nullcontext():
             outcome = fabric.launch(partial(_train_here, config, folder, quiet, status, given))
     finally:
         run.lock.release()
-    if "refused" in outcome:
-        raise UserError(outcome["refused"])
+    # What Fabric has started by repeating the command line, it watches, and kills all at any exit
+    # code but 0. The first process speaks for them.
+    echo = fabric.local_rank > 0 and not _external(fabric)
     if "signum" in outcome:
-        # What Fabric has started itself, it watches: another exit code than 0 and it kills all.
-        started = fabric.local_rank > 0 and not _external(fabric)
-        raise Interrupted(outcome["signum"], outcome["step"], 0 if started else None)
+        raise Interrupted(outcome["signum"], outcome["step"], 0 if echo else None)
+    if "raised" in outcome:
+        if echo:
+            raise SystemExit(0)
+        raise outcome["raised"]
     return outcome
 
 
@@ -113,7 +116,7 @@ def _train_here(
     """One process's part; what it returns says how it ended."""
     status = fabric.broadcast(status)
     if status:
-        return {"refused": status}
+        return {"raised": UserError(status)}
     run = RunFolder(folder)
     run.lock.join()
     try:
@@ -127,6 +130,8 @@ def _train_here(
             return _run(fabric, config, run, seen, interruption, quiet)
     except Interrupted as interrupted:
         return {"signum": interrupted.signum, "step": interrupted.step}
+    except (NonFiniteLoss, DamagedCheckpoint) as error:
+        return {"raised": error}  # raised on every rank alike
     finally:
         run.lock.release()
 

@@ -23,7 +23,12 @@ from locality.training.precision import choose_precision
 from locality.training.randomness import seed_initial_weights
 from locality.training.warm_start import load_donor, start_from
 
+# How Fabric calls what `engine.strategy` says.
+_START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
 _FABRIC_PRECISION = {"fp32": "32-true", "bf16-mixed": "bf16-mixed"}
+
+# Fabric announces on every start what a run prints itself.
+logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -205,14 +210,12 @@ def create_fabric(engine: EngineConfig, precision: str) -> Fabric:
         engine: the settings.
         precision: resolved.
     """
-    # It announces on every start what the run prints itself.
-    logging.getLogger("lightning_fabric.utilities.rank_zero").setLevel(logging.WARNING)
     device_type = resolve_accelerator(engine.accelerator)
     devices, nodes = _layout(engine, device_type)
     strategy: Any = "auto"
     if devices * nodes > 1 or engine.strategy != "auto":
         strategy = DDPStrategy(
-            start_method="spawn" if engine.strategy == "ddp_spawn" else "popen",
+            start_method=_START_METHODS.get(engine.strategy, "popen"),  # type: ignore[arg-type]
             gradient_as_bucket_view=True,
         )
     if device_type == "cpu" and not torch.cuda.is_available():

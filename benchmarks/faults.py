@@ -1,0 +1,388 @@
+"""Does training survive? Runs are killed at random moments, resumed, and compared to the last bit.
+
+    python benchmarks/faults.py --faults 100                  one process, 0 and 2 data workers
+    python benchmarks/faults.py --faults 20 --processes 2     two processes, faults on either, both,
+                                                              or on the launcher alone
+
+Each run is a small ConViT, DeiT or CvT on digits with everything random and everything stateful
+on. A fault is SIGKILL or SIGTERM, sent a random time after a run has entered a random phase: a
+step, an evaluation, the writing of a checkpoint. The same folder is then trained on, and hit again,
+until the run is through or has had its share; then its weights, optimiser, counts and metrics file
+are compared with those of a run that was never disturbed.
+
+The processes are forked from this one, which saves them the imports and leaves the faults real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from locality.files import write_atomic
+from locality.training import RunConfig, recipe, replace, train
+from locality.training.checkpoint import CheckpointFolder, DamagedCheckpoint
+from locality.training.environment import describe_environment
+from locality.training.loop import Loop
+from locality.training.runs import RunFolder, load_state
+from locality.training.signals import Interrupted
+
+PHASES = ("step", "evaluate", "save")
+FAULTS_PER_RUN = 5
+HANG_SECONDS = 120.0
+
+TINY = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
+MODELS: dict[str, dict[str, Any]] = {
+    "convit_nano": TINY | {"gpsa_layers": 1},
+    "deit_nano": TINY,
+    "cvt_13": {
+        "stages": [
+            {"embed_dim": 8, "num_heads": 1, "depth": 1},
+            {"embed_dim": 16, "num_heads": 2, "depth": 2, "kv_stride": 1, "drop_path_rate": 0.2},
+        ]
+    },
+}
+
+
+def configuration(model: str, workers: int, accumulate: int, processes: int) -> RunConfig:
+    """A short run with everything on that draws random numbers or has a state."""
+    return replace(
+        recipe("digits"),
+        {
+            "model.name": model,
+            "model.img_size": 8,
+            "model.overrides": MODELS[model],
+            "data.fraction": 0.1,
+            "data.workers": workers,
+            "augment.mixup": 0.8,
+            "augment.cutmix": 1.0,
+            "augment.random_erasing": 0.5,
+            "augment.repeats": 3,
+            "optim.clip_grad": 1.0,
+            "schedule.steps": 30,
+            "schedule.warmup": 5,
+            "schedule.eval_every": 5,
+            "schedule.save_every": 3,
+            "engine.batch_size": 16,
+            "engine.accumulate": accumulate,
+            "engine.ema_decay": 0.9,
+            "engine.precision": "fp32",
+            "engine.tensorboard": False,
+            "engine.devices": processes,
+            "engine.strategy": "auto" if processes == 1 else "ddp_fork",
+        },
+    )
+
+
+@dataclass
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        signum: the signal.
+        phase: sent after the run has entered this phase …
+        count: … for the count-th time …
+        delay: … and so many seconds have passed.
+        victim: "only" process, "rank 0", "rank 1", "both" or "launcher".
+    """
+
+    signum: int
+    phase: str
+    count: int
+    delay: float
+    victim: str = "only"
+
+    @classmethod
+    def drawn(cls, rng: random.Random, processes: int) -> Fault:
+        victims = ["only"] if processes == 1 else ["rank 0", "rank 1", "both", "launcher"]
+        phase = rng.choice(PHASES)
+        return cls(
+            signum=rng.choice((signal.SIGKILL, signal.SIGTERM)),
+            phase=phase,
+            count=rng.randint(1, 8 if phase == "step" else 2),
+            delay=rng.random() * 0.02,
+            victim=rng.choice(victims),
+        )
+
+
+@dataclass
+class Tally:
+    """What came of the faults."""
+
+    faults: int = 0
+    identical: int = 0
+    runs: int = 0
+    different: list[str] = field(default_factory=list)
+    hangs: int = 0
+    wrong_exits: list[str] = field(default_factory=list)
+    by_kind: Counter[str] = field(default_factory=Counter)
+    missed: int = 0
+
+
+# -- the process that trains ---------------------------------------------------------------------
+
+
+def announce_phases(pipe: int) -> None:
+    """Have this process and its children tell, through a pipe, which phase they enter."""
+
+    def announce(number: int, rank: int) -> None:
+        os.write(pipe, struct.pack("iii", number, os.getpid(), rank))
+
+    def announcing(original: Any, number: int) -> Any:
+        def wrapped(self: Any, *arguments: Any) -> Any:
+            announce(number, getattr(getattr(self, "fabric", None), "global_rank", 0))
+            return original(self, *arguments)
+
+        return wrapped
+
+    Loop._step = announcing(Loop._step, 0)  # type: ignore[method-assign]
+    Loop._evaluate = announcing(Loop._evaluate, 1)  # type: ignore[method-assign]
+    CheckpointFolder.save = announcing(CheckpointFolder.save, 2)  # type: ignore[method-assign]
+
+
+def start(config: RunConfig, folder: Path) -> tuple[int, int]:
+    """Fork a process that trains in `folder`; its id and the pipe it announces phases on."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        os.set_blocking(reading, False)
+        return child, reading
+    os.close(reading)
+    code = 1
+    try:
+        # A group of its own, so that nothing of it can be overlooked afterwards.
+        os.setpgid(0, 0)
+        errors = os.open(folder.parent / f"{folder.name}.log", os.O_CREAT | os.O_APPEND | os.O_RDWR)
+        os.dup2(errors, 2)
+        announce_phases(writing)
+        train(config, folder, quiet=True)
+        code = 0
+    except Interrupted as interrupted:
+        code = interrupted.exit_code
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        code = 1 if isinstance(error, Exception) else 99
+    finally:
+        os._exit(code)
+
+
+# -- the process that disturbs -------------------------------------------------------------------
+
+
+def strike(child: int, pipe: int, fault: Fault) -> bool:
+    """Wait for the fault's moment and send its signal; False if the run ended before."""
+    ranks: dict[int, int] = {}
+    seen = 0
+    deadline = time.monotonic() + HANG_SECONDS
+    while time.monotonic() < deadline:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
+        try:
+            message = os.read(pipe, 12)
+        except BlockingIOError:
+            time.sleep(0.0005)
+            continue
+        if not message:
+            return False
+        number, pid, rank = struct.unpack("iii", message)
+        ranks[rank] = pid
+        if rank == 0 and PHASES[number] == fault.phase:
+            seen += 1
+        everyone = fault.victim in ("only", "rank 0", "launcher") or 1 in ranks
+        if seen >= fault.count and everyone:
+            time.sleep(fault.delay)
+            victims = {
+                "only": [child],
+                "rank 0": [ranks[0]],
+                "rank 1": [ranks.get(1, child)],
+                "both": list(ranks.values()),
+                "launcher": [child],
+            }[fault.victim]
+            for pid in victims:
+                try:
+                    os.kill(pid, fault.signum)
+                except ProcessLookupError:
+                    return False
+            return True
+    return False
+
+
+def wait_for(child: int) -> int | None:
+    """The exit code of a process, negative after a signal; None (and SIGKILL) if it hangs."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def run_once(config: RunConfig, folder: Path, fault: Fault | None) -> tuple[int | None, bool]:
+    """Train until the end or the fault; the exit code and whether the fault struck."""
+    child, pipe = start(config, folder)
+    try:
+        struck = strike(child, pipe, fault) if fault else False
+        while not fault:
+            # Keep the pipe from filling up.
+            try:
+                if not os.read(pipe, 4096):
+                    break
+            except BlockingIOError:
+                if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    break
+                time.sleep(0.002)
+        return wait_for(child), struck
+    finally:
+        os.close(pipe)
+
+
+def disturb(
+    config: RunConfig, folder: Path, reference: Path, faults: int, rng: random.Random, tally: Tally
+) -> None:
+    """One run with up to `faults` faults, then to its end, then compared."""
+    here = 0
+    tally.runs += 1
+    while here < faults:
+        fault = Fault.drawn(rng, config.engine.devices)
+        code, struck = run_once(config, folder, fault)
+        if code is None:
+            tally.hangs += 1
+        if not struck:
+            tally.missed += 1
+            if code == 0:
+                break
+            continue
+        here += 1
+        tally.faults += 1
+        name = signal.Signals(fault.signum).name
+        tally.by_kind[f"{name} {fault.victim} {fault.phase}"] += 1
+        gentle = fault.signum == signal.SIGTERM and fault.victim != "launcher"
+        if gentle and code not in (143, 0):
+            tally.wrong_exits.append(f"{fault}: exit code {code}")
+        try:
+            load_state(folder)
+        except ValueError as error:
+            if "no checkpoint yet" not in str(error):
+                tally.different.append(f"{folder.name}: {error}")
+        except DamagedCheckpoint as error:
+            tally.different.append(f"{folder.name}: {error}")
+    code, _ = run_once(config, folder, None)
+    if code is None:
+        tally.hangs += 1
+    difference = f"exit code {code}" if code else compare(folder, reference)
+    if difference:
+        tally.different.append(f"{folder.name}: {difference}")
+    else:
+        tally.identical += here
+
+
+def compare(run: Path, reference: Path) -> str:
+    """What differs between two finished runs, or ""."""
+    if RunFolder(run).result() is None:
+        return "not finished"
+    if (run / "metrics.csv").read_bytes() != (reference / "metrics.csv").read_bytes():
+        return "metrics.csv differs"
+    return first_difference(load_state(run), load_state(reference), "state")
+
+
+def first_difference(one: Any, other: Any, where: str) -> str:
+    """The name of the first entry that is not the same to the last bit, or ""."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return "" if torch.equal(one, other) else f"{where} differs"
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        found = (first_difference(one[key], other[key], f"{where}.{key}") for key in one)
+        return next(filter(None, found), "")
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        found = (first_difference(a, b, f"{where}[{number}]") for number, (a, b) in pairs)
+        return next(filter(None, found), "")
+    return "" if one == other else f"{where} differs"
+
+
+def survey(faults: int, processes: int, seed: int, folder: Path) -> Tally:
+    """Strike `faults` times, over all models, workers and accumulations in turn."""
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    cases = [
+        (model, workers, accumulate)
+        for accumulate in (1, 4)
+        for workers in (0, 2)
+        for model in MODELS
+        # Running statistics are each process's own between two evaluations.
+        if processes == 1 or model != "cvt_13"
+    ]
+    tally = Tally()
+    number = 0
+    while tally.faults < faults:
+        model, workers, accumulate = cases[number % len(cases)]
+        config = configuration(model, workers, accumulate, processes)
+        reference = folder / f"reference-{model}-{workers}-{accumulate}"
+        if not RunFolder(reference).result():
+            code, _ = run_once(config, reference, None)
+            if code:
+                raise RuntimeError(f"the undisturbed run ended with exit code {code}: {reference}")
+        share = min(FAULTS_PER_RUN, faults - tally.faults)
+        disturb(config, folder / f"run-{number:03d}", reference, share, rng, tally)
+        number += 1
+    return tally
+
+
+def report(tally: Tally, processes: int, seed: int, seconds: float) -> dict[str, Any]:
+    """The outcome with where it was found."""
+    return {
+        "faults": tally.faults,
+        "identical": tally.identical,
+        "runs": tally.runs,
+        "hangs": tally.hangs,
+        "different": tally.different,
+        "wrong_exits": tally.wrong_exits,
+        "runs_that_ended_before_the_fault": tally.missed,
+        "by_kind": dict(sorted(tally.by_kind.items())),
+        "processes": processes,
+        "seed": seed,
+        "seconds": round(seconds),
+        "environment": describe_environment(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="write the outcome as JSON")
+    parser.add_argument("--keep", type=Path, help="leave the runs in this folder")
+    given = parser.parse_args(arguments)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        tally = survey(given.faults, given.processes, given.seed, folder)
+    outcome = report(tally, given.processes, given.seed, time.monotonic() - started)
+    text = json.dumps(outcome, indent=2) + "\n"
+    if given.output:
+        write_atomic(given.output, text)
+    print(text, end="")
+    return int(tally.identical < tally.faults or tally.hangs > 0 or bool(tally.wrong_exits))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
