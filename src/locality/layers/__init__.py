@@ -8,6 +8,7 @@ from locality.layers.attention import (
 )
 from locality.layers.block import Block
 from locality.layers.kernels import truncated_kernel
+from locality.layers.local import LocalConvolution
 from locality.layers.position import Grid
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Block",
     "GatedPositionalSelfAttention",
     "Grid",
+    "LocalConvolution",
     "PositionalSelfAttention",
     "SelfAttention",
     "truncated_kernel",

@@ -21,9 +21,11 @@ from locality.layers import (
     Block,
     GatedPositionalSelfAttention,
     Grid,
+    LocalConvolution,
     PositionalSelfAttention,
     SelfAttention,
 )
+from locality.layers.position import kernel_size
 from locality.models.surface import ImageClassifier, make_head
 
 
@@ -38,7 +40,8 @@ class ViTConfig:
         embed_dim, depth, num_heads, mlp_ratio: as everywhere.
         qkv_bias: bias on queries, keys and values (DeiT has one, ConViT has none).
         gpsa_layers: how many of the first blocks have positional attention (10 of 12 in the paper).
-        positional_attention: "gpsa" (gated, Eq. 7) or "psa" (one softmax, Eq. 4; Fig. 9).
+        positional_attention: "gpsa" (gated, Eq. 7), "psa" (one softmax, Eq. 4; Fig. 9), or "conv",
+            a convolution in its place with the kernel that the heads could represent.
         locality_strength: α of the convolutional initialisation (Eq. 5).
         conv_init: start the positional layers as random convolutions (Table 3 c, d: False).
         gating_init: initial λ of every gate.
@@ -61,7 +64,7 @@ class ViTConfig:
     mlp_ratio: float = 4.0
     qkv_bias: bool = False
     gpsa_layers: int = 0
-    positional_attention: Literal["gpsa", "psa"] = "gpsa"
+    positional_attention: Literal["gpsa", "psa", "conv"] = "gpsa"
     locality_strength: float = 1.0
     conv_init: bool = True
     gating_init: float = 1.0
@@ -86,9 +89,10 @@ class ViTConfig:
             raise UserError(
                 f"gpsa_layers={self.gpsa_layers} has to lie between 0 and depth={self.depth}"
             )
-        if self.positional_attention not in ("gpsa", "psa"):
+        if self.positional_attention not in ("gpsa", "psa", "conv"):
             raise UserError(
-                f"positional_attention='{self.positional_attention}' is not one of 'gpsa', 'psa'"
+                f"positional_attention='{self.positional_attention}' is not one of 'gpsa', 'psa', "
+                f"'conv'"
             )
         if self.locality_strength <= 0:
             raise UserError(f"locality_strength has to be above 0, not {self.locality_strength}")
@@ -158,6 +162,8 @@ class VisionTransformer(ImageClassifier):
         plain: dict[str, Any] = {"qkv_bias": c.qkv_bias, "proj_drop": c.proj_drop_rate}
         if index >= c.gpsa_layers:
             return SelfAttention(c.embed_dim, c.num_heads, **plain)
+        if c.positional_attention == "conv":
+            return LocalConvolution(c.embed_dim, kernel_size(c.num_heads))
         plain |= {"locality_strength": c.locality_strength, "conv_init": c.conv_init}
         attention: nn.Module
         if c.positional_attention == "psa":
