@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
+from locality import checks
 from locality.errors import UserError, unknown
 from locality.layers.convolution import (
     ATTENTION_SCALES,
@@ -30,6 +31,7 @@ POSITIONS = {
     "none": lambda n: [False] * n,
 }
 _PER_BLOCK = ("mlp_ratio", "kv_stride")
+_SHORTHANDS = {"position", "embedding"}
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,14 @@ class StageConfig:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("embed_dim", "num_heads", "depth", "embed_kernel", "embed_stride"):
-            _require_whole(name, getattr(self, name))
+            checks.integer(name, getattr(self, name), 1)
         if self.embed_dim % self.num_heads:
             raise UserError(
                 f"embed_dim={self.embed_dim} cannot be divided between num_heads="
                 f"{self.num_heads}; choose a multiple"
             )
-        if not 0 <= self.embed_padding < self.embed_kernel:
-            raise UserError(
-                f"embed_padding has to lie between 0 and embed_kernel − 1 = "
-                f"{self.embed_kernel - 1}, not {self.embed_padding}"
-            )
+        # More padding than that would make tokens of nothing but padding.
+        checks.integer("embed_padding", self.embed_padding, 0, self.embed_kernel - 1)
         for name in _PER_BLOCK:
             given = getattr(self, name)
             if isinstance(given, tuple) and len(given) != self.depth:
@@ -93,16 +92,15 @@ class StageConfig:
                     f"give one number or one per block"
                 )
         for stride in self.kv_strides:
-            _require_whole("kv_stride", stride)
+            checks.integer("kv_stride", stride, 1)
         for ratio in self.mlp_ratios:
-            if not ratio > 0:
-                raise UserError(f"mlp_ratio has to be above 0, not {ratio}")
+            checks.number("mlp_ratio", ratio, 0, above=True)
         _require_choice("projection", self.projection, PROJECTIONS)
         if self.projection_kernel < 1 or self.projection_kernel % 2 == 0:
             raise UserError(
                 f"projection_kernel has to be odd and above 0, not {self.projection_kernel}"
             )
-        _require_rate("drop_path_rate", self.drop_path_rate)
+        checks.number("drop_path_rate", self.drop_path_rate, 0, 1, below=True)
 
     @property
     def mlp_ratios(self) -> tuple[float, ...]:
@@ -167,12 +165,12 @@ class CvTConfig:
             object.__setattr__(self, "img_size", tuple(self.img_size))
         if not stages:
             raise UserError("stages has to hold at least one StageConfig, not none")
-        _require_whole("in_chans", self.in_chans)
+        checks.integer("in_chans", self.in_chans, 1)
         _require_choice("activation", self.activation, ACTIVATIONS)
         _require_choice("attention_scale", self.attention_scale, ATTENTION_SCALES)
         _require_choice("global_pool", self.global_pool, ("token", "avg"))
         for name in ("drop_rate", "proj_drop_rate"):
-            _require_rate(name, getattr(self, name))
+            checks.number(name, getattr(self, name), 0, 1, below=True)
         size = self.img_size
         self.grids((size, size) if isinstance(size, int) else size)
 
@@ -220,21 +218,16 @@ class CvTConfig:
         """
         own = {field.name for field in dataclasses.fields(self)}
         per_stage = {field.name for field in dataclasses.fields(StageConfig)}
+        if "patch_size" in fields:
+            raise UserError(
+                "a CvT has no patch_size; set embed_stride, one per stage, and embedding='patch' "
+                "for embeddings that do not overlap"
+            )
         for name in fields:
-            if name not in own | per_stage | {"position", "embedding"}:
-                raise unknown("setting of CvTConfig", name, own | per_stage | {"position"})
+            if name not in own | per_stage | _SHORTHANDS:
+                raise unknown("setting of CvTConfig", name, own | per_stage | _SHORTHANDS)
         changed = dataclasses.replace(self, **{k: v for k, v in fields.items() if k in own})
         stages = changed.stages
-        if "embedding" in fields:
-            kinds = _spread("embedding", fields["embedding"], stages)
-            stages = tuple(
-                _embedded(stage, kind) for stage, kind in zip(stages, kinds, strict=True)
-            )
-        if "position" in fields:
-            _require_choice("position", fields["position"], tuple(POSITIONS))
-            stages = _replaced(
-                stages, {"use_pos_embed": POSITIONS[fields["position"]](len(stages))}
-            )
         values = {
             name: _spread(name, fields[name], stages)
             for name in fields
@@ -244,21 +237,23 @@ class CvTConfig:
         for name in _PER_BLOCK:
             if name in fields:
                 values[name] = _spread_blocks(name, fields[name], depths)
-        return dataclasses.replace(changed, stages=_replaced(stages, values))
+        if "position" in fields:
+            _require_choice("position", fields["position"], tuple(POSITIONS))
+            values["use_pos_embed"] = POSITIONS[fields["position"]](len(stages))
+        stages = tuple(
+            dataclasses.replace(stage, **{name: given[index] for name, given in values.items()})
+            for index, stage in enumerate(stages)
+        )
+        if "embedding" in fields:
+            kinds = _spread("embedding", fields["embedding"], stages)
+            stages = tuple(
+                _embedded(stage, kind) for stage, kind in zip(stages, kinds, strict=True)
+            )
+        return dataclasses.replace(changed, stages=stages)
 
 
 def _per_block(value: T | tuple[T, ...], depth: int) -> tuple[T, ...]:
     return cast(tuple[T, ...], value) if isinstance(value, tuple) else (value,) * depth
-
-
-def _replaced(
-    stages: tuple[StageConfig, ...], values: dict[str, list[Any]]
-) -> tuple[StageConfig, ...]:
-    """Each stage with its own of every field's values, all fields changed at once."""
-    return tuple(
-        dataclasses.replace(stage, **{name: given[index] for name, given in values.items()})
-        for index, stage in enumerate(stages)
-    )
 
 
 def _spread(name: str, value: Any, stages: tuple[StageConfig, ...]) -> list[Any]:
@@ -297,16 +292,6 @@ def _embedded(stage: StageConfig, kind: str) -> StageConfig:
     # The paper's kernels are 7 for stride 4 and 3 for stride 2, padded by 2 and 1.
     kernel, padding = (stride, 0) if kind == "patch" else (2 * stride - 1, stride // 2)
     return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)
-
-
-def _require_whole(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} has to be a whole number of at least 1, not {value!r}")
-
-
-def _require_rate(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise UserError(f"{name} has to lie in [0, 1), not {value}")
 
 
 def _require_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:

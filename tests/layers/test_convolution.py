@@ -1,0 +1,226 @@
+"""Convolutional embedding, projection and attention: what the paper's section 3 says of them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from locality.layers.convolution import (
+    ConvolutionalAttention,
+    ConvolutionalEmbedding,
+    Projection,
+    convolved_size,
+    image_to_tokens,
+    tokens_to_image,
+)
+
+GRIDS = [(6, 6), (5, 8), (1, 7), (1, 1)]
+
+
+def randomise_norms(module):
+    """Running statistics and affine parameters that matter."""
+    for norm in module.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.uniform_(norm.running_var, 0.5, 2.0)
+            for tensor in (norm.running_mean, norm.weight, norm.bias):
+                nn.init.normal_(tensor)
+    return module
+
+
+def project(projection, x, grid):
+    prefix = x.shape[1] - grid[0] * grid[1]
+    return projection(x, tokens_to_image(x[:, prefix:], grid))
+
+
+# The view between tokens and images
+
+
+def test_tokens_and_images_share_memory():
+    tokens = torch.randn(2, 12, 5)
+    image = tokens_to_image(tokens, (3, 4))
+    assert image.shape == (2, 5, 3, 4)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert image_to_tokens(image).data_ptr() == tokens.data_ptr()
+    assert torch.equal(image_to_tokens(image), tokens)
+    assert torch.equal(image[1, :, 2, 3], tokens[1, 2 * 4 + 3])
+
+
+# Token embedding (Eq. 1)
+
+
+@pytest.mark.parametrize("kernel, stride, padding", [(7, 4, 2), (3, 2, 1), (4, 4, 0), (1, 1, 0)])
+@pytest.mark.parametrize("size", [(16, 16), (9, 13)])
+def test_embedding_is_a_convolution_and_a_norm(kernel, stride, padding, size):
+    embed = ConvolutionalEmbedding(3, 8, kernel, stride, padding)
+    x = torch.randn(2, 3, *size)
+    convolved = F.conv2d(x, embed.conv.weight, embed.conv.bias, stride, padding)
+    assert embed.grid(size) == tuple(convolved.shape[2:])
+    assert embed.grid(size)[0] == convolved_size(size[0], kernel, stride, padding)
+    expected = F.layer_norm(convolved.flatten(2).transpose(1, 2), (8,), eps=1e-5)
+    torch.testing.assert_close(embed(x), expected)
+
+
+def test_embedding_takes_any_memory_format():
+    embed = ConvolutionalEmbedding(3, 8, 3, 2, 1)
+    x = torch.randn(2, 3, 9, 9)
+    assert torch.equal(embed(x), embed(x.contiguous(memory_format=torch.channels_last)))
+
+
+# Projection (Eq. 2)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_projection_is_a_depthwise_separable_convolution(grid, stride, prefix):
+    """Depth-wise conv → BatchNorm → 1×1 conv, while the class token takes the last step alone."""
+    projection = randomise_norms(Projection(8, "conv", 3, stride)).eval()
+    x = torch.randn(2, prefix + grid[0] * grid[1], 8)
+    image = x[:, prefix:].transpose(1, 2).reshape(2, 8, *grid)
+    mixed = F.conv2d(image, projection.conv.weight, None, stride, 1, groups=8)
+    mixed = projection.norm(mixed)
+    weight, bias = projection.linear.weight, projection.linear.bias
+    separable = F.conv2d(mixed, weight[:, :, None, None], bias)
+    expected = torch.cat((F.linear(x[:, :prefix], weight, bias), separable.flatten(2).mT), dim=1)
+    torch.testing.assert_close(project(projection, x, grid), expected)
+    assert projection.grid(grid) == tuple(separable.shape[2:])
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_projection_generalises_the_linear_one(kernel):
+    """With a kernel that is 1 in the centre and 0 around it, it is position-wise and linear."""
+    projection = Projection(8, "conv", kernel).eval()
+    with torch.no_grad():
+        projection.conv.weight.zero_()[:, 0, kernel // 2, kernel // 2] = 1
+    projection.norm.eps = 0.0
+    x = torch.randn(2, 1 + 12, 8)
+    torch.testing.assert_close(project(projection, x, (3, 4)), projection.linear(x))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_average_of_equal_tokens_is_that_token(stride):
+    """Also at the border: what lies outside does not count."""
+    projection = Projection(8, "avg", 3, stride)
+    token = torch.randn(1, 1, 8)
+    out = project(projection, token.expand(2, 15, 8), (3, 5))
+    torch.testing.assert_close(out, projection.linear(token).expand_as(out))
+    assert out.shape[1] == projection.grid((3, 5))[0] * projection.grid((3, 5))[1]
+
+
+def test_linear_projection_keeps_every_token_whatever_the_stride():
+    projection = Projection(8, "linear", 3, stride=2)
+    x = torch.randn(2, 1 + 12, 8)
+    assert torch.equal(project(projection, x, (3, 4)), projection.linear(x))
+    assert projection.grid((3, 4)) == (3, 4)
+    assert {name for name, _ in projection.named_parameters()} == {"linear.weight", "linear.bias"}
+
+
+def test_convolution_commutes_with_shifts_away_from_the_border():
+    projection = randomise_norms(Projection(4, "conv", 3)).eval()
+    image = torch.randn(1, 4, 8, 8)
+    shifted = image.roll((1, 2), dims=(2, 3))
+    x, y = (
+        image_to_tokens(i.contiguous(memory_format=torch.channels_last)) for i in (image, shifted)
+    )
+    out, moved = (tokens_to_image(project(projection, t, (8, 8)), (8, 8)) for t in (x, y))
+    torch.testing.assert_close(moved[..., 2:7, 3:7], out[..., 1:6, 1:5])
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_folding_batch_norm_changes_nothing(prefix):
+    projection = randomise_norms(Projection(8, "conv", 3, 2)).eval()
+    x = torch.randn(2, prefix + 20, 8)
+    before = project(projection, x, (4, 5))
+    projection.fold_batch_norm()
+    assert isinstance(projection.norm, nn.Identity)
+    torch.testing.assert_close(project(projection, x, (4, 5)), before, rtol=1e-5, atol=1e-5)
+    folded = copy.deepcopy(projection.state_dict())
+    projection.fold_batch_norm()
+    assert all(torch.equal(a, folded[name]) for name, a in projection.state_dict().items())
+
+
+def test_one_value_has_no_statistics():
+    projection = Projection(8, "conv", 3, 2)
+    with pytest.raises(ValueError, match=r"batch of 1 .* 1×1 .* larger batch or larger images"):
+        project(projection, torch.randn(1, 4, 8), (2, 2))
+    project(projection, torch.randn(2, 4, 8), (2, 2))
+    project(projection.eval(), torch.randn(1, 4, 8), (2, 2))
+
+
+# Attention
+
+
+def attention(**options):
+    options = {"dim": 16, "num_heads": 4} | options
+    return randomise_norms(ConvolutionalAttention(**options))
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("kind", ["conv", "linear", "avg"])
+@pytest.mark.parametrize("kv_stride", [1, 2])
+def test_forward_is_the_shown_attention_applied_to_the_values(grid, prefix, kind, kv_stride):
+    layer = attention(projection=kind, kv_stride=kv_stride).eval()
+    x = torch.randn(2, prefix + grid[0] * grid[1], 16)
+    maps = layer.attention_maps(x, grid)
+    values = project(layer.v, x, grid).unflatten(2, (4, 4)).transpose(1, 2)
+    expected = layer.proj((maps.mixed @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, grid), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(maps.mixed.sum(-1), torch.ones(2, 4, x.shape[1]))
+    assert (maps.query_grid, maps.prefix_tokens) == (grid, prefix)
+    assert maps.mixed.shape[-1] == prefix + maps.key_grid[0] * maps.key_grid[1]
+    if kind != "linear":
+        assert maps.key_grid == tuple(-(-side // kv_stride) for side in grid)
+
+
+def test_scales():
+    """The authors divide by √C, the usual definition by √d."""
+    width, head = attention(), attention(scale="head")
+    assert width.scale == 16**-0.5 and head.scale == 4**-0.5
+    head.load_state_dict(width.state_dict())
+    x = torch.randn(1, 6, 16)
+    narrow, wide = (a.eval().attention_maps(x, (2, 3)).mixed.log() for a in (width, head))
+    # Log-probabilities are scores up to a constant per row, and the scores differ by √h.
+    narrow, wide = (scores - scores.mean(-1, keepdim=True) for scores in (narrow, wide))
+    torch.testing.assert_close(wide, 2 * narrow, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_few_queries_are_the_first_rows(training):
+    layer = attention().train(training)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(3, 1 + 12, 16)
+    torch.testing.assert_close(layer(x, (3, 4), queries=1), twin(x, (3, 4))[:, :1])
+    for (name, ours), theirs in zip(layer.named_buffers(), twin.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+    torch.testing.assert_close(layer.eval()(x, (3, 4), queries=5), twin.eval()(x, (3, 4))[:, :5])
+
+
+def test_looking_leaves_running_statistics_alone():
+    layer = attention().train()
+    x = torch.randn(3, 12, 16)
+    before = copy.deepcopy(layer.state_dict())
+    shown = layer.attention_maps(x, (3, 4)).mixed
+    assert all(torch.equal(a, before[name]) for name, a in layer.state_dict().items())
+    values = project(layer.v, x, (3, 4)).unflatten(2, (4, 4)).transpose(1, 2)
+    expected = layer.proj((shown @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, (3, 4)), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(layer.q.norm.running_mean, before["q.norm.running_mean"])
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"num_heads": 3}, "embed_dim=16 .* num_heads=3"),
+        ({"num_heads": 0}, "embed_dim=16 .* num_heads=0"),
+        ({"projection": "dense"}, "projection='dense' .* 'conv', 'linear', 'avg'"),
+        ({"scale": "depth"}, "attention_scale='depth' .* 'width', 'head'"),
+        ({"kernel_size": 2}, "projection_kernel .* odd .* 2"),
+        ({"kv_stride": 0}, "stride .* at least 1, not 0"),
+    ],
+)
+def test_bad_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        attention(**options)
