@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("models", nargs="+", help="names from `locality models`")
     parser.add_class_arguments(BenchmarkConfig, None)
-    parser.add_argument("--output", type=str | None, default=None, help="write JSON here as well")  # type: ignore[arg-type]
+    parser.add_argument("--output", type=str | None, default=None, help="write JSON here as well")
     options = parser.read(arguments)
     settings = {key: value for key, value in vars(options).items() if key not in _OWN}
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}

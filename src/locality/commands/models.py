@@ -54,15 +54,16 @@ def _models(options: Any) -> list[dict[str, object]]:
 
 
 def _pretrained(filter: str) -> list[dict[str, object]]:
-    from locality.checkpoints import list_pretrained
+    from locality.checkpoints import SOURCES
 
     return [
         {
-            "weights": source.name,
-            "image": source.img_size,
-            "top-1": source.top1,
-            "licence": source.licence,
-            "from": source.repository,
+            "weights": name,
+            "image": SOURCES[name].preprocessing.size[0],
+            "top-1": SOURCES[name].top1,
+            "licence": SOURCES[name].licence,
+            "on the hub": SOURCES[name].repo,
         }
-        for source in list_pretrained(filter)
+        for name in SOURCES
+        if filter in name
     ]
