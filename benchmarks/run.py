@@ -1,0 +1,164 @@
+"""`make bench`: every speed and memory figure that the documentation quotes, in one go.
+
+Each line of PLAN is one call of `locality benchmark` in its own process. The results go to
+benchmarks/results/NAME.json and, as tables, NAME.md, where NAME says device and date. The same
+script measures on a processor and, where torch sees one, on a CUDA device.
+
+    python benchmarks/run.py            everything; about 20 minutes on two cores
+    python benchmarks/run.py --only bf16 memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from locality.benchmark import to_table
+from locality.benchmark.suite import macs_per_second, matmul_rate
+from locality.commands.parsing import table
+from locality.files import write_atomic
+
+RESULTS = Path(__file__).parent / "results"
+
+# question → (what is asked, models, options of `locality benchmark`)
+PLAN: dict[str, tuple[str, list[str], list[str]]] = {
+    "resolution": (
+        "What separable positional attention saves as images grow: inference, fp32",
+        ["convit_tiny"],
+        ["--img_sizes=[224,384,512]", '--tasks=["inference"]', "--memory=false"],
+    ),
+    "floor": (
+        "Beside a plain ViT of the same width and heads: 224 px, fp32, eager and compiled",
+        ["convit_tiny", "convit_small"],
+        ['--modes=["eager","compiled"]', "--memory=false"],
+    ),
+    "bf16": (
+        "bf16 autocast beside fp32: inference at 224 px",
+        ["convit_tiny"],
+        ['--precisions=["fp32","bf16"]', '--tasks=["inference"]', "--memory=false"],
+    ),
+    "memory": (
+        "What the backward pass keeps: a training step at 224 and 384 px",
+        ["convit_small"],
+        ["--img_sizes=[224,384]", '--tasks=["training"]', "--rounds=1", "--batch_size=2"],
+    ),
+    "deit": (
+        "DeiT beside timm's: 224 px, fp32",
+        ["deit_tiny"],
+        ["--memory=false"],
+    ),
+    "cvt": (
+        "CvT beside transformers': 224 px, fp32",
+        ["cvt_13"],
+        ["--against=transformers", "--memory=false"],
+    ),
+}
+
+
+def main() -> None:
+    """Measure what was asked for and write both files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PLAN, default=list(PLAN))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--name", default=None, help="of the two files, without ending")
+    options = parser.parse_args()
+    measured = {}
+    for question in options.only:
+        about, models, settings = PLAN[question]
+        if not any(word.startswith("--rounds") for word in settings):
+            settings = [*settings, f"--rounds={options.rounds}"]
+        print(f"{question}: {about} …", flush=True)
+        measured[question] = benchmark(models, settings)
+    name = options.name or default_name(next(iter(measured.values()))[0]["machine"])
+    RESULTS.mkdir(exist_ok=True)
+    content = {"commit": commit(), "measured": measured}
+    if not torch.cuda.is_available():
+        content["matmul_gmacs_per_second"] = matmul_rate() / 1e9
+    write_atomic(RESULTS / f"{name}.json", json.dumps(content, indent=1) + "\n")
+    write_atomic(RESULTS / f"{name}.md", markdown(content))
+    print((RESULTS / f"{name}.md").read_text())
+
+
+def benchmark(models: list[str], settings: list[str]) -> list[dict]:
+    """The results of one call of `locality benchmark` per model."""
+    results = []
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "result.json"
+            command = [sys.executable, "-m", "locality", "benchmark", model, *settings]
+            subprocess.run([*command, f"--output={path}"], check=True, stdout=subprocess.DEVNULL)
+            results += json.loads(path.read_text())
+    return results
+
+
+def markdown(content: dict) -> str:
+    """The measurements as tables."""
+    machine = next(iter(content["measured"].values()))[0]["machine"]
+    lines = [
+        f"# {machine['device']}, {machine['date']}",
+        "",
+        f"{machine['threads']} threads, {machine['instructions']}, torch {machine['torch']}, "
+        f"timm {machine['timm']}, commit {content['commit'][:12]}. Contenders take turns in one "
+        "process; *ours is* gives the median over rounds of our speed over theirs, with the middle "
+        "half of the rounds beside it.",
+    ]
+    if "matmul_gmacs_per_second" in content:
+        rate = content["matmul_gmacs_per_second"]
+        lines += ["", f"A large fp32 `F.linear` runs at {rate:.0f} GMAC/s here."]
+    for question, results in content["measured"].items():
+        lines += ["", f"## {PLAN[question][0]}"]
+        for result in results:
+            header, cells = to_table(result)
+            text = table(cells, header).splitlines()
+            lines += ["", f"`{result['model']}`", "", "```", *text, "```"]
+            if question == "bf16":
+                lines += ["", bf16_gain(result)]
+            if question == "cvt":
+                lines += ["", share_of_matmul(result, content)]
+    return "\n".join(lines) + "\n"
+
+
+def bf16_gain(result: dict) -> str:
+    """How much faster our model is under bf16 autocast than in fp32."""
+    speed = {
+        row["precision"]: row["images_per_second"]
+        for row in result["rows"]
+        if row["contender"] == "locality"
+    }
+    return f"bf16 autocast is {speed['bf16'] / speed['fp32']:.2f}× as fast as fp32."
+
+
+def share_of_matmul(result: dict, content: dict) -> str:
+    """The fused model's arithmetic as a share of what a large matrix product reaches."""
+    row = next(r for r in result["rows"] if r["contender"].endswith("(fused)"))
+    rate = macs_per_second(result["model"], row["img_size"], row["images_per_second"])
+    share = rate / 1e9 / content.get("matmul_gmacs_per_second", float("nan"))
+    return (
+        f"Fused inference runs at {rate / 1e9:.0f} GMAC/s, {100 * share:.0f}% of that `F.linear`."
+    )
+
+
+def default_name(machine: dict) -> str:
+    """A file name that says device and date."""
+    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    return f"{device}-{machine['threads']}t-{machine['date']}"
+
+
+def commit() -> str:
+    """The commit that was measured, with a mark if files have changed since."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "--", "src"], capture_output=True, text=True
+    )
+    return (head.stdout.strip() or "unknown") + ("-dirty" if dirty.stdout.strip() else "")
+
+
+if __name__ == "__main__":
+    main()
