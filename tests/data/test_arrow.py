@@ -226,6 +226,14 @@ def test_a_damaged_file_is_named(tmp_path, suffix):
         opened("arrow", tmp_path)
 
 
+def test_a_truncated_file_is_named(train_val):
+    pack(train_val, train_val / "packed", progress=False)
+    (file,) = (train_val / "packed" / "train").iterdir()
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"train/data-00000-of-00001\.arrow' cannot be read"):
+        opened("arrow", train_val / "packed")
+
+
 def test_parts_with_different_classes(tmp_path):
     for part, classes in (("train", ("a", "b")), ("test", ("a", "c"))):
         rows(2, classes).to_parquet(tmp_path / f"{part}.parquet")

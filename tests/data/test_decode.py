@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from locality.data import BadImage, Decoding, decode
 from locality.data.decode import read_bytes
@@ -170,6 +170,20 @@ def test_exif_orientation_is_an_option(orientation):
         8: image.T[::-1],
     }[orientation]
     assert np.array_equal(pixels(data, exif=True)[..., 0], turned)
+
+
+def test_an_unreadable_exif_record_turns_nothing():
+    data = encoded(Image.new("RGB", (8, 4), "red"), "JPEG", exif=b"Exif\0\0garbage!")
+    assert pixels(data).shape == pixels(data, exif=True).shape == (4, 8, 3)
+
+
+def test_whatever_pillow_raises_while_converting_is_the_images_fault(monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError  # as rational numbers in EXIF records have caused
+
+    monkeypatch.setattr(ImageOps, "exif_transpose", fail)
+    with pytest.raises(BadImage, match="damaged .ZeroDivisionError"):
+        decode(encoded(NOISE), Decoding(exif=True))
 
 
 def test_the_name_does_not_matter():

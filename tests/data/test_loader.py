@@ -1,11 +1,14 @@
 """Batches depend on their position alone."""
 
 import multiprocessing
-import os
 import random
 import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -281,6 +284,7 @@ def test_a_bad_image_stops_the_run_when_that_is_asked_for(workers):
     with pytest.raises(UserError, match=r"^file 3: it is broken; mend or remove the file") as error:
         list(loader)
     assert "\n" not in str(error.value)
+    assert not multiprocessing.active_children()
 
 
 def test_too_many_bad_images_stop_the_run():
@@ -361,11 +365,55 @@ def test_workers_outlive_signals_to_the_whole_group(digits, number):
     received = [next(batches)]
     workers = [child for child in multiprocessing.active_children() if child not in others]
     assert len(workers) == 2
-    for worker in workers:
-        os.kill(worker.pid, number)
+    # From another process: a SIGTERM from this one would be meant.
+    subprocess.run(["kill", f"-{number}", *(str(worker.pid) for worker in workers)], check=True)
     received += batches
     assert all_same(received, collect(digits.train, PAD, stop_step=50))
     assert not multiprocessing.active_children()
+
+
+def test_workers_end_when_the_training_process_says_so(digits):
+    batches = iter(train_loader(digits.train, PAD, 8, batch_size=8, seed=0, stop_step=9, workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 0
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(batches)
+
+
+ORPHANS = """
+import multiprocessing, time
+from locality.data import AugmentConfig, DataConfig, open_data, train_loader
+
+train = open_data(DataConfig(), seed=0).train
+batches = train_loader(train, AugmentConfig(), 8, batch_size=8, seed=0, stop_step=9999, workers=2)
+for batch in batches:
+    pids = [child.pid for child in multiprocessing.active_children()]
+    print(*pids, flush=True)
+    time.sleep(60)
+"""
+
+
+def alive(pid):
+    # Where nobody collects orphans, a process that has ended stays listed as a zombie.
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_workers_do_not_outlive_a_killed_run():
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE) as run:
+        pids = [int(pid) for pid in run.stdout.readline().split()]
+        run.kill()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 60
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_workers_end_with_an_iteration_that_is_given_up(digits):

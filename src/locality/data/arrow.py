@@ -41,8 +41,8 @@ class ArrowSource(ImageSource):
         name: str,
         decoding: Decoding = AS_PUBLISHED,
     ) -> None:
-        self.rows = rows
-        self.image_column = image_column
+        # As Arrow's own cells, which leaves images undecoded and is the fastest way to one row.
+        self.rows = rows.select_columns([image_column]).with_format("arrow")
         self.labels = np.asarray(labels, dtype=np.int64)
         self.name = name
         self.decoding = decoding
@@ -52,7 +52,7 @@ class ArrowSource(ImageSource):
 
     def read_bytes(self, index: int) -> bytes:
         """The image file as it was packed."""
-        cell = self.rows[index][self.image_column]
+        cell = self._cell(index)
         if isinstance(cell, bytes):
             return cell
         content = (cell or {}).get("bytes")
@@ -63,8 +63,11 @@ class ArrowSource(ImageSource):
             raise BadImage("the row has no image")
         return read_bytes(path)
 
+    def _cell(self, index: int) -> Any:
+        return self.rows[index].column(0)[0].as_py()
+
     def describe(self, index: int) -> str:
-        cell = self.rows[index][self.image_column]
+        cell = self._cell(index)
         path = cell.get("path") if isinstance(cell, dict) else None
         return f"{self.name}[{index}]" + (f" ({path})" if path else "")
 
@@ -101,8 +104,7 @@ def open_arrow(
     for part, rows in opened.items():
         _has_columns(rows, columns, part, folder)
         labels = _labels(rows, columns[1], classes, part, folder)
-        plain = _undecoded(rows, columns[0])
-        sources[part] = ArrowSource(plain, columns[0], labels, f"{folder}/{part}", decoding)
+        sources[part] = ArrowSource(rows, columns[0], labels, f"{folder}/{part}", decoding)
     return classes, sources["train"], sources.get("val")
 
 
@@ -245,12 +247,3 @@ def _labels(
             f"train has {len(classes)} classes"
         )
     return values.astype(np.int64)
-
-
-def _undecoded(rows: datasets.Dataset, column: str) -> datasets.Dataset:
-    """The rows with only their image, as the bytes of its file."""
-    hf = huggingface_datasets()
-    rows = rows.select_columns([column])
-    if isinstance(rows.features[column], hf.Image):
-        rows = rows.cast_column(column, hf.Image(decode=False))
-    return rows

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +19,9 @@ from locality.data.sources import ImageSource
 from locality.data.transforms import Size, eval_transform, train_transform
 from locality.errors import UserError
 
-# A worker that was asked to end (SIGTERM) stays this long, to let its run finish a step.
-_GRACE_SECONDS = 60
 _OURS = (signal.SIGINT, signal.SIGTERM)
-_POSIX = os.name == "posix"
+# Signals can be held back and looked at; elsewhere workers take them as torch made them.
+_CAN_HOLD = hasattr(signal, "sigwaitinfo")
 
 
 class BatchLoader:
@@ -67,13 +68,20 @@ class BatchLoader:
             raise RuntimeError("this loader has been closed")
         with _signals_held():
             parcels = iter(self._loader)
-        parcel: Parcel
-        for parcel in parcels:
-            if parcel.error is not None:
-                raise UserError(parcel.error)
-            self._note_skipped(parcel)
-            if parcel.batch is not None:
-                yield parcel.batch
+        try:
+            parcel: Parcel
+            for parcel in parcels:
+                if parcel.error is not None:
+                    raise UserError(parcel.error)
+                self._note_skipped(parcel)
+                if parcel.batch is not None:
+                    yield parcel.batch
+        except UserError:
+            self.close()
+            raise
+        finally:
+            # Workers end with their iterator, and an error's traceback would keep it alive.
+            del parcels
 
     def close(self) -> None:
         """End workers that wait for the next iteration; nothing can be loaded after that."""
@@ -218,7 +226,7 @@ def _unchanged(parcel: Any) -> Any:
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Keep Ctrl-C and SIGTERM waiting while workers start: a new one would die of them."""
-    if not _POSIX:
+    if not _CAN_HOLD:
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
@@ -230,14 +238,22 @@ def _signals_held() -> Iterator[None]:
 
 def _prepare_worker(_: int) -> None:
     torch.set_num_threads(1)
-    if not _POSIX:
+    if not _CAN_HOLD:
         return
-    # Ctrl-C and SIGTERM reach a whole group of processes. The training process decides what
-    # follows from them, and needs its workers for the step it is in. The alarm ends a worker
-    # that nobody needs any more.
+    # Ctrl-C and SIGTERM reach whole groups of processes. What follows from them is for the
+    # training process to decide, and it needs its workers for the step it is in. They end when
+    # it says so, or has ended itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
+    threading.Thread(target=_end_when_told, name="end when told", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _end_when_told() -> None:
+    """Wait for a SIGTERM from the training process; SIGTERM stays blocked for the others."""
+    trainer = multiprocessing.parent_process()
+    while trainer is not None:
+        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == trainer.pid:
+            os._exit(0)
 
 
 def _ranks(rank: int, world_size: int) -> None:
