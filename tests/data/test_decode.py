@@ -182,7 +182,7 @@ def test_whatever_pillow_raises_while_converting_is_the_images_fault(monkeypatch
         raise ZeroDivisionError  # as rational numbers in EXIF records have caused
 
     monkeypatch.setattr(ImageOps, "exif_transpose", fail)
-    with pytest.raises(BadImage, match="damaged .ZeroDivisionError"):
+    with pytest.raises(BadImage, match=r"damaged .ZeroDivisionError"):
         decode(encoded(NOISE), Decoding(exif=True))
 
 
