@@ -1,0 +1,152 @@
+"""Whole commands as a user types them: train, look, classify, convert, report."""
+
+import json
+
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from locality.cli import main
+from locality.training import RunFolder
+
+SHORT = [
+    "--schedule.steps=4",
+    "--schedule.warmup=1",
+    "--schedule.eval_every=2",
+    "--engine.tensorboard=false",
+    "--engine.batch_size=16",
+    "--quiet",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of four steps with its measures."""
+    folder = tmp_path_factory.mktemp("runs") / "convit"
+    assert main(["train", "digits", "--output", str(folder), "--record", *SHORT]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    for index, pixels in enumerate(load_digits().images[:3]):
+        Image.fromarray((pixels * 15.9).astype("uint8")).save(folder / f"{index}.png")
+    return folder
+
+
+def test_training_again_says_it_is_finished_and_changes_nothing(run, capsys):
+    before = (run / "result.json").read_bytes()
+    assert main(["train", "digits", "--output", str(run), *SHORT]) == 0
+    assert (run / "result.json").read_bytes() == before
+
+
+def test_a_folder_of_another_configuration_is_refused(run, capsys):
+    assert main(["train", "digits", "--output", str(run), *SHORT, "--optim.lr=0.1"]) == 2
+    error = capsys.readouterr().err
+    assert "optim.lr" in error and error.count("\n") == 1
+
+
+def test_eval_repeats_the_runs_own_accuracy(run, capsys):
+    assert main(["eval", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["top1"] == pytest.approx(RunFolder(run).result()["top1"], abs=0.3)
+    assert found["n"] == RunFolder(run).result()["val_images"]
+
+
+def test_report_of_the_run(run, tmp_path, capsys):
+    output = tmp_path / "page" / "report.html"
+    assert main(["report", str(run), "--output", str(output)]) == 0
+    page = output.read_text()
+    assert "convit_nano" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert capsys.readouterr().out.strip() == str(output)
+
+
+def test_predict_with_run_saved_model_and_graph_agree(run, images, tmp_path, capsys):
+    saved, graph = tmp_path / "saved", tmp_path / "model.onnx"
+    assert main(["convert", str(run), str(saved)]) == 0
+    assert main(["export", str(run), str(graph)]) == 0
+    assert "Top-1" in (saved / "README.md").read_text()
+    capsys.readouterr()
+    answers = []
+    for model in (run, saved, graph):
+        assert main(["predict", str(images), "--model", str(model), "--json"]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert len(answers[0]) == 3
+    for other in answers[1:]:
+        for ours, theirs in zip(answers[0], other, strict=True):
+            assert theirs["classes"] == pytest.approx(ours["classes"], abs=1e-4)
+
+
+def test_eval_of_converted_weights_is_eval_of_the_run(run, tmp_path, capsys):
+    weights = tmp_path / "convit.pth"
+    assert main(["convert", str(run), str(weights), "--to", "convit"]) == 0
+    saved = tmp_path / "saved"
+    assert main(["convert", str(run), str(saved)]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(run), "--json"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert main(["eval", "--weights", str(saved), "--data", "digits", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["top1"] == own["top1"]
+
+
+def test_dry_run_prints_the_cost_and_writes_nothing(tmp_path, capsys):
+    folder = tmp_path / "run"
+    arguments = ["train", "digits", "--output", str(folder), "--dry_run"]
+    assert main([*arguments, "--images_per_second=1000"]) == 0
+    text = capsys.readouterr().out
+    assert "201,914" in text and "64,000" in text
+    assert not folder.exists()
+
+
+def test_recipes(capsys):
+    assert main(["recipes"]) == 0
+    assert "deit_300" in capsys.readouterr().out
+    assert main(["recipes", "deit_300"]) == 0
+    assert "rand-m9-mstd0.5-inc1" in capsys.readouterr().out
+    assert main(["recipes", "deit_3000"]) == 2
+    assert "did you mean deit_300" in capsys.readouterr().err
+
+
+def test_settings_from_a_file_and_by_name(tmp_path, capsys):
+    """A file changes the recipe, a name on the command line changes the file."""
+    config = tmp_path / "mine.yaml"
+    config.write_text("optim:\n  lr: 0.001\nschedule:\n  steps: 3\n")
+    folder = tmp_path / "run"
+    arguments = ["train", "digits", "--config", str(config), "--output", str(folder), *SHORT[1:]]
+    assert main([*arguments, "--optim.lr=0.002", "--model=deit_nano", "--fraction=0.1"]) == 0
+    written = RunFolder(folder).config()
+    assert (written.optim.lr, written.schedule.steps) == (0.002, 3)
+    assert (written.model.name, written.data.fraction) == ("deit_nano", 0.1)
+
+
+def test_epochs_take_the_place_of_steps(tmp_path):
+    folder = tmp_path / "run"
+    arguments = [word for word in SHORT if "steps" not in word and "eval_every" not in word]
+    arguments += ["--schedule.epochs=0.05", "--schedule.warmup=0", "--schedule.eval_every=1"]
+    assert main(["train", "digits", "--output", str(folder), *arguments]) == 0
+    assert RunFolder(folder).config().schedule.steps is None
+
+
+def test_data_check_and_pack(tmp_path, capsys):
+    folder = tmp_path / "images"
+    for part in ("train", "val"):
+        for label in ("cat", "dog"):
+            (folder / part / label).mkdir(parents=True)
+            colour = (len(part) * 20, len(label) * 9, 30 if label == "cat" else 60)
+            Image.new("RGB", (12, 10), colour).save(folder / part / label / "a.png")
+    assert main(["data", "check", str(folder), "--quiet", "--workers=1"]) == 0
+    assert "2 classes" in capsys.readouterr().out
+    assert main(["data", "pack", str(folder), str(tmp_path / "packed"), "--quiet"]) == 0
+    assert "2 images in train" in capsys.readouterr().out
+    (folder / "train" / "cat" / "b.png").write_bytes(b"not an image")
+    assert main(["data", "check", str(folder), "--quiet", "--workers=1"]) == 1
+    assert "b.png" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_demo_ends_in_a_report(tmp_path, capsys):
+    assert main(["demo", "--output", str(tmp_path / "demo"), "--steps=120"]) == 0
+    assert (tmp_path / "demo" / "report.html").stat().st_size > 50_000
+    assert "report.html" in capsys.readouterr().out
