@@ -1,0 +1,75 @@
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from locality.analysis.factors import Factors, factorise
+
+
+def attention(queries, keys, width, scale, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(queries, width, generator=generator, dtype=torch.float64)
+    k = torch.randn(keys, width, generator=generator, dtype=torch.float64)
+    return (scale * q @ k.T / width**0.5).softmax(-1)
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (197, 197, 48), (49, 12, 8), (1, 1, 4)])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 8.0])
+@pytest.mark.parametrize("tolerance", [0.05, 0.005])
+def test_every_attention_is_within_the_promised_factor(shape, scale, tolerance):
+    true = attention(*shape, scale)
+    found = factorise(true, tolerance).attention()
+    ratio = np.log(found) - true.log().numpy()
+    assert np.abs(ratio).max() <= 2 * tolerance * (1 + 1e-6)
+
+
+def test_coarser_is_smaller():
+    true = attention(64, 64, 32, 2.0)
+    fine, coarse = (len(factorise(true, tolerance).pack()) for tolerance in (1e-3, 1e-1))
+    assert coarse < 0.8 * fine
+
+
+def test_attention_without_structure_takes_no_space():
+    uniform = torch.full((50, 50), 1 / 50, dtype=torch.float64)
+    assert len(factorise(uniform, 0.01).pack()) == 8
+
+
+def test_rank_is_not_more_than_the_width_of_the_head():
+    found = factorise(attention(300, 300, 24, 1.0), 1e-3)
+    used = (np.abs(found.queries).max(1) > 0) & (np.abs(found.keys).max(1) > 0)
+    assert used.sum() <= 24
+
+
+def test_packed_form_reads_back():
+    generator = torch.Generator().manual_seed(0)
+    decay = 0.5 ** torch.arange(12, dtype=torch.float64)  # some components large, some small
+    q, k = (torch.randn(n, 12, generator=generator, dtype=torch.float64) for n in (30, 20))
+    found = factorise((4 * q * decay @ k.T).softmax(-1), 1e-2)
+    packed = found.pack()
+    wide, narrow, step = struct.unpack("<HHf", packed[:8])
+    assert step == found.step and wide > 0 and narrow > 0
+    place, read = 8, []
+    for count in (30, 20):
+        low = np.frombuffer(packed, np.uint8, wide * count, place).astype(np.int16)
+        high = np.frombuffer(packed, np.int8, wide * count, place + wide * count).astype(np.int16)
+        small = np.frombuffer(packed, np.int8, narrow * count, place + 2 * wide * count)
+        place += (2 * wide + narrow) * count
+        read.append(
+            np.concatenate(
+                [(high * 256 + low).reshape(wide, count), small.reshape(narrow, count)]
+            ).astype(np.int16)
+        )
+    assert place == len(packed)
+    again = Factors(read[0], read[1], step)
+    np.testing.assert_allclose(again.attention(), found.attention(), rtol=1e-12)
+
+
+def test_zero_attention_is_refused():
+    with pytest.raises(ValueError, match="no finite score"):
+        factorise(torch.eye(3, dtype=torch.float64), 0.01)
+
+
+def test_a_tolerance_beyond_sixteen_bits_is_refused():
+    with pytest.raises(ValueError, match="larger tolerance"):
+        factorise(attention(30, 20, 12, 8.0), 1e-7)
