@@ -43,6 +43,7 @@ def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str,
 
 def _make(
     name: str,
+    img_size: int | tuple[int, int] | None = None,
     global_pool: str | None = None,
     device: Any = None,
     dtype: Any = None,
@@ -55,7 +56,9 @@ def _make(
             f"global_pool='{global_pool}' is not available: {name} reads the class token "
             f"(global_pool='token')"
         )
-    return create_model(name, **fields).to(device=device, dtype=dtype)
+    if isinstance(img_size, (list, tuple)) and img_size[0] == img_size[1]:
+        img_size = img_size[0]  # timm always says both
+    return create_model(name, img_size=img_size, **fields).to(device=device, dtype=dtype)
 
 
 def _entrypoint(name: str) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 from locality.checkpoints.adapt import load_into
 from locality.checkpoints.checkpoint import Checkpoint
-from locality.checkpoints.convert import Conversion, convert
-from locality.checkpoints.export import export
+from locality.checkpoints.conversion import Conversion, convert
+from locality.checkpoints.exporting import export
 from locality.checkpoints.hub import TrainedModel
 from locality.checkpoints.layouts import LAYOUTS, Layout, recognise
 from locality.checkpoints.native import load, save

@@ -165,11 +165,6 @@ def recognise(state: State) -> Layout:
     )
 
 
-def default_layout(family: str) -> Layout:
-    """The layout in which others read models of this family: the first foreign one."""
-    return next(row for row in _ROWS if row.family == family)
-
-
 def identify(config: Any) -> tuple[str | None, Any]:
     """The row of the table that has this architecture, if any.
 

@@ -99,7 +99,8 @@ def write_folder(
 
 def write_file(checkpoint: Checkpoint, path: Path | str) -> None:
     """Write a checkpoint as one safetensors file that carries its description."""
-    metadata = {"format": "pt", FORMAT: json.dumps(checkpoint.describe())}
+    # A single entry: the order of several is random, and equal models shall make equal files.
+    metadata = {FORMAT: json.dumps(checkpoint.describe())}
     write_atomic(path, to_safetensors(owned(checkpoint.state), metadata))
 
 

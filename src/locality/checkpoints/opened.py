@@ -14,12 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from locality.checkpoints.checkpoint import FORMAT, Checkpoint
-from locality.checkpoints.export import INPUT, OUTPUT
+from locality.checkpoints.exporting import INPUT, OUTPUT
 from locality.checkpoints.hub import TrainedModel
 from locality.checkpoints.native import build_from
 from locality.checkpoints.opening import open_weights
 from locality.checkpoints.preprocessing import Preprocessing
 from locality.checkpoints.pretrained import open_pretrained
+from locality.checkpoints.reading import SUFFIXES
 from locality.checkpoints.sources import SOURCES
 from locality.errors import UserError, unknown
 from locality.models.factory import variant
@@ -112,12 +113,18 @@ def open_model(
             f"'{name}' is an architecture without weights; give the name of public weights "
             f"(`locality models --pretrained` lists them), a run folder or a file"
         )
-    if _is_repository(name):
+    if path.suffix in SUFFIXES or not _is_repository(name):
+        if "/" in name or path.suffix in SUFFIXES:
+            raise FileNotFoundError(f"there is no file or folder {name}")
+        raise unknown("file, folder or public weights", name, SOURCES)
+    try:
         trained = TrainedModel.from_pretrained(name)
-        return Classifier.of(trained.model, name, trained.preprocessing, trained.classes)
-    if "/" in name or path.suffix in (".pth", ".pt", ".bin", ".safetensors"):
-        raise FileNotFoundError(f"there is no file or folder {name}")
-    raise unknown("file, folder or public weights", name, SOURCES)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"there is no file or folder {name}, and no model could be fetched from "
+            f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
+        ) from error
+    return Classifier.of(trained.model, name, trained.preprocessing, trained.classes)
 
 
 def _classifier(checkpoint: Checkpoint, origin: Path | str) -> Classifier:

@@ -77,10 +77,17 @@ def export(
         _require("onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)
     copy = checkpoint.build()
-    program = _program(copy)
+    axes = _open_axes(copy.config)
+    if preprocessing is not None and 2 not in axes and preprocessing.size != copy.img_size:
+        raise UserError(
+            f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, the preprocessing "
+            f"makes {preprocessing.size[0]}×{preprocessing.size[1]}; create the model with "
+            f"img_size={preprocessing.img_size} to export it at that size"
+        )
+    program = _program(copy, axes)
     description = json.dumps(checkpoint.describe())
     if format == "onnx":
-        content = _onnx(copy, program, description)
+        content = _onnx(program, axes, description)
         _compare(copy, content)
         write_atomic(path, content)
     else:
@@ -89,24 +96,23 @@ def export(
     return path
 
 
-def _program(model: ImageClassifier) -> torch.export.ExportedProgram:
+def _program(model: ImageClassifier, axes: dict[int, Any]) -> torch.export.ExportedProgram:
     images = _example(model, batch=2)
-    batch: dict[int, Any] = {0: Dim("batch", min=1)}
-    shapes = batch | _free_sizes(model.config)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about torch's own internals
-        return torch.export.export(model, (images,), dynamic_shapes=(shapes,))
+        return torch.export.export(model, (images,), dynamic_shapes=(axes,))
 
 
-def _free_sizes(config: Any) -> dict[int, Any]:
-    """The axes of the image whose length is left open, and their range."""
+def _open_axes(config: Any) -> dict[int, Any]:
+    """The axes of the images whose length is left open, and their range."""
+    axes: dict[int, Any] = {0: Dim("batch", min=1)}
     if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
-        return {}
+        return axes
     # A grid of 1 is a special case to torch.export, so sizes begin where every grid has 2.
     side = config.minimum_size
     while not _has_room(config, side):
         side += 1
-    return {2: Dim("height", min=side), 3: Dim("width", min=side)}
+    return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
 
 
 def _has_room(config: CvTConfig, side: int) -> bool:
@@ -118,12 +124,17 @@ def _has_room(config: CvTConfig, side: int) -> bool:
     )
 
 
-def _onnx(model: ImageClassifier, program: torch.export.ExportedProgram, description: str) -> bytes:
+def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:
     import onnx
 
     with _quiet():
         exported = torch.onnx.export(
-            program, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, verbose=False
+            program,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=(axes,),  # again, for the names of the axes
+            dynamo=True,
+            verbose=False,
         )
     assert exported is not None
     proto = exported.model_proto

@@ -1,0 +1,280 @@
+"""Exported graphs compute what the model computes; and whatever can be opened is opened alike."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+
+import locality.checkpoints.exporting as exporting
+from locality.checkpoints import (
+    LAYOUTS,
+    Classifier,
+    Preprocessing,
+    TrainedModel,
+    export,
+    open_model,
+    save,
+)
+from locality.errors import UserError
+from locality.models import VARIANTS, build, create_model
+from locality.models.cvt_config import CvTConfig, StageConfig
+
+# A model of each kind, small enough to be traced in seconds; and the sizes its graph must take.
+PATCHES = StageConfig(16, 2, 1, embed_kernel=7, embed_stride=4, embed_padding=2)
+COARSER = StageConfig(24, 2, 1)
+CVT = CvTConfig((PATCHES, COARSER), img_size=32, num_classes=10)
+MODELS = {
+    "convit": (replace(VARIANTS["convit_nano"].config, depth=2, gpsa_layers=1), [(8, 8)]),
+    "deit": (replace(VARIANTS["deit_nano"].config, depth=1), [(8, 8)]),
+    "cvt": (CVT, [(32, 32), (40, 56), (19, 35)]),
+    "psa": (
+        replace(VARIANTS["convit_nano"].config, depth=1, gpsa_layers=1, positional_attention="psa"),
+        [(8, 8)],
+    ),
+    "cvt with positions": (CVT.with_overrides(position="first", depth=1), [(32, 32)]),
+}
+CLASSES = [f"class {index}" for index in range(10)]
+
+
+# The exporter takes its time over convolutions.
+SLOW = ("cvt", "psa", "cvt with positions")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS],
+)
+def exported(request, tmp_path_factory, randomise):
+    """A model in evaluation mode, its two graphs, and the sizes they take."""
+    config, sizes = MODELS[request.param]
+    model = randomise(build(config)).train()
+    folder = tmp_path_factory.mktemp("graphs")
+    extra = {"preprocessing": Preprocessing(model.img_size, crop_pct=1.0), "classes": CLASSES}
+    graph = export(model, folder / "model.onnx", **extra)
+    program = export(model, folder / "model.pt2", "torch-export", **extra)
+    assert model.training
+    return model.eval(), graph, program, sizes
+
+
+def inputs(sizes):
+    for batch in (1, 7):
+        for size in sizes:
+            yield torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(batch))
+
+
+def test_onnx_runtime_computes_the_models_logits(exported):
+    model, graph, _, sizes = exported
+    session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+    for images in inputs(sizes):
+        (logits,) = session.run(None, {"images": images.numpy()})
+        with torch.no_grad():
+            np.testing.assert_allclose(logits, model(images).numpy(), atol=1e-4, rtol=0)
+
+
+def test_the_torch_export_program_computes_the_models_logits(exported):
+    model, _, program, sizes = exported
+    module = torch.export.load(program).module()
+    for images in inputs(sizes):
+        with torch.no_grad():
+            torch.testing.assert_close(module(images), model(images), atol=1e-4, rtol=0)
+
+
+def test_only_cvt_without_position_embeddings_leaves_height_and_width_open(exported):
+    _, graph, _, sizes = exported
+    (images,) = onnx.load(graph).graph.input
+    axes = [axis.dim_param or axis.dim_value for axis in images.type.tensor_type.shape.dim]
+    size = ["height", "width"] if len(sizes) > 1 else list(sizes[0])
+    assert axes == ["batch", 3, *size]
+
+
+def test_a_graph_is_one_file_and_knows_its_classes_and_preprocessing(exported):
+    model, graph, _, _ = exported
+    assert sorted(path.name for path in graph.parent.iterdir()) == ["model.onnx", "model.pt2"]
+    opened = open_model(graph)
+    assert opened.classes == tuple(CLASSES) and opened.preprocessing == Preprocessing(
+        model.img_size, crop_pct=1.0
+    )
+    assert opened.name == "model" and opened.model is None
+
+
+def test_the_program_carries_the_same_description(exported):
+    _, _, program, _ = exported
+    extra = {exporting.DESCRIPTION: ""}
+    torch.export.load(program, extra_files=extra)
+    description = json.loads(extra[exporting.DESCRIPTION])
+    assert description["labels"] == CLASSES and description["name"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "format", "cause"),
+    [
+        ("a.onnx", "onxx", "did you mean onnx"),
+        ("a.pt", "torch-export", r"has to end in \.pt2"),
+        ("a.pt2", "onnx", r"has to end in \.onnx"),
+        ("nowhere/a.onnx", "onnx", "there is no folder"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_before_any_work(path, format, cause, tmp_path):
+    with pytest.raises(UserError, match=cause):
+        export(create_model("deit_nano"), tmp_path / path, format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_preprocessing_of_another_size_than_the_graphs_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"takes images of 8×8, the preprocessing makes 16×16"):
+        export(create_model("deit_nano"), tmp_path / "a.onnx", preprocessing=Preprocessing(16))
+
+
+def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name)
+    )
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "locality\[export\]"'):
+        export(create_model("deit_nano"), tmp_path / "a.onnx")
+
+
+def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "TOLERANCE", 0.0)
+    with pytest.raises(UserError, match="logits differ from the model's"):
+        export(create_model("deit_nano", depth=1), tmp_path / "a.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+# Opening.
+
+
+def pictures(count: int) -> list[Image.Image]:
+    random = np.random.default_rng(0)
+    return [
+        Image.fromarray(random.integers(0, 256, (60, 80, 3), dtype=np.uint8)) for _ in range(count)
+    ]
+
+
+def test_everything_opened_classifies_alike(exported, tmp_path):
+    model, graph, _, _ = exported
+    extra = {"preprocessing": Preprocessing(model.img_size, crop_pct=1.0), "classes": CLASSES}
+    folder = save(model, tmp_path / "saved", **extra)
+    expected = Classifier.of(model, **extra)(pictures(3))
+    torch.testing.assert_close(expected.sum(dim=1), torch.ones(3))
+    for path in (folder, folder / "model.safetensors", graph):
+        opened = open_model(path)
+        assert opened.classes == tuple(CLASSES)
+        torch.testing.assert_close(opened(pictures(3)), expected, atol=1e-5, rtol=0)
+
+
+def test_foreign_weights_are_opened_as_well(tmp_path):
+    model = create_model("convit_nano")
+    state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
+    torch.save(state, tmp_path / "timm.pth")
+    opened = open_model(tmp_path / "timm.pth")
+    assert opened.name == "convit_nano" and opened.preprocessing.size == (8, 8)
+    expected = Classifier.of(model)(pictures(3))
+    torch.testing.assert_close(opened(pictures(3)), expected, atol=1e-6, rtol=0)
+
+
+def test_classes_have_names_where_somebody_gave_them(tmp_path):
+    model = create_model("convit_nano")
+    assert Classifier.of(model).label(3) == "3"
+    save(model, tmp_path, classes=CLASSES)
+    assert open_model(tmp_path).label(3) == "class 3"
+
+
+def test_a_classifier_never_trains(tmp_path):
+    model = create_model("convit_nano", drop_rate=0.5).train()
+    opened = Classifier.of(model)
+    assert not model.training
+    assert not opened.logits(torch.randn(1, 3, 8, 8)).requires_grad
+
+
+def test_grey_and_transparent_pictures_are_taken(tmp_path):
+    opened = Classifier.of(create_model("convit_nano"))
+    picture = pictures(1)[0]
+    for mode in ("L", "RGBA", "P", "CMYK"):
+        assert opened([picture.convert(mode)]).shape == (1, 10)
+
+
+def test_run_folders_are_opened_by_whoever_knows_them(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {name: convit_nano}")
+    opened = Classifier.of(create_model("convit_nano"))
+    assert open_model(tmp_path, open_run=lambda folder: opened) is opened
+    with pytest.raises(UserError, match="is a run folder"):
+        open_model(tmp_path)
+
+
+def test_hub_repositories_go_through_the_mixin(monkeypatch):
+    trained = TrainedModel(create_model("convit_nano"), Preprocessing(8), CLASSES)
+    monkeypatch.setattr(TrainedModel, "from_pretrained", lambda name: {"me/model": trained}[name])
+    opened = open_model("me/model")
+    assert opened.name == "me/model" and opened.classes == tuple(CLASSES)
+
+
+def write_text(path):
+    path.write_text("no graph")
+
+
+def write_foreign(path):
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph([node], "g", [value], [out]),
+        opset_imports=[onnx.helper.make_opsetid("", 20)],
+    )
+    model.ir_version = 8
+    onnx.save(model, path)
+
+
+@pytest.mark.parametrize(
+    ("write", "cause"),
+    [
+        (write_text, "is not a sound ONNX graph"),
+        (write_foreign, "was not exported by this library"),
+    ],
+)
+def test_onnx_files_that_cannot_be_used_say_why(write, cause, tmp_path):
+    path = tmp_path / "model.onnx"
+    write(path)
+    with pytest.raises(UserError, match=cause) as caught:
+        open_model(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "cause"),
+    [
+        ("convit_tiny.fb_in1", UserError, "did you mean convit_tiny.fb_in1k"),
+        ("convit_tiny", UserError, "an architecture without weights"),
+        ("weights/nowhere.pth", FileNotFoundError, "there is no file or folder"),
+        ("weights/a/b", FileNotFoundError, "there is no file or folder weights/a/b"),
+        ("me/model", FileNotFoundError, "could be fetched from https://huggingface.co/me/model"),
+        ("nowhere.onnx", FileNotFoundError, "there is no file nowhere.onnx"),
+    ],
+)
+def test_what_is_nothing_is_said_to_be(what, error, cause):
+    with pytest.raises(error, match=cause):
+        open_model(what)
+
+
+def test_without_onnx_runtime_the_line_that_installs_it(tmp_path, monkeypatch):
+    (tmp_path / "model.onnx").write_bytes(b"graph")
+    real = builtins.__import__
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        builtins,
+        "__import__",
+        lambda name, *rest, **kw: (
+            pytest.fail("imported") if name.startswith("onnxruntime") else real(name, *rest, **kw)
+        ),
+    )
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "locality\[export\]"'):
+        open_model(tmp_path / "model.onnx")

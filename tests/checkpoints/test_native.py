@@ -1,0 +1,229 @@
+"""Our own format: what is saved comes back, and what does not fit together is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+import locality.checkpoints.native as native
+from locality.checkpoints import Preprocessing, TrainedModel, load, save
+from locality.checkpoints.description import decode_config, encode_config
+from locality.errors import UserError
+from locality.models import VARIANTS, create_model
+
+SMALL_CVT = {"depth": (1, 1, 1), "num_classes": 10, "img_size": 64}
+RESULT = {
+    "model": "convit_nano",
+    "recipe": "nano",
+    "dataset": "digits",
+    "fraction": 0.5,
+    "seed": 3,
+    "steps": 1000,
+    "top1": 97.25,
+    "top5": None,
+    "val_loss": 0.1234,
+    "private": "not for cards",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("convit_nano", {"freeze_gating": True}), ("deit_nano", {}), ("cvt_13", SMALL_CVT)],
+)
+def test_a_saved_model_comes_back_bit_for_bit(name, fields, tmp_path, randomise, assert_bitwise):
+    model = randomise(create_model(name, **fields))
+    before = torch.get_rng_state()
+    loaded = load(save(model, tmp_path / "saved"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert loaded.config == model.config and loaded.variant == name and not loaded.training
+    assert_bitwise(dict(loaded.state_dict()), dict(model.state_dict()))
+    trained = {n: p.requires_grad for n, p in model.named_parameters()}
+    assert {n: p.requires_grad for n, p in loaded.named_parameters()} == trained
+    images = torch.randn(2, 3, *model.img_size)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), model(images))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_configuration_survives_json(name):
+    config = VARIANTS[name].config
+    assert decode_config(json.loads(json.dumps(encode_config(config)))) == config
+
+
+def test_ablations_and_odd_sizes_survive_json():
+    for model in (
+        create_model("cvt_13", kv_stride=(1, 2, 2), mlp_ratio=[2] * 13, position="first"),
+        create_model("convit_nano", img_size=(8, 16), positional_attention="psa"),
+    ):
+        content = json.loads(json.dumps(encode_config(model.config)))
+        assert decode_config(content) == model.config
+
+
+def test_a_new_number_of_classes_is_saved(tmp_path):
+    model = create_model("convit_nano")
+    model.reset_classifier(3)
+    assert load(save(model, tmp_path)).num_classes == 3
+
+
+def test_half_precision_comes_back_as_single(tmp_path):
+    model = create_model("convit_nano").to(torch.bfloat16)
+    loaded = load(save(model, tmp_path))
+    assert all(p.dtype == torch.float32 for p in loaded.parameters())
+    assert torch.equal(loaded.norm.bias, model.norm.bias.float())
+
+
+def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
+    save(create_model("convit_nano"), tmp_path, card=RESULT, preprocessing=Preprocessing(8))
+    text = (tmp_path / "README.md").read_text()
+    assert "| Top-1 on the validation images (%) | 97.25 |" in text
+    assert "| Share of the training images | 50% |" in text
+    assert "3×8×8" in text and "bicubic" in text
+    assert "private" not in text and "None" not in text and "Top-5" not in text
+    data = ModelCard(text).data
+    assert data.library_name == "locality" and data.datasets == "digits"
+    (measured,) = data.eval_results
+    assert (measured.dataset_name, measured.metric_value) == ("digits", 97.25)
+
+
+def test_a_card_without_figures_claims_none(tmp_path):
+    save(create_model("convit_nano"), tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "No measurements" in text and "%" not in text
+
+
+def test_the_hubs_mixin_saves_and_loads_the_same_folder(tmp_path, assert_bitwise):
+    model = create_model("convit_nano")
+    classes = [str(i) for i in range(10)]
+    trained = TrainedModel(model, Preprocessing(8, crop_pct=1.0), classes, RESULT)
+    trained.save_pretrained(tmp_path / "saved")
+    back = TrainedModel.from_pretrained(tmp_path / "saved")
+    assert_bitwise(dict(back.model.state_dict()), dict(model.state_dict()))
+    assert back.preprocessing == trained.preprocessing and back.classes == tuple(classes)
+    assert "97.25" in (tmp_path / "saved" / "README.md").read_text()
+    assert_bitwise(dict(load(tmp_path / "saved").state_dict()), dict(model.state_dict()))
+
+
+def test_pushing_uploads_exactly_the_saved_folder(tmp_path, monkeypatch):
+    uploaded = {}
+
+    class Repository:
+        repo_id = "me/model"
+
+    class Api:
+        def __init__(self, **options): ...
+
+        def create_repo(self, **options):
+            return Repository()
+
+        def upload_folder(self, folder_path, **options):
+            uploaded.update({path.name: path.read_bytes() for path in folder_path.iterdir()})
+
+    monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Api)
+    trained = TrainedModel(create_model("convit_nano"), figures=RESULT)
+    trained.push_to_hub("me/model")
+    trained.save_pretrained(tmp_path)
+    assert uploaded == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(uploaded) == ["README.md", "config.json", "model.safetensors"]
+
+
+# What may be wrong with a folder.
+
+
+def change_config(folder, **changes):
+    content = json.loads((folder / "config.json").read_text())
+    architecture = content["architecture"] | changes.pop("architecture", {})
+    (folder / "config.json").write_text(
+        json.dumps(content | changes | {"architecture": architecture})
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"format": "other"}, "does not describe a model"),
+        ({"version": 99}, "reads version 1; upgrade"),
+        ({"architecture": {"family": "vti"}}, "did you mean vit"),
+        ({"architecture": {"gsa_layers": 3}}, "did you mean gpsa_layers"),
+        ({"architecture": {"depth": "four"}}, "ViTConfig.depth is 'four', which is not a int"),
+        ({"architecture": {"qkv_bias": 1}}, "qkv_bias is 1"),
+        ({"architecture": {"positional_attention": "spa"}}, "positional_attention is 'spa'"),
+        ({"architecture": {"num_heads": 5}}, "cannot be divided"),
+        ({"architecture": {"depth": 5}}, "missing: blocks.4"),
+        ({"architecture": {"embed_dim": 128}}, r"attn\.proj\.bias is \(64,\) instead of \(128,\)"),
+        ({"labels": ["a", "b"]}, "2 class names for 10 classes"),
+        ({"labels": "abc"}, "labels are not a list"),
+        ({"input": {"img_size": 8, "crop": 1}}, "did you mean crop_pct"),
+        ({"input": {"crop_pct": 1.5}}, "crop_pct has to lie in"),
+    ],
+)
+def test_a_wrong_description_is_refused_by_name(tmp_path, changes, cause):
+    save(create_model("convit_nano"), tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=cause) as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_damaged_or_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no saved model"):
+        load(tmp_path / "nowhere")
+    save(create_model("convit_nano"), tmp_path)
+    (tmp_path / "config.json").write_text("{'format'")
+    with pytest.raises(UserError, match=r"config\.json is not JSON"):
+        load(tmp_path)
+    save(create_model("convit_nano"), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged or truncated"):
+        load(tmp_path)
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
+        load(tmp_path)
+
+
+def test_weights_that_are_not_numbers_are_neither_saved_nor_loaded(tmp_path):
+    model = create_model("convit_nano")
+    save(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["norm.bias"][0] = float("inf")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"NaN or infinity, in norm\.bias"):
+        load(tmp_path)
+    model.norm.bias.data[0] = float("nan")
+    with pytest.raises(UserError, match=r"NaN or infinity, in norm\.bias"):
+        save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_saving_over_a_model_replaces_it_and_an_interruption_leaves_no_mixture(
+    tmp_path, monkeypatch
+):
+    save(create_model("convit_nano"), tmp_path)
+    save(create_model("deit_nano"), tmp_path)
+    assert load(tmp_path).variant == "deit_nano"
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "model_card", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(create_model("convit_nano"), tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        load(tmp_path)
+
+
+def test_other_peoples_models_are_refused(tmp_path):
+    with pytest.raises(UserError, match="only this library's models"):
+        save(torch.nn.Linear(2, 2), tmp_path)
+
+
+def test_compiled_models_are_saved_without_their_wrapper(tmp_path):
+    model = create_model("convit_nano")
+    assert load(save(torch.compile(model), tmp_path)).config == replace(model.config)

@@ -1,0 +1,228 @@
+"""Files and folders of any layout: recognised, or refused with the file and the cause."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from locality.checkpoints import LAYOUTS, convert, load_weights, open_weights, recognise, save
+from locality.checkpoints.layouts import identify
+from locality.errors import UserError
+from locality.models import create_model
+
+# The smallest model of each layout's family whose weights tell what it is.
+MODELS = {
+    "locality": ("convit_nano", {}),
+    "convit": ("convit_nano", {}),
+    "deit": ("deit_nano", {"num_heads": 1}),
+    "cvt-microsoft": ("cvt_13", {"depth": (1, 1, 1), "num_classes": 10}),
+    "cvt-transformers": ("cvt_13", {"depth": (1, 1, 1), "num_classes": 10}),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def held(request, randomise):
+    """A layout's name, a model, and the model's state dict in that layout."""
+    name, fields = MODELS[request.param]
+    model = randomise(create_model(name, **fields))
+    return request.param, model, LAYOUTS[request.param].from_ours(model.state_dict(), model.config)
+
+
+def test_every_layout_is_recognised_and_only_as_itself(held):
+    name, _, state = held
+    assert [row.name for row in LAYOUTS.values() if row.recognises(state)] == [name]
+    assert recognise(state).name == name
+
+
+@pytest.mark.parametrize("variant", ["convit_tiny", "deit_tiny", "cvt_13", "cvt_21", "cvt_w24"])
+def test_full_models_are_recognised_by_name_from_foreign_weights(variant):
+    with torch.device("meta"):
+        model = create_model(variant)
+    for layout in LAYOUTS.values():
+        if variant.startswith(layout.family or "none"):
+            state = layout.from_ours(model.state_dict(), model.config)
+            assert recognise(state) is layout
+            assert identify(layout.infer(state, None)) == (variant, model.config)
+
+
+def test_names_of_two_layouts_at_once_are_an_error():
+    convit, cvt = create_model("convit_nano"), create_model("cvt_13", depth=(1, 1, 1))
+    mixed = LAYOUTS["deit"].from_ours(
+        create_model("deit_nano").state_dict(), create_model("deit_nano").config
+    ) | LAYOUTS["cvt-transformers"].from_ours(cvt.state_dict(), cvt.config)
+    with pytest.raises(UserError, match=r"more than one layout: DeiT's .* and transformers' CvT"):
+        recognise(mixed)
+    assert recognise(convit.state_dict()).name == "locality"
+
+
+def test_names_of_no_layout_are_shown():
+    with pytest.raises(UserError, match=r"no model that is known here.*conv1\.weight, fc\.bias"):
+        recognise({"conv1.weight": torch.zeros(1), "fc.bias": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_any_layout_opens_without_being_told(held, suffix, tmp_path, assert_bitwise):
+    layout, model, state = held
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".pth":
+        torch.save({"model": state, "args": argparse.Namespace(epochs=300)}, path)
+    else:
+        save_file(state, path)
+    like = model.config if layout == "locality" else None
+    checkpoint = open_weights(path, like=like)
+    assert checkpoint.layout == layout
+    assert_bitwise(checkpoint.state, dict(model.state_dict()))
+    rebuilt = checkpoint.build()
+    images = torch.randn(2, model.in_chans, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(rebuilt(images), model(images))
+
+
+def test_folders_of_the_hub_are_read_too(tmp_path, assert_bitwise):
+    model = create_model("convit_nano")
+    state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text('{"architecture": "convit_tiny"}')
+    assert_bitwise(open_weights(tmp_path).state, dict(model.state_dict()))
+
+
+def test_our_own_names_without_a_description_need_the_models_name(tmp_path):
+    torch.save(create_model("convit_nano").state_dict(), tmp_path / "a.pt")
+    with pytest.raises(UserError, match="give the model's name"):
+        open_weights(tmp_path / "a.pt")
+
+
+# What can be wrong with a file, made from a sound one; and what the error says about it.
+
+
+def truncated(path, state):
+    save_file(state, path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path, state):
+    path.write_bytes(b"")
+
+
+def text(path, state):
+    path.write_text("epoch 1: 0.5\n" * 100)
+
+
+def wrong_architecture(path, state):
+    torch.save({"layer1.0.conv1.weight": torch.zeros(3, 3)}, path)
+
+
+def wrong_shape(path, state):
+    torch.save(state | {"norm.weight": torch.zeros(5)}, path)
+
+
+def missing_tensor(path, state):
+    torch.save({name: state[name] for name in state if name != "norm.bias"}, path)
+
+
+def not_finite(path, state):
+    broken = state["blocks.3.mlp.fc1.weight"].clone()
+    broken[3, 4] = float("nan")
+    torch.save(state | {"blocks.3.mlp.fc1.weight": broken}, path)
+
+
+def other_width(path, state):
+    other = create_model("deit_micro")
+    torch.save(LAYOUTS["deit"].from_ours(other.state_dict(), other.config), path)
+
+
+def integers(path, state):
+    torch.save(state | {"norm.weight": torch.ones(64, dtype=torch.int64)}, path)
+
+
+DAMAGE = [
+    (truncated, "is damaged or truncated"),
+    (empty, "is empty"),
+    (text, "holds text, not weights"),
+    (wrong_architecture, "no model that is known here"),
+    (wrong_shape, r"norm\.weight is \(5,\) instead of \(64,\)"),
+    (missing_tensor, r"missing: norm\.bias"),
+    (not_finite, r"NaN or infinity, in blocks\.3\.mlp\.fc1\.weight"),
+    (other_width, r"cls_token is \(1, 1, 144\) instead of \(1, 1, 64\)"),
+    (integers, r"norm\.weight holds torch\.int64 instead of torch\.float32"),
+]
+
+
+@pytest.mark.parametrize(("damage", "cause"), DAMAGE, ids=[f.__name__ for f, _ in DAMAGE])
+def test_a_bad_file_is_one_clear_error_and_nothing_is_half_loaded(
+    damage, cause, tmp_path, assert_bitwise
+):
+    model, source = create_model("deit_nano"), create_model("deit_nano")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = tmp_path / "weights.pth"
+    damage(path, LAYOUTS["deit"].from_ours(source.state_dict(), source.config))
+    with pytest.raises(UserError, match=cause) as caught:
+        load_weights(model, path)
+    message = str(caught.value)
+    assert message.startswith(str(path)) and "\n" not in message
+    assert_bitwise(dict(model.state_dict()), before)
+
+
+def test_a_bad_file_converts_to_nothing(tmp_path):
+    source = create_model("deit_nano")
+    not_finite(tmp_path / "in.pth", LAYOUTS["deit"].from_ours(source.state_dict(), source.config))
+    with pytest.raises(UserError, match="NaN"):
+        convert(tmp_path / "in.pth", tmp_path / "out", model="deit_nano")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "locality"])
+def test_convert_there_and_back_without_being_told_any_layout(layout, tmp_path, assert_bitwise):
+    name, fields = MODELS[layout]
+    model = create_model(name, **fields)
+    save(model, tmp_path / "ours")
+    done = convert(tmp_path / "ours", tmp_path / "theirs.pth", to=layout)
+    assert (done.layout, done.to, done.model) == ("locality", layout, name)
+    back = convert(tmp_path / "theirs.pth", tmp_path / "back.safetensors")
+    assert (back.layout, back.to) == (layout, "locality")
+    assert_bitwise(open_weights(tmp_path / "back.safetensors").state, dict(model.state_dict()))
+    convert(tmp_path / "back.safetensors", tmp_path / "theirs.safetensors", to=layout)
+    assert open_weights(tmp_path / "theirs.safetensors").layout == layout
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "cause"),
+    [
+        ("out.npz", {}, "ends in .npz"),
+        ("out.pth", {}, "a folder or a .safetensors file"),
+        ("out", {"to": "convit"}, "is written as one file"),
+        ("out.pth", {"to": "convti"}, "did you mean convit"),
+        ("out.pth", {"to": "deit"}, "gpsa_layers=3"),
+        ("there.safetensors", {}, "is there already"),
+        ("out", {"model": "convit_nan"}, "did you mean convit_nano"),
+    ],
+)
+def test_conversions_that_cannot_be_write_nothing(target, options, cause, tmp_path):
+    save(create_model("convit_nano"), tmp_path / "in")
+    (tmp_path / "there.safetensors").write_text("precious")
+    with pytest.raises(UserError, match=cause):
+        convert(tmp_path / "in", tmp_path / target, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "there.safetensors"]
+    assert (tmp_path / "there.safetensors").read_text() == "precious"
+
+
+def test_overwriting_is_possible_when_said(tmp_path):
+    save(create_model("convit_nano"), tmp_path / "in")
+    (tmp_path / "out.safetensors").write_text("old")
+    convert(tmp_path / "in", tmp_path / "out.safetensors", overwrite=True)
+    assert open_weights(tmp_path / "out.safetensors").name == "convit_nano"
+
+
+def test_the_description_travels_inside_the_file(tmp_path):
+    save(create_model("convit_nano"), tmp_path, classes=[f"digit {i}" for i in range(10)])
+    lone = tmp_path / "lone.safetensors"
+    (tmp_path / "model.safetensors").rename(lone)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    checkpoint = open_weights(lone)
+    assert checkpoint.describe() == described
+    assert checkpoint.classes == tuple(f"digit {i}" for i in range(10))

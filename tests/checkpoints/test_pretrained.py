@@ -1,0 +1,287 @@
+"""Models by name: public weights, one's own, and what may differ between weights and model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import save_file
+
+import locality.checkpoints.pretrained as pretrained
+from locality.checkpoints import (
+    LAYOUTS,
+    SOURCES,
+    Preprocessing,
+    create_model,
+    list_pretrained,
+    load_weights,
+    open_model,
+    save,
+    source,
+)
+from locality.errors import UserError
+from locality.models import VARIANTS
+
+NANO = "convit_nano"
+
+
+@pytest.fixture
+def weights(tmp_path, randomise) -> tuple[Path, torch.nn.Module]:
+    """A saved ConViT with random weights everywhere, and the model."""
+    model = randomise(create_model(NANO))
+    return save(model, tmp_path / "weights"), model
+
+
+def test_every_source_names_a_model_a_layout_of_its_family_and_a_tag():
+    for row in SOURCES.values():
+        assert row.model in VARIANTS and row.tag
+        assert LAYOUTS[row.layout].family == VARIANTS[row.model].family
+        assert 70 < row.top1 < 90
+        # Whether the model can be built at that size.
+        with torch.device("meta"):
+            assert create_model(row.name).img_size == row.preprocessing.size
+
+
+def test_timms_own_description_of_its_weights_agrees_with_ours():
+    for row in SOURCES.values():
+        if not row.repo.startswith("timm/"):
+            continue
+        theirs = timm.get_pretrained_cfg(row.repo.removeprefix("timm/"), allow_unregistered=False)
+        assert theirs.has_weights, row.repo
+        ours = row.preprocessing
+        assert theirs.input_size[1:] == ours.size
+        assert (theirs.mean, theirs.std) == (ours.mean, ours.std)
+        assert (theirs.crop_pct, theirs.interpolation) == (ours.crop_pct, ours.interpolation)
+        assert theirs.license == row.licence
+        if theirs.url:
+            assert theirs.url == row.url
+            # By convention the name carries the beginning of the file's SHA-256.
+            assert Path(row.url).stem.endswith(row.sha256)
+
+
+def test_a_models_name_alone_means_its_first_weights():
+    assert source("cvt_13").name == "cvt_13.ms_in1k"
+    assert list_pretrained("cvt_13") == [
+        "cvt_13.ms_in1k",
+        "cvt_13.ms_in1k_384",
+        "cvt_13.ms_in22k_ft_in1k_384",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("convit_tiny.fb_in1", "did you mean convit_tiny.fb_in1k"),
+        ("convit_nano", "no public weights for 'convit_nano'"),
+        ("convit_tine", "no public weights for 'convit_tine'"),
+    ],
+)
+def test_unknown_weights_name_the_nearest(name, cause):
+    with pytest.raises(UserError, match=cause):
+        create_model(name, pretrained=True)
+
+
+def test_without_weights_it_is_the_models_own_factory():
+    model = create_model(NANO, num_classes=3, drop_rate=0.1)
+    assert model.config == replace(VARIANTS[NANO].config, num_classes=3, drop_rate=0.1)
+    assert model.variant == NANO
+    with pytest.raises(UserError, match="did you mean drop_rate"):
+        create_model(NANO, drop_rat=0.1)
+
+
+def test_a_tag_brings_its_image_size():
+    with torch.device("meta"):
+        assert create_model("deit_base.fb_in1k_384").img_size == (384, 384)
+        assert create_model("deit_base.fb_in1k_384", img_size=224).img_size == (224, 224)
+
+
+# Finding the file.
+
+
+def nowhere(*arguments, **options):
+    raise LocalEntryNotFoundError("we cannot find the file and there is no network")
+
+
+def test_offline_the_error_says_which_file_and_where_to_put_it(monkeypatch):
+    monkeypatch.setattr(pretrained, "hf_hub_download", nowhere)
+    monkeypatch.setattr(pretrained.torch.hub, "download_url_to_file", lambda *a, **k: nowhere())
+    with pytest.raises(UserError) as caught:
+        create_model("convit_tiny.fb_in1k", pretrained=True)
+    message = str(caught.value)
+    assert "https://huggingface.co/timm/convit_tiny.fb_in1k" in message
+    assert "https://dl.fbaipublicfiles.com/convit/convit_tiny.pth" in message
+    assert str(pretrained.home() / "weights" / "convit_tiny.fb_in1k.safetensors") in message
+    assert "\n" not in message
+
+
+@pytest.fixture(scope="module")
+def tiny_state():
+    """A ConViT-Ti under timm's names."""
+    reference = timm.create_model("convit_tiny")
+    return reference.eval(), reference.state_dict()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_file_put_there_is_used(suffix, tiny_state, monkeypatch):
+    monkeypatch.setattr(pretrained, "hf_hub_download", nowhere)
+    reference, state = tiny_state
+    path = pretrained.home() / "weights" / f"convit_tiny.fb_in1k{suffix}"
+    path.parent.mkdir(parents=True)
+    if suffix == ".pth":
+        torch.save({"model": state}, path)
+    else:
+        save_file(state, path)
+    model = create_model("convit_tiny", pretrained=True).eval()
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), reference(images), atol=1e-5, rtol=0)
+
+
+def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
+    save_file(tiny_state[1], tmp_path / "model.safetensors")
+    asked = []
+
+    def download(repo, file, local_files_only=False):
+        asked.append((repo, file))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(pretrained, "hf_hub_download", download)
+    opened = open_model("convit_tiny.fb_in1k")
+    assert asked == [("timm/convit_tiny.fb_in1k", "model.safetensors")]
+    assert opened.name == "convit_tiny" and opened.preprocessing == Preprocessing()
+    assert torch.equal(opened.model.head.weight, tiny_state[1]["head.weight"])
+
+
+def test_a_download_is_compared_with_its_published_hash(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "hf_hub_download", nowhere)
+    model = create_model("deit_nano")
+    file = tmp_path / "deit.pth"
+    torch.save(LAYOUTS["deit"].from_ours(model.state_dict(), model.config), file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    row = replace(source("deit_tiny"), url=file.as_uri(), sha256=digest[:8])
+    found = pretrained.find_weights(row)
+    assert found.read_bytes() == file.read_bytes()
+    found.unlink()
+    with pytest.raises(UserError, match=r"invalid hash value.*deadbeef"):
+        pretrained.find_weights(replace(row, sha256="deadbeef"))
+    assert not list(found.parent.iterdir())
+
+
+def test_weights_and_pretrained_exclude_each_other(weights):
+    with pytest.raises(UserError, match="not both"):
+        create_model(NANO, pretrained=True, weights=weights[0])
+
+
+def test_weights_that_are_not_there():
+    with pytest.raises(FileNotFoundError, match=r"there is no weight file nowhere\.pth"):
+        create_model(NANO, weights="nowhere.pth")
+
+
+# What may differ.
+
+
+def test_another_number_of_classes_keeps_a_fresh_classifier_and_says_so(weights, caplog):
+    path, source_model = weights
+    torch.manual_seed(0)
+    fresh = create_model(NANO, num_classes=3)
+    torch.manual_seed(0)
+    with caplog.at_level(logging.INFO, logger="locality"):
+        model = create_model(NANO, num_classes=3, weights=path)
+    assert "the weights have 10 classes, the model 3" in caplog.text
+    assert torch.equal(model.head.weight, fresh.head.weight)
+    assert torch.equal(model.blocks[2].attn.v_pos, source_model.blocks[2].attn.v_pos)
+
+
+def test_no_classifier_at_all(weights):
+    model = create_model(NANO, num_classes=0, weights=weights[0]).eval()
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        features = weights[1].forward_head(weights[1].forward_features(images), pre_logits=True)
+        torch.testing.assert_close(model(images), features, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["convit_nano", "deit_nano"])
+@pytest.mark.parametrize("size", [16, (8, 24)])
+def test_another_image_size_gives_what_resampling_at_run_time_gives(
+    name, size, randomise, tmp_path
+):
+    source_model = randomise(create_model(name))
+    model = create_model(name, img_size=size, weights=save(source_model, tmp_path)).eval()
+    height, width = model.img_size
+    assert model.pos_embed.shape[1] == height * width // 4 + (name == "deit_nano")
+    images = torch.randn(2, 3, height, width)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), source_model(images), atol=1e-5, rtol=0)
+
+
+def test_a_foreign_file_of_another_image_size(randomise, tmp_path):
+    source_model = randomise(create_model("deit_nano", img_size=24))
+    state = LAYOUTS["deit"].from_ours(source_model.state_dict(), source_model.config)
+    torch.save(state, tmp_path / "deit.pth")
+    model = create_model("deit_nano", weights=tmp_path / "deit.pth").eval()
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), source_model(images), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["locality", "cvt-microsoft"])
+def test_cvt_takes_another_size_without_touching_a_tensor(layout, randomise, tmp_path, caplog):
+    fields = {"depth": (1, 1, 1), "num_classes": 10}
+    source_model = randomise(create_model("cvt_13", **fields))
+    path = tmp_path / "cvt.pth"
+    torch.save(LAYOUTS[layout].from_ours(source_model.state_dict(), source_model.config), path)
+    with caplog.at_level(logging.INFO, logger="locality"):
+        model = create_model("cvt_13", img_size=(64, 96), weights=path, **fields)
+    assert caplog.text == ""
+    for name, tensor in source_model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_cvts_position_embedding_is_resampled(randomise, tmp_path):
+    fields = {"depth": (1, 1, 1), "num_classes": 10, "position": "every"}
+    source_model = randomise(create_model("cvt_13", img_size=64, **fields))
+    path = save(source_model, tmp_path)
+    model = create_model("cvt_13", img_size=96, weights=path, **fields).eval()
+    images = torch.randn(1, 3, 96, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), source_model(images), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "fields"), [(NANO, {}), ("cvt_13", {"depth": (1, 1, 1)})])
+def test_one_channel_sees_grey_images_as_three_would(name, fields, randomise, tmp_path):
+    source_model = randomise(create_model(name, **fields))
+    model = create_model(name, in_chans=1, weights=save(source_model, tmp_path), **fields).eval()
+    grey = torch.randn(2, 1, 64, 64)
+    with torch.no_grad():
+        expected = source_model(grey.expand(-1, 3, -1, -1))
+        torch.testing.assert_close(model(grey), expected, atol=1e-4, rtol=0)
+
+
+def test_more_channels_are_adapted_as_timm_adapts_them(weights):
+    model = create_model(NANO, in_chans=5, weights=weights[0])
+    original = weights[1].patch_embed.weight
+    expected = timm.models.adapt_input_conv(5, original)
+    assert model.patch_embed.weight.shape[1] == 5
+    assert torch.equal(model.patch_embed.weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("convit_micro", {}), ("deit_nano", {}), ("cvt_13", {}), (NANO, {"patch_size": 4})],
+)
+def test_anything_else_that_differs_is_refused(weights, name, fields):
+    with pytest.raises(UserError, match="do not fit the model") as caught:
+        create_model(name, weights=weights[0], **fields)
+    assert str(weights[0]) in str(caught.value)
+
+
+def test_load_weights_says_what_it_changed(weights):
+    model = create_model(NANO, num_classes=4, img_size=16, in_chans=1)
+    classes, channels, positions = load_weights(model, weights[0])
+    assert "10 classes" in classes and "3 to 1 channels" in channels and "8×8 patches" in positions

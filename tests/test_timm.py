@@ -1,0 +1,259 @@
+"""Our models through timm's own functions: its registry, factory, training and feature tools."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.data import resolve_data_config
+from timm.models import load_checkpoint
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import CheckpointSaver, ModelEmaV3
+
+TIMMS_OWN = set(timm.list_models())
+
+import locality.timm as registry  # noqa: E402
+from locality.checkpoints import LAYOUTS, SOURCES  # noqa: E402
+from locality.errors import UserError  # noqa: E402
+from locality.models import VARIANTS, create_model  # noqa: E402
+
+# One small model per kind, with what makes it small.
+SMALL_CVT = {"depth": (1, 1, 2), "embed_dim": (16, 32, 64), "num_heads": (1, 2, 4), "img_size": 48}
+MODELS = {
+    "locality_convit_nano": {},
+    "locality_deit_nano": {},
+    "locality_cvt_13": SMALL_CVT,
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return timm.create_model(request.param, num_classes=10, **MODELS[request.param])
+
+
+def images(model, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, model.in_chans, *model.img_size)
+
+
+def test_every_model_is_registered_and_none_of_timms_is_touched():
+    ours = {f"locality_{name}" for name in VARIANTS}
+    assert set(timm.list_models()) == TIMMS_OWN | ours
+    assert not TIMMS_OWN & ours
+    assert set(timm.list_models("locality_*")) == ours
+    assert set(timm.list_pretrained("locality_*")) == {f"locality_{name}" for name in SOURCES}
+    assert type(timm.create_model("convit_tiny")).__module__ == "timm.models.convit"
+
+
+def test_importing_again_registers_nothing_twice():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import locality.timm
+
+        assert locality.timm is registry
+
+
+def test_timms_model_is_our_model(model):
+    name = model.pretrained_cfg["architecture"].removeprefix("locality_")
+    ours = create_model(name, num_classes=10, **MODELS[f"locality_{name}"])
+    ours.load_state_dict(model.state_dict())
+    x = images(model)
+    assert model.config == ours.config and model.variant == name
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), ours.eval()(x))
+
+
+def test_forward_gives_finite_logits(model):
+    out = model.eval()(images(model))
+    assert out.shape == (2, 10) and torch.isfinite(out).all()
+
+
+def test_backward_reaches_every_parameter(model):
+    model.train()(images(model)).mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+def test_classifier_reset_and_headless_features(model):
+    x = images(model)
+    assert model.get_classifier().out_features == 10
+    features = model.forward_features(x)
+    assert features.shape[-1] == model.num_features
+    pooled = model.forward_head(features, pre_logits=True)
+    assert pooled.shape == (2, model.head_hidden_size)
+    model.reset_classifier(0)
+    assert model(x).shape == (2, model.num_features)
+    model.reset_classifier(7)
+    assert model(x).shape == (2, 7) and model.num_classes == 7
+    with pytest.raises(ValueError, match="global_pool='max'"):
+        model.reset_classifier(7, "max")
+
+
+def test_features_only_gives_maps_at_the_strides_it_states(model):
+    name = model.pretrained_cfg["architecture"]
+    extractor = timm.create_model(name, features_only=True, **MODELS[name])
+    x = images(model)
+    maps = extractor(x)
+    assert len(maps) == len(extractor.feature_info.channels()) == 3
+    strides = extractor.feature_info.reduction()
+    for tensor, channels, stride in zip(
+        maps, extractor.feature_info.channels(), strides, strict=True
+    ):
+        assert tensor.shape == (2, channels, x.shape[2] // stride, x.shape[3] // stride)
+    last = timm.create_model(name, features_only=True, out_indices=[-1], **MODELS[name])
+    assert len(last(x)) == 1
+
+
+def test_timms_names_for_settings_are_taken():
+    model = timm.create_model(
+        "locality_deit_nano",
+        num_classes=5,
+        in_chans=1,
+        img_size=(8, 16),
+        drop_rate=0.1,
+        drop_path_rate=0.2,
+        proj_drop_rate=0.1,
+        global_pool="token",
+        drop_block_rate=None,
+        bn_eps=None,
+    )
+    assert (model.config.drop_rate, model.config.drop_path_rate) == (0.1, 0.2)
+    assert model(torch.randn(2, 1, 8, 16)).shape == (2, 5)
+    pooled = timm.create_model("locality_cvt_13", global_pool="avg", **SMALL_CVT)
+    assert pooled.config.global_pool == "avg" and pooled.num_prefix_tokens == 0
+    half = timm.create_model("locality_deit_nano", device="cpu", dtype=torch.bfloat16)
+    assert half.norm.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [({"drop_rte": 0.1}, "did you mean drop_rate"), ({"global_pool": "avg"}, "the class token")],
+)
+def test_settings_that_do_not_exist_are_refused(settings, cause):
+    with pytest.raises(UserError, match=cause):
+        timm.create_model("locality_convit_nano", **settings)
+
+
+def test_data_configuration_comes_from_the_model():
+    config = resolve_data_config({}, model=timm.create_model("locality_convit_nano"))
+    assert config["input_size"] == (3, 8, 8)
+    with torch.device("meta"):
+        large = timm.create_model("locality_cvt_13.ms_in1k_384")
+    config = resolve_data_config({}, model=large)
+    assert config["input_size"] == (3, 384, 384)
+    assert (config["crop_pct"], config["crop_mode"]) == (1.0, "squash")
+    overridden = resolve_data_config({"img_size": 128}, model=large)
+    assert overridden["input_size"] == (3, 128, 128)
+
+
+def test_a_training_step_with_timms_tools(model, tmp_path):
+    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.7)
+    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+    scales = {group["lr_scale"] for group in optimizer.param_groups}
+    assert len(scales) >= 4 and max(scales) == 1
+    undecayed = {
+        id(p)
+        for group in optimizer.param_groups
+        if group["weight_decay"] == 0
+        for p in group["params"]
+    }
+    named = dict(model.named_parameters())
+    assert {id(named[name]) for name in model.no_weight_decay()} <= undecayed
+    scheduler, _ = create_scheduler_v2(optimizer, num_epochs=2)
+    average = ModelEmaV3(model, decay=0.5)
+    before = model.head.weight.clone()
+    loss = torch.nn.functional.cross_entropy(model(images(model)), torch.tensor([1, 2]))
+    loss.backward()
+    optimizer.step()
+    scheduler.step(1)
+    average.update(model)
+    assert not torch.equal(model.head.weight, before)
+    saver = CheckpointSaver(
+        model,
+        optimizer,
+        model_ema=average,
+        checkpoint_dir=str(tmp_path),
+        recovery_dir=str(tmp_path),
+    )
+    saver.save_checkpoint(0, metric=1.0)
+    again = timm.create_model(
+        model.pretrained_cfg["architecture"],
+        num_classes=10,
+        **MODELS[model.pretrained_cfg["architecture"]],
+    )
+    load_checkpoint(again, str(tmp_path / "last.pth.tar"), use_ema=False)
+    assert torch.equal(again.head.weight, model.head.weight)
+
+
+def test_gradient_checkpointing_changes_nothing(model):
+    x = images(model)
+    model.eval()
+    model(x).sum().backward()
+    # In evaluation CvT's last block convolves no query but the class token's: no gradient there.
+    plain = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model.set_grad_checkpointing()
+    model(x).sum().backward()
+    for gradient, parameter in zip(plain, model.parameters(), strict=True):
+        assert (gradient is None) == (parameter.grad is None)
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+# Public weights, from files that stand in for them.
+
+
+@pytest.fixture(scope="module")
+def convit_file(tmp_path_factory) -> tuple[torch.nn.Module, Path]:
+    """timm's ConViT-Ti with random weights, and a file of them."""
+    reference = timm.create_model("convit_tiny").eval()
+    path = tmp_path_factory.mktemp("timm") / "model.safetensors"
+    save_file(reference.state_dict(), path)
+    return reference, path
+
+
+def test_timm_loads_its_own_weights_into_our_model(convit_file):
+    reference, path = convit_file
+    model = timm.create_model(
+        "locality_convit_tiny", pretrained=True, pretrained_cfg_overlay={"file": str(path)}
+    ).eval()
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), reference(x), atol=1e-5, rtol=0)
+
+
+def test_timm_adapts_head_channels_and_size_on_the_way(convit_file):
+    reference, path = convit_file
+    model = timm.create_model(
+        "locality_convit_tiny.fb_in1k",
+        pretrained=True,
+        pretrained_cfg_overlay={"file": str(path)},
+        num_classes=5,
+        in_chans=1,
+        img_size=96,
+    ).eval()
+    assert model(torch.randn(1, 1, 96, 96)).shape == (1, 5)
+    expected = reference.patch_embed.proj.weight.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(model.patch_embed.weight.data, expected.data)
+    assert model.pos_embed.shape == (1, 36, 192)
+
+
+def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
+    source = create_model("cvt_13", **SMALL_CVT).eval()
+    state = LAYOUTS["cvt-transformers"].from_ours(source.state_dict(), source.config)
+    save_file(state, tmp_path / "model.safetensors")
+    model = timm.create_model(
+        "locality_cvt_13",
+        pretrained=True,
+        pretrained_cfg_overlay={"file": str(tmp_path / "model.safetensors")},
+        **SMALL_CVT,
+    ).eval()
+    x = torch.randn(1, 3, 48, 48)
+    with torch.no_grad():
+        assert torch.equal(model(x), source(x))
