@@ -1,0 +1,122 @@
+"""Records of figures as matplotlib figures."""
+
+from __future__ import annotations
+
+import math
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+from locality.analysis.style import (
+    FAINT,
+    INK,
+    MAP_COLOURS,
+    OTHER,
+    colour_of,
+    marker_of,
+    new_figure,
+    settings,
+)
+from locality.experiments.records import Record
+
+_MOST_COLUMNS = 4
+_PANEL = (3.4, 2.9)
+
+
+def draw(record: Record) -> Figure | None:
+    """The panels of a figure's record; None if there is nothing to show in any of them."""
+    panels = [panel for panel in record["panels"] if _filled(panel)]
+    if not panels:
+        return None
+    columns = min(len(panels), _MOST_COLUMNS)
+    rows = math.ceil(len(panels) / columns)
+    with settings():
+        figure = new_figure(_PANEL[0] * columns, _PANEL[1] * rows)
+        grid = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes, panel in zip(grid, panels, strict=False):
+            _draw_panel(axes, panel)
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+    return figure
+
+
+def _filled(panel: Record) -> list[Record]:
+    return [series for series in panel["series"] if not series["empty"]]
+
+
+def _draw_panel(axes: Axes, panel: Record) -> None:
+    axes.set_title(panel["title"])
+    axes.set_xlabel(panel["x_label"])
+    axes.set_ylabel(panel["y_label"])
+    axes.grid(True)
+    if panel["log_x"]:
+        axes.set_xscale("log")
+    drawing = _draw_points if panel["scatter"] else _draw_line
+    for series in _filled(panel):
+        drawing(axes, series)
+    if panel["log_x"]:
+        _plain_ticks(axes, panel)
+    axes.legend(fontsize=6.5, handlelength=1.6, ncols=2 if len(_filled(panel)) > 8 else 1)
+
+
+def _plain_ticks(axes: Axes, panel: Record) -> None:
+    """On a logarithmic axis, the values that were measured instead of powers of ten."""
+    places = sorted({x for series in _filled(panel) for x in series["x"]})
+    if len(places) <= 6 and not panel["scatter"]:
+        axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.xaxis.set_major_formatter(ScalarFormatter()) if panel["scatter"] else None
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_line(axes: Axes, series: Record) -> None:
+    colour = colour_named(series["colour"])
+    few = len(series["x"]) <= 6
+    axes.plot(
+        series["x"],
+        series["mean"],
+        color=colour,
+        label=series["label"],
+        linestyle="--" if series["dashed"] else "-",
+        linewidth=2.2 if series["colour"] == "ink" else 1.4,
+        marker=marker_of(series["colour"]) if few else None,
+        markersize=4,
+    )
+    halves = series["half_width"]
+    if all(half is not None for half in halves):
+        low = [mean - half for mean, half in zip(series["mean"], halves, strict=True)]
+        high = [mean + half for mean, half in zip(series["mean"], halves, strict=True)]
+        axes.fill_between(series["x"], low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def _draw_points(axes: Axes, series: Record) -> None:
+    halves = series["half_width"]
+    axes.errorbar(
+        series["x"],
+        series["mean"],
+        yerr=None if None in halves else halves,
+        color=colour_named(series["colour"]),
+        marker=marker_of(series["colour"]),
+        linestyle="none",
+        markersize=6,
+        capsize=2,
+        label=series["label"],
+    )
+    axes.annotate(
+        series["label"],
+        (series["x"][0], series["mean"][0]),
+        xytext=(6, 3),
+        textcoords="offset points",
+        fontsize=6.5,
+    )
+
+
+def colour_named(name: str) -> str:
+    """A colour from a family's name, "ink", "other", "depth:SHARE" (0 … 1), or matplotlib's own."""
+    if name.startswith("depth:"):
+        # The lightest end would not show on white.
+        return to_hex(matplotlib.colormaps[MAP_COLOURS](0.9 * float(name[6:])))
+    named = {"ink": INK, "other": OTHER, "": FAINT}
+    return named[name] if name in named else colour_of(name)

@@ -1,0 +1,212 @@
+"""`locality reproduce`: a table or figure by name, from its runs to its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from locality.analysis.style import save
+from locality.errors import UserError
+from locality.experiments.cost import span
+from locality.experiments.drawing import draw
+from locality.experiments.executors import Executor
+from locality.experiments.peers import missing_data
+from locality.experiments.records import Record, make_record
+from locality.experiments.runner import Plan, run_all
+from locality.experiments.runs import Run, with_needs
+from locality.experiments.scales import SCALES, Scale, get_scale
+from locality.experiments.specs import Experiment, Figure, Spec, experiments, find
+from locality.experiments.tables import markdown, to_csv, to_html
+from locality.files import write_atomic
+
+
+def reproduce(
+    name: str,
+    scale: str | Scale = "digits",
+    out: Path | str = "results",
+    *,
+    plan_only: bool = False,
+    executor: str | Executor = "local",
+    jobs: int = 2,
+    threads: int | None = None,
+    runs: Path | str = "runs",
+    data: Mapping[str, str] | None = None,
+    seeds: int | None = None,
+    quiet: bool = False,
+) -> list[Record]:
+    """Carry out the runs of an experiment, measure, and write its tables and figures.
+
+    Finished runs are used as they are, broken ones resume. A run that fails leaves its cells empty
+    with the reason, and nothing else.
+
+    Args:
+        name: "convit/table-3", a paper ("convit", "cvt"), "beyond", or "all".
+        scale: one of `SCALES`, or a scale of one's own.
+        out: folder for the files: `out/SCALE/convit-table-3.md`, `.csv`, `.html`, `.json`, and
+            `.png`, `.svg` for figures.
+        plan_only: print runs, images, multiply-accumulates and hours, and do nothing.
+        executor: "local", "submitit", "ray", or an object with their `map`.
+        jobs: runs at a time.
+        threads: processor threads per run; the machine's divided by `jobs` unless given.
+        runs: folder for the run folders, which experiments share: `runs/SCALE/…`.
+        data: dataset → its folder, for those that have one.
+        seeds: use only the first so many of the scale's seeds.
+        quiet: print nothing.
+
+    Returns:
+        one record per experiment; none if `plan_only`.
+
+    Raises:
+        UserError: for a name or scale that does not exist, with the nearest.
+    """
+    chosen = _scale(scale, Path(runs), data, seeds)
+    items = find(name)
+    specs = {item.name: item.build(chosen) for item in items}
+    wanted = with_needs(run for spec in specs.values() for run in spec.runs)
+    plan = Plan(wanted, jobs)
+    if not quiet:
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}")
+    if plan_only:
+        if not quiet:
+            print("\n" + plan.table())
+        return []
+    failures = _carry_out(chosen, wanted, executor, jobs, threads, quiet)
+    folder = Path(out) / chosen.name
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [write_experiment(item, specs[item.name], chosen, failures, folder) for item in items]
+    if not quiet:
+        _show(records, failures, folder)
+    return records
+
+
+def _scale(
+    scale: str | Scale, runs: Path, data: Mapping[str, str] | None, seeds: int | None
+) -> Scale:
+    chosen = get_scale(scale, runs / scale, data) if isinstance(scale, str) else scale
+    if seeds is None:
+        return chosen
+    if seeds < 1:
+        raise UserError(f"seeds is {seeds}; give at least 1")
+    return dataclasses.replace(
+        chosen, seeds=chosen.seeds[:seeds], few_seeds=chosen.few_seeds[:seeds]
+    )
+
+
+def _carry_out(
+    scale: Scale,
+    wanted: Sequence[Run],
+    executor: str | Executor,
+    jobs: int,
+    threads: int | None,
+    quiet: bool,
+) -> dict[Path, str]:
+    """Run what can be run; why the rest failed, by folder."""
+    failures: dict[Path, str] = {}
+    ready: list[Run] = []
+    for run in wanted:
+        reason = None if run.is_finished() else missing_data(scale, run)
+        needed = next((each.folder for each in run.needs if each.folder in failures), None)
+        if reason is None and needed is not None:
+            reason = failures[needed]
+        if reason is not None:
+            failures[run.folder] = reason
+        else:
+            ready.append(run)
+    outcomes = run_all(ready, jobs, executor, threads, quiet)
+    return failures | {each.run.folder: each.error for each in outcomes if each.error is not None}
+
+
+def write_experiment(
+    item: Experiment, spec: Spec, scale: Scale, failures: Mapping[Path, str], folder: Path
+) -> Record:
+    """Evaluate one experiment and write its files.
+
+    Args:
+        item, spec, scale, failures: see `make_record`.
+        folder: where the files go.
+
+    Returns:
+        the record, which is also what the .json file holds.
+    """
+    record = make_record(item, spec, scale, failures)
+    target = folder / item.file_name
+    if isinstance(spec, Figure):
+        figure = draw(record) if spec.panels else None
+        if spec.drawing is not None and record["empty"] is None:
+            figure = spec.drawing.draw([run.folder for run in spec.drawing.runs])
+        record["files"] = [] if figure is None else [path.name for path in save(figure, target)]
+    for suffix, text in (
+        (".json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),
+        (".md", markdown(record)),
+        (".csv", to_csv(record)),
+        (".html", to_html(record)),
+    ):
+        write_atomic(target.with_suffix(suffix), text)
+    return record
+
+
+def _show(records: Sequence[Record], failures: Mapping[Path, str], folder: Path) -> None:
+    if len(records) == 1:
+        print("\n" + markdown(records[0]))
+    for record in records if len(records) > 1 else ():
+        verdicts = [claim["verdict"] for claim in record["claims"]]
+        counted = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+        print(f"{record['name']:28} {record['title']}" + (f" ({counted})" if counted else ""))
+    if failures:
+        print(f"{len(failures)} runs have no result; the first: {next(iter(failures.values()))}")
+    print(f"written to {folder}")
+
+
+def list_experiments(
+    scale: str = "digits", runs: Path | str = "runs", hours: bool = True
+) -> list[dict[str, Any]]:
+    """Every table and figure with its scale, runs, hours here, and status.
+
+    Args:
+        scale: one of `SCALES`.
+        runs: as for `reproduce`.
+        hours: estimate the time that is left, which takes a few training steps of each network.
+
+    Returns:
+        one dictionary per experiment: name, title, scale, runs, finished, seconds (left, for one
+        run at a time; None without `hours`) and status.
+    """
+    chosen = get_scale(scale, Path(runs) / scale)
+    rows = []
+    for item in experiments().values():
+        needed = with_needs(item.build(chosen).runs)
+        finished = sum(run.is_finished() for run in needed)
+        status = "needs no runs" if not needed else "finished" if finished == len(needed) else (
+            f"{finished} of {len(needed)} runs" if finished else "not run"
+        )  # fmt: skip
+        rows.append(
+            {
+                "name": item.name,
+                "title": item.title,
+                "scale": scale,
+                "runs": len(needed),
+                "finished": finished,
+                "seconds": Plan(needed, jobs=1).seconds if hours else None,
+                "status": status,
+            }
+        )
+    return rows
+
+
+def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What `list_experiments` returned, as lines."""
+    width = max(len(row["name"]) for row in rows)
+    lines = []
+    for row in rows:
+        left = "" if row["seconds"] is None else span(row["seconds"])
+        lines.append(
+            f"{row['name']:{width}}  {row['runs']:4} runs  {left:>8}  {row['status']:18}"
+            f"  {row['title']}"
+        )
+    return "\n".join(lines)
+
+
+__all__ = ["SCALES", "list_experiments", "reproduce", "show_list", "write_experiment"]

@@ -1,0 +1,337 @@
+"""Scales: complete choices of data, models, length and seeds at which every experiment can run.
+
+The paper's names of models stand for a role. At each scale a role is filled by one of our models,
+so that an experiment is written once. Only `digits` has been run for the repository; the others are
+the same code with other values, and `reproduce --plan` says what they cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from locality.errors import UserError, unknown
+from locality.experiments.quantities import Absent, Measure, Measured, Quantity
+from locality.experiments.runs import TRAIN, Run, content_folder
+from locality.experiments.teachers import TRAIN_TIMM, teacher_in
+from locality.models import variant
+from locality.training import RunConfig, recipe, replace
+
+EARLY = 0.1
+"""The share of training that counts as early: 30 of the papers' 300 epochs."""
+
+FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
+
+Model = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One complete choice.
+
+    Attributes:
+        name: as given on the command line.
+        about: which data, models and length, in a sentence.
+        comparable: whether accuracies can be put beside the paper's: same data, same protocol.
+        seeds: of every cell; `few_seeds` where a figure asks for many runs.
+        models: role → our model and the fields of it that differ from its variant.
+        base: role and model name → the recipe's configuration.
+        small: settings of the smaller training set of Figs. 8 and 12.
+        fractions: of Table 2.
+        gpsa_counts, strengths: the axes of Fig. 8; `gpsa_counts[-1]` is the model's own number.
+        masked_layers: the rows of Table 6.
+        masked_size: the size that Tables 5 and 6 mask.
+        teacher: of distillation: the timm model that is trained first, or the name of public
+            weights if `teacher_is_public`.
+        snapshots: copies of the weights that baseline runs on all data keep for figures over
+            epochs.
+        transfer: whether models are pre-trained on a larger set and fine-tuned (CvT Table 4).
+    """
+
+    name: str
+    about: str
+    seeds: tuple[int, ...]
+    few_seeds: tuple[int, ...]
+    models: Mapping[str, Model]
+    base: Callable[[str, str], RunConfig]
+    small: Mapping[str, Any]
+    gpsa_counts: tuple[int, ...]
+    masked_layers: tuple[int, ...]
+    teacher: str
+    teacher_is_public: bool = False
+    masked_size: str = "Ti"
+    strengths: tuple[float, ...] = (0.5, 1.0, 2.0)
+    fractions: tuple[float, ...] = FRACTIONS
+    snapshots: int = 20
+    comparable: bool = False
+    transfer: bool = False
+    root: Path = Path("runs")
+    data: Mapping[str, str] = field(default_factory=dict)
+
+    def runs(
+        self,
+        role: str,
+        *,
+        fraction: float = 1.0,
+        seeds: tuple[int, ...] | None = None,
+        keep_weights: bool | None = None,
+        needs: tuple[Run, ...] = (),
+        task: str = TRAIN,
+        **changes: Any,
+    ) -> tuple[Run, ...]:
+        """The runs of a role, one per seed.
+
+        Args:
+            role: one of `models`.
+            fraction: of the training images; the number of images shown stays the same.
+            seeds: the scale's unless given.
+            keep_weights: keep copies of the weights over training; baselines on all data do so
+                unless told otherwise, other runs do not.
+            needs, task: see `Run`.
+            changes: settings by dotted name with "__" for dots: `model__overrides__conv_init`.
+
+        Raises:
+            UserError: if no model has this role at this scale.
+        """
+        if role not in self.models:
+            raise UserError(f"scale '{self.name}' has no model in the place of {role}")
+        name, overrides = self.models[role]
+        base = self.base(role, name)
+        settings: dict[str, Any] = {f"model.overrides.{k}": v for k, v in overrides.items()}
+        given = {key.replace("__", "."): value for key, value in changes.items()}
+        dataset = given.get("data.dataset", base.data.dataset)
+        settings |= {"data.fraction": fraction, "data.root": self.root_of(dataset)}
+        if fraction < 1 and base.schedule.unit == "epochs":
+            settings["schedule.constant_images"] = True
+        if keep_weights is None:
+            keep_weights = fraction == 1 and not given and task == TRAIN
+        if keep_weights:
+            settings["schedule.snapshot_every"] = base.schedule.length / self.snapshots
+        config = replace(base, settings | given)
+        return tuple(
+            self._run(dataclasses.replace(config, seed=seed), role, given, needs, task)
+            for seed in (self.seeds if seeds is None else seeds)
+        )
+
+    def _run(
+        self,
+        config: RunConfig,
+        role: str,
+        given: Mapping[str, Any],
+        needs: tuple[Run, ...],
+        task: str,
+    ) -> Run:
+        details = [f"{key.rpartition('.')[2]}={value}" for key, value in given.items()
+                   if key not in ("model.weights", "objective.teacher")]  # fmt: skip
+        words = [config.model.name, f"{100 * config.data.fraction:g}%", *details]
+        words += [f"with {needs[0].name}"] if needs else []
+        name = " ".join([*words, f"seed {config.seed}"])
+        return Run(name, config, content_folder(self.root, config, task), needs, task)
+
+    def root_of(self, dataset: str) -> str | None:
+        """The folder of a dataset; ImageNet-100 is a part of ImageNet's."""
+        alias = "imagenet" if dataset == "imagenet100" else dataset
+        return self.data.get(dataset, self.data.get(alias))
+
+    def cifar_settings(self) -> dict[str, Any]:
+        """The choices of runs on CIFAR-100 at this scale's image size (Fig. 11, left)."""
+        return {
+            "data__dataset": "cifar100",
+            "schedule__epochs": 3000.0,
+            "schedule__eval_every": 30.0,
+            "seeds": self.few_seeds,
+        }
+
+    def teacher_runs(self) -> tuple[Run, ...]:
+        """The run that trains the teacher; none where public weights are one."""
+        if self.teacher_is_public:
+            return ()
+        base = self.base("DeiT-S", self.models["DeiT-S"][0])
+        settings: dict[str, Any] = {
+            "model.name": self.teacher,
+            "model.img_size": base.model.img_size or variant(base.model.name).config.img_size,
+            "model.overrides": {},
+            "data.root": self.root_of(base.data.dataset),
+        }
+        config = replace(base, settings)
+        folder = content_folder(self.root, config, TRAIN_TIMM)
+        return (Run(f"teacher {self.teacher}", config, folder, task=TRAIN_TIMM),)
+
+    def teacher_source(self) -> str:
+        """What `objective.teacher` says: public weights, or the folder of a trained teacher."""
+        runs = self.teacher_runs()
+        return teacher_in(runs[0].folder) if runs else self.teacher
+
+    def measured(self, measure: Measure, role: str, **choices: Any) -> Quantity:
+        """A measure of a role's runs, or an empty quantity if the scale has no such model."""
+        try:
+            return Measured(self.runs(role, **choices), measure)
+        except UserError as error:
+            return Absent(str(error))
+
+    def config(self, role: str, **changes: Any) -> RunConfig:
+        """The configuration of a role's first run.
+
+        Raises:
+            UserError: as `runs`.
+        """
+        return self.runs(role, seeds=(0,), **changes)[0].config
+
+
+def _twins(size: str, convit: Model, deit: Model) -> dict[str, Model]:
+    return {f"ConViT-{size}": convit, f"DeiT-{size}": deit}
+
+
+def _of_width(embed_dim: int, num_heads: int) -> dict[str, Any]:
+    return {"embed_dim": embed_dim, "num_heads": num_heads}
+
+
+# One step of the digits models costs some 25 ms on one core, so a run some 15 s.
+DIGITS_STEPS = 600
+
+
+def _digits_base(role: str, model: str) -> RunConfig:
+    return replace(
+        recipe("digits", model=model),
+        {
+            "schedule.steps": DIGITS_STEPS,
+            "schedule.warmup": 60,
+            "schedule.eval_every": DIGITS_STEPS / 20,
+            "schedule.save_every": DIGITS_STEPS,
+            "engine.tensorboard": False,
+            "engine.precision": "fp32",
+        },
+    )
+
+
+_NANO = _twins("S", ("convit_nano", {}), ("deit_nano", {}))
+DIGITS = Scale(
+    name="digits",
+    about=(
+        f"scikit-learn's handwritten digits (8×8 pixels, 1,348 to train on, 449 to judge by), "
+        f"ConViT and DeiT of 4 layers and width 64, {DIGITS_STEPS} steps of 64 images"
+    ),
+    seeds=(0, 1, 2, 3, 4),
+    few_seeds=(0, 1, 2),
+    models={
+        **_twins("Ti", ("convit_nano", _of_width(40, 4)), ("deit_nano", _of_width(40, 4))),
+        **_NANO,
+        # One model stands for both sizes, so that their tables share runs.
+        **{f"{role}+": model for role, model in _NANO.items()},
+        **_twins("B", ("convit_nano", _of_width(108, 9)), ("deit_nano", _of_width(108, 9))),
+        # 3×3 kernels need nine heads.
+        **_twins("3×3", ("convit_nano", _of_width(72, 9)), ("deit_nano", _of_width(72, 9))),
+        "CvT-13": ("cvt_nano", {}),
+    },
+    base=_digits_base,
+    small={"fraction": 0.1},
+    gpsa_counts=(1, 2, 3),
+    masked_layers=(1, 2, 3),
+    teacher="timm/test_resnet",
+    masked_size="S",
+)
+
+
+def _cifar_base(role: str, model: str) -> RunConfig:
+    return recipe("cifar", model=model)
+
+
+_MICRO = _twins("S", ("convit_micro", {}), ("deit_micro", {}))
+CIFAR100 = Scale(
+    name="cifar100",
+    about=(
+        "CIFAR-100 at its own 32×32 pixels, ConViT and DeiT of 8 layers and width 144, "
+        "200 epochs of the DeiT recipe"
+    ),
+    seeds=(0, 1, 2, 3, 4),
+    few_seeds=(0, 1, 2),
+    models={
+        **_twins("Ti", ("convit_micro", _of_width(96, 4)), ("deit_micro", _of_width(96, 4))),
+        **_MICRO,
+        **{f"{role}+": model for role, model in _MICRO.items()},
+        **_twins("B", ("convit_micro", _of_width(256, 16)), ("deit_micro", _of_width(256, 16))),
+        **_twins("3×3", ("convit_micro", {}), ("deit_micro", {})),
+        "CvT-13": ("cvt_micro", {}),
+    },
+    base=_cifar_base,
+    small={"fraction": 0.1},
+    gpsa_counts=(2, 4, 6),
+    masked_layers=(2, 3, 6),
+    teacher="timm/resnet18",
+    masked_size="S",
+)
+
+_PAPER_MODELS: dict[str, Model] = {
+    **{
+        f"{family}-{short}{plus}": (f"{family.lower()}_{size}{'_plus' if plus else ''}", {})
+        for family in ("ConViT", "DeiT")
+        for short, size in (("Ti", "tiny"), ("S", "small"), ("B", "base"))
+        for plus in ("", "+")
+    },
+    **_twins("3×3", ("convit_small_plus", {}), ("deit_small_plus", {})),
+    "CvT-13": ("cvt_13", {}),
+    "CvT-21": ("cvt_21", {}),
+    "CvT-W24": ("cvt_w24", {}),
+    "CvT-13-NAS": ("cvt_13_nas", {}),
+}
+
+
+def _imagenet_base(role: str, model: str) -> RunConfig:
+    if role.startswith("CvT"):
+        return recipe("cvt_300", model=model)
+    return recipe("deit_300_plus" if role.endswith(("+", "3×3")) else "deit_300", model=model)
+
+
+def _imagenet100_base(role: str, model: str) -> RunConfig:
+    return replace(_imagenet_base(role, model), {"data.dataset": "imagenet100"})
+
+
+_IMAGENET_LAYERS: dict[str, Any] = {"gpsa_counts": (3, 6, 10), "masked_layers": (3, 5, 10)}
+IMAGENET100 = Scale(
+    name="imagenet100",
+    about="the first 100 classes of ImageNet at 224 pixels, the papers' models and recipes",
+    seeds=(0, 1, 2),
+    few_seeds=(0,),
+    models=_PAPER_MODELS,
+    base=_imagenet100_base,
+    small={"fraction": 0.3},
+    teacher="timm/regnety_016",
+    **_IMAGENET_LAYERS,
+)
+IMAGENET = Scale(
+    name="imagenet",
+    about="ImageNet-1k at 224 pixels, the papers' models and recipes",
+    seeds=(0,),
+    few_seeds=(0,),
+    models=_PAPER_MODELS,
+    base=_imagenet_base,
+    small={"data__dataset": "imagenet100"},
+    teacher="regnety_160",
+    teacher_is_public=True,
+    comparable=True,
+    transfer=True,
+    **_IMAGENET_LAYERS,
+)
+
+SCALES: dict[str, Scale] = {
+    scale.name: scale for scale in (DIGITS, CIFAR100, IMAGENET100, IMAGENET)
+}
+
+
+def get_scale(name: str, root: Path, data: Mapping[str, str] | None = None) -> Scale:
+    """The scale called `name`.
+
+    Args:
+        name: one of `SCALES`.
+        root: folder that run folders go to.
+        data: dataset → its folder, for those that have one.
+
+    Raises:
+        UserError: if there is none of that name, with the nearest.
+    """
+    if name not in SCALES:
+        raise unknown("scale", name, SCALES)
+    return dataclasses.replace(SCALES[name], root=Path(root), data=data or {})
