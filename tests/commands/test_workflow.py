@@ -1,5 +1,6 @@
 """Whole commands as a user types them: train, look, classify, convert, report."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from locality.cli import main
-from locality.training import RunFolder
+from locality.commands.train import read_run
+from locality.training import RECIPES, RunFolder, recipe
 
 SHORT = [
     "--schedule.steps=4",
@@ -107,6 +109,14 @@ def test_recipes(capsys):
     assert "rand-m9-mstd0.5-inc1" in capsys.readouterr().out
     assert main(["recipes", "deit_3000"]) == 2
     assert "did you mean deit_300" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_line_repeats_every_recipe(name):
+    config, _ = read_run([name])
+    assert config == recipe(name)
+    changed, _ = read_run([name, "--seed=7"])
+    assert changed == dataclasses.replace(recipe(name), seed=7)
 
 
 def test_settings_from_a_file_and_by_name(tmp_path, capsys):

@@ -53,7 +53,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
 
     from locality.training.config import RunConfig
     from locality.training.recipes import RECIPES, recipe
-    from locality.training.settings import flatten, from_dict, to_dict
+    from locality.training.settings import from_dict, to_dict
 
     words = with_aliases(arguments, ALIASES)
     name, words = _recipe_first(words, RECIPES)
@@ -73,12 +73,11 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     parser.add_argument("--record", action="store_true", help="measure locality before and after")
     parser.add_argument("--quiet", action="store_true", help="print nothing while training")
     parser.add_class_arguments(RunConfig, None)
-    base = flatten(to_dict(recipe(name)))
-    parser.set_defaults({key: value for key, value in base.items() if value is not None})
+    values = to_dict(recipe(name))
+    parser.set_defaults(_by_option(values))
     options = parser.read(_one_length(words))
     given = options.as_dict()
-    groups = set(to_dict(recipe(name)))
-    config = from_dict(RunConfig, {key: given[key] for key in groups})
+    config = from_dict(RunConfig, {key: given[key] for key in values})
     return config, options
 
 
@@ -96,6 +95,17 @@ def _recipe_first(words: list[str], recipes: Any) -> tuple[str, list[str]]:
     if name not in recipes:
         raise unknown("recipe", name, recipes)
     return name, rest
+
+
+def _by_option(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings by the name of their option: the groups' by dotted name, the others' as they are."""
+    flat: dict[str, Any] = {}
+    for group, value in values.items():
+        if isinstance(value, dict):
+            flat |= {f"{group}.{name}": setting for name, setting in value.items()}
+        else:
+            flat[group] = value
+    return flat
 
 
 def _one_length(words: list[str]) -> list[str]:

@@ -121,8 +121,12 @@ def saved_activations(config: RunConfig, seen: Preview) -> int:
         return tensor
 
     kind = "cuda" if seen.device_type == "cuda" else "cpu"
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
+    with torch.device("meta"):
         model = build_model(config, len(seen.splits.classes)).train()
+    # Fake tensors choose the kernels of a real device, which decide what is saved; initialising
+    # weights asks for numbers, which fake tensors have not, so that is done before.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
+        model.to_empty(device=kind)
         parameters |= {p.untyped_storage()._cdata for p in model.parameters()}
         images = torch.empty(seen.micro_batch, 3, *seen.img_size)
         labels = torch.zeros(seen.micro_batch, dtype=torch.int64)
