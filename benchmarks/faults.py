@@ -16,6 +16,7 @@ The processes are forked from this one, which saves them the imports and leaves 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -37,6 +38,7 @@ from locality.training.checkpoint import CheckpointFolder, DamagedCheckpoint
 from locality.training.environment import describe_environment
 from locality.training.loop import Loop
 from locality.training.runs import RunFolder, load_state
+from locality.training.setup import preview
 from locality.training.signals import Interrupted
 
 PHASES = ("step", "evaluate", "save")
@@ -320,6 +322,11 @@ def first_difference(one: Any, other: Any, where: str) -> str:
 def survey(faults: int, processes: int, seed: int, folder: Path) -> Tally:
     """Strike `faults` times, over all models, workers and accumulations in turn."""
     torch.set_num_threads(1)
+    # Looking for GPUs in vain would keep forked processes from forking others.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # What is imported late is imported here, not in every process.
+    importlib.import_module("torch._dynamo")
+    preview(configuration("convit_nano", 0, 1, 1))
     rng = random.Random(seed)
     cases = [
         (model, workers, accumulate)

@@ -268,8 +268,8 @@ class EngineConfig:
         if self.batch_size % parts:
             raise UserError(
                 f"engine.batch_size is {self.batch_size}, which cannot be divided evenly between "
-                f"{world_size} process(es) × {self.accumulate} accumulation step(s); choose a "
-                f"multiple of {parts}"
+                f"{world_size} process(es) (engine.devices) × {self.accumulate} pass(es) "
+                f"(engine.accumulate); choose a multiple of {parts}"
             )
         return self.batch_size // parts
 

@@ -37,20 +37,25 @@ def describe_environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this package lies in, "+" if it was changed since; None
-    outside a git checkout."""
-    here = Path(__file__).resolve().parent
+    """The commit of the source tree this package lies in; None outside a git checkout.
+
+    A "+" at its end says that files were changed since.
+    """
+    here = Path(__file__).resolve()
     try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
+        # An installed copy may lie inside somebody else's checkout, which does not track it.
+        _git("ls-files", "--error-unmatch", here.name, folder=here.parent)
+        return _git(
+            "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+", folder=here.parent
         )
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(*arguments: str, folder: Path) -> str:
+    answer = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+    )
     return answer.stdout.strip()
 
 

@@ -1,0 +1,205 @@
+"""Checkpoints are whole or refused, and the one before is kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from locality.training import CheckpointNotSaved, DamagedCheckpoint, checkpoint
+from locality.training.checkpoint import (
+    LAST,
+    PREVIOUS,
+    CheckpointFolder,
+    read_checkpoint,
+    write_checkpoint,
+)
+from locality.training.saver import BackgroundSaver, copied
+
+from .conftest import assert_same, assert_same_run, tiny, train
+
+
+def state(step: int, size: int = 50) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    weights = torch.randn(size, size, generator=generator)
+    return {"step": step, "model": {"weight": weights, "count": torch.tensor(step)}, "ema": None}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(state(1))
+    folder.save(state(2))
+    return tmp_path
+
+
+def test_what_was_written_is_read(written: Path) -> None:
+    assert_same(read_checkpoint(written / LAST), state(2))
+    assert_same(read_checkpoint(written / PREVIOUS), state(1))
+
+
+def test_equal_states_make_equal_files(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a", state(1))
+    write_checkpoint(tmp_path / "b", state(1))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def refused(written: Path, damaged: bytes) -> None:
+    (written / LAST).write_bytes(damaged)
+    with pytest.raises(DamagedCheckpoint, match=LAST):
+        read_checkpoint(written / LAST)
+    found, name, passed_over = CheckpointFolder(written).load()
+    assert_same(found, state(1))
+    assert name == PREVIOUS
+    assert LAST in passed_over[0]
+    (written / f"{LAST}.damaged").unlink()
+
+
+def test_a_truncated_file_is_refused_by_name_and_the_previous_one_used(written: Path) -> None:
+    whole = (written / LAST).read_bytes()
+    for offset in range(0, len(whole), len(whole) // 50):
+        refused(written, whole[:offset])
+    assert read_checkpoint(written / PREVIOUS)
+
+
+def test_a_flipped_bit_anywhere_is_refused_by_name_and_the_previous_one_used(
+    written: Path,
+) -> None:
+    whole = (written / LAST).read_bytes()
+    rng = random.Random(0)
+    header = whole.index(b"\n") + 1
+    offsets = [*range(0, header, 5), *(rng.randrange(header, len(whole)) for _ in range(50))]
+    for offset in offsets:
+        flipped = bytearray(whole)
+        flipped[offset] ^= 1 << rng.randrange(8)
+        refused(written, bytes(flipped))
+
+
+def test_what_is_appended_is_noticed(written: Path) -> None:
+    refused(written, (written / LAST).read_bytes() + b"x")
+
+
+def test_a_damaged_file_never_takes_the_place_of_a_whole_one(written: Path) -> None:
+    (written / LAST).write_bytes(b"rubbish")
+    folder = CheckpointFolder(written)
+    folder.load()
+    folder.save(state(3))
+    assert_same(read_checkpoint(written / PREVIOUS), state(1))
+    assert_same(read_checkpoint(written / LAST), state(3))
+
+
+def test_with_no_whole_file_left_the_run_does_not_start_over(written: Path) -> None:
+    for name in (LAST, PREVIOUS):
+        (written / name).write_bytes((written / name).read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpoint, match="new folder") as caught:
+        CheckpointFolder(written).load()
+    assert LAST in str(caught.value) and PREVIOUS in str(caught.value)
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert CheckpointFolder(tmp_path).load() == (None, "", [])
+
+
+def test_leftovers_of_a_killed_process_are_removed(written: Path) -> None:
+    (written / f".{LAST}.abc123.tmp").write_bytes(b"half")
+    CheckpointFolder(written).load()
+    assert sorted(path.name for path in written.iterdir()) == [LAST, PREVIOUS]
+
+
+def disk_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+def test_a_full_disk_keeps_what_is_there_and_says_so(
+    where: str, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(written)
+    folder.load()
+    if where == "write":
+        monkeypatch.setattr(checkpoint._HashingWriter, "write", disk_full)
+    else:
+        monkeypatch.setattr(checkpoint.os, where, disk_full)
+    with pytest.raises(CheckpointNotSaved, match="disk is full") as caught:
+        folder.save(state(3))
+    assert "step 3" in str(caught.value) and "step 2 is kept" in str(caught.value)
+    monkeypatch.undo()
+    assert_same(CheckpointFolder(written).load()[0], state(2))
+    assert not list(written.glob(".*"))
+
+
+def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny(), tmp_path / "whole")
+    save = CheckpointFolder.save
+
+    def full(self: CheckpointFolder, state: dict[str, Any]) -> None:
+        with monkeypatch.context() as patch:
+            if state["step"] > 3:
+                patch.setattr(checkpoint._HashingWriter, "write", disk_full)
+            save(self, state)
+
+    monkeypatch.setattr(CheckpointFolder, "save", full)
+    with pytest.raises(CheckpointNotSaved, match="step 3 is kept"):
+        train(tiny(), tmp_path / "run")
+    monkeypatch.undo()
+    train(tiny(), tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path: Path) -> None:
+    # The temporary folder plays no part: files are made beside the one they replace.
+    rng = random.Random(0)
+    folder = CheckpointFolder(tmp_path)
+    folder.save(state(0, 300))
+    steps = []
+    for _ in range(25):
+        child = os.fork()
+        if not child:
+            os.environ["TMPDIR"] = "/dev/shm"
+            for step in range(1, 10_000):
+                folder.save(state(step, 300))
+        time.sleep(0.002 + 0.03 * rng.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found, _, passed_over = CheckpointFolder(tmp_path).load()
+        assert found is not None and not passed_over
+        assert_same(found, state(found["step"], 300))
+        steps.append(found["step"])
+    assert max(steps) > 1
+
+
+def test_the_background_saver_saves_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
+    saver = BackgroundSaver(CheckpointFolder(tmp_path))
+    live = state(1)
+    saver.start(live)
+    live["model"]["weight"].zero_()
+    saver.wait()
+    assert_same(read_checkpoint(tmp_path / LAST), state(1))
+
+
+def test_the_background_saver_hands_failures_over_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = BackgroundSaver(CheckpointFolder(tmp_path))
+    monkeypatch.setattr(checkpoint._HashingWriter, "write", disk_full)
+    saver.start(state(1))
+    with pytest.raises(CheckpointNotSaved):
+        saver.wait()
+    saver.check()
+
+
+def test_a_copy_shares_nothing() -> None:
+    original = {"a": [torch.ones(2), (torch.zeros(1), 3)], "b": None}
+    copy = copied(original)
+    assert_same(copy, original)
+    copy["a"][0].zero_()
+    assert original["a"][0].sum() == 2  # type: ignore[index]

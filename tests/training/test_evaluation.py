@@ -1,0 +1,114 @@
+"""Accuracy and loss against counting by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from locality.data import ArraySource, AugmentConfig, eval_loader
+from locality.training import evaluate
+from locality.training.evaluation import EvaluationStopped
+
+IMAGES, CLASSES = 50, 7
+PLAIN = AugmentConfig(crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+
+
+class Lookup(nn.Module):
+    """Logits by the grey level of an image's first pixel, which is its number."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.logits[(images[:, 0, 0, 0] * 255).round().long()]
+
+
+@pytest.fixture
+def source() -> ArraySource:
+    pixels = np.zeros((IMAGES, 4, 4, 3), dtype=np.uint8)
+    pixels[:] = np.arange(IMAGES)[:, None, None, None]
+    return ArraySource(pixels, np.arange(IMAGES) % CLASSES, "numbers")
+
+
+@pytest.fixture
+def logits() -> Tensor:
+    return torch.randn(IMAGES, CLASSES, generator=torch.Generator().manual_seed(0))
+
+
+def loader(source: ArraySource, rank: int = 0, world_size: int = 1):  # type: ignore[no-untyped-def]
+    return eval_loader(source, PLAIN, 4, batch_size=16, rank=rank, world_size=world_size)
+
+
+def test_accuracy_and_loss_are_those_counted_by_hand(source: ArraySource, logits: Tensor) -> None:
+    found = evaluate(Lookup(logits), loader(source))
+    targets = torch.from_numpy(source.labels)
+    order = logits.argsort(dim=1, descending=True)
+    assert found["n"] == IMAGES
+    assert found["top1"] == pytest.approx(100 * (order[:, 0] == targets).float().mean().item())
+    in_five = (order[:, :5] == targets[:, None]).any(1).float().mean().item()
+    assert found["top5"] == pytest.approx(100 * in_five)
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, targets).item(), abs=1e-6)
+
+
+def test_with_fewer_than_five_classes_all_answers_are_in_the_top_five() -> None:
+    pixels = np.zeros((6, 4, 4, 3), dtype=np.uint8)
+    few = ArraySource(pixels, np.arange(6) % 3, "few")
+    assert evaluate(Lookup(torch.randn(6, 3)), loader(few))["top5"] == 100
+
+
+def test_any_of_several_right_answers_counts(source: ArraySource, logits: Tensor) -> None:
+    best = logits.argmax(1).tolist()
+    sets = [(answer, (answer + 1) % CLASSES) for answer in best]
+    assert evaluate(Lookup(logits), loader(source), label_sets=sets)["top1"] == 100
+    wrong = [((answer + 1) % CLASSES,) for answer in best]
+    assert evaluate(Lookup(logits), loader(source), label_sets=wrong)["top1"] == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_processes_count_every_image_once(
+    world_size: int, source: ArraySource, logits: Tensor
+) -> None:
+    shares: list[Tensor] = []
+
+    def keep(totals: Tensor) -> Tensor:
+        shares.append(totals)
+        return totals
+
+    for rank in range(world_size):
+        evaluate(Lookup(logits), loader(source, rank, world_size), all_sum=keep, rounds=9)
+    whole = evaluate(Lookup(logits), loader(source), all_sum=keep)
+    torch.testing.assert_close(torch.stack(shares[:world_size]).sum(0), shares[-1])
+    assert whole["n"] == IMAGES
+
+
+def test_processes_with_fewer_batches_meet_the_others_equally_often(
+    source: ArraySource, logits: Tensor
+) -> None:
+    asked: dict[int, int] = {0: 0, 1: 0}
+    for rank in asked:
+
+        def stop(rank: int = rank) -> bool:
+            asked[rank] += 1
+            return False
+
+        evaluate(Lookup(logits), loader(source, rank, 2), rounds=5, stop=stop)
+    assert asked == {0: 5, 1: 5}
+
+
+def test_an_evaluation_can_be_stopped_between_batches(source: ArraySource, logits: Tensor) -> None:
+    answers = iter([False, True])
+    model = Lookup(logits).train()
+    with pytest.raises(EvaluationStopped):
+        evaluate(model, loader(source), stop=lambda: next(answers))
+    assert model.training
+
+
+def test_the_mode_of_the_model_is_left_as_it_was(source: ArraySource, logits: Tensor) -> None:
+    for training in (True, False):
+        model = Lookup(logits).train(training)
+        evaluate(model, loader(source))
+        assert model.training is training

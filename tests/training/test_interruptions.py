@@ -1,0 +1,196 @@
+"""Signals and bad losses: what stops a run, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from locality.training import Interrupted, NonFiniteLoss
+from locality.training.objective import Objective
+from locality.training.runs import load_state
+from locality.training.signals import SIGNALS, Interruption
+
+from .conftest import assert_same, tiny, train, train_interrupted
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)],
+)
+def test_a_signal_stops_the_run_after_the_step_with_its_own_exit_code(
+    signum: int, code: int, tmp_path: Path, stop_before: Callable[..., None]
+) -> None:
+    stop_before(4, signum)
+    interrupted = train_interrupted(tiny(), tmp_path / "run")
+    assert (interrupted.step, interrupted.exit_code) == (5, code)
+    assert load_state(tmp_path / "run")["step"] == 5
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(signum) for signum in SIGNALS]
+    train(tiny(schedule__steps=2), tmp_path / "run")
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with Interruption().listening() as interruption:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interruption.signum == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_signal_is_the_one_that_counts() -> None:
+    with Interruption().listening() as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert interruption.signum == signal.SIGTERM
+
+
+def test_a_forked_worker_leaves_signals_to_the_training_process() -> None:
+    with Interruption().listening():
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.01)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_outside_the_main_thread_training_works_without_handlers(tmp_path: Path) -> None:
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.append(train(tiny(schedule__steps=2), tmp_path / "run"))
+    )
+    thread.start()
+    thread.join()
+    assert results[0]["steps"] == 2
+
+
+def test_interrupted_says_what_to_do() -> None:
+    assert "same command resumes" in str(Interrupted(signal.SIGTERM, 12))
+
+
+@pytest.fixture
+def bad_loss(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the loss of chosen passes not a number."""
+    original = Objective.loss
+
+    def arrange(passes: set[int], value: float = float("nan")) -> None:
+        number = iter(range(10**6))
+
+        def loss(self: Objective, logits: Tensor, targets: Tensor, images: Tensor) -> Tensor:
+            good = original(self, logits, targets, images)
+            return good * value if next(number) in passes else good
+
+        monkeypatch.setattr(Objective, "loss", loss)
+
+    return arrange
+
+
+@pytest.mark.parametrize("step", [0, 4, 7])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_loss_stops_the_run_before_the_update(
+    step: int,
+    value: float,
+    tmp_path: Path,
+    bad_loss: Callable[..., None],
+    stop_before: Callable[..., None],
+) -> None:
+    bad_loss({step}, value)
+    with pytest.raises(NonFiniteLoss) as caught:
+        train(tiny(), tmp_path / "run")
+    message = str(caught.value)
+    assert f"in step {step + 1} " in message and "learning rate" in message
+    checkpoint = step // 3 * 3
+    if checkpoint:
+        assert f"checkpoint is that of step {checkpoint}" in message
+        bad_loss(set())
+        stop_before(checkpoint - 1)
+        train_interrupted(tiny(), tmp_path / "reference")
+        found, expected = (load_state(tmp_path / name) for name in ("run", "reference"))
+        for part in ("model", "optimizer", "step"):
+            assert_same(found[part], expected[part])
+    else:
+        assert "no checkpoint yet" in message
+
+
+def test_a_bad_pass_among_accumulated_ones_is_noticed(
+    tmp_path: Path, bad_loss: Callable[..., None]
+) -> None:
+    bad_loss({9})
+    with pytest.raises(NonFiniteLoss, match="in step 3 "):
+        train(tiny(engine__accumulate=4), tmp_path / "run")
+
+
+def test_bad_losses_can_be_skipped_up_to_a_number(
+    tmp_path: Path, bad_loss: Callable[..., None]
+) -> None:
+    bad_loss({1, 4})
+    result = train(tiny(engine__max_bad_losses=2), tmp_path / "run")
+    assert result["steps"] == 8
+    assert load_state(tmp_path / "run")["progress"]["bad_losses"] == 2
+    bad_loss({1, 4, 6})
+    with pytest.raises(NonFiniteLoss, match="after 2 skipped updates"):
+        train(tiny(engine__max_bad_losses=2), tmp_path / "other")
+
+
+def test_a_skipped_update_changes_nothing_but_the_count(
+    tmp_path: Path, bad_loss: Callable[..., None]
+) -> None:
+    # The very first update is left out, so the second one still finds the initial weights.
+    bad_loss(set(range(8)))
+    train(tiny(engine__max_bad_losses=8, schedule__snapshot_every=4), tmp_path / "run")
+    from safetensors.torch import load_file
+
+    snapshots = sorted((tmp_path / "run" / "snapshots").iterdir())
+    first, last = load_file(snapshots[0]), load_file(snapshots[-1])
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from locality.training import Interrupted, recipe, replace, train
+config = replace(recipe("digits"), {"schedule.steps": 100000, "schedule.eval_every": 100000,
+    "engine.tensorboard": False, "engine.precision": "fp32", "data.workers": int(sys.argv[2])})
+try:
+    train(config, Path(sys.argv[1]))
+except Interrupted as interrupted:
+    print(interrupted, file=sys.stderr)
+    sys.exit(interrupted.exit_code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ctrl_c_at_a_terminal_saves_and_leaves_no_process(tmp_path: Path, workers: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path / "run"), str(workers)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "remaining" in line:
+            break
+    # As a terminal does: to every process of the group.
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "again to stop at once" in errors and "same command resumes" in errors
+    assert load_state(tmp_path / "run")["step"] >= 20
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

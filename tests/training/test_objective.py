@@ -1,0 +1,162 @@
+"""Losses, mixing and teachers against their formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from locality.data import AugmentConfig
+from locality.data.keyed import seed_generators
+from locality.errors import UserError
+from locality.training import ObjectiveConfig
+from locality.training.objective import Objective, Teacher, check_teacher, load_teacher
+
+from .conftest import tiny, train
+
+CLASSES = 7
+HALF = (0.5, 0.5, 0.5)
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    images, labels = torch.rand(8, 3, 6, 6), torch.arange(8) % CLASSES
+    return images, labels, torch.randn(8, CLASSES)
+
+
+def test_without_options_it_is_cross_entropy(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+    images, labels, logits = batch
+    objective = Objective(ObjectiveConfig(), AugmentConfig(), CLASSES)
+    mixed, targets = objective.mix(images, labels)
+    assert mixed is images and targets is labels
+    torch.testing.assert_close(
+        objective.loss(logits, targets, mixed), F.cross_entropy(logits, labels)
+    )
+
+
+def test_smoothing_spreads_its_share_over_all_classes(
+    batch: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    images, labels, logits = batch
+    objective = Objective(ObjectiveConfig(label_smoothing=0.3), AugmentConfig(), CLASSES)
+    target = 0.7 * F.one_hot(labels, CLASSES) + 0.3 / CLASSES
+    expected = -(target * logits.log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(objective.loss(logits, labels, images), expected)
+
+
+def test_mixed_targets_are_smoothed_probabilities(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+    images, labels, logits = batch
+    augment = AugmentConfig(mixup=0.8, cutmix=1.0)
+    objective = Objective(ObjectiveConfig(label_smoothing=0.1), augment, CLASSES)
+    seed_generators(1 << 40)
+    mixed, targets = objective.mix(images.clone(), labels)
+    assert not torch.equal(mixed, images)
+    torch.testing.assert_close(targets.sum(1), torch.ones(8))
+    assert targets.min() >= 0.1 / CLASSES - 1e-6
+    expected = -(targets * logits.log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(objective.loss(logits, targets, mixed), expected)
+
+
+def test_mixing_is_decided_by_the_seed(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+    images, labels, _ = batch
+    objective = Objective(ObjectiveConfig(), AugmentConfig(mixup=0.8, cutmix=1.0), CLASSES)
+    found = []
+    for seed in (3 << 40, 3 << 40, 4 << 40):
+        seed_generators(seed)
+        found.append(objective.mix(images.clone(), labels)[0])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+class Fixed(nn.Module):
+    """A model that gives the same logits for everything, and keeps what it saw."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.seen = images
+        return self.logits * self.scale
+
+
+def teacher(logits: Tensor, mean: object = HALF, size: tuple[int, int] | None = None) -> Teacher:
+    return Teacher(Fixed(logits), mean, HALF, size, HALF, HALF)  # type: ignore[arg-type]
+
+
+def test_hard_distillation_is_half_label_and_half_teacher(
+    batch: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    images, labels, logits = batch
+    taught = torch.randn(8, CLASSES)
+    objective = Objective(ObjectiveConfig(teacher="t"), AugmentConfig(), CLASSES, teacher(taught))
+    expected = 0.5 * F.cross_entropy(logits, labels) + 0.5 * F.cross_entropy(
+        logits, taught.argmax(1)
+    )
+    torch.testing.assert_close(objective.loss(logits, labels, images), expected)
+
+
+def test_soft_distillation_vanishes_where_student_and_teacher_agree(
+    batch: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    images, labels, logits = batch
+    config = ObjectiveConfig(teacher="t", distillation="soft", teacher_share=1.0)
+    agreeing = Objective(config, AugmentConfig(), CLASSES, teacher(logits))
+    assert agreeing.loss(logits, labels, images).item() == pytest.approx(0, abs=1e-6)
+    other = Objective(config, AugmentConfig(), CLASSES, teacher(logits.flip(0)))
+    assert other.loss(logits, labels, images) > 0.1
+
+
+def test_a_teacher_sees_images_at_its_own_normalisation_and_size(
+    batch: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    pixels = batch[0]
+    student = (pixels - 0.5) / 0.5
+    taught = teacher(batch[2], mean=(0.1, 0.2, 0.3))
+    taught(student)
+    expected = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / 0.5
+    torch.testing.assert_close(taught.model.seen, expected)
+    enlarged = teacher(batch[2], size=(12, 12))
+    enlarged(student)
+    assert enlarged.model.seen.shape == (8, 3, 12, 12)
+
+
+def test_a_teacher_never_learns(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+    taught = teacher(batch[2]).train()
+    assert not taught.training and not taught.model.training
+    assert not taught(batch[0]).requires_grad
+
+
+def test_a_timm_teacher_is_read_from_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("convit_tiny", num_classes=1000)
+    file = tmp_path / "teacher.pth"
+    torch.save(model.state_dict(), file)
+    config = ObjectiveConfig(teacher="convit_tiny", teacher_weights=str(file))
+    loaded = load_teacher(config, AugmentConfig(), 1000)
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        expected = model.eval()(images)
+    torch.testing.assert_close(loaded(images), expected)
+
+
+def test_a_run_can_be_the_teacher(tmp_path: Path) -> None:
+    train(tiny(schedule__steps=2), tmp_path / "run")
+    config = ObjectiveConfig(teacher=str(tmp_path / "run"))
+    assert load_teacher(config, tiny().augment, 10)(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    with pytest.raises(UserError, match="same classes"):
+        load_teacher(config, tiny().augment, 11)
+
+
+def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="regnety_160"):
+        check_teacher(ObjectiveConfig(teacher="regnety160"))
+    with pytest.raises(UserError, match="no run folder"):
+        check_teacher(ObjectiveConfig(teacher=str(tmp_path / "none")))
+    with pytest.raises(UserError, match="no file"):
+        check_teacher(ObjectiveConfig(teacher="regnety_160", teacher_weights="nowhere.pth"))

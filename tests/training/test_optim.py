@@ -1,0 +1,140 @@
+"""Parameter groups, optimiser, schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from locality.errors import UserError
+from locality.models import create_model
+from locality.training import OptimConfig, ScheduleConfig
+from locality.training.config import EngineConfig, RunConfig
+from locality.training.optim import (
+    check_optimizer,
+    create_optimizer,
+    create_schedule,
+    parameter_groups,
+)
+from locality.training.plan import make_plan
+
+
+@pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_13"])
+def test_every_parameter_is_in_exactly_one_group(name: str) -> None:
+    with torch.device("meta"):
+        model = create_model(name)
+    groups = parameter_groups(model, 0.05)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def spared(name: str, **options: bool) -> set[str]:
+    model = create_model(name)
+    undecayed = parameter_groups(model, 0.05, **options)[1]["params"]
+    chosen = {id(parameter) for parameter in undecayed}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
+
+
+def test_decay_spares_biases_norms_tokens_positions_and_gates() -> None:
+    left_alone = spared("convit_nano")
+    model = create_model("convit_nano")
+    for name, parameter in model.named_parameters():
+        special = name in ("cls_token", "pos_embed") or name.endswith("v_pos")
+        assert (name in left_alone) == (parameter.ndim <= 1 or special), name
+    assert any(name.endswith("gating") for name in left_alone)
+    assert any(name.endswith("v_pos") for name in left_alone)
+
+
+def test_decay_acts_on_positions_when_told_to() -> None:
+    assert {
+        name.rpartition(".")[2]
+        for name in spared("convit_nano") - spared("convit_nano", decay_positions=True)
+    } == {"v_pos"}
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    model = create_model("convit_nano", freeze_gpsa=True)
+    grouped = {id(p) for group in parameter_groups(model, 0.05) for p in group["params"]}
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+    assert frozen and not grouped & frozen
+
+
+def test_a_model_that_is_all_frozen_is_refused() -> None:
+    model = create_model("convit_nano").requires_grad_(False)
+    with pytest.raises(UserError, match="no trainable"):
+        create_optimizer(model, OptimConfig(), 64)
+
+
+def test_settings_reach_the_optimiser() -> None:
+    model = create_model("convit_nano")
+    config = OptimConfig("adamw", lr=1e-3, lr_batch=32, betas=(0.8, 0.9), eps=1e-6)
+    for group in create_optimizer(model, config, 64).param_groups:
+        assert group["lr"] == pytest.approx(2e-3)
+        assert group["betas"] == (0.8, 0.9)
+        assert group["eps"] == 1e-6
+        assert group["fused"] is True
+    sgd = create_optimizer(model, OptimConfig("sgd", lr=0.1, momentum=0.7), 64)
+    assert {group["momentum"] for group in sgd.param_groups} == {0.7}
+
+
+def test_fused_and_plain_updates_agree() -> None:
+    torch.manual_seed(0)
+    one, other = create_model("convit_nano"), create_model("convit_nano")
+    other.load_state_dict(one.state_dict())
+    fused = create_optimizer(one, OptimConfig("adamw", lr=1e-3), 64)
+    plain = torch.optim.AdamW(parameter_groups(other, 0.05), lr=1e-3, foreach=False, fused=False)
+    for optimizer, model in ((fused, one), (plain, other)):
+        for number, parameter in enumerate(model.parameters()):
+            torch.manual_seed(number)
+            parameter.grad = torch.randn_like(parameter)
+        for _ in range(3):
+            optimizer.step()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimiser_or_setting_that_timm_lacks_is_refused() -> None:
+    with pytest.raises(UserError, match="sgd"):
+        check_optimizer(OptimConfig("sgdd"))
+    with pytest.raises(UserError, match="betas"):
+        check_optimizer(OptimConfig("sgd", betas=(0.9, 0.99)))
+    with pytest.raises(UserError, match="eps"):
+        check_optimizer(OptimConfig("sgd", eps=1e-8))
+
+
+def rates(schedule: ScheduleConfig) -> list[float]:
+    config = RunConfig(optim=OptimConfig(lr=1e-2), schedule=schedule, engine=EngineConfig(64))
+    plan = make_plan(config, 1000)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    scheduler = create_schedule(optimizer, schedule, plan)
+    found = []
+    for step in range(plan.steps):
+        scheduler.step_update(step)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_the_rate_rises_linearly_falls_as_a_cosine_and_stays() -> None:
+    schedule = ScheduleConfig(steps=100, warmup=10, cooldown=20, warmup_lr=1e-6, min_lr=1e-4)
+    found = rates(schedule)
+    assert found[0] == pytest.approx(1e-6)
+    rises = [b - a for a, b in zip(found[:10], found[1:10], strict=False)]
+    assert rises == pytest.approx([rises[0]] * len(rises))
+    for step in range(10, 80):
+        cosine = 1e-4 + 0.5 * (1e-2 - 1e-4) * (1 + math.cos(math.pi * step / 80))
+        assert found[step] == pytest.approx(cosine)
+    assert found[80:] == pytest.approx([1e-4] * 20)
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
+    assert rates(ScheduleConfig(steps=10, warmup=0))[0] == pytest.approx(1e-2)
+
+
+def test_the_rate_is_a_function_of_the_step_alone() -> None:
+    schedule = ScheduleConfig(steps=50, warmup=5)
+    config = RunConfig(optim=OptimConfig(lr=1e-2), schedule=schedule)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    scheduler = create_schedule(optimizer, schedule, make_plan(config, 1000))
+    scheduler.step_update(37)
+    assert optimizer.param_groups[0]["lr"] == rates(schedule)[37]

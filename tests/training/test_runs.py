@@ -1,0 +1,205 @@
+"""Run folders: what is in them, whose they are, and what is read back."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from locality.errors import UserError
+from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
+from locality.training.runs import is_run_folder
+from locality.training.settings import from_yaml
+from locality.training.setup import build_model
+
+from .conftest import tiny, train
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train(tiny(engine__ema_decay=0.5, schedule__snapshot_every=4), folder)
+    return folder
+
+
+def test_a_run_folder_holds_everything(finished: Path) -> None:
+    names = {path.name for path in finished.iterdir()}
+    assert names >= {
+        "config.yaml",
+        "classes.json",
+        "environment.json",
+        "metrics.csv",
+        "timing.csv",
+        "checkpoints",
+        "snapshots",
+        "result.json",
+    }
+    assert is_run_folder(finished) and not is_run_folder(finished.parent)
+    config = tiny(engine__ema_decay=0.5, schedule__snapshot_every=4)
+    assert from_yaml(type(config), (finished / "config.yaml").read_text()) == config
+    assert json.loads((finished / "classes.json").read_text()) == [str(d) for d in range(10)]
+
+
+def test_the_environment_says_what_made_the_run(finished: Path) -> None:
+    environment = json.loads((finished / "environment.json").read_text())
+    assert environment["seed"] == 0
+    assert environment["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert environment["processor"] is not None
+    (start,) = environment["starts"]
+    assert (start["step"], start["device"], start["precision"]) == (0, "cpu", "fp32")
+
+
+def test_metrics_have_a_row_per_evaluation_and_the_result_is_the_last(finished: Path) -> None:
+    with open(finished / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [3, 6, 8]
+    assert [int(row["images"]) for row in rows] == [48, 96, 128]
+    result = json.loads((finished / "result.json").read_text())
+    for name in ("top1", "top5", "val_loss"):
+        assert float(rows[-1][name]) == result[name]
+    assert result["train_images"] + result["val_images"] < 1797
+    assert (result["model"], result["recipe"], result["steps"]) == ("convit_nano", "digits", 8)
+    assert result["parameters"] > 0 and result["macs"] > 0 and result["images_per_second"] > 0
+
+
+def test_a_loaded_run_is_as_good_as_it_was(finished: Path) -> None:
+    result = json.loads((finished / "result.json").read_text())
+    found = evaluate_run(finished)
+    assert found["top1"] == pytest.approx(result["top1"])
+    assert found["loss"] == pytest.approx(result["val_loss"], abs=1e-6)
+    assert found["n"] == result["val_images"]
+
+
+def test_the_last_snapshot_is_what_is_loaded(finished: Path) -> None:
+    from safetensors.torch import load_file
+
+    names = sorted(path.name for path in (finished / "snapshots").iterdir())
+    assert names == [f"step-{step:08d}.safetensors" for step in (0, 4, 8)]
+    weights = load_file(finished / "snapshots" / names[-1])
+    model, config = load_run(finished)
+    assert not model.training and config.engine.ema_decay == 0.5
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_initial_weights_come_back(finished: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(finished / "snapshots" / "step-00000000.safetensors")
+    for name, value in initial_model(finished).state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_another_configuration_is_refused_with_what_differs(finished: Path) -> None:
+    config = replace(RunFolder(finished).config(), {"optim.lr": 0.1, "schedule.warmup": 3})
+    with pytest.raises(UserError, match="another configuration") as caught:
+        train(config, finished)
+    assert "optim.lr: 0.002 there, 0.1 now" in str(caught.value)
+    assert "schedule.warmup: 2.0 there, 3.0 now" in str(caught.value)
+
+
+def test_the_number_of_workers_is_not_another_configuration(finished: Path) -> None:
+    config = replace(RunFolder(finished).config(), {"data.workers": 3})
+    assert train(config, finished)["steps"] == 8
+
+
+def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match=r"thesis\.tex"):
+        train(tiny(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        train(tiny(), tmp_path / "file")
+
+
+def test_a_place_without_permission_is_refused() -> None:
+    with pytest.raises(UserError, match="no permission|read-only"):
+        train(tiny(), Path("/sys/kernel/run"))
+
+
+def test_a_disk_without_space_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from collections import namedtuple
+
+    from locality.training import runs
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(runs.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(UserError, match="make room"):
+        train(tiny(), tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+
+
+def test_changed_data_is_refused(tmp_path: Path, stop_before: object) -> None:
+    from .conftest import train_interrupted
+
+    stop_before(2)  # type: ignore[operator]
+    train_interrupted(tiny(), tmp_path / "run")
+    stop_before(None)  # type: ignore[operator]
+    file = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    from locality.training.checkpoint import read_checkpoint, write_checkpoint
+
+    write_checkpoint(file, read_checkpoint(file) | {"data": "another"})
+    with pytest.raises(UserError, match="data of run folder"):
+        train(tiny(), tmp_path / "run")
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a run folder"):
+        load_run(tmp_path)
+    with pytest.raises(UserError, match="not a run folder"):
+        load_run(tmp_path / "nowhere")
+    (tmp_path / "config.yaml").write_text("optim: {lr: 1e-3}")
+    with pytest.raises(UserError, match="no checkpoint"):
+        load_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("optim: {speed: 1e-3}")
+    with pytest.raises(UserError, match=r"optim\.speed"):
+        load_run(tmp_path)
+
+
+def test_a_run_starts_from_another_runs_weights(finished: Path, tmp_path: Path) -> None:
+    config = tiny(model__weights=str(finished), schedule__steps=2, schedule__snapshot_every=5)
+    train(config, tmp_path / "run")
+    donor, _ = load_run(finished)
+    for name, value in initial_model(tmp_path / "run").state_dict().items():
+        assert torch.equal(value, donor.state_dict()[name]), name
+
+
+def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> None:
+    from locality.training.setup import starting_model
+
+    config = tiny(model__weights=str(finished), model__img_size=16)
+    model, notes = starting_model(config, num_classes=4)
+    donor, _ = load_run(finished)
+    assert model.head.weight.shape[0] == 4
+    assert model.pos_embed.shape[1] == 64
+    assert torch.equal(model.blocks[0].mlp.fc1.weight, donor.blocks[0].mlp.fc1.weight)
+    assert len(notes) == 2
+
+
+def test_starting_weights_of_another_architecture_are_refused(finished: Path) -> None:
+    from locality.training.setup import starting_model
+
+    config = tiny(model__weights=str(finished), overrides={"depth": 3})
+    with pytest.raises(UserError, match="another architecture"):
+        starting_model(config, num_classes=10)
+
+
+def test_weights_that_are_not_there_are_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file or folder"):
+        train(tiny(model__weights=str(tmp_path / "none")), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_building_a_model_twice_gives_the_same_weights() -> None:
+    one, other = (build_model(tiny(seed=5), 10) for _ in range(2))
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,194 @@
+"""Randomness, tables, words, precision, dry runs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from locality.errors import UserError
+from locality.models import create_model
+from locality.training import dry_run, precision, recipe, replace
+from locality.training.dryrun import saved_activations
+from locality.training.environment import commit
+from locality.training.logs import Progress, Table, TensorBoard, duration
+from locality.training.precision import choose_precision
+from locality.training.randomness import StepRandomness
+from locality.training.setup import preview, resolve_accelerator
+
+from .conftest import tiny, train
+
+
+def draws(randomness: StepRandomness, step: int, micro: int) -> tuple[float, float, float]:
+    randomness.enter(step, micro)
+    return torch.rand(()).item(), float(np.random.rand()), random.random()  # noqa: NPY002
+
+
+def test_what_a_step_draws_depends_on_its_place_alone() -> None:
+    cpu = torch.device("cpu")
+    forwards = StepRandomness(0, 0, 4, cpu)
+    expected = {(s, m): draws(forwards, s, m) for s in (0, 1, 255, 256, 700) for m in range(4)}
+    fresh = StepRandomness(0, 0, 4, cpu)
+    for place in reversed(expected):
+        assert draws(fresh, *place) == expected[place]
+
+
+def test_seeds_ranks_steps_and_passes_draw_differently() -> None:
+    cpu = torch.device("cpu")
+    found = {
+        draws(StepRandomness(seed, rank, 2, cpu), step, micro)[number]
+        for seed in range(3)
+        for rank in range(3)
+        for step in range(3)
+        for micro in range(2)
+        for number in range(3)
+    }
+    assert len(found) == 3 * 3 * 3 * 2 * 3
+
+
+def test_a_table_is_cut_back_to_a_step_and_to_whole_lines(tmp_path: Path) -> None:
+    table = Table(tmp_path / "t.csv", ("step", "value"))
+    table.cut(-1)
+    for step in (1, 2, 3):
+        table.append({"step": step, "value": step / 3})
+    whole = table.path.read_bytes()
+    with open(table.path, "a") as file:
+        file.write("4,0.3")  # a process was killed here
+    assert [row["step"] for row in table.cut(10)] == ["1", "2", "3"]
+    assert table.path.read_bytes() == whole
+    assert [row["step"] for row in table.cut(1)] == ["1"]
+    table.append({"step": 2, "value": 2 / 3})
+    table.append({"step": 3, "value": 3 / 3})
+    assert table.path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (42, "42 s"), (60, "1 min"), (200, "3 min 20 s"), (18600, "5 h 10 min")],
+)
+def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+    assert duration(2 * 86400 + 4 * 3600) == "2 d 4 h"
+
+
+def test_progress_says_nothing_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(10, 0, quiet=True).say("word")
+    assert capsys.readouterr().err == ""
+    Progress(10, 0, quiet=False).say("word")
+    assert capsys.readouterr().err == "word\n"
+
+
+def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path, 0)
+    row = {"step": 5, "train_loss": 1.5, "val_loss": 2.5, "train_top1": None, "lr": 0.1}
+    board.add(row | {"top1": 30.0, "top5": 70.0}, {"images_per_second": 9.0})
+    board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Scalars("top1/val")[0].value == 30.0
+    assert events.Scalars("loss/train")[0].step == 5
+    assert "top1/train" not in events.Tags()["scalars"]
+
+
+def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert choose_precision("bf16-mixed", cpu, 1) == "bf16-mixed"
+    assert choose_precision("fp32", cpu, 1e12) == "fp32"
+    for fast in (True, False):
+        monkeypatch.setattr(precision, "has_fast_bf16", lambda fast=fast: fast)
+        assert choose_precision("auto", cpu, 1e11) == ("bf16-mixed" if fast else "fp32")
+        assert choose_precision("auto", cpu, 1e6) == "fp32"
+    assert choose_precision("auto", torch.device("mps"), 1e12) == "fp32"
+
+
+def test_mixed_precision_trains(tmp_path: Path) -> None:
+    result = train(tiny(engine__precision="bf16-mixed"), tmp_path / "run")
+    full = train(tiny(), tmp_path / "full")
+    assert result["val_loss"] == pytest.approx(full["val_loss"], rel=0.02)
+    assert result["val_loss"] != full["val_loss"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine.grad_checkpointing": True},
+        {"engine.channels_last": True},
+        {"engine.ema_decay": 0.5},
+    ],
+)
+def test_engine_options_train_the_same_model(changes: dict[str, object], tmp_path: Path) -> None:
+    result = train(replace(tiny(), changes), tmp_path / "run")
+    plain = train(tiny(), tmp_path / "plain")
+    tolerance = 0.1 if "engine.ema_decay" in changes else 1e-5
+    assert result["val_loss"] == pytest.approx(plain["val_loss"], rel=tolerance)
+
+
+def test_an_accelerator_that_is_not_there_is_refused() -> None:
+    assert resolve_accelerator("cpu") == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="does not have"):
+            resolve_accelerator("cuda")
+
+
+def test_a_dry_run_counts_and_touches_nothing(tmp_path: Path) -> None:
+    run = dry_run(tiny(), tmp_path / "run", images_per_second=1000)
+    assert not (tmp_path / "run").exists()
+    assert run.hours == pytest.approx(8 * 16 / 1000 / 3600)
+    text = str(run)
+    for words in ("parameters", "GMACs", "steps", "8 of 16 images", "activations", "GB", "h)"):
+        assert words in text
+    assert "give images_per_second" in str(dry_run(tiny()))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16-mixed"])
+def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
+    config = replace(recipe("digits"), {"engine.precision": mode})
+    seen = preview(config)
+    model = create_model("convit_nano", num_classes=10).train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    images, labels = torch.randn(64, 3, 8, 8), torch.zeros(64, dtype=torch.int64)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=mode != "fp32"),
+    ):
+        loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
+    assert loss.requires_grad
+    real = sum(size for size, _ in kept.values())
+    assert saved_activations(config, seen) == pytest.approx(real, rel=0.02)
+
+
+def test_gradient_checkpointing_keeps_fewer_activations() -> None:
+    config = recipe("digits")
+    less = replace(config, {"engine.grad_checkpointing": True})
+    assert saved_activations(less, preview(less)) < 0.5 * saved_activations(config, preview(config))
+
+
+def test_a_dry_run_refuses_what_training_would_refuse(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean"):
+        dry_run(tiny(model__name="convit_nanno"))
+    with pytest.raises(UserError, match="multiples of 2"):
+        dry_run(tiny(model__img_size=9))
+    with pytest.raises(UserError, match="nanno|setting"):
+        dry_run(tiny(overrides={"dept": 3}))
+    with pytest.raises(UserError):
+        dry_run(tiny(data__fraction=1e-4))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        dry_run(tiny(), tmp_path / "file")
+
+
+def test_the_commit_is_that_of_this_checkout() -> None:
+    found = commit()
+    assert found is None or len(found.rstrip("+")) == 40
