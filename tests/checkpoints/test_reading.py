@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from locality.checkpoints.reading import ALLOWED_CLASSES, read_state
+from locality.cli import main
 from locality.errors import UserError
 
 STATE = {"weight": torch.arange(1000.0), "steps": torch.tensor(3)}
@@ -56,7 +57,18 @@ def test_a_malicious_pickle_is_refused_in_one_sentence_and_never_run(tmp_path, w
     assert "\n" not in message
 
 
-def test_the_trap_of_that_test_is_real(tmp_path):
+@pytest.mark.parametrize("command", [["convert", "IN", "OUT"], ["eval", "--weights", "IN"]])
+def test_the_command_line_refuses_it_too_with_exit_code_2(command, tmp_path, capsys):
+    victim, trap = tmp_path / "hacked", tmp_path / "weights.pth"
+    torch.save({"model": Malicious(f"touch {victim}")}, trap)
+    places = {"IN": str(trap), "OUT": str(tmp_path / "out")}
+    assert main([places.get(word, word) for word in command]) == 2
+    assert not victim.exists() and not (tmp_path / "out").exists()
+    message = capsys.readouterr().err
+    assert "wants to call posix.system" in message and message.count("\n") == 1
+
+
+def test_the_trap_of_these_tests_is_real(tmp_path):
     victim, trap = tmp_path / "hacked", tmp_path / "weights.pth"
     torch.save({"model": Malicious(f"touch {victim}")}, trap)
     torch.load(trap, weights_only=False)
@@ -97,7 +109,7 @@ def test_several_state_dicts_are_an_error_until_one_is_named(tmp_path):
     path = tmp_path / "checkpoint.pth"
     other = {name: tensor + 1 for name, tensor in STATE.items()}
     torch.save({"epoch": 3, "model": STATE, "model_ema": other}, path)
-    with pytest.raises(UserError, match=r"model, model_ema.*entry="):
+    with pytest.raises(UserError, match=r"model, model_ema.*name one as the entry"):
         read_state(path)
     assert_same(read_state(path, entry="model"))
     assert torch.equal(read_state(path, entry="model_ema")["weight"], other["weight"])

@@ -12,7 +12,7 @@ from torch import nn
 from locality.checkpoints.convit import dropped, from_convit, infer_convit, to_convit
 from locality.checkpoints.deit import from_deit, infer_deit, to_deit
 from locality.errors import UserError
-from locality.models import build, create_model, variant
+from locality.models import VARIANTS, build, create_model, variant
 
 SMALL = {"img_size": 64, "num_classes": 10}
 
@@ -57,28 +57,24 @@ def test_convit_to_timm_loads_strictly_and_gives_the_same_logits(randomise):
         torch.testing.assert_close(reference(images), ours(images), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "convit_tiny",
-        pytest.param("convit_small", marks=pytest.mark.slow),
-        pytest.param("convit_base", marks=pytest.mark.slow),
-    ],
-)
+def named(family: str) -> list:
+    """Every variant of a family up to the base size; the large ones take seconds."""
+    small = ("nano", "micro", "mini", "tiny")
+    return [
+        name if name.endswith(small) else pytest.param(name, marks=pytest.mark.slow)
+        for name, row in VARIANTS.items()
+        if row.family == family and name != f"{family}_base_plus"
+    ]
+
+
+@pytest.mark.parametrize("name", named("convit"))
 def test_convit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
     ours = randomise(create_model(name))
     state = ours.state_dict()
     assert_bitwise(from_convit(to_convit(state, ours.config), ours.config), state)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "deit_tiny",
-        pytest.param("deit_small", marks=pytest.mark.slow),
-        pytest.param("deit_base", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", named("deit"))
 def test_deit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
     ours = randomise(create_model(name))
     state = ours.state_dict()

@@ -82,6 +82,7 @@ def open_model(
     what: Path | str,
     open_run: Callable[[Path], Classifier] | None = None,
     model: str | None = None,
+    entry: str | None = None,
 ) -> Classifier:
     """Open whatever images can be classified with.
 
@@ -90,6 +91,7 @@ def open_model(
             weights, or a repository on the Hugging Face hub ("user/name").
         open_run: opens a run folder, which only training knows how to read.
         model: the architecture's name, for weights that do not tell it.
+        entry: which state dict to take from a training checkpoint that holds several.
 
     Raises:
         FileNotFoundError: if `what` is a path that is not there.
@@ -104,7 +106,7 @@ def open_model(
         return _open_onnx(path)
     if path.exists():
         like = None if model is None else variant(model).config
-        return _classifier(open_weights(path, like=like), path)
+        return _classifier(open_weights(path, like=like, entry=entry), path)
     name = str(what)
     if name in SOURCES:
         return _classifier(open_pretrained(name), name)

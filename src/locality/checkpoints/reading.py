@@ -164,7 +164,7 @@ def _pick(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
         )
     if len(found) > 1:
         raise UserError(
-            f"{path} holds several state dicts ({', '.join(found)}); say which with entry=NAME"
+            f"{path} holds several state dicts ({', '.join(found)}); name one as the entry to read"
         )
     return dict(next(iter(found.values())))
 
