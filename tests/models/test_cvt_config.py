@@ -1,0 +1,141 @@
+"""A CvT's configuration: the paper's ablations by name, and clear refusals."""
+
+import dataclasses
+import json
+
+import pytest
+
+from locality.models import create_model, variant
+from locality.models.cvt import CvTConfig, StageConfig
+
+CVT_13 = variant("cvt_13").config
+
+
+def per_stage(config, field):
+    return [getattr(stage, field) for stage in config.stages]
+
+
+def test_table_2():
+    assert per_stage(CVT_13, "embed_kernel") == [7, 3, 3]
+    assert per_stage(CVT_13, "embed_stride") == [4, 2, 2]
+    assert per_stage(CVT_13, "embed_padding") == [2, 1, 1]
+    assert per_stage(CVT_13, "drop_path_rate") == [0, 0, 0.1]
+    assert CVT_13.grids((224, 224)) == [(56, 56), (28, 28), (14, 14)]
+    assert variant("cvt_w24").config.stages[2].drop_path_rate == 0.3
+
+
+def test_stochastic_depth_rises_over_a_stage():
+    rates = StageConfig(64, 1, 5, drop_path_rate=0.1).drop_path_rates
+    assert rates == pytest.approx((0, 0.025, 0.05, 0.075, 0.1))
+    assert StageConfig(64, 1, 1, drop_path_rate=0.1).drop_path_rates == (0,)
+
+
+@pytest.mark.parametrize(
+    "position, stages",
+    [
+        ("every", [True, True, True]),
+        ("first", [True, False, False]),
+        ("last", [False, False, True]),
+        ("none", [False, False, False]),
+    ],
+)
+def test_table_5_positions(position, stages):
+    assert per_stage(CVT_13.with_overrides(position=position), "use_pos_embed") == stages
+
+
+def test_table_6_embeddings():
+    patches = CVT_13.with_overrides(embedding="patch")
+    for field, values in {"kernel": [4, 2, 2], "stride": [4, 2, 2], "padding": [0, 0, 0]}.items():
+        assert per_stage(patches, f"embed_{field}") == values
+    assert patches.with_overrides(embedding="conv") == CVT_13
+    mixed = CVT_13.with_overrides(embedding=("patch", "conv", "conv"))
+    assert mixed.stages[0] == patches.stages[0] and mixed.stages[1:] == CVT_13.stages[1:]
+
+
+def test_embeddings_follow_strides_given_with_them():
+    changed = CVT_13.with_overrides(embed_stride=(2, 2, 1), embedding="conv")
+    assert per_stage(changed, "embed_kernel") == [3, 3, 1]
+    assert per_stage(changed, "embed_padding") == [1, 1, 0]
+
+
+def test_values_for_all_stages_for_each_and_for_each_block():
+    assert per_stage(CVT_13.with_overrides(kv_stride=1), "kv_stride") == [1, 1, 1]
+    assert per_stage(CVT_13.with_overrides(kv_stride=[1, 2, 1]), "kv_stride") == [1, 2, 1]
+    blocks = CVT_13.with_overrides(mlp_ratio=range_of(13)).stages
+    assert [stage.mlp_ratios for stage in blocks] == [(1,), (2, 3), tuple(range(4, 14))]
+    kinds = ("conv", "linear", "avg")
+    assert tuple(per_stage(CVT_13.with_overrides(projection=kinds), "projection")) == kinds
+
+
+def range_of(count):
+    return list(range(1, count + 1))
+
+
+def test_blocks_are_dealt_to_the_depths_given_with_them():
+    changed = CVT_13.with_overrides(depth=(2, 1, 2), kv_stride=(1, 1, 2, 1, 2))
+    assert [stage.kv_strides for stage in changed.stages] == [(1, 1), (2,), (1, 2)]
+
+
+def test_one_drop_path_rate_is_the_last_stages():
+    """As in the authors' configurations, where the other stages have none."""
+    changed = CVT_13.with_overrides(drop_path_rate=0.2)
+    assert per_stage(changed, "drop_path_rate") == [0, 0, 0.2]
+    each = CVT_13.with_overrides(drop_path_rate=(0.1, 0.2, 0.3))
+    assert per_stage(each, "drop_path_rate") == [0.1, 0.2, 0.3]
+
+
+def test_goes_through_json_and_back():
+    config = CVT_13.with_overrides(kv_stride=[1, 2] * 6 + [1], position="first", img_size=(96, 64))
+    written = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert CvTConfig(**written) == config
+    assert hash(config) == hash(CvTConfig(**written))
+
+
+def test_smallest_image():
+    assert CVT_13.minimum_size == 3
+    assert CVT_13.with_overrides(embedding="patch").minimum_size == 16
+    for config in (CVT_13, CVT_13.with_overrides(embedding="patch")):
+        least = config.minimum_size
+        assert min(min(grid) for grid in config.grids((least, least))) == 1
+        with pytest.raises(ValueError, match=f"{least - 1}×99 .* smallest is {least}×{least}"):
+            config.grids((least - 1, 99))
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ({"position": "evry"}, "position='evry' .* 'every', 'first', 'last', 'none'"),
+        ({"position": ["every"]}, r"position=\['every'\] .* 'every'"),
+        ({"embedding": "patches"}, "embedding='patches' .* 'conv', 'patch'"),
+        ({"projection": "cnv"}, "projection='cnv' .* 'conv', 'linear', 'avg'"),
+        ({"projection": ("conv", "linear")}, "projection=.* 2 values for 3 stages"),
+        ({"activation": "relu"}, "activation='relu' .* 'quick_gelu', 'gelu'"),
+        ({"attention_scale": "depth"}, "attention_scale='depth' .* 'width', 'head'"),
+        ({"global_pool": "max"}, "global_pool='max' .* 'token', 'avg'"),
+        ({"kv_stride": (1, 2)}, r"kv_stride=\(1, 2\) has 2 values; .* \(3\) .* \(13\)"),
+        ({"kv_stride": 0}, "kv_stride .*0.* at least 1"),
+        ({"kv_stride": 1.5}, "kv_stride .*1.5.* whole number"),
+        ({"mlp_ratio": 0}, "mlp_ratio .*0.* above 0"),
+        ({"embed_dim": (64, 192, 100)}, "embed_dim=100 .* num_heads=6"),
+        ({"num_heads": (1, 3)}, r"num_heads=\(1, 3\) has 2 values for 3 stages"),
+        ({"depth": 0}, "depth .*0.* at least 1"),
+        ({"depth": (1, 2, 3), "mlp_ratio": [2] * 13}, r"mlp_ratio=.* 13 values.* \(6\)"),
+        ({"embed_padding": 3}, "embed_padding .*3.* at most|embed_padding .*3.* from 0 to 2"),
+        ({"projection_kernel": 4}, "projection_kernel .* odd .* 4"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate .*1.0.* below 1"),
+        ({"drop_rate": -0.1}, "drop_rate .*-0.1.* at least 0"),
+        ({"in_chans": 0}, "in_chans .*0.* at least 1"),
+        ({"img_size": 2}, "2×2 pixels is too small .* 3×3"),
+        ({"stages": ()}, "stages .* at least one"),
+        ({"kv_strid": 1}, "kv_strid.* did you mean kv_stride"),
+        ({"patch_size": 16}, "no patch_size; set embed_stride"),
+    ],
+)
+def test_refusals_name_the_field(overrides, words):
+    with pytest.raises(ValueError, match=words):
+        create_model("cvt_13", **overrides)
+
+
+def test_blocks_and_depth_have_to_agree():
+    with pytest.raises(ValueError, match=r"kv_stride=\(1, 2\) has 2 values for depth=3"):
+        StageConfig(64, 1, 3, kv_stride=(1, 2))

@@ -1,0 +1,96 @@
+"""CvT against transformers' port of it, on the same random weights and running statistics."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from locality.checkpoints.cvt import to_transformers
+from locality.models import create_model
+
+transformers = pytest.importorskip("transformers")
+
+
+def pair(name, **overrides):
+    """Ours and theirs with equal weights; their port computes the exact GELU."""
+    torch.manual_seed(0)
+    ours = create_model(name, activation="gelu", drop_path_rate=0.0, **overrides)
+    with torch.no_grad():
+        for key, tensor in (*ours.named_parameters(), *ours.named_buffers()):
+            if key.endswith("running_var"):
+                tensor.uniform_(0.5, 2.0)
+            elif tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor), alpha=0.02)
+    stages = ours.config.stages
+    theirs = transformers.CvtForImageClassification(
+        transformers.CvtConfig(
+            num_channels=ours.in_chans,
+            num_labels=ours.num_classes,
+            patch_sizes=[stage.embed_kernel for stage in stages],
+            patch_stride=[stage.embed_stride for stage in stages],
+            patch_padding=[stage.embed_padding for stage in stages],
+            embed_dim=[stage.embed_dim for stage in stages],
+            num_heads=[stage.num_heads for stage in stages],
+            depth=[stage.depth for stage in stages],
+            mlp_ratio=[stage.mlp_ratio for stage in stages],
+            stride_kv=[stage.kv_stride for stage in stages],
+            qkv_bias=[stage.qkv_bias for stage in stages],
+            drop_path_rate=[0.0, 0.0, 0.0],
+        )
+    )
+    theirs.load_state_dict(to_transformers(ours.state_dict(), ours.config))
+    return ours.eval(), theirs.eval()
+
+
+SMALL = {"embed_dim": (8, 16, 24), "num_heads": (1, 2, 3), "depth": (1, 2, 3), "num_classes": 5}
+
+MODELS = [
+    pytest.param("cvt_13", SMALL, id="small"),
+    pytest.param("cvt_13", SMALL | {"kv_stride": 1, "mlp_ratio": 2.0}, id="small unsqueezed"),
+    pytest.param("cvt_13", SMALL | {"embedding": "patch", "qkv_bias": False}, id="small patches"),
+    pytest.param("cvt_13", {}, id="cvt_13", marks=pytest.mark.slow),
+    pytest.param("cvt_21", {}, id="cvt_21", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name, overrides", MODELS)
+@pytest.mark.parametrize("size", [(224, 224), (192, 256)])
+def test_logits_are_theirs(name, overrides, size):
+    ours, theirs = pair(name, **overrides)
+    x = torch.randn(1, 3, *size)
+    with torch.no_grad():
+        expected = theirs(x).logits
+        assert expected.abs().mean() > 0.05
+        assert (ours(x) - expected).abs().max() <= 1e-5
+        assert (ours.fuse()(x) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name, overrides", MODELS)
+def test_gradients_and_statistics_in_training_are_theirs(name, overrides):
+    """Batch statistics, no stochastic depth; relative error of every parameter's gradient.
+
+    In double precision: BatchNorm takes the mean off whatever LayerNorm's bias adds, and what is
+    left of that bias' gradient is mostly rounding in single precision, theirs as much as ours.
+    """
+    ours, theirs = pair(name, **overrides)
+    ours.double().train()
+    theirs.double().train()
+    x, targets = torch.randn(2, 3, 96, 128, dtype=torch.float64), torch.tensor([1, 2])
+    F.cross_entropy(ours(x), targets).backward()
+    F.cross_entropy(theirs(x).logits, targets).backward()
+
+    state = ours.state_dict() | {key: p.grad for key, p in ours.named_parameters()}
+    gradients = to_transformers(state, ours.config)
+    expected = {key: p.grad for key, p in theirs.named_parameters()}
+    total = sum(g.square().sum() for g in expected.values()).sqrt()
+    silent = 0
+    for key, theirs_grad in expected.items():
+        if theirs_grad.norm() < 1e-14 * total:
+            # Zero in exact arithmetic (a bias on all keys, queries nobody reads): rounding only.
+            assert gradients[key].norm() < 1e-14 * total, key
+            silent += 1
+        else:
+            error = (gradients[key] - theirs_grad).norm() / theirs_grad.norm()
+            assert error <= 1e-6, f"{key}: {error:.1e}"
+    assert silent < len(expected) / 8
+    for key, buffer in theirs.named_buffers():
+        torch.testing.assert_close(gradients[key], buffer, rtol=1e-9, atol=1e-9, msg=key)
