@@ -160,12 +160,12 @@ def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path:
     rng = random.Random(0)
     folder = CheckpointFolder(tmp_path)
     folder.save(state(0, 300))
-    steps = []
+    last = 0
     for _ in range(25):
         child = os.fork()
         if not child:
             os.environ["TMPDIR"] = "/dev/shm"
-            for step in range(1, 10_000):
+            for step in range(last + 1, 10_000):
                 folder.save(state(step, 300))
         time.sleep(0.002 + 0.03 * rng.random())
         os.kill(child, signal.SIGKILL)
@@ -173,8 +173,8 @@ def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path:
         found, _, passed_over = CheckpointFolder(tmp_path).load()
         assert found is not None and not passed_over
         assert_same(found, state(found["step"], 300))
-        steps.append(found["step"])
-    assert max(steps) > 1
+        last = found["step"]
+    assert last > 5
 
 
 def test_the_background_saver_saves_what_was_there_when_it_was_asked(tmp_path: Path) -> None:

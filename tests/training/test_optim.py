@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -119,7 +120,7 @@ def test_the_rate_rises_linearly_falls_as_a_cosine_and_stays() -> None:
     schedule = ScheduleConfig(steps=100, warmup=10, cooldown=20, warmup_lr=1e-6, min_lr=1e-4)
     found = rates(schedule)
     assert found[0] == pytest.approx(1e-6)
-    rises = [b - a for a, b in zip(found[:10], found[1:10], strict=False)]
+    rises = [b - a for a, b in itertools.pairwise(found[:10])]
     assert rises == pytest.approx([rises[0]] * len(rises))
     for step in range(10, 80):
         cosine = 1e-4 + 0.5 * (1e-2 - 1e-4) * (1 + math.cos(math.pi * step / 80))

@@ -1,0 +1,48 @@
+"""The short version of benchmarks/faults.py: struck runs end as undisturbed ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
+
+
+@pytest.fixture(scope="module")
+def faults() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("faults", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["faults"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "number"), [(1, 10), (2, 5)])
+def test_struck_runs_end_as_undisturbed_ones(processes: int, number: int, tmp_path: Path) -> None:
+    # In a process of its own, which has not looked for GPUs and may fork as it likes.
+    words = ["--faults", str(number), "--processes", str(processes), "--keep", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["faults"] == outcome["identical"] == number
+    assert outcome["hangs"] == 0
+
+
+def test_a_difference_of_one_bit_is_found(faults: ModuleType) -> None:
+    state = {"a": [torch.ones(3)], "b": {"c": 1}}
+    assert faults.first_difference(state, state, "state") == ""
+    changed = {"a": [torch.ones(3)], "b": {"c": 1}}
+    changed["a"][0].view(torch.int32)[1] ^= 1
+    assert faults.first_difference(state, changed, "state") == "state.a[0] differs"
+    assert faults.first_difference(state, {"a": state["a"]}, "state") == "state differs"
