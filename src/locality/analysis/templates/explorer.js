@@ -1,0 +1,531 @@
+"use strict";
+// The page keeps, for every model and image, the scores of every head as two thin integer matrices
+// (see Head). Clicking a patch multiplies out one row per head; nothing else is ever computed.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+
+// -- state ------------------------------------------------------------------------------------
+
+const state = {
+  image: 0,
+  place: [0.5, 0.5], // of the query, as shares of (height, width)
+  classToken: false,
+  mode: "mixed",
+  layer: 0, // the one shown large
+  hovered: null, // {model, layer, head, key}
+};
+// The patches one can ask from: the grid of the first model's last layer.
+const ASK = DATA.models[0].layers.at(-1).grid;
+const heads = []; // heads[model][layer][head], of the chosen image
+const rows = new Map(); // attention of the current query, by "model.layer.head"
+
+// -- attention --------------------------------------------------------------------------------
+
+// One head on one image: scores of query i and key j are step² Σ_r a[r][i] b[r][j] + const(i).
+class Head {
+  constructor(bytes, at, queries, keys) {
+    const view = new DataView(bytes.buffer, bytes.byteOffset);
+    const wide = view.getUint16(at, true), narrow = view.getUint16(at + 2, true);
+    this.scale = view.getFloat32(at + 4, true) ** 2;
+    this.queries = queries;
+    this.keys = keys;
+    this.rank = wide + narrow;
+    at += 8;
+    [this.a, at] = readMatrix(bytes, at, wide, narrow, queries);
+    [this.b, at] = readMatrix(bytes, at, wide, narrow, keys);
+    this.end = at;
+  }
+
+  scores(query) {
+    const scores = new Float64Array(this.keys);
+    for (let r = 0; r < this.rank; r++) {
+      const factor = this.scale * this.a[r * this.queries + query];
+      if (factor === 0) continue;
+      for (let j = 0, at = r * this.keys; j < this.keys; j++) scores[j] += factor * this.b[at + j];
+    }
+    return scores;
+  }
+}
+
+// Components: wide ones as low bytes and high bytes, then narrow ones as one byte each.
+function readMatrix(bytes, at, wide, narrow, length) {
+  const size = wide * length;
+  const matrix = new Int16Array(size + narrow * length);
+  for (let i = 0; i < size; i++) matrix[i] = bytes[at + i] | (bytes[at + size + i] << 8);
+  at += 2 * size;
+  for (let i = 0; i < narrow * length; i++) matrix[size + i] = (bytes[at + i] << 24) >> 24;
+  return [matrix, at + narrow * length];
+}
+
+function softmax(scores) {
+  let top = -Infinity, sum = 0;
+  for (const score of scores) top = Math.max(top, score);
+  const weights = scores.map((score) => Math.exp(score - top));
+  for (const weight of weights) sum += weight;
+  return weights.map((weight) => weight / sum);
+}
+
+// v · (‖δ‖², δ_row, δ_column) for every key; its softmax is positional attention.
+function positionalScores([square, down, right], [row, column], [height, width]) {
+  const scores = new Float64Array(height * width);
+  for (let i = 0, k = 0; i < height; i++) {
+    for (let j = 0; j < width; j++, k++) {
+      const y = i - row, x = j - column;
+      scores[k] = square * (y * y + x * x) + down * y + right * x;
+    }
+  }
+  return scores;
+}
+
+// The query's own place on a layer's grid.
+function cellOf(layer) {
+  return layer.grid.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
+}
+
+function queryIndex(layer) {
+  if (state.classToken) return layer.prefix ? 0 : -1;
+  const [row, column] = cellOf(layer);
+  return layer.prefix + row * layer.grid[1] + column;
+}
+
+// What a head pays to every key (class tokens first), or null where the mode has no meaning.
+function attentionOf(model, index, number, mode = state.mode) {
+  const layer = DATA.models[model].layers[index];
+  const query = queryIndex(layer);
+  if (query < 0 || (mode === "position" && !layer.position)) return null;
+  const scores = mode === "position" ? null : heads[model][index][number].scores(query);
+  if (mode === "content" || layer.kind === "sa") return softmax(scores);
+  const places = positionalScores(layer.position[number], cellOf(layer), layer.keyGrid);
+  if (mode === "position") return softmax(places);
+  if (layer.kind === "psa") return softmax(scores.map((score, key) => score + places[key]));
+  const content = softmax(scores), position = softmax(places), gate = layer.gates[number];
+  return content.map((value, key) => (1 - gate) * value + gate * position[key]);
+}
+
+// How far a row of attention looks on average, in patches, class tokens left out (Eq. 8).
+function distanceOf(layer, attention) {
+  if (!attention || state.classToken) return null;
+  const [row, column] = cellOf(layer), [down, right] = layer.keyStride;
+  let sum = 0, mass = 0;
+  for (let k = layer.prefix; k < attention.length; k++) {
+    const cell = k - layer.prefix;
+    const y = Math.floor(cell / layer.keyGrid[1]) * down - row;
+    const x = (cell % layer.keyGrid[1]) * right - column;
+    sum += attention[k] * Math.hypot(y, x);
+    mass += attention[k];
+  }
+  return mass > 0 ? sum / mass : null;
+}
+
+// -- loading ----------------------------------------------------------------------------------
+
+async function inflate(name) {
+  const packed = await fetch("data:application/octet-stream;base64," + $(name).textContent);
+  const stream = packed.body.pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+async function loadImage(image) {
+  const loaded = await Promise.all(DATA.models.map(async (model, index) => {
+    const bytes = await inflate(`blob-${index}-${image}`);
+    let at = 0;
+    return model.layers.map((layer) => {
+      const queries = layer.prefix + layer.grid[0] * layer.grid[1];
+      const keys = layer.prefix + layer.keyGrid[0] * layer.keyGrid[1];
+      return Array.from({ length: layer.heads }, () => {
+        const head = new Head(bytes, at, queries, keys);
+        at = head.end;
+        return head;
+      });
+    });
+  }));
+  heads.splice(0, heads.length, ...loaded);
+}
+
+// -- building the page --------------------------------------------------------------------------
+
+function element(name, attributes = {}, ...children) {
+  const node = name === "svg" || SVG.has(name)
+    ? document.createElementNS("http://www.w3.org/2000/svg", name)
+    : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+const SVG = new Set(["circle", "line", "polyline", "text", "title"]);
+
+function gateColour(gate) {
+  const mix = (from, to) => Math.round(from + (to - from) * gate);
+  return `rgb(${mix(255, 193)}, ${mix(255, 18)}, ${mix(255, 31)})`;
+}
+
+const cells = []; // every map on the page
+
+function makeCell(model, index, head, large) {
+  const layer = DATA.models[model].layers[index];
+  const canvas = element("canvas", { width: layer.keyGrid[1], height: layer.keyGrid[0] });
+  // Key j of a squeezed grid is centred on query token stride·j; the map lies accordingly.
+  const [down, right] = layer.keyStride, [height, width] = layer.grid;
+  canvas.style.width = `${100 * layer.keyGrid[1] * right / width}%`;
+  canvas.style.height = `${100 * layer.keyGrid[0] * down / height}%`;
+  canvas.style.left = `${-50 * (right - 1) / width}%`;
+  canvas.style.top = `${-50 * (down - 1) / height}%`;
+  const query = element("i", { class: "query" });
+  const view = element("div", { class: "view" }, element("img", { class: "under", alt: "" }), canvas, query);
+  const node = element("figure", {
+    class: "cell", "data-model": model, "data-layer": index, "data-head": head,
+  }, view);
+  // A layer without gates keeps the strip's room, so that layers of two models stay level.
+  const strip = element("span", { class: layer.gates ? "gate" : "gate absent" });
+  if (layer.gates) {
+    strip.style.background = gateColour(layer.gates[head]);
+    strip.title = `gate ${layer.gates[head].toFixed(2)}`;
+  }
+  node.append(strip);
+  const label = large ? element("span", { class: "label" }) : null;
+  if (label) node.append(label);
+  const cell = { model, index, head, node, view, canvas, query, label };
+  view.addEventListener("pointermove", (event) => hover(cell, event));
+  view.addEventListener("click", (event) => hover(cell, event));
+  view.addEventListener("pointerleave", () => hover(null));
+  cells.push(cell);
+  return node;
+}
+
+function buildModels() {
+  DATA.models.forEach((model, number) => {
+    const overview = element("div", { class: "overview" });
+    model.layers.forEach((layer, index) => {
+      const choose = element("button", { title: `show layer ${index + 1} large` }, String(index + 1));
+      choose.addEventListener("click", () => setLayer(index));
+      const row = element("div", { class: "row", "data-layer": index }, choose);
+      for (let head = 0; head < layer.heads; head++) row.append(makeCell(number, index, head, false));
+      overview.append(row);
+    });
+    const most = Math.max(...model.layers.map((layer) => layer.heads));
+    overview.style.setProperty("--small", `${Math.max(34, Math.min(64, 400 / most))}px`);
+    const family = ["convit", "deit", "cvt"].includes(model.family) ? model.family : "other";
+    $("models").append(element("article", { class: `model ${family}`, "data-model": number },
+      element("h2", {}, model.label), element("p", { class: "says" }),
+      element("div", { class: "large" }), overview));
+  });
+}
+
+function buildLarge() {
+  for (let at = cells.length - 1; at >= 0; at--) if (cells[at].label) cells.splice(at, 1);
+  document.querySelectorAll(".model").forEach((article, number) => {
+    const large = article.querySelector(".large"), layers = DATA.models[number].layers;
+    const index = Math.min(state.layer, layers.length - 1);
+    large.replaceChildren();
+    for (let head = 0; head < layers[index].heads; head++) large.append(makeCell(number, index, head, true));
+    article.querySelectorAll(".row").forEach((row, at) => row.classList.toggle("selected", at === index));
+  });
+  showImageUnderMaps();
+}
+
+function plot(title, unit, valuesOf, top) {
+  const [width, height, left, bottom, right] = [460, 210, 34, 26, 8];
+  const depth = Math.max(...DATA.models.map((model) => model.layers.length));
+  const x = (layer) => left + (layer + 0.5) * (width - left - right) / depth;
+  const y = (value) => height - bottom - value / top * (height - bottom - 10);
+  const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
+  for (let step = 0; step <= 4; step++) {
+    const value = top * step / 4;
+    svg.append(element("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
+    const label = element("text", { x: left - 4, y: y(value) + 4, "text-anchor": "end" });
+    label.textContent = value.toFixed(top > 4 ? 0 : top > 1.5 ? 1 : 2);
+    svg.append(label);
+  }
+  for (let layer = 0; layer < depth; layer++) {
+    const label = element("text", { x: x(layer), y: height - 8, "text-anchor": "middle" });
+    label.textContent = layer + 1;
+    svg.append(label);
+  }
+  DATA.models.forEach((model, number) => {
+    const family = ["convit", "deit", "cvt"].includes(model.family) ? model.family : "other";
+    const means = [];
+    const dots = [];
+    model.layers.forEach((layer, index) => {
+      const values = valuesOf(layer);
+      if (!values) return;
+      const known = values.filter((value) => value !== null);
+      means.push(`${x(index)},${y(known.reduce((sum, value) => sum + value, 0) / known.length)}`);
+      values.forEach((value, head) => {
+        if (value === null) return;
+        const shift = (number - (DATA.models.length - 1) / 2) * 8;
+        const dot = element("circle", {
+          class: `dot ${family}`, cx: x(index) + shift, cy: y(value), r: 4,
+          "data-model": number, "data-layer": index, "data-head": head, "data-value": value,
+        });
+        const text = element("title");
+        text.textContent = `${model.label}, layer ${index + 1}, head ${head + 1}: ${value.toFixed(3)}`;
+        dot.append(text);
+        dot.addEventListener("pointerenter", () => highlight(number, index, head));
+        dot.addEventListener("pointerleave", () => highlight());
+        dot.addEventListener("click", () => setLayer(index));
+        dots.push(dot);
+      });
+    });
+    svg.append(element("polyline", { class: `mean ${family}`, points: means.join(" ") }), ...dots);
+  });
+  $("plots").append(element("figure", {}, element("h2", {}, title), svg, element("figcaption", {}, unit)));
+}
+
+function buildPlots() {
+  const images = DATA.images.length === 1 ? "this image" : `these ${DATA.images.length} images`;
+  const keys = element("p", {});
+  DATA.models.forEach((model) => {
+    const family = ["convit", "deit", "cvt"].includes(model.family) ? model.family : "other";
+    keys.append(element("span", { class: `key ${family}` }, model.label));
+  });
+  const far = DATA.models.flatMap((model) => model.layers.flatMap((layer) => layer.nonlocality));
+  plot("How far heads look", `Nonlocality in patches by layer, mean over ${images}. Each dot is a head, the line their mean.`,
+    (layer) => layer.nonlocality, niceTop(Math.max(...far)));
+  if (DATA.models.some((model) => model.layers.some((layer) => layer.gates))) {
+    plot("Position or content", "Gate by layer: 1 looks at position alone, 0 at content alone. Layers without dots have no gate.",
+      (layer) => layer.gates, 1);
+  }
+  $("plots").prepend(keys);
+  keys.style.gridColumn = "1 / -1";
+}
+
+function niceTop(value) {
+  const unit = 10 ** Math.floor(Math.log10(value || 1));
+  return [1, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10].map((factor) => factor * unit).find((top) => top >= value);
+}
+
+// -- showing ------------------------------------------------------------------------------------
+
+const COLOURS = DATA.colours;
+
+function paint(canvas, attention, prefix) {
+  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
+  let top = 0;
+  for (let k = prefix; k < attention.length; k++) top = Math.max(top, attention[k]);
+  for (let k = prefix, at = 0; k < attention.length; k++, at += 4) {
+    const share = 1 + Math.log10(Math.max(attention[k] / (top || 1), 10 ** -DATA.decades)) / DATA.decades;
+    const colour = COLOURS[Math.round(255 * share)];
+    image.data[at] = colour[0];
+    image.data[at + 1] = colour[1];
+    image.data[at + 2] = colour[2];
+    image.data[at + 3] = 255;
+  }
+  context.putImageData(image, 0, 0);
+}
+
+function placeBox(box, grid, cell) {
+  box.hidden = state.classToken;
+  box.style.top = `${100 * cell[0] / grid[0]}%`;
+  box.style.left = `${100 * cell[1] / grid[1]}%`;
+  box.style.height = `${100 / grid[0]}%`;
+  box.style.width = `${100 / grid[1]}%`;
+}
+
+function askCell() {
+  return ASK.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
+}
+
+function showCell(cell) {
+  const layer = DATA.models[cell.model].layers[cell.index];
+  const key = `${cell.model}.${cell.index}.${cell.head}`;
+  if (!rows.has(key)) rows.set(key, attentionOf(cell.model, cell.index, cell.head));
+  const attention = rows.get(key), distance = distanceOf(layer, attention);
+  cell.node.classList.toggle("none", !attention);
+  if (attention) paint(cell.canvas, attention, layer.prefix);
+  cell.node.dataset.distance = distance === null ? "" : distance;
+  placeBox(cell.query, layer.grid, cellOf(layer));
+  if (cell.label) {
+    const gate = layer.gates ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
+    const far = distance === null ? "" : ` · ${distance.toFixed(2)} away`;
+    cell.label.textContent = `head ${cell.head + 1}${far}${gate}`;
+  }
+}
+
+function show() {
+  rows.clear();
+  cells.forEach(showCell);
+  const [row, column] = askCell();
+  placeBox($("query"), ASK, [row, column]);
+  $("where").textContent = state.classToken
+    ? "asking from the class token (layers that have it)"
+    : `asking from row ${row + 1}, column ${column + 1} of ${ASK[0]} × ${ASK[1]} patches`;
+  $("layer-number").textContent = state.layer + 1;
+  readout();
+}
+
+function readout() {
+  const at = state.hovered;
+  document.querySelectorAll(".hovered").forEach((node) => node.classList.remove("hovered"));
+  if (!at) {
+    const empty = state.mode === "position" ? "Hatched layers have no positional attention. " : "";
+    $("readout").textContent = empty + "Point at a map to read its numbers.";
+    delete $("readout").dataset.attention;
+    return;
+  }
+  mark(at.model, at.layer, at.head);
+  const layer = DATA.models[at.model].layers[at.layer];
+  const attention = rows.get(`${at.model}.${at.layer}.${at.head}`);
+  const parts = [`${DATA.models[at.model].label}, layer ${at.layer + 1}, head ${at.head + 1}`];
+  if (attention && at.key !== undefined) {
+    const value = attention[layer.prefix + at.key];
+    const row = Math.floor(at.key / layer.keyGrid[1]), column = at.key % layer.keyGrid[1];
+    parts.push(`${number(100 * value)}% to row ${row + 1}, column ${column + 1}`);
+    $("readout").dataset.attention = value;
+  }
+  const distance = distanceOf(layer, attention);
+  if (distance !== null) parts.push(`looks ${distance.toFixed(2)} patches away`);
+  if (attention && layer.prefix) parts.push(`${number(100 * attention[0])}% to the class token`);
+  if (layer.gates) parts.push(`gate ${layer.gates[at.head].toFixed(3)}`);
+  $("readout").textContent = parts.join(" · ");
+}
+
+const number = (value) => (value >= 0.1 ? value.toFixed(2) : value.toPrecision(2));
+
+function mark(model, layer, head) {
+  document.querySelectorAll(`[data-model="${model}"][data-layer="${layer}"][data-head="${head}"]`)
+    .forEach((node) => node.classList.add("hovered"));
+}
+
+function highlight(model, layer, head) {
+  state.hovered = model === undefined ? null : { model, layer, head };
+  readout();
+}
+
+function hover(cell, event) {
+  if (!cell) return highlight();
+  const layer = DATA.models[cell.model].layers[cell.index];
+  const box = cell.canvas.getBoundingClientRect(), [height, width] = layer.keyGrid;
+  const inside = (share, size) => Math.max(0, Math.min(size - 1, Math.floor(share * size)));
+  const row = inside((event.clientY - box.top) / box.height, height);
+  const column = inside((event.clientX - box.left) / box.width, width);
+  state.hovered = { model: cell.model, layer: cell.index, head: cell.head, key: row * width + column };
+  readout();
+}
+
+function showImageUnderMaps() {
+  const source = DATA.images[state.image].source;
+  document.querySelectorAll(".under").forEach((image) => { image.src = source; });
+}
+
+// -- doing ----------------------------------------------------------------------------------------
+
+async function setImage(image) {
+  await loadImage(image);
+  state.image = image;
+  const shown = DATA.images[image];
+  $("image").src = shown.source;
+  $("image").alt = shown.name;
+  await $("image").decode();
+  const large = $("image").naturalWidth > 64;
+  document.body.classList.toggle("smooth", large);
+  $("image").classList.toggle("smooth", large);
+  document.body.style.setProperty("--ratio", `${$("image").naturalWidth} / ${$("image").naturalHeight}`);
+  document.querySelectorAll("#thumbnails button").forEach((button, at) =>
+    button.setAttribute("aria-pressed", at === image));
+  document.querySelectorAll(".model").forEach((article, at) => {
+    article.querySelector(".says").textContent = `says ${DATA.models[at].predictions[image]}`;
+  });
+  showImageUnderMaps();
+  show();
+}
+
+function setLayer(layer) {
+  const depth = Math.max(...DATA.models.map((model) => model.layers.length));
+  state.layer = Math.max(0, Math.min(depth - 1, layer));
+  $("layer").value = state.layer + 1;
+  buildLarge();
+  show();
+}
+
+function setMode(mode) {
+  state.mode = mode;
+  document.querySelector(`input[name="mode"][value="${mode}"]`).checked = true;
+  show();
+}
+
+function setCell(row, column) {
+  state.place = [row, column].map((value, axis) =>
+    (Math.max(0, Math.min(ASK[axis] - 1, value)) + 0.5) / ASK[axis]);
+  state.classToken = false;
+  $("class-token").checked = false;
+  show();
+}
+
+function setClassToken(on) {
+  state.classToken = on;
+  $("class-token").checked = on;
+  show();
+}
+
+// Time from an action to the frame that shows it; kept for whoever wants to know.
+function timed(action) {
+  const start = performance.now();
+  action();
+  requestAnimationFrame(() => setTimeout(() => {
+    document.documentElement.dataset.answered = (performance.now() - start).toFixed(1);
+  }));
+}
+
+function listen() {
+  $("grid").addEventListener("click", (event) => timed(() => {
+    const box = $("grid").getBoundingClientRect();
+    setCell(Math.floor((event.clientY - box.top) / box.height * ASK[0]),
+      Math.floor((event.clientX - box.left) / box.width * ASK[1]));
+  }));
+  $("layer").addEventListener("input", () => setLayer(Number($("layer").value) - 1));
+  $("opacity").addEventListener("input", () =>
+    document.documentElement.style.setProperty("--opacity", $("opacity").value / 100));
+  $("class-token").addEventListener("change", () => setClassToken($("class-token").checked));
+  document.querySelectorAll('input[name="mode"]').forEach((input) =>
+    input.addEventListener("change", () => setMode(input.value)));
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const onControl = event.target instanceof HTMLInputElement;
+    const [row, column] = askCell();
+    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+    if (event.key in moves && !onControl) {
+      timed(() => setCell(row + moves[event.key][0], column + moves[event.key][1]));
+      event.preventDefault();
+    } else if (event.key === "[" || event.key === "]") {
+      setLayer(state.layer + (event.key === "]" ? 1 : -1));
+    } else if ("mcp".includes(event.key)) {
+      setMode({ m: "mixed", c: "content", p: "position" }[event.key]);
+    } else if (event.key === "t" && !$("class-token-choice").hidden) {
+      setClassToken(!state.classToken);
+    } else if (event.key >= "1" && event.key <= "9" && event.key <= DATA.images.length) {
+      setImage(Number(event.key) - 1);
+    }
+  });
+}
+
+async function start() {
+  DATA.images.forEach((image, index) => {
+    const button = element("button", { title: image.name, "aria-label": image.name },
+      element("img", { src: image.source, alt: "" }));
+    button.addEventListener("click", () => setImage(index));
+    $("thumbnails").append(button);
+  });
+  $("thumbnails").hidden = DATA.images.length === 1;
+  const layers = DATA.models.flatMap((model) => model.layers);
+  $("layer").max = Math.max(...DATA.models.map((model) => model.layers.length));
+  $("modes").hidden = !layers.some((layer) => layer.position);
+  $("class-token-choice").hidden = !layers.some((layer) => layer.prefix);
+  $("low").textContent = `1/${10 ** DATA.decades} of it`;
+  const table = $("colours").getContext("2d");
+  COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
+  const worst = Math.max(...DATA.models.map((model) => model.tolerance));
+  $("about").textContent = `Numbers are stored so that every attention shown lies within ` +
+    `${(100 * (Math.exp(2 * worst) - 1)).toFixed(1)}% of the model's own. ` +
+    `Written by locality ${document.querySelector('meta[name="generator"]').content.split(" ")[1]}.`;
+  buildModels();
+  buildPlots();
+  buildLarge();
+  listen();
+  await setImage(0);
+  document.documentElement.dataset.ready = performance.now().toFixed(1);
+}
+
+// For the console: explorer.attention(model, layer, head, mode) gives a row as numbers.
+window.explorer = { state, attention: attentionOf, data: DATA };
+start();

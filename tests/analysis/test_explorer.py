@@ -1,0 +1,358 @@
+"""The explorer shows, in a real browser without a network, the numbers that Python computes."""
+
+import copy
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from locality.analysis.explorer import DECADES, TOLERANCE, write_explorer
+from locality.analysis.measures import token_distances
+from locality.analysis.summary import measure_model
+from locality.analysis.taps import capture
+from locality.checkpoints import Classifier, Preprocessing
+from locality.errors import UserError
+from locality.models import create_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+# Twice the tolerance of a score, since the normalising sum moves as well; and JavaScript's exp.
+FACTOR = math.exp(2 * TOLERANCE) - 1 + 1e-6
+SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+
+
+@pytest.fixture(scope="module")
+def images():
+    generator = np.random.default_rng(0)
+    return [Image.fromarray(generator.integers(0, 256, (8, 8, 3), np.uint8)) for _ in range(8)]
+
+
+@pytest.fixture(scope="module")
+def subjects(shaken):
+    made = {
+        "ConViT": create_model("convit_nano"),
+        "PSA": create_model("convit_nano", positional_attention="psa"),
+        "DeiT <b>&": create_model("deit_nano"),
+    }
+    classes = [str(digit) for digit in range(10)]
+    return [
+        Classifier.of(shaken(model, seed), name, SMALL, classes)
+        for seed, (name, model) in enumerate(made.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def file(subjects, images, tmp_path_factory):
+    return write_explorer(subjects, images, tmp_path_factory.mktemp("explorer") / "index.html")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a file with the network off; fails on script errors and on anything fetched."""
+    contexts, complaints = [], []
+
+    def opened(path, width=1200, height=900):
+        context = browser.new_context(viewport={"width": width, "height": height}, offline=True)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith(("file:", "data:")) or complaints.append(request.url)
+            ),
+        )
+        page.goto(Path(path).as_uri())
+        page.wait_for_function("document.documentElement.dataset.ready", timeout=60_000)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@torch.no_grad()
+def maps_of(subject, image):
+    batch = subject.preprocessing.transform()(image)[None].double()
+    model = copy.deepcopy(subject.model).double()
+    with capture(model) as views:
+        model(batch)
+    return [view.maps for view in views]
+
+
+def click(page, row, column, grid=(4, 4)):
+    box = page.locator("#grid").bounding_box()
+    page.mouse.click(
+        box["x"] + box["width"] * (column + 0.5) / grid[1],
+        box["y"] + box["height"] * (row + 0.5) / grid[0],
+    )
+
+
+def shown_row(page, model, layer, head, mode):
+    row = page.evaluate(
+        "([m, l, h, mode]) => { const row = explorer.attention(m, l, h, mode);"
+        " return row && Array.from(row); }",
+        [model, layer, head, mode],
+    )
+    return None if row is None else np.array(row)
+
+
+def true_row(maps, mode, head, query):
+    if mode == "mixed":
+        return maps.mixed[0, head, query].numpy()
+    part = maps.content if mode == "content" else maps.position
+    if part is None:
+        return None
+    return (part[head] if mode == "position" else part[0, head])[query].numpy()
+
+
+@needs_browser
+@pytest.mark.parametrize(("row", "column", "image"), [(2, 1, 0), (0, 3, 5)])
+def test_every_head_shows_the_attention_of_the_clicked_patch(
+    open_page, file, subjects, images, row, column, image
+):
+    page = open_page(file)
+    page.locator("#thumbnails button").nth(image).click()
+    page.wait_for_function(f"explorer.state.image === {image}")
+    click(page, row, column)
+    assert f"row {row + 1}, column {column + 1} of 4 × 4" in page.locator("#where").inner_text()
+    for number, subject in enumerate(subjects):
+        for layer, maps in enumerate(maps_of(subject, images[image])):
+            query = maps.prefix_tokens + row * 4 + column
+            for head in range(4):
+                for mode in ("mixed", "content", "position"):
+                    found = shown_row(page, number, layer, head, mode)
+                    expected = true_row(maps, mode, head, query)
+                    assert (found is None) == (expected is None)
+                    if found is not None:
+                        np.testing.assert_allclose(found, expected, rtol=FACTOR)
+
+
+@needs_browser
+def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
+    open_page, file, subjects, images
+):
+    page = open_page(file)
+    click(page, 1, 2)
+    away = token_distances((4, 4))[1 * 4 + 2].numpy()
+    for number, layer, head, key in ((0, 1, 2, 9), (0, 3, 0, 0), (2, 0, 3, 15), (1, 2, 1, 6)):
+        maps = maps_of(subjects[number], images[0])[layer]
+        prefix = maps.prefix_tokens
+        true = true_row(maps, "mixed", head, prefix + 6)
+        cell = page.locator(
+            f'.row .cell[data-model="{number}"][data-layer="{layer}"][data-head="{head}"]'
+        )
+        cell.scroll_into_view_if_needed()
+        box = cell.locator("canvas").bounding_box()
+        page.mouse.move(
+            box["x"] + box["width"] * (key % 4 + 0.5) / 4,
+            box["y"] + box["height"] * (key // 4 + 0.5) / 4,
+        )
+        readout = page.locator("#readout")
+        value = float(readout.get_attribute("data-attention"))
+        assert value == pytest.approx(true[prefix + key], rel=FACTOR)
+        text = readout.inner_text()
+        assert f"layer {layer + 1}, head {head + 1}" in text
+        assert f"% to row {key // 4 + 1}, column {key % 4 + 1}" in text
+        shown = float(re.search(r"([\d.e-]+)% to row", text)[1])
+        assert shown == pytest.approx(100 * true[prefix + key], rel=FACTOR + 0.05)
+        patches = true[prefix:] / true[prefix:].sum()
+        distance = float(cell.get_attribute("data-distance"))
+        assert distance == pytest.approx((patches * away).sum(), rel=2 * FACTOR)
+        assert f"looks {distance:.2f} patches away" in text
+        if prefix:
+            assert "% to the class token" in text
+        gate = maps.gate
+        assert ("gate" in text) == (gate is not None)
+        if gate is not None:
+            assert f"gate {gate[head].item():.3f}" in text
+        # The same head is marked in every place: its maps and its dots in the plots.
+        assert page.locator(".dot.hovered").count() == (1 if gate is None else 2)
+        dot = page.locator(".dot.hovered").first
+        assert dot.get_attribute("data-layer") == str(layer)
+
+
+@needs_browser
+def test_colours_are_the_logarithm_of_the_attention(open_page, file, subjects, images):
+    page = open_page(file)
+    click(page, 3, 0)
+    maps = maps_of(subjects[0], images[0])[0]
+    true = true_row(maps, "mixed", 1, 12)
+    pixels = page.evaluate(
+        """() => { const canvas = document.querySelector(
+            '.row .cell[data-model="0"][data-layer="0"][data-head="1"] canvas');
+            return Array.from(canvas.getContext("2d").getImageData(0, 0, 4, 4).data); }"""
+    )
+    table = (matplotlib.colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).round()
+    pixels = np.array(pixels).reshape(16, 4)[:, :3]
+    places = np.abs(table[None] - pixels[:, None]).sum(-1).argmin(1)
+    share = 1 + np.log10(np.maximum(true / true.max(), 10.0**-DECADES)) / DECADES
+    slack = math.log10(1 + FACTOR) * 2 / DECADES * 255 + 1
+    assert np.abs(places - 255 * share).max() <= slack
+
+
+@needs_browser
+def test_keys_sliders_and_switches(open_page, file):
+    page = open_page(file)
+    where = page.locator("#where")
+    click(page, 0, 0)
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowLeft"):
+        page.keyboard.press(key)
+    assert "row 3, column 1" in where.inner_text()  # the border holds
+    page.keyboard.press("]")
+    assert page.locator("#layer-number").inner_text() == "2"
+    assert page.locator(".row.selected").first.get_attribute("data-layer") == "1"
+    page.locator("#layer").fill("4")
+    assert page.locator('.large .cell[data-layer="3"]').count() == 12
+    page.keyboard.press("p")
+    assert page.evaluate("explorer.state.mode") == "position"
+    # Self-attention has no positional part: hatched instead of drawn.
+    assert page.locator('.row .cell[data-layer="3"].none').count() == 12
+    assert page.locator('.row .cell[data-layer="0"].none').count() == 4
+    page.get_by_role("radio", name="content").check()
+    assert page.evaluate("explorer.state.mode") == "content"
+    page.get_by_label("ask from the class token").check()
+    assert "class token" in where.inner_text()
+    row = shown_row(page, 2, 0, 0, "content")
+    assert len(row) == 17 and shown_row(page, 0, 0, 0, "content") is None
+    page.keyboard.press("3")
+    page.wait_for_function("explorer.state.image === 2")
+
+
+@needs_browser
+def test_plots_show_the_measures(open_page, file, subjects, images):
+    page = open_page(file)
+    batch = torch.stack([SMALL.transform()(image) for image in images])
+    dots = page.evaluate(
+        """() => [...document.querySelectorAll(".dot")].map((dot) =>
+            ["model", "layer", "head", "value"].map((name) => Number(dot.dataset[name])))"""
+    )
+    found = {tuple(map(int, dot[:3])): [] for dot in dots}
+    for dot in dots:
+        found[tuple(map(int, dot[:3]))].append(dot[3])
+    for number, subject in enumerate(subjects):
+        for layer, record in enumerate(measure_model(subject.model, batch)["layers"]):
+            for head in range(4):
+                values = [record["nonlocality"]["mean"][head]]
+                if record["gates"]:
+                    values.append(record["gates"][head])
+                assert found[number, layer, head] == pytest.approx(values, rel=1e-4)
+
+
+@needs_browser
+def test_it_fits_a_phone_and_says_nothing_of_the_network(open_page, file, tmp_path):
+    folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
+    for width, height in ((375, 740), (1280, 900)):
+        page = open_page(file, width, height)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        click(page, 2, 2)
+        shot = folder / f"explorer-{width}.png"
+        page.screenshot(path=shot, full_page=True)
+        assert Image.open(shot).width == width
+    assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 1  # shown, not interpreted
+
+
+@needs_browser
+def test_time_to_open_and_to_answer(open_page, file, record_property):
+    """Measured and reported, not asserted: how fast a machine is, is not ours to promise."""
+    page = open_page(file)
+    ready = float(page.evaluate("document.documentElement.dataset.ready"))
+    click(page, 1, 1)
+    page.wait_for_function("document.documentElement.dataset.answered")
+    answered = float(page.evaluate("document.documentElement.dataset.answered"))
+    record_property("ready_ms", ready)
+    record_property("answered_ms", answered)
+    print(f"open in {ready:.0f} ms, a click answered in {answered:.0f} ms")
+
+
+@needs_browser
+@pytest.mark.slow
+def test_keys_on_coarser_grids(open_page, shaken, tmp_path):
+    """CvT: each stage has its own grid, and its keys a coarser one."""
+    model = shaken(create_model("cvt_13", img_size=64, num_classes=3), scale=0.02)
+    subject = Classifier.of(model, "CvT", Preprocessing(img_size=64))
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 80, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    page = open_page(write_explorer([subject], [image], tmp_path / "cvt.html"))
+    click(page, 1, 2)  # of the last stage's 4 × 4
+    shared = maps_of(subject, image)
+    for layer, maps in enumerate(shared):
+        height, width = maps.query_grid
+        # The patch that holds the centre of the clicked one.
+        cell = (int(1.5 / 4 * height), int(2.5 / 4 * width))
+        query = maps.prefix_tokens + cell[0] * width + cell[1]
+        found = shown_row(page, 0, layer, 0, "mixed")
+        np.testing.assert_allclose(found, true_row(maps, "mixed", 0, query), rtol=FACTOR)
+        away = token_distances(maps.query_grid, maps.key_grid)[cell[0] * width + cell[1]].numpy()
+        patches = maps.mixed[0, 0, query, maps.prefix_tokens :].numpy()
+        shown = page.locator(f'.row .cell[data-layer="{layer}"][data-head="0"]')
+        expected = (patches * away).sum() / patches.sum()
+        assert float(shown.get_attribute("data-distance")) == pytest.approx(
+            expected, rel=2 * FACTOR
+        )
+
+
+def test_size_of_the_digits_explorer(file):
+    assert file.stat().st_size < 1e6
+
+
+@pytest.mark.slow
+def test_size_of_convit_small_on_eight_images(tmp_path):
+    """One photograph, times eight. Random weights with large scores take more than trained ones:
+    their spectrum is flat."""
+    torch.manual_seed(0)
+    model = create_model("convit_small")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight[: 2 * model.embed_dim] *= 4
+    image = Image.fromarray(load_sample_image("china.jpg"))
+    file = write_explorer([Classifier.of(model, "ConViT-S")], [image], tmp_path / "small.html")
+    assert 8 * file.stat().st_size < 30e6
+
+
+def test_data_beyond_the_limit_loosen_the_tolerance(subjects, images, tmp_path, monkeypatch):
+    monkeypatch.setattr("locality.analysis.explorer.MAX_MEGABYTES", 0.001)
+    text = write_explorer(subjects[:1], images[:2], tmp_path / "tight.html").read_text()
+    assert '"tolerance":0.32' in text
+
+
+def test_page_is_self_contained(file):
+    text = file.read_text()
+    assert not re.search(r"""(src|href)=["'](?!data:)""", text)
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_bad_input(subjects, images, tmp_path):
+    output = tmp_path / "never.html"
+    with pytest.raises(UserError, match="no image"):
+        write_explorer(subjects, [], output)
+    with pytest.raises(UserError, match="1 to 4 models"):
+        write_explorer([], images, output)
+    graph = Classifier("graph.onnx", lambda batch: batch, SMALL)
+    with pytest.raises(UserError, match="exported graph"):
+        write_explorer([graph], images, output)
+    assert not output.exists()
