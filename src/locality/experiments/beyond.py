@@ -105,7 +105,7 @@ def start_from_convolutions(
     return carried
 
 
-def _continued(s: Scale, nets: tuple[Run, ...], task: str, fraction: float) -> Quantity:
+def _continued(s: Scale, nets: tuple[Run, ...], task: str, fraction: float, label: str) -> Quantity:
     """Top-1 of ConViTs that each start from the net of their own seed."""
     runs: list[Run] = []
     for net in nets:
@@ -115,6 +115,7 @@ def _continued(s: Scale, nets: tuple[Run, ...], task: str, fraction: float) -> Q
             seeds=(net.config.seed,),
             needs=(net,),
             task=task,
+            label=label,
             model__weights=str(net.folder),
         )
     return Measured(tuple(runs), TOP1)
@@ -145,8 +146,12 @@ def trained_convolutions(s: Scale) -> Table:
             ),
             "ConViT, random convolutions, trained twice as long": _twice_as_long(s, fraction),
             "the convolutional net itself": Measured(nets, TOP1) if nets else reason,
-            "ConViT, gated layers from it": _continued(s, nets, FROM_ATTENTION, fraction),
-            "ConViT, everything from it": _continued(s, nets, FROM_EVERYTHING, fraction),
+            "ConViT, gated layers from it": _continued(
+                s, nets, FROM_ATTENTION, fraction, "gated layers from trained convolutions"
+            ),
+            "ConViT, everything from it": _continued(
+                s, nets, FROM_EVERYTHING, fraction, "from a trained convolutional net"
+            ),
         }
         for row, quantity in cells.items():
             rows.setdefault(row, []).append(quantity)

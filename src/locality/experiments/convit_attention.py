@@ -115,7 +115,12 @@ def _gate_panels(s: Scale, size: str) -> tuple[Panel, ...]:
     panels = []
     for layer in range(gated_layers_of(s, role)):
         series = [
-            Series(f"head {head + 1}", gate_of(trajectory, layer, head), f"depth:{head / heads}")
+            Series(
+                f"head {head + 1}",
+                gate_of(trajectory, layer, head),
+                f"depth:{head / heads}",
+                band=False,
+            )
             for head in range(heads)
         ]
         series.append(Series("mean", gate_of(trajectory, layer), "ink"))

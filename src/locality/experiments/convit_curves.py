@@ -6,10 +6,18 @@ from typing import Any
 
 from locality import paper
 from locality.experiments.convit import ABLATIONS, ablation, seeds_of, sizes_of
-from locality.experiments.measures import BEST_TOP1, LEARNING_CURVE, PARAMETERS, TOP1, top1_at
+from locality.experiments.measures import (
+    BEST_TOP1,
+    CURVE_OVER_SHARE,
+    LEARNING_CURVE,
+    PARAMETERS,
+    TOP1,
+    top1_at,
+)
 from locality.experiments.quantities import (
     Combined,
     Computed,
+    Measure,
     Quantity,
     difference,
     relative_gain,
@@ -164,9 +172,11 @@ def figure_11(s: Scale) -> Figure:
     """Curves of ConViT (solid) and DeiT (dashed)."""
     sizes = [size for size in sizes_of(s) if size.endswith("+")] or sizes_of(s)
 
-    def curves(choices: dict[str, dict[str, Any]]) -> tuple[Series, ...]:
+    def curves(
+        choices: dict[str, dict[str, Any]], measure: Measure = LEARNING_CURVE
+    ) -> tuple[Series, ...]:
         return tuple(
-            Series(f"{family}, {label}", s.measured(LEARNING_CURVE, f"{family}-{chosen['size']}",
+            Series(f"{family}, {label}", s.measured(measure, f"{family}-{chosen['size']}",
                    **{k: v for k, v in chosen.items() if k != "size"}),
                    f"depth:{index / len(choices)}", dashed=family == "DeiT")
             for index, (label, chosen) in enumerate(choices.items())
@@ -174,10 +184,13 @@ def figure_11(s: Scale) -> Figure:
         )  # fmt: skip
 
     by_size = curves({size: {"size": size, "seeds": seeds_of(s, size)} for size in sizes})
-    by_fraction = curves({f"{100 * f:g}%": {"size": "S", "fraction": f} for f in s.fractions[::-1]})
+    by_fraction = curves(
+        {f"{100 * f:g}%": {"size": "S", "fraction": f} for f in s.fractions[::-1]},
+        CURVE_OVER_SHARE,
+    )
     panels = [
         Panel("Size of the model", "epochs", "top-1 (%)", by_size),
-        Panel("Fraction of the data", "epochs of all data", "top-1 (%)", by_fraction),
+        Panel("Fraction of the data", "share of training (%)", "top-1 (%)", by_fraction),
     ]
     if s.comparable:
         cifar = curves({size: {"size": size, **s.cifar_settings()} for size in sizes})

@@ -46,6 +46,13 @@ def _read_curve(run: Run) -> Curve:
     }
 
 
+def _over_share(run: Run) -> Curve:
+    curve = _read_curve(run)
+    return {"x": [100 * epoch / curve["x"][-1] for epoch in curve["x"]], "y": curve["y"]}
+
+
+# Epochs of a fraction of the data are shorter; shares of the training compare.
+CURVE_OVER_SHARE = Measure("top-1 over the share of training", _over_share, kept=False)
 LEARNING_CURVE = Measure("top-1 over epochs", _read_curve, kept=False)
 
 

@@ -98,7 +98,12 @@ def _panel(panel: Panel, failures: Mapping[Path, str]) -> Record:
 
 
 def _series(series: Series, failures: Mapping[Path, str]) -> Record:
-    line: Record = {"label": series.label, "colour": series.colour, "dashed": series.dashed}
+    line: Record = {
+        "label": series.label,
+        "colour": series.colour,
+        "dashed": series.dashed,
+        "band": series.band,
+    }
     try:
         values = series.quantity.evaluate(failures)
     except Empty as error:

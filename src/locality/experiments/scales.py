@@ -80,6 +80,7 @@ class Scale:
         keep_weights: bool | None = None,
         needs: tuple[Run, ...] = (),
         task: str = TRAIN,
+        label: str = "",
         **changes: Any,
     ) -> tuple[Run, ...]:
         """The runs of a role, one per seed.
@@ -91,6 +92,7 @@ class Scale:
             keep_weights: keep copies of the weights over training; baselines on all data do so
                 unless told otherwise, other runs do not.
             needs, task: see `Run`.
+            label: to be told apart by, where the changes do not say it.
             changes: settings by dotted name with "__" for dots: `model__overrides__conv_init`.
 
         Raises:
@@ -112,23 +114,13 @@ class Scale:
             settings["schedule.snapshot_every"] = base.schedule.length / self.snapshots
         config = replace(base, settings | given)
         return tuple(
-            self._run(dataclasses.replace(config, seed=seed), role, given, needs, task)
+            self._run(dataclasses.replace(config, seed=seed), label or _words(given), needs, task)
             for seed in (self.seeds if seeds is None else seeds)
         )
 
-    def _run(
-        self,
-        config: RunConfig,
-        role: str,
-        given: Mapping[str, Any],
-        needs: tuple[Run, ...],
-        task: str,
-    ) -> Run:
-        details = [f"{key.rpartition('.')[2]}={value}" for key, value in given.items()
-                   if key not in ("model.weights", "objective.teacher")]  # fmt: skip
-        words = [config.model.name, f"{100 * config.data.fraction:g}%", *details]
-        words += [f"with {needs[0].name}"] if needs else []
-        name = " ".join([*words, f"seed {config.seed}"])
+    def _run(self, config: RunConfig, label: str, needs: tuple[Run, ...], task: str) -> Run:
+        words = [config.model.name, f"{100 * config.data.fraction:g}%", label]
+        name = " ".join([*filter(None, words), f"seed {config.seed}"])
         return Run(name, config, content_folder(self.root, config, task), needs, task)
 
     def root_of(self, dataset: str) -> str | None:
@@ -179,6 +171,11 @@ class Scale:
             UserError: as `runs`.
         """
         return self.runs(role, seeds=(0,), **changes)[0].config
+
+
+def _words(changes: Mapping[str, Any]) -> str:
+    """Changed settings in short."""
+    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in changes.items())
 
 
 def _twins(size: str, convit: Model, deit: Model) -> dict[str, Model]:

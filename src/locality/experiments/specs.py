@@ -95,12 +95,14 @@ class Series:
         quantity: per seed, a dictionary {"x": […], "y": […]} with the same x for all seeds.
         colour: of the line; a name of a model family, or any matplotlib colour.
         dashed: how the line is drawn.
+        band: draw the interval too.
     """
 
     label: str
     quantity: Quantity
     colour: str = ""
     dashed: bool = False
+    band: bool = True
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def origin(record: Record) -> str:
     made = record["provenance"]
     where = f"Scale `{record['scale']}`: {record['scale_about']}."
     if not made["runs"]:
-        return f"{where} No training run is needed."
+        return f"No training run is behind this at scale `{record['scale']}`."
     text = f"{where} {made['finished']} of {made['runs']} runs finished"
     if made["finished"]:
         packages = made["packages"][0] if made["packages"] else {}
