@@ -1,0 +1,124 @@
+"""The search space of CvT §4.2: closed-form costs against the real models, and its numbering."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from locality.models import count_macs, count_parameters, create_model, list_models, variant
+from locality.models.factory import build
+from locality.models.search_space import Cost, SearchSpace, cost
+
+CVT_13 = variant("cvt_13").config
+
+
+@pytest.fixture(scope="module")
+def space():
+    return SearchSpace(CVT_13)
+
+
+def counted(config, size=None):
+    """Parameters and multiply-accumulates of the model itself, on the meta device."""
+    with torch.device("meta"):
+        model = build(config)
+    return Cost(count_parameters(model), count_macs(model, size))
+
+
+@pytest.mark.parametrize("name", list_models(family="cvt"))
+def test_cost_is_that_of_the_model(name):
+    config = variant(name).config
+    assert cost(config) == counted(config)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"kv_stride": 1, "position": "every"},
+        {"projection": ("conv", "linear", "avg"), "qkv_bias": False},
+        {"embedding": "patch", "global_pool": "avg", "num_classes": 0, "in_chans": 1},
+        {"projection_kernel": 5, "mlp_ratio": (1.3, 2, 0.7), "kv_stride": 3},
+    ],
+)
+@pytest.mark.parametrize("size", [None, 384, (97, 160)])
+def test_cost_knows_every_field(overrides, size):
+    config = CVT_13.with_overrides(**overrides)
+    assert cost(config, size) == counted(config, size)
+
+
+def test_random_candidates_cost_what_their_models_cost(space):
+    for index in np.random.default_rng(0).integers(0, len(space), 5).tolist():
+        assert space.cost(index) == counted(space[index])
+
+
+def test_it_has_every_choice_of_every_block(space):
+    assert len(space) == 4**13
+    assert space.options == [(1, 2.0), (1, 4.0), (2, 2.0), (2, 4.0)]
+    first, last = space[0], space[len(space) - 1]
+    assert {s for stage in first.stages for s in stage.kv_strides} == {1}
+    assert {r for stage in last.stages for r in stage.mlp_ratios} == {4.0}
+    assert space.index(CVT_13) == len(space) - 1
+
+
+def test_a_whole_small_space():
+    """Enumerated: all different, numbered in order, weighed alike one by one and together."""
+    base = CVT_13.with_overrides(depth=(1, 1, 2), img_size=32)
+    space = SearchSpace(base)
+    configs = list(space)
+    assert len(configs) == len(set(configs)) == len(space) == 4**4
+    assert [space.index(config) for config in configs] == list(range(256))
+    parameters, macs = space.costs(np.arange(256))
+    assert [Cost(*pair) for pair in zip(parameters, macs, strict=True)] == [
+        cost(config) for config in configs
+    ]
+    least, most = space.bounds()
+    assert (least.parameters, most.parameters) == (parameters.min(), parameters.max())
+    assert (least.macs, most.macs) == (macs.min(), macs.max())
+    limit = int(np.median(parameters)), int(np.median(macs))
+    expected = np.flatnonzero((parameters <= limit[0]) & (macs <= limit[1])).tolist()
+    assert list(space.within(*limit, chunk=7)) == expected
+
+
+def test_bounds_beside_the_papers(space):
+    """13.66 to 19.88 M and 2.59 to 4.03 G, the paper says; these choices do not reach that."""
+    least, most = space.bounds()
+    assert (least.parameters, most.parameters) == (13_779_368, 19_997_480)
+    assert least.macs / 1e9 == pytest.approx(3.12, abs=0.01)
+    assert most.macs / 1e9 == pytest.approx(6.64, abs=0.01)
+
+
+def test_candidates_are_found_as_they_are_asked_for(space):
+    few = list(itertools.islice(space.within(parameters=18.0e6, macs=4.1e9), 20))
+    assert len(few) == 20
+    for index in few:
+        assert space.cost(index).parameters <= 18.0e6 and space.cost(index).macs <= 4.1e9
+
+
+def test_the_named_reconstruction_is_the_bottleneck_the_paper_describes(space):
+    config = variant("cvt_13_nas").config
+    found = space.cost(space.index(config))
+    assert found.parameters <= 18.0e6 and found.macs <= 4.1e9
+    strides = [s for stage in config.stages for s in stage.kv_strides]
+    ratios = [r for stage in config.stages for r in stage.mlp_ratios]
+    assert (strides[0], ratios[0]) == (strides[-1], ratios[-1]) == (2, 2.0)
+    middle = [i for i, ratio in enumerate(ratios) if ratio == 4.0]
+    assert middle == list(range(middle[0], middle[-1] + 1))
+    assert sum(strides[i] == 1 for i in middle) > len(middle) / 2
+    assert all(strides[i] == 2 for i in range(13) if i not in middle)
+    assert "never published" in variant("cvt_13_nas").source
+    assert create_model("cvt_13_nas", num_classes=3, img_size=32)(torch.zeros(2, 3, 32, 32)).shape
+
+
+def test_what_is_outside_is_refused(space):
+    with pytest.raises(ValueError, match=r"\(3, 4.0\) is not in this search space; .*\(1, 2.0\)"):
+        space.index(CVT_13.with_overrides(kv_stride=3))
+    with pytest.raises(ValueError, match="base elsewhere"):
+        space.index(CVT_13.with_overrides(num_classes=7))
+    with pytest.raises(ValueError, match="base elsewhere"):
+        space.index(CVT_13.with_overrides(depth=(1, 2, 11)))
+    with pytest.raises(IndexError, match="67108864"):
+        space[4**13]
+    with pytest.raises(ValueError, match="kv_strides"):
+        SearchSpace(CVT_13, kv_strides=(0, 1))
+    with pytest.raises(ValueError, match="mlp_ratios"):
+        SearchSpace(CVT_13, mlp_ratios=(0.0,))
