@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from locality._version import __version__
+from locality.lazy import lazily
 
 if TYPE_CHECKING:
     from locality.checkpoints import create_model, load, save
@@ -19,19 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "create_model", "list_models", "load", "save"]
 
-_ROOMS = {
-    "create_model": "locality.checkpoints",
-    "list_models": "locality.models",
-    "load": "locality.checkpoints",
-    "save": "locality.checkpoints",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported on first use, so that the command line answers before torch has loaded.
-    if name in _ROOMS:
-        return getattr(importlib.import_module(_ROOMS[name]), name)
-    raise AttributeError(f"module 'locality' has no attribute '{name}'")
+__getattr__ = lazily(
+    __name__,
+    {"locality.checkpoints": "create_model load save", "locality.models": "list_models"},
+)
 
 
 def __dir__() -> list[str]:

@@ -55,5 +55,4 @@ def number(
         limits.append(f"{'above' if above else 'at least'} {low:g}")
     if not math.isinf(high):
         limits.append(f"{'below' if below else 'at most'} {high:g}")
-    wanted = " and ".join(limits) or "that is finite"
-    raise UserError(f"{setting} is {value!r}; give a number {wanted}")
+    raise UserError(f"{setting} is {value!r}; give a finite number {' and '.join(limits)}".strip())

@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """A package's `__getattr__` and `__all__` (PEP 562).
+def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's `__getattr__` (PEP 562).
 
     Args:
         package: its `__name__`.
-        homes: module → the names it gives, separated by spaces. Modules are relative to the
-            package if they begin with a dot.
+        homes: module, relative to the package if it begins with a dot → the names it gives,
+            separated by spaces. A module must not have the name of something it gives: once it is
+            imported, Python puts the module itself in that place.
 
     Example:
-        >>> __getattr__, __all__ = lazily(__name__, {".config": "DataConfig", ".loader": "loader"})
+        >>> __getattr__ = lazily(__name__, {".config": "DataConfig AugmentConfig"})
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 
@@ -25,4 +26,4 @@ def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         return getattr(importlib.import_module(home[name], package), name)
 
-    return load, sorted(home)
+    return load

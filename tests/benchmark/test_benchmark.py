@@ -27,6 +27,17 @@ def test_timm_peer_has_our_logits(name):
     assert difference <= 1e-5
 
 
+@pytest.mark.slow
+def test_transformers_peer_has_our_logits():
+    model = create_model("cvt_13", activation="gelu", img_size=64).eval()
+    randomise(model)
+    (peer,) = peers(model, "transformers").values()
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        difference = (model(images) - peer.eval()(images)).abs().max()
+    assert difference <= 1e-5
+
+
 def test_saved_activations_of_a_linear_layer_are_its_inputs():
     """y = W₂ relu(W₁ x): relu's output is kept once; the input and the weights are there anyway."""
     model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
@@ -88,6 +99,8 @@ def test_models_that_disagree_are_not_timed(monkeypatch):
 def test_wrong_peers_are_refused():
     with pytest.raises(ValueError, match="--against timm"):
         peers(create_model("convit_nano"), "transformers")
+    with pytest.raises(ValueError, match="--against transformers"):
+        peers(create_model("cvt_13", img_size=64), "timm")
     with pytest.raises(ValueError, match="did you mean timm"):
         peers(create_model("convit_nano"), "tim")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from locality.checkpoints.convit import to_convit
+from locality.checkpoints.cvt import to_transformers
 from locality.checkpoints.deit import to_deit
 from locality.errors import UserError, unknown
 from locality.models import ImageClassifier, ViTConfig
@@ -94,11 +95,28 @@ def _transformers_cvt(model: ImageClassifier) -> Any:
             f"transformers is the peer of the CvT models; measure {model.variant} with "
             f"--against timm"
         )
-    from locality.checkpoints.cvt_transformers import hf_config, to_transformers
-
-    peer = CvtForImageClassification(hf_config(model.config)).eval()
+    peer = CvtForImageClassification(_cvt_config(model))
     peer.load_state_dict(to_transformers(model.state_dict(), model.config))
     return _LogitsOnly(peer)
+
+
+def _cvt_config(model: ImageClassifier) -> Any:
+    """transformers' configuration of a CvT of ours; its MLPs have the exact GELU, always."""
+    from transformers import CvtConfig as TheirConfig
+
+    stages = model.config.stages
+    settings: dict[str, Any] = {"num_labels": model.num_classes}
+    return TheirConfig(
+        **settings,
+        num_channels=model.in_chans,
+        patch_sizes=[stage.embed_kernel for stage in stages],
+        patch_stride=[stage.embed_stride for stage in stages],
+        patch_padding=[stage.embed_padding for stage in stages],
+        embed_dim=[stage.embed_dim for stage in stages],
+        num_heads=[stage.num_heads for stage in stages],
+        depth=[stage.depth for stage in stages],
+        drop_path_rate=[0.0] * len(stages),
+    )
 
 
 class _LogitsOnly(nn.Module):

@@ -78,6 +78,7 @@ def _evaluate_weights(options: Any, data: DataConfig) -> dict[str, Any]:
         std=prepared.std,  # type: ignore[arg-type]
         interpolation=prepared.interpolation,
         crop_pct=prepared.crop_pct,
+        crop_mode=prepared.crop_mode,
     )
     size = prepared.size if options.img_size is None else (options.img_size,) * 2
     loader = eval_loader(

@@ -30,5 +30,6 @@ def _open_run(folder: Path) -> Classifier:
         std=augment.std,
         interpolation=augment.interpolation,
         crop_pct=augment.crop_pct,
+        crop_mode=augment.crop_mode,
     )
     return Classifier.of(model, folder.name, preprocessing, RunFolder(folder).classes())

@@ -1,16 +1,26 @@
-"""Images in: datasets, subsets, decoding, augmentation, and loaders that resume exactly."""
+"""Images in: datasets, subsets, decoding, augmentation, and loaders that resume exactly.
 
-from locality.data.batches import Batch
-from locality.data.catalog import open_data
-from locality.data.check import CheckReport, check
-from locality.data.config import DATASETS, AugmentConfig, DataConfig, Decoding
-from locality.data.decode import decode
-from locality.data.imagenet import is_right
-from locality.data.keyed import Stream, keys, preserved_generators, seed_generators
-from locality.data.loader import BatchLoader, eval_loader, train_loader
-from locality.data.pack import pack
-from locality.data.sources import ArraySource, BadImage, DataSplits, ImageSource
-from locality.data.transforms import eval_transform, normalise, train_transform
+Names are imported when they are first used, so that the configurations alone load without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from locality.lazy import lazily
+
+if TYPE_CHECKING:
+    from locality.data.batches import Batch
+    from locality.data.catalog import open_data
+    from locality.data.checking import CheckReport, check
+    from locality.data.config import DATASETS, AugmentConfig, DataConfig, Decoding
+    from locality.data.decoding import decode
+    from locality.data.imagenet import is_right
+    from locality.data.keyed import Stream, keys, preserved_generators, seed_generators
+    from locality.data.loader import BatchLoader, eval_loader, train_loader
+    from locality.data.packing import pack
+    from locality.data.sources import ArraySource, BadImage, DataSplits, ImageSource
+    from locality.data.transforms import eval_transform, normalise, train_transform
 
 __all__ = [
     "DATASETS",
@@ -39,3 +49,20 @@ __all__ = [
     "train_loader",
     "train_transform",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        ".batches": "Batch",
+        ".catalog": "open_data",
+        ".checking": "CheckReport check",
+        ".config": "DATASETS AugmentConfig DataConfig Decoding",
+        ".decoding": "decode",
+        ".imagenet": "is_right",
+        ".keyed": "Stream keys preserved_generators seed_generators",
+        ".loader": "BatchLoader eval_loader train_loader",
+        ".packing": "pack",
+        ".sources": "ArraySource BadImage DataSplits ImageSource",
+        ".transforms": "eval_transform normalise train_transform",
+    },
+)

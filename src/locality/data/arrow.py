@@ -19,7 +19,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import AS_PUBLISHED, Decoding
-from locality.data.decode import decode, read_bytes
+from locality.data.decoding import decode, read_bytes
 from locality.data.folder import existing_folder, some
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError

@@ -6,12 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-
+from locality import checks
 from locality.errors import UserError, unknown
 
 # Pillow refuses images with more pixels than this as decompression bombs, or warns about them.
 PIXEL_LIMIT = 89_478_485
+
+# Of ImageNet's training images, per channel on the 0 … 1 scale; what the public weights expect.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 DATASETS: dict[str, str] = {
     "digits": "scikit-learn's 1,797 handwritten digits, 8×8, nothing to download",
@@ -31,7 +34,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming",
 
 @dataclass(frozen=True)
 class Decoding:
-    """What may be chosen about decoding image files; see `locality.data.decode`.
+    """What may be chosen about decoding image files; see `locality.data.decoding`.
 
     Attributes:
         exif: turn and mirror the image as its EXIF orientation says.
@@ -94,16 +97,16 @@ class DataConfig:
         _known("dataset", self.dataset, DATASETS)
         _known("subset", self.subset, ("balanced", "sorted"))
         _known("on_bad_image", self.on_bad_image, ("auto", "error", "skip"))
-        _inside("fraction", self.fraction, 0, 1, open_low=True)
-        _inside("val_fraction", self.val_fraction, 0, 1, open_low=True, open_high=True)
-        _integer("max_bad_images", self.max_bad_images, 0)
-        _integer("max_pixels", self.max_pixels, 1, PIXEL_LIMIT)
-        _integer("workers", self.workers, 0)
-        _integer("split_seed", self.split_seed, 0)
+        checks.number("fraction", self.fraction, 0, 1, above=True)
+        checks.number("val_fraction", self.val_fraction, 0, 1, above=True, below=True)
+        checks.integer("max_bad_images", self.max_bad_images, 0)
+        checks.integer("max_pixels", self.max_pixels, 1, PIXEL_LIMIT)
+        checks.integer("workers", self.workers, 0)
+        checks.integer("split_seed", self.split_seed, 0)
         if self.subset_seed is not None:
-            _integer("subset_seed", self.subset_seed, 0)
+            checks.integer("subset_seed", self.subset_seed, 0)
         if self.first_classes is not None:
-            _integer("first_classes", self.first_classes, 1)
+            checks.integer("first_classes", self.first_classes, 1)
 
     @property
     def decoding(self) -> Decoding:
@@ -136,6 +139,8 @@ class AugmentConfig:
         mean, std: normalisation per channel, on the 0 … 1 scale.
         crop_pct: evaluation resizes the shorter side to image size / crop_pct before cutting the
             centre; 0.875 is 256 → 224.
+        crop_mode: "center" cuts the centre in evaluation; "squash" resizes both sides to the image
+            size instead, whatever the aspect ratio.
         mixup, cutmix: strength (α of the Beta distribution); applied to batches by training.
         mixup_prob: probability that a batch is mixed at all.
         mixup_switch_prob: probability of cutmix where both are on.
@@ -151,9 +156,10 @@ class AugmentConfig:
     auto_augment: str | None = None
     random_erasing: float = 0.0
     interpolation: str = "bicubic"
-    mean: tuple[float, float, float] = IMAGENET_DEFAULT_MEAN
-    std: tuple[float, float, float] = IMAGENET_DEFAULT_STD
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
     crop_pct: float = 0.875
+    crop_mode: Literal["center", "squash"] = "center"
     mixup: float = 0.0
     cutmix: float = 0.0
     mixup_prob: float = 1.0
@@ -162,14 +168,15 @@ class AugmentConfig:
 
     def __post_init__(self) -> None:
         _known("crop", self.crop, ("resized", "pad", "none"))
+        _known("crop_mode", self.crop_mode, ("center", "squash"))
         _known("interpolation", self.interpolation, INTERPOLATIONS)
-        _integer("pad", self.pad, 0)
-        _integer("repeats", self.repeats, 1)
+        checks.integer("pad", self.pad, 0)
+        checks.integer("repeats", self.repeats, 1)
         for name in ("hflip", "random_erasing", "mixup_prob", "mixup_switch_prob"):
-            _inside(name, getattr(self, name), 0, 1)
+            checks.number(name, getattr(self, name), 0, 1)
         for name in ("color_jitter", "mixup", "cutmix"):
-            _inside(name, getattr(self, name), 0, math.inf, open_high=True)
-        _inside("crop_pct", self.crop_pct, 0, 1, open_low=True)
+            checks.number(name, getattr(self, name), 0)
+        checks.number("crop_pct", self.crop_pct, 0, 1, above=True)
         _range("scale", self.scale, 1.0)
         _range("ratio", self.ratio, math.inf)
         for name in ("mean", "std"):
@@ -177,7 +184,7 @@ class AugmentConfig:
             if len(values) != 3:
                 raise UserError(f"{name} has {len(values)} values; give one per colour channel, 3")
             for value in values:
-                _inside(name, value, 0, math.inf, open_low=name == "std", open_high=True)
+                checks.number(name, value, 0, above=name == "std")
         if self.auto_augment is not None:
             _policy(self.auto_augment)
 
@@ -185,37 +192,6 @@ class AugmentConfig:
 def _known(setting: str, given: str, accepted: object) -> None:
     if given not in accepted:  # type: ignore[operator]
         raise unknown(setting, str(given), accepted)  # type: ignore[arg-type]
-
-
-def _integer(setting: str, value: int, low: int, high: int | None = None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise UserError(f"{setting} is {value!r}; give a whole number, {limits}")
-
-
-def _inside(
-    setting: str,
-    value: float,
-    low: float,
-    high: float,
-    *,
-    open_low: bool = False,
-    open_high: bool = False,
-) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if (
-        not number
-        or not low <= value <= high
-        or (open_low and value == low)
-        or (open_high and value == high)
-    ):
-        lower = f"{'above' if open_low else 'at least'} {low:g}"
-        if math.isinf(high):
-            upper = " and finite"
-        else:
-            upper = f" and {'below' if open_high else 'at most'} {high:g}"
-        raise UserError(f"{setting} is {value!r}; give a number {lower}{upper}")
 
 
 def _range(setting: str, value: tuple[float, float], high: float) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import AS_PUBLISHED, Decoding
-from locality.data.decode import decode, read_bytes
+from locality.data.decoding import decode, read_bytes
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 

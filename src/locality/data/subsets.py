@@ -79,7 +79,7 @@ def _per_class(
 ) -> Indices:
     labels = np.asarray(labels, dtype=np.int64)
     if not 0 < fraction <= 1:
-        raise UserError(f"fraction is {fraction!r}; give a number above 0 and at most 1")
+        raise UserError(f"fraction is {fraction!r}; give a finite number above 0 and at most 1")
     chosen = []
     emptied = []
     for members, key in _classes(labels, seed or 0, Stream.SUBSET):

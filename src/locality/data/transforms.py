@@ -93,7 +93,7 @@ def train_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransf
 
 
 def eval_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransform:
-    """The fixed transform of evaluation: resize the shorter side, cut the centre."""
+    """The fixed transform of evaluation: resize and cut the centre, or squash, by `crop_mode`."""
     size = as_size(img_size)
     resized = (math.floor(size[0] / augment.crop_pct), math.floor(size[1] / augment.crop_pct))
     interpolation = "bicubic" if augment.interpolation == "random" else augment.interpolation
@@ -102,6 +102,7 @@ def eval_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransfo
         is_training=False,
         interpolation=interpolation,
         crop_pct=augment.crop_pct,
+        crop_mode=augment.crop_mode,
         normalize=False,
     )
     return ImageTransform(size, pipeline.transforms[:-1], [] if resized == size else None)

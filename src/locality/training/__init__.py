@@ -6,8 +6,9 @@ configuration itself.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from locality.lazy import lazily
 
 if TYPE_CHECKING:
     from locality.training.config import (
@@ -58,22 +59,18 @@ __all__ = [
     "train",
 ]
 
-_MODULES = {
-    "config": "EngineConfig ModelConfig ObjectiveConfig OptimConfig RunConfig ScheduleConfig",
-    "dryrun": "DryRun dry_run",
-    "engine": "train",
-    "evaluation": "evaluate",
-    "evaluation_of_runs": "evaluate_run",
-    "failures": "CheckpointNotSaved DamagedCheckpoint NonFiniteLoss RunFailed",
-    "recipes": "RECIPES recipe",
-    "runs": "RunFolder initial_model load_run",
-    "settings": "replace",
-    "signals": "Interrupted",
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        ".config": "EngineConfig ModelConfig ObjectiveConfig OptimConfig RunConfig ScheduleConfig",
+        ".dryrun": "DryRun dry_run",
+        ".engine": "train",
+        ".evaluation": "evaluate",
+        ".evaluation_of_runs": "evaluate_run",
+        ".failures": "CheckpointNotSaved DamagedCheckpoint NonFiniteLoss RunFailed",
+        ".recipes": "RECIPES recipe",
+        ".runs": "RunFolder initial_model load_run",
+        ".settings": "replace",
+        ".signals": "Interrupted",
+    },
+)

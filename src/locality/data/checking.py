@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from locality.data.config import AS_PUBLISHED, Decoding
-from locality.data.decode import load, read_bytes, to_rgb
+from locality.data.decoding import load, read_bytes, to_rgb
 from locality.data.folder import Listing, class_difference, find_layout, list_folder, some
 from locality.data.sources import BadImage
 

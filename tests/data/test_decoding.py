@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from locality.data import BadImage, Decoding, decode
-from locality.data.decode import read_bytes
+from locality.data.decoding import read_bytes
 
 
 def encoded(image, kind="PNG", **options):
