@@ -1,11 +1,17 @@
-"""Opening whatever a command was given: a run folder, weights, a public name, an ONNX graph."""
+"""Opening whatever a command was given: run folders, weights, public names, graphs, images."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from PIL import Image
+
 from locality.checkpoints import Classifier, Preprocessing, open_model
+from locality.data import BadImage, decode, open_data
+from locality.errors import UserError
 from locality.training import RunFolder, load_run
+from locality.training.runs import is_run_folder
 
 
 def open_anything(what: str, model: str | None = None) -> Classifier:
@@ -33,3 +39,57 @@ def _open_run(folder: Path) -> Classifier:
         crop_mode=augment.crop_mode,
     )
     return Classifier.of(model, folder.name, preprocessing, RunFolder(folder).classes())
+
+
+def image_files(given: Sequence[str]) -> Iterator[Path]:
+    """The image files that paths of files and folders name, those of a folder in sorted order.
+
+    Raises:
+        FileNotFoundError: if there is no such file or folder.
+        UserError: if a folder has no images.
+    """
+    known = set(Image.registered_extensions())
+    for name in given:
+        path = Path(name)
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in known)
+            if not inside:
+                raise UserError(f"there are no images in the folder {path}")
+            yield from inside
+        elif path.exists():
+            yield path
+        else:
+            raise FileNotFoundError(f"there is no file or folder {path}")
+
+
+def read_image(file: Path) -> Image.Image:
+    """The image in a file, as RGB.
+
+    Raises:
+        UserError: if it cannot be decoded, naming the file.
+    """
+    try:
+        return decode(file.read_bytes())
+    except BadImage as error:
+        raise UserError(f"{file}: {error}") from error
+
+
+def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
+    """The first validation images of a run, one of each class in turn, with their class's name.
+
+    Raises:
+        UserError: if `run` is no run folder.
+    """
+    if not is_run_folder(run):
+        raise UserError(f"{run} is no run folder with images of its own; give --images")
+    config = RunFolder(run).config()
+    splits = open_data(config.data, config.seed)
+    labels = splits.val.labels.tolist()
+    # Position among the images of its class first, class second: classes take turns.
+    seen: dict[int, int] = {}
+    order = []
+    for index, label in enumerate(labels):
+        seen[label] = seen.get(label, -1) + 1
+        order.append((seen[label], label, index))
+    chosen = [index for _, _, index in sorted(order)[:count]]
+    return [(splits.classes[labels[index]], splits.val.read(index)) for index in chosen]
