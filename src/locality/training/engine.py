@@ -27,6 +27,7 @@ from locality.training.failures import DamagedCheckpoint, NonFiniteLoss
 from locality.training.logs import duration
 from locality.training.loop import Loop, Parts
 from locality.training.objective import Objective, load_teacher
+from locality.training.observer import Observer, Watch
 from locality.training.optim import create_optimizer, create_schedule
 from locality.training.recorder import Recorder
 from locality.training.runs import RunFolder
@@ -34,7 +35,13 @@ from locality.training.setup import Preview, build_model, create_fabric, preview
 from locality.training.signals import Interrupted, Interruption, forwarded_to_children
 
 
-def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    folder: Path | str,
+    *,
+    quiet: bool = False,
+    observer: Observer | None = None,
+) -> dict[str, Any]:
     """Train as `config` says, in `folder`; resume what is there, or return what was finished.
 
     Everything that can be checked is checked before the first step.
@@ -43,6 +50,7 @@ def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict
         config: the whole run.
         folder: its folder; see `locality.training.runs` for what is in it.
         quiet: print nothing.
+        observer: is shown the model now and then; changes no number of the run.
 
     Returns:
         the content of result.json.
@@ -68,7 +76,9 @@ def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict
         within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
         given = None if config.engine.strategy == "ddp_spawn" else prepared
         with forwarded_to_children() if within else nullcontext():
-            outcome = fabric.launch(partial(_train_here, config, folder, quiet, status, given))
+            outcome = fabric.launch(
+                partial(_train_here, config, folder, quiet, observer, status, given)
+            )
     finally:
         run.lock.release()
     # What Fabric has started by repeating the command line, it watches, and kills all at any exit
@@ -109,6 +119,7 @@ def _train_here(
     config: RunConfig,
     folder: Path | str,
     quiet: bool,
+    observer: Observer | None,
     status: str,
     prepared: Preview | None,
     fabric: Fabric,
@@ -127,7 +138,7 @@ def _train_here(
             return result
         seen = preview(config) if prepared is None else prepared
         with Interruption().listening() as interruption:
-            return _run(fabric, config, run, seen, interruption, quiet)
+            return _run(fabric, config, run, seen, interruption, quiet, observer)
     except Interrupted as interrupted:
         return {"signum": interrupted.signum, "step": interrupted.step}
     except (NonFiniteLoss, DamagedCheckpoint) as error:
@@ -143,6 +154,7 @@ def _run(
     seen: Preview,
     interruption: Interruption,
     quiet: bool,
+    observer: Observer | None,
 ) -> dict[str, Any]:
     state, notes = _last_state(fabric, run)
     fingerprint = data_fingerprint(seen.splits)
@@ -169,7 +181,10 @@ def _run(
         tensorboard=config.engine.tensorboard,
     )
     try:
-        loop = Loop(fabric, config, seen, parts, recorder, interruption)
+        watch = None
+        if observer is not None and fabric.is_global_zero:
+            watch = Watch(observer, run.path, config, seen.plan, seen.splits.val)
+        loop = Loop(fabric, config, seen, parts, recorder, interruption, watch)
         loop.data = fingerprint
         if state is not None:
             loop.load(state)

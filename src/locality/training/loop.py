@@ -25,6 +25,7 @@ from locality.training.config import RunConfig
 from locality.training.evaluation import EvaluationStopped, evaluate
 from locality.training.failures import NonFiniteLoss
 from locality.training.objective import Objective
+from locality.training.observer import Watch
 from locality.training.randomness import StepRandomness
 from locality.training.recorder import Recorder
 from locality.training.setup import Preview
@@ -82,6 +83,7 @@ class Loop:
         parts: model, optimiser and so on, on their device.
         recorder: writes and says things; only that of rank 0 does.
         interruption: whether a signal has come.
+        watch: shows the model to an observer.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Loop:
         parts: Parts,
         recorder: Recorder,
         interruption: Interruption,
+        watch: Watch | None = None,
     ) -> None:
         self.fabric = fabric
         self.config = config
@@ -102,6 +105,7 @@ class Loop:
         self.parts = parts
         self.recorder = recorder
         self.interruption = interruption
+        self.watch = watch
         self.at = Progressed()
         self.data = ""  # fingerprint of the data, kept in checkpoints
         self.alone = fabric.world_size == 1
@@ -172,6 +176,8 @@ class Loop:
                     row = self._evaluate()
                 if self.plan.snapshots(at.step):
                     self._snapshot()
+                if self.watch is not None:
+                    self.watch(at.step, self._judged())
                 if self._saved != (at.step, at.evaluated) and self.plan.saves(at.step):
                     self._save()
                 if at.step == self.plan.steps:
@@ -260,7 +266,7 @@ class Loop:
 
     def _evaluate(self) -> dict[str, Any]:
         at, parts = self.at, self.parts
-        model = parts.model if parts.ema is None else parts.ema.module
+        model = self._judged()
         self.recorder.wait_until_saved()
         started = time.perf_counter()
         if not self.alone:
@@ -311,8 +317,11 @@ class Loop:
 
     def _snapshot(self) -> None:
         if self.fabric.is_global_zero:
-            model = self.parts.model if self.parts.ema is None else self.parts.ema.module
-            self.recorder.snapshot(self.at.step, model)
+            self.recorder.snapshot(self.at.step, self._judged())
+
+    def _judged(self) -> ImageClassifier:
+        """The weights that the run is judged by: averaged ones if it keeps an average."""
+        return self.parts.model if self.parts.ema is None else self.parts.ema.module
 
     # -- loaders ------------------------------------------------------------------------------
 

@@ -42,19 +42,19 @@ class Plan:
 
     def evaluates(self, step: int) -> bool:
         """Whether the model is evaluated after `step` updates."""
-        return step == self.steps or _due(step, self.eval_every)
+        return step == self.steps or is_due(step, self.eval_every)
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` updates."""
         if self.save_every is None:
             return self.evaluates(step)
-        return step == self.steps or _due(step, self.save_every)
+        return step == self.steps or is_due(step, self.save_every)
 
     def snapshots(self, step: int) -> bool:
         """Whether a copy of the weights is kept after `step` updates."""
         if self.snapshot_every is None:
             return False
-        return step in (0, self.steps) or _due(step, self.snapshot_every)
+        return step in (0, self.steps) or is_due(step, self.snapshot_every)
 
 
 def make_plan(config: RunConfig, train_images: int) -> Plan:
@@ -96,6 +96,6 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
     )
 
 
-def _due(step: int, every: float) -> bool:
+def is_due(step: int, every: float) -> bool:
     """Whether `step` is the whole number nearest to a multiple of `every`."""
     return step > 0 and round(round(step / every) * every) == step
