@@ -1,0 +1,223 @@
+"""Many runs: what is done, in which order, what a failure leaves, what a kill leaves."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from locality.errors import UserError
+from locality.experiments.cost import estimate_costs, span
+from locality.experiments.executors import LocalExecutor, make_executor
+from locality.experiments.runner import Plan, Progress, done_share, plan, run_all
+from locality.experiments.runs import Run
+from locality.experiments.worker import log_file
+from locality.training import load_run
+
+
+@pytest.fixture
+def failing(tmp_path, tiny_config):
+    """A run that cannot start: a fraction that leaves classes empty."""
+    return Run("failing", tiny_config(data__fraction=0.001), tmp_path / "failing")
+
+
+def test_finished_runs_are_left_alone_and_each_folder_is_done_once(tmp_path, tiny_run, here):
+    runs = [tiny_run(tmp_path, seed=seed) for seed in (0, 1, 0)]
+    outcomes = run_all(runs, executor=here, quiet=True)
+    assert [outcome.run for outcome in outcomes] == runs
+    assert all(outcome.error is None for outcome in outcomes)
+    assert len(here.performed) == 2
+    run_all(runs, executor=here, quiet=True)
+    assert len(here.performed) == 2
+
+
+def test_a_failing_run_fails_alone_and_says_why(tmp_path, tiny_run, failing, here):
+    good = tiny_run(tmp_path)
+    bad, fine = run_all([failing, good], executor=here, quiet=True)
+    assert fine.error is None and good.is_finished()
+    assert bad.error is not None and "leaves 10 classes without images" in bad.error
+
+
+def test_a_program_error_is_named_with_the_place_of_its_details(tmp_path, tiny_config, here):
+    run = Run("", tiny_config(), tmp_path / "run", task="locality.experiments.runs:waves")
+    (outcome,) = run_all([run], executor=here, quiet=True)
+    assert outcome.error is not None and outcome.error.startswith("TypeError: waves() takes 1")
+    assert "Traceback" in log_file(run.folder).read_text()
+
+
+def test_what_needs_a_failed_run_is_not_started(tmp_path, tiny_config, failing, here):
+    student = Run("student", tiny_config(seed=1), tmp_path / "student", needs=(failing,))
+    (outcome,) = run_all([student], executor=here, quiet=True)
+    assert outcome.error is not None and outcome.error.startswith("it needs failing, which failed")
+    assert here.performed == [failing]
+
+
+def test_the_folder_of_another_configuration_is_refused(tmp_path, tiny_config, here):
+    folder = tmp_path / "run"
+    run_all([Run("", tiny_config(), folder)], executor=here, quiet=True)
+    (outcome,) = run_all([Run("", tiny_config(optim__lr=1e-3), folder)], executor=here, quiet=True)
+    assert outcome.error is not None and "optim.lr: 0.002 there, 0.001 now" in outcome.error
+
+
+def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
+    runs = [tiny_run(tmp_path, seed=seed) for seed in (0, 1)]
+    run_all(runs[:1], executor=here, quiet=True)
+    made = plan([*runs, failing], jobs=2)
+    text = str(made)
+    assert "3 runs: 1 finished, 0 to resume, 2 to start" in text
+    assert "1 of them cannot start" in text
+    assert "24 images" in text
+    assert "finished" in made.table() and "cannot start: a fraction of 0.001" in made.table()
+    assert not runs[1].folder.exists()
+    cost = made.costs[runs[1].folder]
+    assert cost.images == 24 and cost.seconds > 0
+    # Forward and twice as much for the gradients, of 3.4 million multiply-accumulates each.
+    assert cost.macs == pytest.approx(3 * 24 * 3.37e6, rel=0.01)
+
+
+def test_costs_come_from_finished_runs_of_the_same_network(tmp_path, tiny_run, here):
+    run, other = tiny_run(tmp_path), tiny_run(tmp_path, seed=1)
+    run_all([run], executor=here, quiet=True)
+    costs = estimate_costs([run, other], measure=False)
+    speed = (run.result() or {})["images_per_second"]
+    assert costs[other.folder].basis == "measured"
+    assert costs[other.folder].seconds == pytest.approx(24 / speed)
+    deit = tiny_run(tmp_path, "deit_nano")
+    assert estimate_costs([deit], measure=False)[deit.folder].seconds == 0
+
+
+def test_progress_reads_how_far_a_run_is_from_its_folder(tmp_path, tiny_run, here):
+    run = tiny_run(tmp_path)
+    cost = Plan([run]).costs[run.folder]
+    assert done_share(run, cost) == 0
+    run_all([run], executor=here, quiet=True)
+    assert done_share(run, cost) == 1
+    metrics = run.folder / "metrics.csv"
+    metrics.write_text("".join(metrics.read_text().splitlines(True)[:-1]))
+    assert done_share(run, cost) == pytest.approx(2 / 3)
+
+
+def test_progress_says_a_line_per_run_where_there_is_no_terminal(tmp_path, tiny_run, here, capsys):
+    run = tiny_run(tmp_path)
+    run_all([run], executor=here)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("[1/1] convit_nano 0: ") and line.endswith("(100%)")
+    with Progress([], quiet=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(19, "19 s"), (240, "4 min"), (9000, "2.5 h"), (1e6, "11.6 d")]
+)
+def test_lengths_of_time(seconds, text):
+    assert span(seconds) == text
+
+
+def test_unknown_executors_and_no_jobs_are_refused():
+    with pytest.raises(UserError, match="did you mean submitit"):
+        make_executor("submitt", 2)
+    with pytest.raises(UserError, match="jobs is 0"):
+        make_executor("local", 0)
+
+
+def fingerprint(run):
+    """The numbers and weights of a finished run."""
+    result = {k: v for k, v in run.result().items() if k not in ("seconds", "images_per_second")}
+    weights = load_run(run.folder)[0].state_dict()
+    metrics = (run.folder / "metrics.csv").read_text()
+    return result, metrics, {name: value.clone() for name, value in weights.items()}
+
+
+def assert_same(first, second):
+    assert first[:2] == second[:2]
+    assert first[2].keys() == second[2].keys()
+    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["local", "submitit", "ray"])
+def test_two_workers_give_the_same_numbers_as_one_bit_for_bit(
+    name, tmp_path, tiny_config, failing, here
+):
+    def runs(root):
+        return [
+            Run(f"{model} {seed}", tiny_config(model, seed), tmp_path / root / f"{model}{seed}")
+            for model, seed in (("convit_nano", 0), ("deit_nano", 1))
+        ]
+
+    alone, together = runs("alone"), runs("together")
+    run_all(alone, executor=here, quiet=True)
+    outcomes = run_all([failing, *together], 2, name, threads=1, quiet=True)
+    errors = [outcome.error for outcome in outcomes]
+    assert errors[0] is not None and "leaves 10 classes without images" in errors[0]
+    assert errors[1:] == [None, None]
+    for one, other in zip(alone, together, strict=True):
+        assert_same(fingerprint(one), fingerprint(other))
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_fails_its_run_and_another_takes_its_place(
+    tmp_path, tiny_config, monkeypatch
+):
+    dying = Run("dying", tiny_config(), tmp_path / "dying", task="os:kill")
+    good = Run("good", tiny_config(), tmp_path / "good")
+    # os.kill(config, folder) is a TypeError; os._exit ends the process without a word.
+    silent = Run("silent", tiny_config(), tmp_path / "silent", task="locality_test_exit:leave")
+    (tmp_path / "locality_test_exit.py").write_text("import os\ndef leave(*_): os._exit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    outcomes = {o.run.name: o.error for o in LocalExecutor(1, 1).map([dying, silent, good])}
+    assert outcomes["dying"].startswith("TypeError")
+    assert "its process ended unexpectedly (exit code 7)" in outcomes["silent"]
+    assert outcomes["good"] is None
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from locality.experiments.runner import run_all
+from locality.experiments.runs import Run
+from locality.training import recipe, replace
+
+def main(root):
+    runs = []
+    for seed in range(3):
+        config = replace(recipe("digits", seed=seed), {
+            "schedule.steps": 3 if seed == 0 else 60, "schedule.warmup": 1,
+            "schedule.eval_every": 3.0, "schedule.save_every": 3.0, "engine.batch_size": 8,
+            "engine.tensorboard": False, "engine.precision": "fp32"})
+        runs.append(Run(str(seed), config, root / str(seed)))
+    errors = [outcome.error for outcome in run_all(runs, 1, threads=1, quiet=True)]
+    assert errors == [None] * 3, errors
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path):
+    script = tmp_path / "table.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(tmp_path / "killed")]
+    started = subprocess.Popen(command)
+    deadline = time.monotonic() + 120
+    middle = tmp_path / "killed" / "1" / "metrics.csv"
+    while not middle.exists() and time.monotonic() < deadline and started.poll() is None:
+        time.sleep(0.02)
+    started.send_signal(signal.SIGKILL)
+    started.wait()
+    finished = tmp_path / "killed" / "0" / "result.json"
+    before = finished.read_bytes(), finished.stat().st_mtime_ns
+    assert not (tmp_path / "killed" / "2" / "result.json").exists()
+    subprocess.run(command, check=True, timeout=300)
+    assert (finished.read_bytes(), finished.stat().st_mtime_ns) == before
+    whole = [sys.executable, str(script), str(tmp_path / "whole")]
+    subprocess.run(whole, check=True, timeout=300)
+    for seed in "012":
+        metrics = [(tmp_path / place / seed / "metrics.csv").read_text()
+                   for place in ("killed", "whole")]  # fmt: skip
+        assert metrics[0] == metrics[1]
