@@ -1,22 +1,49 @@
-"""How the attention of a run changed while it was trained, from the copies of its weights it kept.
+"""How the attention of a run changed while it was trained.
 
-Training knows nothing of instruments: a run that was asked to (`schedule.snapshot_every`) leaves
-weights in its folder, and they are measured afterwards, all on the same images.
+Two ways lead here. A run may have been measured while it went on (`over_training.py`), which keeps
+numbers and no weights; or it may have kept copies of its weights (`schedule.snapshot_every`), which
+can be measured afterwards, as often as one likes and on any number of images.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
+from locality.analysis.over_training import read_history
 from locality.analysis.samples import sample
 from locality.analysis.summary import Record, measure_model
 from locality.data import open_data
 from locality.errors import UserError
 from locality.training.plan import make_plan
 from locality.training.runs import RunFolder, initial_model
+
+
+def trajectory(folder: Path | str, images: int = 256) -> Record:
+    """A run's attention over its training: as it was measured then, or else from its snapshots.
+
+    Args and returns as `measure_trajectory`; `images` counts for snapshots alone.
+
+    Raises:
+        UserError: if it was neither measured nor kept snapshots.
+    """
+    history = read_history(folder)
+    if history:
+        return _collected(history)
+    if not has_snapshots(folder):
+        raise UserError(
+            f"run folder {folder} says nothing of its training: train with --measure_every, or "
+            f"with schedule.snapshot_every set"
+        )
+    return measure_trajectory(folder, images)
+
+
+def has_snapshots(folder: Path | str) -> bool:
+    """Whether a run kept copies of its weights."""
+    return any((Path(folder) / "snapshots").glob("step-*.safetensors"))
 
 
 def snapshot_files(folder: Path | str) -> dict[int, Path]:
@@ -43,45 +70,50 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
 
     Returns:
         {"images": n, "steps": […], "epochs": […], "layers": [one record per
-        attention layer]}. A layer's record has `name` and `kind`, and one entry per snapshot in
-        `nonlocality` (mean over heads and images, Eq. 8), `nonlocality_per_head` and `gates`
-        (σ(λ) per head; None where there is none).
+        attention layer]}. A layer's record has `name`, `kind` and `grid`, and one entry per
+        snapshot in `nonlocality` (mean over heads and images, Eq. 8), `nonlocality_per_head` and
+        `gates` (σ(λ) per head; None where there is none).
 
     Raises:
         UserError: if the run kept no snapshots.
     """
-    run = RunFolder(folder)
-    config = run.config()
     files = snapshot_files(folder)
+    config = RunFolder(folder).config()
     splits = open_data(config.data, config.seed)
     model = initial_model(folder)
     plan = make_plan(config, len(splits.train))
     chosen = sample(splits.val, config.augment, model.img_size, images)
-    layers: list[dict[str, Any]] = []
-    for file in files.values():
-        model.load_state_dict(load_file(file))
-        measured = measure_model(model, chosen.images)["layers"]
-        if not layers:
-            layers = [_empty(layer) for layer in measured]
-        for kept, layer in zip(layers, measured, strict=True):
-            kept["nonlocality"].append(layer["nonlocality"]["layer_mean"])
-            kept["nonlocality_per_head"].append(layer["nonlocality"]["mean"])
-            if kept["gates"] is not None:
-                kept["gates"].append(layer["gates"])
+
+    def measured() -> Iterable[Record]:
+        for step, file in files.items():
+            model.load_state_dict(load_file(file))
+            found = measure_model(model, chosen.images)
+            yield {"step": step, "epoch": plan.epoch(step)} | found
+
+    return _collected(list(measured()))
+
+
+def _collected(records: list[Record]) -> Record:
+    """Measures in order of time, turned into one curve per layer."""
     return {
-        "images": len(chosen.images),
-        "steps": list(files),
-        "epochs": [plan.epoch(step) for step in files],
-        "layers": layers,
+        "images": records[0]["images"],
+        "steps": [record["step"] for record in records],
+        "epochs": [record["epoch"] for record in records],
+        "layers": [
+            _curves([record["layers"][index] for record in records])
+            for index in range(len(records[0]["layers"]))
+        ],
     }
 
 
-def _empty(layer: Record) -> dict[str, Any]:
+def _curves(layers: list[Record]) -> dict[str, Any]:
+    """One layer over time."""
+    first = layers[0]
     return {
-        "name": layer["name"],
-        "kind": layer["kind"],
-        "grid": layer["grid"],
-        "nonlocality": [],
-        "nonlocality_per_head": [],
-        "gates": None if layer["gates"] is None else [],
+        "name": first["name"],
+        "kind": first["kind"],
+        "grid": first["grid"],
+        "nonlocality": [layer["nonlocality"]["layer_mean"] for layer in layers],
+        "nonlocality_per_head": [layer["nonlocality"]["mean"] for layer in layers],
+        "gates": None if first["gates"] is None else [layer["gates"] for layer in layers],
     }

@@ -188,7 +188,8 @@ function makeCell(model, index, head, large) {
   const cell = { model, index, head, node, view, canvas, query, label };
   view.addEventListener("pointermove", (event) => hover(cell, event));
   view.addEventListener("click", (event) => hover(cell, event));
-  view.addEventListener("pointerleave", () => hover(null));
+  // A finger leaves as soon as it is lifted; what it asked for stays.
+  view.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hover(null); });
   cells.push(cell);
   return node;
 }
