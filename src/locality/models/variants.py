@@ -52,12 +52,12 @@ def _cvt(
     drop_path: float = 0.0,
     **fields: Any,
 ) -> Variant:
-    # The paper's kernels are 7 for stride 4 and 3 for stride 2, padded by 2 and 1.
     stages = tuple(
-        StageConfig(width, number, depth, 2 * stride - 1, stride, stride // 2)
+        StageConfig(width, number, depth, embed_stride=stride)
         for width, number, depth, stride in zip(widths, heads, depths, strides, strict=True)
     )
-    config = CvTConfig(stages).with_overrides(drop_path_rate=drop_path, **fields)
+    fields = {"embedding": "conv", "drop_path_rate": drop_path} | fields
+    config = CvTConfig(stages).with_overrides(**fields)
     return Variant(f"cvt_{size}", "cvt", config, source, twin)
 
 
@@ -108,6 +108,12 @@ _ROWS = [
     _cvt("21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path=0.1),
     _cvt("w24", (192, 768, 1024), (3, 12, 16), (2, 2, 20), _CVT_TABLE_2, drop_path=0.3),
     _cvt("13_nas", (64, 192, 384), (1, 3, 6), (1, 2, 10), _NAS, drop_path=0.1, **_BOTTLENECK),
+    _cvt("nano",  (24, 48, 84), (1, 2, 4), (1, 1, 1), _SMALL, "convit_nano", strides=(1, 2, 1),
+         img_size=8, num_classes=10),
+    _cvt("micro", (48, 96, 192), (1, 2, 4), (1, 2, 3), _SMALL, "convit_micro", strides=(2, 2, 1),
+         img_size=32, num_classes=100),
+    _cvt("mini",  (64, 128, 320), (1, 2, 5), (1, 2, 4), _SMALL, "convit_mini", strides=(4, 2, 1),
+         img_size=64, num_classes=200),
 ]  # fmt: skip
 
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
