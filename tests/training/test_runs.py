@@ -145,9 +145,9 @@ def test_changed_data_is_refused(tmp_path: Path, stop_before: object) -> None:
     train_interrupted(tiny(), tmp_path / "run")
     stop_before(None)  # type: ignore[operator]
     file = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    from locality.training.checkpoint import read_checkpoint, write_checkpoint
+    from locality.training.checkpoint import pack, read_checkpoint, write_checkpoint
 
-    write_checkpoint(file, read_checkpoint(file) | {"data": "another"})
+    write_checkpoint(file, pack(read_checkpoint(file) | {"data": "another"}))
     with pytest.raises(UserError, match="data of run folder"):
         train(tiny(), tmp_path / "run")
 

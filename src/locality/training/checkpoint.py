@@ -11,12 +11,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from torch import Tensor
 
 from locality.files import atomic_file
 from locality.training.failures import CheckpointNotSaved, DamagedCheckpoint
@@ -29,8 +32,65 @@ _HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
 _BLOCK_BYTES = 1 << 20
 
 
-def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Write `state` (tensors and plain values) to `path`, atomically.
+@dataclass(frozen=True)
+class Packed:
+    """A state on its way to disk: a copy in main memory that training no longer touches.
+
+    Hundreds of small tensors take `torch.save` ten times as long as one large one, and hold up the
+    training thread all the while; so they are laid end to end, one buffer per dtype.
+
+    Attributes:
+        tree: the state with a `(dtype, offset, shape)` list, marked by `_TENSOR`, for each tensor.
+        buffers: dtype → all tensors of that dtype, flattened.
+        step: of the state.
+    """
+
+    tree: Any
+    buffers: dict[str, Tensor]
+    step: int
+
+
+_TENSOR = "\0tensor"
+
+
+def pack(state: Mapping[str, Any]) -> Packed:
+    """Copy a nested structure of tensors and plain values into main memory."""
+    pieces: dict[str, list[Tensor]] = {}
+    ends: dict[str, int] = {}
+
+    def packed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            kind = str(value.dtype).removeprefix("torch.")
+            offset = ends.get(kind, 0)
+            ends[kind] = offset + value.numel()
+            pieces.setdefault(kind, []).append(value.detach().reshape(-1).cpu())
+            return [_TENSOR, kind, offset, list(value.shape)]
+        if isinstance(value, Mapping):
+            return {key: packed(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(packed(item) for item in value)
+        return value
+
+    tree = packed(state)
+    buffers = {kind: torch.cat(tensors) for kind, tensors in pieces.items()}
+    return Packed(tree, buffers, state["step"])
+
+
+def unpack(tree: Any, buffers: Mapping[str, Tensor]) -> Any:
+    """What `pack` was given, every tensor with memory of its own."""
+    if isinstance(tree, Mapping):
+        return {key: unpack(item, buffers) for key, item in tree.items()}
+    if isinstance(tree, list) and tree[:1] == [_TENSOR]:
+        _, kind, offset, shape = tree
+        count = math.prod(shape)
+        return buffers[kind][offset : offset + count].clone().reshape(shape)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(unpack(item, buffers) for item in tree)
+    return tree
+
+
+def write_checkpoint(path: Path, packed: Packed) -> None:
+    """Write a packed state to `path`, atomically.
 
     A checkpoint that is there already becomes `previous.ckpt` in the same folder, once the new
     one is on disk.
@@ -38,7 +98,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     with atomic_file(path) as file:
         file.write(b" " * _HEADER_BYTES)
         hashed = _HashingWriter(file)
-        torch.save(dict(state), cast(IO[bytes], hashed))
+        torch.save({"tree": packed.tree, "buffers": packed.buffers}, cast(IO[bytes], hashed))
         file.seek(0)
         file.write(_header(hashed.digest.hexdigest(), hashed.size))
         file.flush()
@@ -48,7 +108,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What `write_checkpoint` wrote, on the processor.
+    """The state that `write_checkpoint` wrote, in main memory.
 
     Raises:
         DamagedCheckpoint: if a single bit of the file is not as it was written.
@@ -63,9 +123,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             size += len(block)
         if header != _header(digest.hexdigest(), size):
             raise DamagedCheckpoint(_what_is_wrong(path, header, size))
-        return torch.load(
+        content = torch.load(
             cast(IO[bytes], _Payload(file, _HEADER_BYTES)), map_location="cpu", weights_only=True
         )
+    return unpack(content["tree"], content["buffers"])
 
 
 def _header(digest: str, size: int) -> bytes:
@@ -134,21 +195,21 @@ class CheckpointFolder:
         self.path = path
         self.saved_step: int | None = None
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Make `state` the last checkpoint; `state["step"]` is its step.
+    def save(self, packed: Packed) -> None:
+        """Make a packed state the last checkpoint.
 
         Raises:
             CheckpointNotSaved: if it cannot be written; what was there is untouched.
         """
         try:
-            write_checkpoint(self.path / LAST, state)
+            write_checkpoint(self.path / LAST, packed)
         except (OSError, RuntimeError) as error:
             # torch.save turns a write error into a RuntimeError of its own.
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
-            raise CheckpointNotSaved(self._not_saved(state["step"], cause)) from error
-        self.saved_step = state["step"]
+            raise CheckpointNotSaved(self._not_saved(packed.step, cause)) from error
+        self.saved_step = packed.step
 
     def _not_saved(self, step: int, error: OSError) -> str:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror or error)

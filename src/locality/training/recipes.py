@@ -73,7 +73,7 @@ def cifar(model: str = "convit_micro", dataset: str = "cifar100", seed: int = 0)
 
     Command: `locality train cifar --data.root DATA --data.download true`, and
     `--data.dataset cifar10`.
-    Cost: 200 epochs of 50,000 images; 10 exaFLOPs / 200 for `convit_micro`.
+    Cost: 0.008 exaFLOPs for `convit_micro`, which is minutes on a GPU.
     Expect: not in the papers.
     """
     return RunConfig(
@@ -98,7 +98,7 @@ def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
     and 10 of cool-down. Weight decay acts on v_pos as in the code released with the paper.
 
     Command: `locality train deit_300 --data.root IMAGENET`, under torchrun on several GPUs.
-    Cost: 12 exaFLOPs for `convit_small`, 3 for `convit_tiny`, 39 for `convit_base`.
+    Cost: 13 exaFLOPs for `convit_small`, 3 for `convit_tiny`, 40 for `convit_base`.
     Expect: top-1 73.1 (`convit_tiny`), 81.3 (`convit_small`), 82.4 (`convit_base`); 72.2, 79.8,
     81.8 for their `deit_` namesakes.
     """
@@ -149,7 +149,7 @@ def distill_hard(
     The teacher is a timm model or a run folder and sees images at its own normalisation and size.
 
     Command: `locality train distill_hard --data.root IMAGENET`
-    Cost: that of `deit_300_plus` and a third as much again for the teacher's forward passes.
+    Cost: that of `deit_300_plus` and half as much again for the teacher's forward passes.
     Expect: top-1 82.9 (Table 4; 82.2 without the teacher).
     """
     base = deit_300_plus(model, seed)
@@ -167,7 +167,7 @@ def subset(fraction: float = 0.1, model: str = "convit_small", seed: int = 0) ->
 
     Command: `locality train subset --data.fraction 0.05 --data.root IMAGENET`, and
     `--data.subset sorted` for the files that the released code took.
-    Cost: 12 exaFLOPs for `convit_small`, whatever the fraction.
+    Cost: 13 exaFLOPs for `convit_small`, whatever the fraction.
     Expect: top-1 of ConViT-S (DeiT-S) 47.8 (34.8) at 5%, 59.6 (48.0) at 10%, 73.7 (66.1) at 30%,
     78.2 (74.6) at 50%.
     """

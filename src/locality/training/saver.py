@@ -10,9 +10,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from locality.training.checkpoint import CheckpointFolder
+from locality.training.checkpoint import CheckpointFolder, Packed, pack
 
 
 class BackgroundSaver:
@@ -34,12 +32,12 @@ class BackgroundSaver:
             CheckpointNotSaved: if the checkpoint before it could not be.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._save, args=(copied(state),), name="checkpoint")
+        self._thread = threading.Thread(target=self._save, args=(pack(state),), name="checkpoint")
         self._thread.start()
 
-    def _save(self, state: Any) -> None:
+    def _save(self, packed: Packed) -> None:
         try:
-            self._folder.save(state)
+            self._folder.save(packed)
         except Exception as error:  # handed over to the thread that trains
             self._failure = error
 
@@ -63,14 +61,3 @@ class BackgroundSaver:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-
-
-def copied(state: Any) -> Any:
-    """A nested structure with every tensor copied into main memory."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, Mapping):
-        return {key: copied(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(copied(value) for value in state)
-    return state

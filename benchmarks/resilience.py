@@ -1,0 +1,135 @@
+"""What surviving costs: training with a checkpoint every epoch against training without any.
+
+    python benchmarks/resilience.py --output benchmarks/results/resilience.json
+
+Epochs of the digits recipe with and without a checkpoint are run in turn, in one process, and
+compared pair by pair. The same script says what the step loop costs beside the forward pass, the
+backward pass and the update themselves, and the loading of data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning_fabric import Fabric
+
+from locality.files import write_atomic
+from locality.training import RunFolder, recipe, replace
+from locality.training.engine import build_parts
+from locality.training.environment import describe_environment
+from locality.training.loop import Loop
+from locality.training.recorder import Recorder
+from locality.training.setup import build_model, create_fabric, preview
+from locality.training.signals import Interruption
+
+
+def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
+    """A run of the digits recipe that never evaluates or saves by itself."""
+    changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
+    config = replace(recipe("digits", model=model), changes)
+    seen = preview(config)
+    run = RunFolder(folder)
+    run.prepare(config)
+    parts = build_parts(fabric, config, seen, build_model(config, len(seen.splits.classes)))
+    recorder = Recorder(
+        run,
+        batch_size=seen.plan.batch_size,
+        total=steps,
+        step=0,
+        evaluated=-1,
+        quiet=True,
+        tensorboard=False,
+    )
+    return Loop(fabric, config, seen, parts, recorder, Interruption())
+
+
+def milliseconds(action: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    action()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def measure(fabric: Fabric, model: str, pairs: int, folder: Path) -> dict[str, Any]:
+    """Epochs with and without a checkpoint, and the parts of a step."""
+    loop = make_loop(fabric, model, folder, steps=10**6)
+    epoch = round(len(loop.splits.train) / loop.plan.batch_size)
+    batches = iter(loop._train_loader())
+    images, labels = (batch := next(batches)).images, batch.targets
+    parts = loop.parts
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            loop._step(batches)
+
+    def epoch_with_checkpoint() -> None:
+        # As in a run, the disk is still at work while the next steps are made.
+        loop._save()
+        steps(epoch)
+
+    def bare() -> None:
+        for _ in range(epoch):
+            F.cross_entropy(parts.model(images), labels).backward()
+            parts.optimizer.step()
+            parts.optimizer.zero_grad(set_to_none=True)
+
+    def load() -> None:
+        for _ in range(epoch):
+            next(batches)
+
+    steps(epoch)
+    found: dict[str, list[float]] = {"with": [], "without": [], "bare": [], "load": []}
+    for _ in range(pairs):
+        found["without"].append(milliseconds(lambda: steps(epoch)))
+        found["with"].append(milliseconds(epoch_with_checkpoint))
+        loop.recorder.wait_until_saved()
+        found["bare"].append(milliseconds(bare))
+        found["load"].append(milliseconds(load))
+    loop.recorder.close()
+    ratios = [a / b for a, b in zip(found["without"], found["with"], strict=True)]
+    rest = [
+        (a - b - c) / a
+        for a, b, c in zip(found["without"], found["bare"], found["load"], strict=True)
+    ]
+    return {
+        "model": model,
+        "steps_per_epoch": epoch,
+        "pairs": pairs,
+        "throughput_with_a_checkpoint_every_epoch": round(statistics.median(ratios), 4),
+        "quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
+        "step_ms": round(statistics.median(found["without"]) / epoch, 3),
+        "bare_step_ms": round(statistics.median(found["bare"]) / epoch, 3),
+        "loading_ms": round(statistics.median(found["load"]) / epoch, 3),
+        "share_of_the_loop_itself": round(statistics.median(rest), 4),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--models", nargs="+", default=["convit_nano", "deit_nano"])
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    given = parser.parse_args(arguments)
+    fabric = create_fabric(recipe("digits").engine, "fp32")
+    fabric.launch()
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        rows = [measure(fabric, model, given.pairs, Path(folder) / model) for model in given.models]
+    text = json.dumps({"results": rows, "environment": describe_environment()}, indent=2) + "\n"
+    if given.output:
+        write_atomic(given.output, text)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
