@@ -47,6 +47,7 @@ def test_needed_runs_come_first_and_once(tmp_path, tiny_config, tiny_run):
     other = Run("o", tiny_config(seed=2), tmp_path / "o", needs=(student, net))
     assert with_needs([other, student]) == [net, teacher, student, other]
     assert waves([net, teacher, student, other]) == [[net, teacher], [student], [other]]
+    assert waves([student]) == [[student]]
     assert waves([]) == []
 
 

@@ -175,13 +175,22 @@ def steps_rate(model: ModelConfig, classes: int, batch_size: int) -> float:
     """
     macs = _STEP_FORWARDS * forward_macs(model, classes)
     images = int(min(batch_size, max(1, _TIMED_MACS // macs)))
-    return _steps_rate(_architecture(model), model.name, classes, images, _Settings(model))
+    whole = images == batch_size
+    return _steps_rate(_architecture(model), model.name, classes, images, whole, _Settings(model))
 
 
 @cache
-def _steps_rate(key: str, name: str, classes: int, images: int, settings: _Settings) -> float:
+def _steps_rate(
+    key: str, name: str, classes: int, images: int, whole: bool, settings: _Settings
+) -> float:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    network = build_network(name, classes, settings.given).to(device).train()
+    with torch.device("meta"):
+        network = build_network(name, classes, settings.given)
+    # Any weights cost the same; drawing those of a large network properly takes longer than a step.
+    network = network.to_empty(device=device).train()
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.is_floating_point():
+            torch.nn.init.uniform_(tensor, -0.02, 0.02)
     optimiser = torch.optim.AdamW(network.parameters())
     batch = torch.randn(images, 3, *image_size(network, settings.given), device=device)
     labels = torch.zeros(images, dtype=torch.long, device=device)
@@ -190,7 +199,8 @@ def _steps_rate(key: str, name: str, classes: int, images: int, settings: _Setti
     while len(seconds) < 2 or (len(seconds) < _REPEATS and sum(seconds) < 1):
         begin = time.perf_counter()
         F.cross_entropy(network(batch), labels).backward()
-        optimiser.step()
+        if whole:  # the optimiser's cost is one per batch, not one per image
+            optimiser.step()
         optimiser.zero_grad()
         if device == "cuda":
             torch.cuda.synchronize()

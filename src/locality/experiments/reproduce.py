@@ -66,14 +66,17 @@ def reproduce(
     items = find(name)
     specs = {item.name: item.build(chosen) for item in items}
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
-    plan = Plan(wanted, jobs)
-    if not quiet:
-        print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}")
     if plan_only:
-        if not quiet:
-            print("\n" + plan.table())
+        plan = Plan(wanted, jobs)
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
         return []
-    failures = _carry_out(chosen, wanted, executor, jobs, threads, quiet)
+    failures, ready = _without_data(chosen, wanted)
+    if not quiet:
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{Plan(ready, jobs)}")
+        if failures:
+            print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
+    outcomes = run_all(ready, jobs, executor, threads, quiet)
+    failures |= {each.run.folder: each.error for each in outcomes if each.error is not None}
     folder = Path(out) / chosen.name
     folder.mkdir(parents=True, exist_ok=True)
     records = [write_experiment(item, specs[item.name], chosen, failures, folder) for item in items]
@@ -95,15 +98,8 @@ def _scale(
     )
 
 
-def _carry_out(
-    scale: Scale,
-    wanted: Sequence[Run],
-    executor: str | Executor,
-    jobs: int,
-    threads: int | None,
-    quiet: bool,
-) -> dict[Path, str]:
-    """Run what can be run; why the rest failed, by folder."""
+def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str], list[Run]]:
+    """Why some runs cannot be started, by folder, and the runs that can."""
     failures: dict[Path, str] = {}
     ready: list[Run] = []
     for run in wanted:
@@ -115,8 +111,7 @@ def _carry_out(
             failures[run.folder] = reason
         else:
             ready.append(run)
-    outcomes = run_all(ready, jobs, executor, threads, quiet)
-    return failures | {each.run.folder: each.error for each in outcomes if each.error is not None}
+    return failures, ready
 
 
 def write_experiment(

@@ -97,7 +97,8 @@ def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:
     The name begins with what a person would look for: model, fraction and seed.
     """
     percent = f"{100 * config.data.fraction:g}"
-    return root / f"{config.model.name}-{percent}-s{config.seed}-{digest(config, task)}"
+    name = config.model.name.replace("/", "-")
+    return root / f"{name}-{percent}-s{config.seed}-{digest(config, task)}"
 
 
 def with_needs(runs: Iterable[Run]) -> list[Run]:
@@ -116,10 +117,14 @@ def with_needs(runs: Iterable[Run]) -> list[Run]:
 
 
 def waves(runs: Sequence[Run]) -> list[list[Run]]:
-    """Split runs into groups that can go on side by side, one group after the other."""
+    """Split runs into groups that can go on side by side, one group after the other.
+
+    Needed runs that are not among them (finished ones, say) are waited for by nobody.
+    """
     depth: dict[Path, int] = {}
     for run in runs:
-        depth[run.folder] = max((depth[needed.folder] + 1 for needed in run.needs), default=0)
+        needed = [depth[each.folder] for each in run.needs if each.folder in depth]
+        depth[run.folder] = max(needed, default=-1) + 1
     groups: list[list[Run]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for run in runs:
         groups[depth[run.folder]].append(run)

@@ -154,9 +154,11 @@ def _reading(record: Record) -> str:
     )
 
 
-def markdown_table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A pipe table; the first column to the left, the others to the right."""
-    rule = [":--", *["--:"] * (len(titles) - 1)]
+def markdown_table(
+    titles: Sequence[str], lines: Sequence[Sequence[str]], texts: Sequence[int] = (0,)
+) -> str:
+    """A pipe table; the columns numbered in `texts` to the left, the others to the right."""
+    rule = [":--" if index in texts else "--:" for index in range(len(titles))]
     rows = [titles, rule, *lines]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
@@ -166,9 +168,8 @@ def markdown_table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str
 def claims_table(record: Record) -> str:
     """The claims of a record with what decides them."""
     lines = [[claim["text"], _evidence(claim), claim["verdict"]] for claim in record["claims"]]
-    return markdown_table(
-        ["claim of the paper" if not _own(record) else "question", "here", "verdict"], lines
-    )
+    first = "question" if _own(record) else "claim of the paper"
+    return markdown_table([first, "here", "verdict"], lines, texts=(0, 1, 2))
 
 
 def _own(record: Record) -> bool:

@@ -1,0 +1,271 @@
+"""Experiments by name: built at every scale, carried out small, written in every form."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from locality import paper
+from locality.errors import UserError
+from locality.experiments.beyond import start_from_convolutions
+from locality.experiments.pages import results_page, write_results_page
+from locality.experiments.reproduce import list_experiments, reproduce, show_list
+from locality.experiments.runs import TRAIN, with_needs
+from locality.experiments.scales import SCALES, get_scale
+from locality.experiments.specs import Table, experiments, find
+from locality.experiments.teachers import train_timm
+from locality.layers import truncated_kernel
+from locality.models import create_model
+
+CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-2a", "figure-2b", "figure-3",
+          *(f"figure-{n}" for n in range(5, 18))]  # fmt: skip
+CVT = [*(f"table-{n}" for n in range(2, 9)), "figure-1"]
+
+
+def test_every_table_and_figure_has_its_name():
+    expected = [f"convit/{place}" for place in CONVIT] + [f"cvt/{place}" for place in CVT]
+    assert list(experiments()) == [*expected, "beyond/trained-convolutions"]
+
+
+def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
+    assert len(find("convit")) == len(CONVIT)
+    assert len(find("all")) == len(CONVIT) + len(CVT) + 1
+    with pytest.raises(UserError, match="did you mean convit/table-3"):
+        find("convit/tabel-3")
+    with pytest.raises(UserError, match="unknown scale 'digit'; did you mean digits"):
+        get_scale("digit", Path("runs"))
+
+
+@pytest.fixture(scope="module", params=SCALES)
+def built(request):
+    """All specs at one scale."""
+    scale = get_scale(request.param, Path("runs") / request.param)
+    return scale, {name: item.build(scale) for name, item in experiments().items()}
+
+
+def test_every_experiment_can_be_built_at_every_scale(built):
+    scale, specs = built
+    for name, spec in specs.items():
+        for run in spec.runs:
+            assert run.folder.parent == scale.root, name
+            assert run.config.seed in scale.seeds
+        assert spec.about.endswith("."), name
+        for claim in spec.claims:
+            assert claim.expects != "equal" or claim.margin > 0
+
+
+def test_tables_share_their_runs(built):
+    _, specs = built
+    shared = {run.folder for run in specs["convit/table-2"].runs}
+    asked = sum(len(with_needs(spec.runs)) for spec in specs.values())
+    distinct = {run.folder for spec in specs.values() for run in with_needs(spec.runs)}
+    assert len(distinct) < 0.6 * asked
+    # What is drawn from Table 2's runs needs no others.
+    for name in ("convit/figure-2a", "convit/figure-5", "convit/figure-6", "convit/figure-17"):
+        assert {run.folder for run in specs[name].runs} <= shared, name
+
+
+def test_seeds_are_paired_and_plain_runs_go_through_training(built):
+    _, specs = built
+    for spec in specs.values():
+        for run in spec.runs:
+            if run.task == TRAIN:
+                assert run.config.data.fraction > 0
+            for needed in run.needs:
+                assert needed.config.seed in (run.config.seed, 0)
+
+
+@pytest.mark.parametrize("place", [*(f"convit/table-{n}" for n in range(1, 7)),
+                                   *(f"cvt/table-{n}" for n in range(2, 9))])  # fmt: skip
+def test_every_published_number_of_a_table_has_its_cell(place):
+    scale = get_scale("imagenet", Path("runs"))
+    spec = find(place)[0].build(scale)
+    assert isinstance(spec, Table)
+    shown = {
+        (cell.published.row, cell.published.metric)
+        for row in spec.rows
+        for cell in row.cells
+        if cell is not None and cell.published is not None
+    }
+    left_out = {"heads", "embed_dim", "image_size"}
+    if place == "cvt/table-4":
+        left_out.add("parameters")
+    printed = {
+        (row, metric)
+        for row, numbers in paper.rows(*place.split("/")).items()
+        for metric in numbers
+        if metric not in left_out
+    }
+    assert printed <= shown
+
+
+def test_a_table_is_carried_out_measured_and_written(tiny_scale, tmp_path, here):
+    out = tmp_path / "results"
+    (record,) = reproduce("convit/table-5", tiny_scale, out, executor=here, quiet=True)
+    assert len(here.performed) == 4
+    cell = record["rows"][1]["cells"][1]
+    assert cell["paper"]["value"] == 73.1
+    assert cell["n"] == 2 and set(cell["by_seed"]) == {"0", "1"}
+    assert record["provenance"]["finished"] == 4
+    assert record["provenance"]["seeds"] == [0, 1]
+    assert torch.__version__.startswith(record["provenance"]["packages"][0]["torch"])
+    files = {path.name for path in (out / "digits").iterdir()}
+    assert files == {f"convit-table-5.{kind}" for kind in ("json", "md", "csv", "html")}
+    assert json.loads((out / "digits" / "convit-table-5.json").read_text()) == record
+    # Again: the same without a single run or measure.
+    again = reproduce("convit/table-5", tiny_scale, out, executor=here, quiet=True)
+    assert len(here.performed) == 4
+    assert again[0]["rows"] == record["rows"]
+
+
+def test_written_tables_hold_the_numbers_of_the_runs(tiny_scale, tmp_path, here):
+    (record,) = reproduce("convit/table-5", tiny_scale, tmp_path, executor=here, quiet=True)
+    folder = tmp_path / "digits"
+    runs = find("convit/table-5")[0].build(tiny_scale).runs
+    top1 = [run.result()["top1"] for run in runs if run.config.model.name == "convit_nano"]
+    lines = list(csv.DictReader(io.StringIO((folder / "convit-table-5.csv").read_text())))
+    line = next(x for x in lines if x["row"] == "ConViT-S" and x["column"] == "no mask")
+    assert float(line["mean"]) == pytest.approx(sum(top1) / 2)
+    assert float(line["paper"]) == 73.1
+    shown = f"{sum(top1) / 2:.1f} ± {record['rows'][1]['cells'][1]['half_width']:.1f}"
+    assert shown in (folder / "convit-table-5.md").read_text()
+    assert shown in (folder / "convit-table-5.html").read_text()
+
+
+def test_figures_are_drawn_from_runs(tiny_scale, tmp_path, here):
+    for name in ("convit/figure-5", "convit/figure-6", "convit/figure-3", "convit/figure-17",
+                 "convit/figure-15"):  # fmt: skip
+        (record,) = reproduce(name, tiny_scale, tmp_path, executor=here, quiet=True)
+        kinds = {file.rpartition(".")[2] for file in record["files"]}
+        assert kinds == {"png", "svg"}, name
+        assert all((tmp_path / "digits" / file).stat().st_size > 1000 for file in record["files"])
+    curves = json.loads((tmp_path / "digits" / "convit-figure-6.json").read_text())
+    gates = curves["panels"][0]["series"][-1]
+    # σ(1) before the first step, for every head and seed.
+    assert gates["mean"][0] == pytest.approx(0.7310586, abs=1e-6)
+    assert gates["half_width"][0] == pytest.approx(0, abs=1e-6)
+    assert gates["n"] == 2
+
+
+def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path, here):
+    def base(role, model):
+        config = tiny_scale.base(role, model)
+        broken = dataclasses.replace(config.optim, name="no_such_optimiser")
+        return dataclasses.replace(config, optim=broken) if role.startswith("DeiT") else config
+
+    scale = dataclasses.replace(tiny_scale, base=base)
+    (record,) = reproduce("convit/table-5", scale, tmp_path, executor=here, quiet=True)
+    deit, convit = record["rows"]
+    assert all("no_such_optimiser" in cell["empty"] for cell in deit["cells"])
+    assert all(cell["empty"] is None for cell in convit["cells"])
+    assert record["claims"][0]["verdict"] == "not run"
+    text = (tmp_path / "digits" / "convit-table-5.md").read_text()
+    assert "— [1]" in text and "no_such_optimiser" in text
+
+
+def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_path, here):
+    (record,) = reproduce(
+        "cvt/table-3", "imagenet", tmp_path, runs=tmp_path / "runs", executor=here, quiet=True
+    )
+    assert here.performed == []
+    cells = {row["label"]: row["cells"][2] for row in record["rows"]}
+    assert "needs the folder of imagenet" in cells["CvT-13"]["empty"]
+    assert "needs the folder of ImageNet-1k" in cells["ResNet-50"]["empty"]
+    assert "timm does not have these weights" in cells["PVT-Small"]["empty"]
+    assert cells["CvT-13"]["paper"]["value"] == 81.6
+    counted = next(row["cells"][0] for row in record["rows"] if row["label"] == "CvT-21")
+    assert counted["mean"] == pytest.approx(31.62, abs=0.01)
+
+
+def test_plan_only_starts_nothing(tiny_scale, tmp_path, here, capsys):
+    assert reproduce("convit/table-2", tiny_scale, tmp_path, plan_only=True, executor=here) == []
+    said = capsys.readouterr().out
+    assert "20 runs: 0 finished, 0 to resume, 20 to start" in said
+    assert "multiply-accumulates, about" in said
+    assert here.performed == [] and not (tmp_path / "digits").exists()
+
+
+def test_the_list_says_runs_and_status(tmp_path):
+    rows = list_experiments("digits", tmp_path, hours=False)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["convit/table-2"]["runs"] == 50
+    assert by_name["convit/table-2"]["status"] == "not run"
+    assert by_name["cvt/table-2"]["status"] == "needs no runs"
+    assert re.search(r"convit/table-3 +70 runs", show_list(rows))
+
+
+def test_the_results_page_is_made_from_records_alone(tiny_scale, tmp_path, here):
+    out = tmp_path / "results"
+    for name in ("convit/table-5", "convit/figure-6", "cvt/table-2"):
+        reproduce(name, tiny_scale, out, executor=here, quiet=True)
+    (out / "digits" / "remarks.yaml").write_text("convit/table-5: Two seeds say nothing.\n")
+    page = write_results_page(out / "digits", tmp_path / "docs" / "results.md")
+    text = page.read_text()
+    assert "## convit/table-5: Position embedding masked at test time" in text
+    assert "Two seeds say nothing." in text
+    for link in re.findall(r"\]\((\.\./[^)]+)\)", text):
+        assert (page.parent / link).resolve().exists(), link
+    anchors = re.findall(r"\]\(#([^)]+)\)", text)
+    headings = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(anchors) <= slugs
+    (out / "digits" / "remarks.yaml").write_text("convit/table-9: x\n")
+    with pytest.raises(UserError, match="convit/table-9"):
+        results_page(out / "digits", page)
+    with pytest.raises(UserError, match="holds no results"):
+        results_page(tmp_path, page)
+
+
+def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it():
+    torch.manual_seed(0)
+    fields = {"embed_dim": 36, "num_heads": 9, "img_size": 16}
+    net = create_model("convit_nano", positional_attention="conv", **fields).eval()
+    for block in net.blocks[:3]:
+        conv = block.attn.conv
+        torch.nn.init.normal_(conv.weight, std=0.05)
+        conv.weight.data = truncated_kernel(conv.weight, rank=4)
+        conv.padding_mode = "replicate"  # what attention does at the border
+        conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
+    images = torch.randn(4, 3, 16, 16)
+    model = create_model("convit_nano", **fields).eval()
+    before = (model(images) - net(images)).norm()
+    carried = start_from_convolutions(model, net, whole=True)
+    assert carried == pytest.approx([1.0] * 3, abs=1e-4)
+    assert (model(images) - net(images)).norm() < 0.1 * before
+    soft = create_model("convit_nano", **fields)
+    patches = soft.patch_embed.weight.clone()
+    start_from_convolutions(soft, net, whole=False)
+    assert torch.equal(soft.patch_embed.weight, patches)
+    assert soft.blocks[0].attn.gating.unique().tolist() == [1.0]
+    with pytest.raises(UserError, match="no convolution"):
+        start_from_convolutions(soft, create_model("convit_nano", **fields), whole=False)
+
+
+def test_beyond_the_papers_runs_as_a_table(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("beyond", scale, tmp_path, executor=here, quiet=True)
+    assert len(record["rows"]) == 6
+    for row in record["rows"]:
+        assert [cell["empty"] for cell in row["cells"]] == [None] * 3, row["label"]
+
+
+def test_a_teacher_of_timm_is_trained_and_teaches(tiny_scale, tmp_path, here):
+    (teacher,) = tiny_scale.teacher_runs()
+    result = train_timm(teacher.config, teacher.folder)
+    assert result["model"] == "timm/test_resnet" and result["steps"] == 3
+    assert teacher.is_finished()
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
+    assert [row["label"] for row in record["rows"]] == ["DeiT-S", "ConViT-S+"]
+    for row in record["rows"]:
+        assert all(cell["empty"] is None for cell in row["cells"])
+    with pytest.raises(UserError, match="timm has no model 'no_such_net'"):
+        model = dataclasses.replace(teacher.config.model, name="timm/no_such_net")
+        train_timm(dataclasses.replace(teacher.config, model=model), tmp_path / "x")
