@@ -146,6 +146,19 @@ def test_every_other_parameter_gets_a_gradient(pool):
         assert (share < 1e-12) == (name in never_trained(model)), name
 
 
+def test_small_models_are_about_as_large_as_their_convit_and_end_on_its_grid():
+    for name in list_models(family="cvt"):
+        row = variant(name)
+        if row.twin is None:
+            continue
+        with torch.device("meta"):
+            ours, theirs = create_model(name), create_model(row.twin)
+        assert count_parameters(ours) == pytest.approx(count_parameters(theirs), rel=0.15)
+        assert ours.img_size == theirs.img_size and ours.num_classes == theirs.num_classes
+        side = theirs.config.img_size // theirs.config.patch_size
+        assert ours.config.grids(ours.img_size)[-1] == (side, side)
+
+
 # Behaviour
 
 
@@ -323,6 +336,7 @@ def test_one_graph_holds_all_of_it(fuse):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_graph_holds_training_too():
     model = randomised(small())
     twin = copy.deepcopy(model)
@@ -344,6 +358,7 @@ def test_the_default_compiler_agrees():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"position": "every"}])
 def test_exports_with_any_batch_and_size(overrides):
     model = randomised(small(img_size=64, **overrides)).eval()

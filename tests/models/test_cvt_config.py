@@ -54,8 +54,8 @@ def test_table_6_embeddings():
 
 def test_embeddings_follow_strides_given_with_them():
     changed = CVT_13.with_overrides(embed_stride=(2, 2, 1), embedding="conv")
-    assert per_stage(changed, "embed_kernel") == [3, 3, 1]
-    assert per_stage(changed, "embed_padding") == [1, 1, 0]
+    assert per_stage(changed, "embed_kernel") == [3, 3, 3]
+    assert per_stage(changed, "embed_padding") == [1, 1, 1]
 
 
 def test_values_for_all_stages_for_each_and_for_each_block():
@@ -128,6 +128,7 @@ def test_smallest_image():
         ({"img_size": 2}, "2×2 pixels is too small .* 3×3"),
         ({"stages": ()}, "stages .* at least one"),
         ({"kv_strid": 1}, "kv_strid.* did you mean kv_stride"),
+        ({"embedding": "conv", "embed_kernel": 5}, "embedding decides embed_kernel"),
         ({"patch_size": 16}, "no patch_size; set embed_stride"),
     ],
 )

@@ -226,6 +226,10 @@ class CvTConfig:
         for name in fields:
             if name not in own | per_stage | _SHORTHANDS:
                 raise unknown("setting of CvTConfig", name, own | per_stage | _SHORTHANDS)
+        if "embedding" in fields and fields.keys() & {"embed_kernel", "embed_padding"}:
+            raise UserError(
+                "embedding decides embed_kernel and embed_padding; give the one or the others"
+            )
         changed = dataclasses.replace(self, **{k: v for k, v in fields.items() if k in own})
         stages = changed.stages
         values = {
@@ -289,9 +293,16 @@ def _embedded(stage: StageConfig, kind: str) -> StageConfig:
     """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
     _require_choice("embedding", kind, ("conv", "patch"))
     stride = stage.embed_stride
-    # The paper's kernels are 7 for stride 4 and 3 for stride 2, padded by 2 and 1.
-    kernel, padding = (stride, 0) if kind == "patch" else (2 * stride - 1, stride // 2)
+    kernel, padding = (stride, 0) if kind == "patch" else overlapping(stride)
     return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)
+
+
+def overlapping(stride: int) -> tuple[int, int]:
+    """The kernel and padding of the paper's token embeddings: 7 and 2 for stride 4, 3 and 1 for 2.
+
+    Stride 1, which the paper does not have, gets 3 and 1, so that tokens still overlap.
+    """
+    return max(3, 2 * stride - 1), max(1, stride // 2)
 
 
 def _require_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:

@@ -66,7 +66,8 @@ _CVT_TABLE_2 = "CvT Table 2"
 _EQUAL = "ConViT's width and heads, for comparison at equal size"
 _SMALL = "sized for small images"
 
-# Small images. A twin has the width, depth, heads and patches of its ConViT.
+# Small images. A twin has the width, depth, heads and patches of its ConViT; a CvT of the same name
+# ends on the same grid of patches.
 _NANO = {"img_size": 8, "patch_size": 2, "depth": 4, "num_classes": 10}
 _MICRO = {"img_size": 32, "patch_size": 4, "depth": 8, "num_classes": 100}
 _MINI = {"img_size": 64, "patch_size": 8, "depth": 10, "num_classes": 200}
