@@ -31,20 +31,19 @@ from torch import Tensor, nn
 
 from locality._version import __version__
 from locality.analysis.factors import factorise
-from locality.analysis.style import MAP_COLOURS
+from locality.analysis.maps import DECADES
+from locality.analysis.samples import observable, pixels, prepared
+from locality.analysis.style import MAP_COLOURS, family_of
 from locality.analysis.summary import measure_model, positional_vectors
 from locality.analysis.taps import LayerView, capture
 from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.files import write_atomic
-from locality.models import VARIANTS
 
 TOLERANCE = 0.02
 """Largest error of an attention score: every attention shown is within e^±0.04 of the true one."""
 MAX_MEGABYTES = 29.0
 """What the data of one model may take before the tolerance is loosened."""
-DECADES = 3
-
 _LOOSEST = 0.2
 _MOST_MODELS = 4
 
@@ -95,7 +94,7 @@ def write_explorer(
                 "source": _picture(shown),
                 "name": names[index] if names else f"image {index + 1}",
             }
-            for index, shown in enumerate(_shown(first, _prepared(first, images)))
+            for index, shown in enumerate(pixels(first, prepared(first, images)))
         ],
         "models": [each.about for each in observed],
     }
@@ -112,11 +111,9 @@ def write_explorer(
 
 
 def _observe(subject: Classifier, images: Sequence[Image.Image], tolerance: float) -> _Observed:
-    if subject.model is None:
-        raise UserError(f"{subject.name} is an exported graph, whose attention cannot be observed")
     # In double precision no attention vanishes, so that every score can be read off its logarithm.
-    model = copy.deepcopy(subject.model).double().eval()
-    batch = _prepared(subject, images).double()
+    model = copy.deepcopy(observable(subject)).double().eval()
+    batch = prepared(subject, images).double()
     while True:
         layers: list[dict[str, Any]] = []
         blobs = []
@@ -131,7 +128,7 @@ def _observe(subject: Classifier, images: Sequence[Image.Image], tolerance: floa
         layer["nonlocality"] = found["nonlocality"]["mean"]
     about = {
         "label": subject.name,
-        "family": _family(subject.model),
+        "family": family_of(getattr(model, "variant", None)),
         "tolerance": tolerance,
         "layers": layers,
         "predictions": _predictions(subject, model, batch),
@@ -183,34 +180,11 @@ def _predictions(subject: Classifier, model: nn.Module, batch: Tensor) -> list[s
     ]
 
 
-def _family(model: nn.Module) -> str:
-    name = getattr(model, "variant", None)
-    return VARIANTS[name].family if name in VARIANTS else "other"
-
-
-def _prepared(subject: Classifier, images: Sequence[Image.Image]) -> Tensor:
-    """(n, C, H, W), as the model expects them, on its device."""
-    assert subject.model is not None
-    transform = subject.preprocessing.transform()
-    batch = torch.stack([transform(image.convert("RGB")) for image in images])
-    return batch.to(next(subject.model.parameters()).device)
-
-
-def _shown(subject: Classifier, batch: Tensor) -> list[npt.NDArray[np.uint8]]:
-    """Normalised images back to (H, W, 3) uint8."""
-    mean, std = (
-        torch.tensor(values).view(-1, 1, 1)
-        for values in (subject.preprocessing.mean, subject.preprocessing.std)
-    )
-    pixels = ((batch.cpu() * std + mean) * 255).round().clamp(0, 255).byte()
-    return [np.asarray(image.permute(1, 2, 0)) for image in pixels]
-
-
-def _picture(pixels: npt.NDArray[np.uint8]) -> str:
+def _picture(image: npt.NDArray[np.uint8]) -> str:
     """An image as a data address: small ones exactly, large ones as JPEG."""
     buffer = io.BytesIO()
-    small = max(pixels.shape) <= 64
-    Image.fromarray(pixels).save(buffer, format="PNG" if small else "JPEG", quality=88)
+    small = max(image.shape) <= 64
+    Image.fromarray(image).save(buffer, format="PNG" if small else "JPEG", quality=88)
     kind = "png" if small else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 

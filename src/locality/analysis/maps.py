@@ -79,6 +79,7 @@ def draw_maps(
     blocks: Sequence[MapBlock],
     image: npt.NDArray[np.uint8] | None = None,
     patch: tuple[tuple[int, int], Grid] | None = None,
+    own_scale: bool = False,
 ) -> Figure:
     """Blocks of maps side by side, with the image they belong to at the left.
 
@@ -86,6 +87,8 @@ def draw_maps(
         blocks: one per model.
         image: (H, W, 3); None draws none.
         patch: the query (row, column) and the grid it lies on, boxed on the image.
+        own_scale: colour each map from its own least value, which brings out shapes in nearly
+            even maps, instead of from `DECADES` below its largest, which compares maps.
     """
     columns = [max(len(row.maps) for row in block.rows) for block in blocks]
     height = max(len(block.rows) for block in blocks)
@@ -96,7 +99,7 @@ def draw_maps(
         if image is not None:
             _draw_image(parts[0], image, patch)
         for part, block in zip(parts[len(parts) - len(blocks) :], blocks, strict=True):
-            _draw_block(part, block)
+            _draw_block(part, block, own_scale)
     return figure
 
 
@@ -118,7 +121,7 @@ def _draw_image(
         )
 
 
-def _draw_block(part: SubFigure, block: MapBlock) -> None:
+def _draw_block(part: SubFigure, block: MapBlock, own_scale: bool) -> None:
     part.suptitle(block.title, fontsize=10, fontweight="bold")
     heads = max(len(row.maps) for row in block.rows)
     grid = part.subplots(len(block.rows), heads, squeeze=False)
@@ -130,15 +133,21 @@ def _draw_block(part: SubFigure, block: MapBlock) -> None:
                 axes.set_axis_off()
                 continue
             gate = None if row.gates is None else float(row.gates[head])
-            _draw_map(axes, row.maps[head], row.query, gate)
+            _draw_map(axes, row.maps[head], row.query, gate, own_scale)
         line[0].set_ylabel(row.label, fontsize=8)
 
 
 def _draw_map(
-    axes: Axes, attention: Array, query: tuple[int, int] | None, gate: float | None
+    axes: Axes,
+    attention: Array,
+    query: tuple[int, int] | None,
+    gate: float | None,
+    own_scale: bool,
 ) -> None:
     largest = max(float(attention.max()), 1e-12)
     lowest = largest * 10.0**-DECADES
+    if own_scale:
+        lowest = max(lowest, min(float(attention.min()), 0.999 * largest))
     axes.imshow(
         np.maximum(attention, lowest),
         cmap=MAP_COLOURS,

@@ -32,7 +32,7 @@ class OverTraining:
     It measures before the first step, after the last, and every `every` epochs or steps between
     (the unit of the run's schedule). A look costs about as much as half a training step on as
     many images, so with the default number it stays under 2% of a run's time as long as
-    `every` is worth more than 30 steps of 128 images.
+    `every` is worth more than 50 steps of 128 images.
 
     Attributes:
         every: epochs or steps between two looks.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 
+from locality.checkpoints import Classifier
 from locality.data.config import AugmentConfig
 from locality.data.sources import ImageSource
 from locality.data.transforms import eval_transform, normalise
@@ -62,3 +65,31 @@ def sample(
     pixels = torch.stack([transform(source.read(int(index))) for index in indices])
     shown = pixels.permute(0, 2, 3, 1).contiguous().numpy()
     return Sample(normalise(pixels, augment), shown, source.labels[indices], indices)
+
+
+def observable(subject: Classifier) -> nn.Module:
+    """The network of a classifier.
+
+    Raises:
+        UserError: if it is an exported graph.
+    """
+    if subject.model is None:
+        raise UserError(f"{subject.name} is an exported graph, whose attention cannot be observed")
+    return subject.model
+
+
+def prepared(subject: Classifier, images: Sequence[Image.Image]) -> Tensor:
+    """Images as a classifier wants them, (n, C, H, W) normalised, on its device."""
+    transform = subject.preprocessing.transform()
+    batch = torch.stack([transform(image.convert("RGB")) for image in images])
+    return batch.to(next(observable(subject).parameters()).device)
+
+
+def pixels(subject: Classifier, batch: Tensor) -> npt.NDArray[np.uint8]:
+    """What `prepared` made of images, for people: (n, H, W, C) uint8."""
+    mean, std = (
+        torch.tensor(values).view(-1, 1, 1)
+        for values in (subject.preprocessing.mean, subject.preprocessing.std)
+    )
+    shown = ((batch.cpu() * std + mean) * 255).round().clamp(0, 255).byte()
+    return shown.permute(0, 2, 3, 1).contiguous().numpy()

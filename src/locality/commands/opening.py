@@ -7,6 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from locality.analysis.samples import one_of_each
 from locality.checkpoints import Classifier, Preprocessing, open_model
 from locality.data import BadImage, decode, open_data
 from locality.errors import UserError
@@ -84,12 +85,6 @@ def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
         raise UserError(f"{run} is no run folder with images of its own; give --images")
     config = RunFolder(run).config()
     splits = open_data(config.data, config.seed)
-    labels = splits.val.labels.tolist()
-    # Position among the images of its class first, class second: classes take turns.
-    seen: dict[int, int] = {}
-    order = []
-    for index, label in enumerate(labels):
-        seen[label] = seen.get(label, -1) + 1
-        order.append((seen[label], label, index))
-    chosen = [index for _, _, index in sorted(order)[:count]]
+    chosen = one_of_each(splits.val.labels, count).tolist()
+    labels = splits.val.labels
     return [(splits.classes[labels[index]], splits.val.read(index)) for index in chosen]

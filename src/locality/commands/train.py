@@ -23,11 +23,16 @@ def main(arguments: Sequence[str]) -> int | None:
     from locality.training import Interrupted, RunFailed, dry_run, train
 
     folder = Path(options.output) if options.output else default_folder(config)
+    observer = None
+    if options.measure_every is not None:
+        from locality.analysis.over_training import OverTraining
+
+        observer = OverTraining(options.measure_every)
     if options.dry_run:
         print(dry_run(config, folder, options.images_per_second))
         return None
     try:
-        train(config, folder, quiet=options.quiet)
+        train(config, folder, quiet=options.quiet, observer=observer)
     except Interrupted as interruption:
         print(f"locality: {interruption}", file=sys.stderr)
         return interruption.exit_code
@@ -71,6 +76,12 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         "--images_per_second", type=float, default=None, help="speed for --dry_run's hours"
     )
     parser.add_argument("--record", action="store_true", help="measure locality before and after")
+    parser.add_argument(
+        "--measure_every",
+        type=float,
+        default=None,
+        help="measure locality while training, every so many epochs or steps of the schedule",
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing while training")
     parser.add_class_arguments(RunConfig, None)
     values = to_dict(recipe(name))

@@ -13,11 +13,9 @@ import numpy.typing as npt
 from matplotlib.colors import to_hex
 from PIL import Image
 
+from locality.analysis.maps import DECADES
 from locality.analysis.pictures import LayerPicture, Pictures
 from locality.analysis.style import GATE_COLOURS, MAP_COLOURS
-
-DECADES = 3
-"""How many powers of ten below a map's largest value its colours reach down to."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from locality.analysis.style import inline_svg
 from locality.errors import UserError
 from locality.files import write_atomic
 from locality.report import charts, maps, wording
-from locality.report.runs import FAMILY_NAMES, Run, Unfinished, read_runs
+from locality.report.runs import Run, Unfinished, read_runs
 from locality.report.series import Comparison, Series, compare, group, twins
 from locality.training.settings import flatten
 
@@ -98,7 +98,6 @@ def _context(series: Sequence[Series], unfinished: Sequence[Unfinished]) -> dict
         "comparisons": comparisons,
         "cards": [_card(each) for each in comparisons],
         "series": series,
-        "families": FAMILY_NAMES,
         "fractions": fractions,
         "accuracy": _panel(charts.accuracy(series), "accuracy", "Final accuracy of every model"),
         "curves": _panels("curve", fractions, lambda part: charts.learning_curves(series, part)),

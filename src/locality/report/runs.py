@@ -12,10 +12,8 @@ from typing import Any
 import yaml
 
 from locality.analysis.pictures import Pictures, load_pictures
+from locality.analysis.style import family_of
 from locality.errors import UserError
-from locality.models import VARIANTS
-
-FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Run:
 
     @property
     def family(self) -> str:
-        return VARIANTS[self.model].family if self.model in VARIANTS else ""
+        return family_of(self.model)
 
     @property
     def dataset(self) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from locality.analysis.statistics import Estimate, estimate, paired_difference
-from locality.analysis.style import colour_of, marker_of
+from locality.analysis.style import FAMILY_NAMES, colour_of, marker_of
 from locality.errors import UserError
 from locality.models import VARIANTS
-from locality.report.runs import FAMILY_NAMES, Run
+from locality.report.runs import Run
 from locality.training.runs import MAY_CHANGE
 from locality.training.settings import flatten
 
@@ -130,7 +130,7 @@ def _labels(groups: list[list[Run]]) -> list[str]:
     models = [part[0].model for part in groups]
     labels = []
     for part, family, model in zip(groups, families, models, strict=True):
-        if family and families.count(family) == 1:
+        if family in FAMILY_NAMES and families.count(family) == 1:
             labels.append(FAMILY_NAMES[family])
         elif models.count(model) == 1:
             labels.append(model)

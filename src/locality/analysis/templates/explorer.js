@@ -206,8 +206,7 @@ function buildModels() {
     });
     const most = Math.max(...model.layers.map((layer) => layer.heads));
     overview.style.setProperty("--small", `${Math.max(34, Math.min(64, 400 / most))}px`);
-    const family = ["convit", "deit", "cvt"].includes(model.family) ? model.family : "other";
-    $("models").append(element("article", { class: `model ${family}`, "data-model": number },
+    $("models").append(element("article", { class: `model ${model.family}`, "data-model": number },
       element("h2", {}, model.label), element("p", { class: "says" }),
       element("div", { class: "large" }), overview));
   });
@@ -244,7 +243,6 @@ function plot(title, unit, valuesOf, top) {
     svg.append(label);
   }
   DATA.models.forEach((model, number) => {
-    const family = ["convit", "deit", "cvt"].includes(model.family) ? model.family : "other";
     const means = [];
     const dots = [];
     model.layers.forEach((layer, index) => {
@@ -256,7 +254,7 @@ function plot(title, unit, valuesOf, top) {
         if (value === null) return;
         const shift = (number - (DATA.models.length - 1) / 2) * 8;
         const dot = element("circle", {
-          class: `dot ${family}`, cx: x(index) + shift, cy: y(value), r: 4,
+          class: `dot ${model.family}`, cx: x(index) + shift, cy: y(value), r: 4,
           "data-model": number, "data-layer": index, "data-head": head, "data-value": value,
         });
         const text = element("title");
@@ -268,7 +266,7 @@ function plot(title, unit, valuesOf, top) {
         dots.push(dot);
       });
     });
-    svg.append(element("polyline", { class: `mean ${family}`, points: means.join(" ") }), ...dots);
+    svg.append(element("polyline", { class: `mean ${model.family}`, points: means.join(" ") }), ...dots);
   });
   $("plots").append(element("figure", {}, element("h2", {}, title), svg, element("figcaption", {}, unit)));
 }
@@ -277,8 +275,7 @@ function buildPlots() {
   const images = DATA.images.length === 1 ? "this image" : `these ${DATA.images.length} images`;
   const keys = element("p", {});
   DATA.models.forEach((model) => {
-    const family = ["convit", "deit", "cvt"].includes(model.family) ? model.family : "other";
-    keys.append(element("span", { class: `key ${family}` }, model.label));
+    keys.append(element("span", { class: `key ${model.family}` }, model.label));
   });
   const far = DATA.models.flatMap((model) => model.layers.flatMap((layer) => layer.nonlocality));
   plot("How far heads look", `Nonlocality in patches by layer, mean over ${images}. Each dot is a head, the line their mean.`,

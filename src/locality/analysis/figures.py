@@ -1,0 +1,213 @@
+"""The papers' figures of attention, from anyone's runs, models and images, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+from locality.analysis.curves import Course, gates_over_training, nonlocality_over_training
+from locality.analysis.maps import MapBlock, draw_maps, model_block
+from locality.analysis.pictures import Pictures, take_pictures
+from locality.analysis.samples import observable, pixels, prepared
+from locality.analysis.style import FAMILY_NAMES, family_of
+from locality.analysis.trajectory import trajectory
+from locality.checkpoints import Classifier, Preprocessing
+from locality.errors import UserError
+from locality.models import create_model
+from locality.training.config import RunConfig
+from locality.training.runs import RunFolder
+
+
+def courses_of(folders: Sequence[Path | str]) -> list[Course]:
+    """Measured runs, those that differ in their seed alone together, in the order given.
+
+    Raises:
+        UserError: if a folder is no run, or says nothing of its training.
+    """
+    configs = [RunFolder(folder).config() for folder in folders]
+    grouped: dict[str, list[int]] = {}
+    for index, config in enumerate(configs):
+        grouped.setdefault(_kind(config), []).append(index)
+    courses = []
+    for members in grouped.values():
+        label = _label(configs[members[0]], configs)
+        courses.append(Course(label, [trajectory(folders[index]) for index in members]))
+    return courses
+
+
+def nonlocality(folders: Sequence[Path | str]) -> Figure:
+    """Nonlocality over training (Figs. 5, 10, 13): `locality figure nonlocality RUN…`."""
+    return nonlocality_over_training(courses_of(folders))
+
+
+def gates(folders: Sequence[Path | str]) -> Figure:
+    """Gates over training (Figs. 6, 14) of one kind of run: `locality figure gates RUN…`.
+
+    Raises:
+        UserError: if the runs are of several kinds, or have no gates.
+    """
+    gated = [course for course in courses_of(folders) if course.gated_layers()]
+    if len(gated) > 1:
+        raise UserError(
+            f"these runs are of {len(gated)} kinds ({', '.join(each.label for each in gated)}); "
+            f"draw the gates of one at a time"
+        )
+    if not gated:
+        raise UserError("none of these runs has gates; only ConViT has")
+    return gates_over_training(gated[0])
+
+
+def maps(
+    models: Sequence[Classifier],
+    images: Sequence[Image.Image],
+    layers: Sequence[int] | None = None,
+    heads: int = 4,
+    place: tuple[float, float] = (0.5, 0.5),
+) -> Figure:
+    """Attention from one patch of the first image (Figs. 7, 16, 17): `locality figure maps`.
+
+    Args:
+        models: drawn side by side.
+        images: at least one.
+        layers: depths to draw, from 0; the second and the last but two unless given, as in the
+            paper's figures of twelve layers.
+        heads: how many heads of each.
+        place: where to look from, as shares of (height, width).
+    """
+    blocks = []
+    taken: Pictures | None = None
+    for model in models:
+        pictures = _pictures(model, images[:1], place)
+        taken = taken or pictures
+        blocks.append(model_block(model.name, pictures, _layers(pictures, layers), heads, 0))
+    if taken is None:
+        raise UserError("give at least one model to draw the attention of")
+    first = taken.layers[0]
+    return draw_maps(blocks, taken.images[0], (first.query, first.grid))
+
+
+def mean_maps(
+    models: Sequence[Classifier],
+    images: Sequence[Image.Image],
+    layers: Sequence[int] | None = None,
+    heads: int = 4,
+    place: tuple[float, float] = (0.5, 0.5),
+) -> Figure:
+    """Attention averaged over images (Fig. 15): `locality figure mean-maps`. Args as `maps`."""
+    blocks = []
+    for model in models:
+        pictures = _pictures(model, images, place)
+        blocks.append(model_block(model.name, pictures, _layers(pictures, layers), heads, None))
+    if not blocks:
+        raise UserError("give at least one model to draw the attention of")
+    return draw_maps(blocks)
+
+
+def initial_maps(
+    images: Sequence[Image.Image],
+    strengths: Sequence[float] = (0.5, 2.0),
+    place: tuple[float, float] = (0.5, 0.5),
+    seed: int = 0,
+) -> Figure:
+    """Untrained layers on the first image (Fig. 3): `locality figure initial-maps`.
+
+    The first layer of a ConViT-Ti (four heads): with self-attention, and with positional
+    self-attention at each locality strength.
+    """
+    settings = {"self-attention": {"gpsa_layers": 0}} | {
+        f"PSA, α = {strength:g}": {"positional_attention": "psa", "locality_strength": strength}
+        for strength in strengths
+    }
+    blocks: list[MapBlock] = []
+    taken: Pictures | None = None
+    for title, changes in settings.items():
+        torch.manual_seed(seed)
+        model = create_model("convit_tiny", **changes)
+        subject = Classifier.of(model, title, Preprocessing(img_size=224))
+        taken = _pictures(subject, images[:1], place)
+        blocks.append(model_block(title, taken, [0], 4, 0))
+    assert taken is not None
+    first = taken.layers[0]
+    return draw_maps(blocks, taken.images[0], (first.query, first.grid), own_scale=True)
+
+
+@dataclass(frozen=True)
+class FigureKind:
+    """A figure that can be asked for by name.
+
+    Attributes:
+        papers: the published figures of this kind.
+        takes: "runs" (measured run folders), "models" with images, or "images" alone.
+        about: what it shows.
+        draw: the function; its first argument is what it `takes`, and images follow models.
+    """
+
+    papers: str
+    takes: Literal["runs", "models", "images"]
+    about: str
+    draw: Callable[..., Figure]
+
+
+FIGURES: dict[str, FigureKind] = {
+    "nonlocality": FigureKind(
+        "ConViT Figs. 5, 10, 13", "runs", "how far every layer looks, over training", nonlocality
+    ),
+    "gates": FigureKind(
+        "ConViT Figs. 6, 14", "runs", "position or content: every gate over training", gates
+    ),
+    "maps": FigureKind(
+        "ConViT Figs. 7, 16, 17", "models", "what heads look at from one patch of an image", maps
+    ),
+    "mean-maps": FigureKind(
+        "ConViT Fig. 15", "models", "the same, averaged over all images given", mean_maps
+    ),
+    "initial-maps": FigureKind(
+        "ConViT Fig. 3", "images", "self-attention and PSA before training", initial_maps
+    ),
+}
+
+
+def _pictures(
+    model: Classifier, images: Sequence[Image.Image], place: tuple[float, float]
+) -> Pictures:
+    """What a model's heads look at from one place of images, prepared its own way."""
+    if not images:
+        raise UserError("give at least one image to look at")
+    network = observable(model)
+    batch = prepared(model, images)
+    with torch.no_grad():
+        classes = [model.label(index) for index in range(network(batch[:1]).shape[1])]
+    return take_pictures(network, batch, pixels(model, batch), [""] * len(images), classes, place)
+
+
+def _layers(pictures: Pictures, layers: Sequence[int] | None) -> list[int]:
+    depth = len(pictures.layers)
+    if layers is None:
+        return sorted({min(1, depth - 1), max(0, depth - 3)})
+    for layer in layers:
+        if not 0 <= layer < depth:
+            raise UserError(f"there is no layer {layer + 1}; the model has {depth}")
+    return list(layers)
+
+
+def _kind(config: RunConfig) -> str:
+    return repr((config.model, config.objective, config.data.fraction, config.data.dataset))
+
+
+def _label(config: RunConfig, others: Sequence[RunConfig]) -> str:
+    """The model's family, and in what it differs from the others."""
+    name = config.model.name
+    family = family_of(name)
+    rivals = {other.model.name for other in others if family_of(other.model.name) == family}
+    label = FAMILY_NAMES.get(family, name) if len(rivals) == 1 else name
+    if len({other.data.fraction for other in others}) > 1:
+        label += f", {100 * config.data.fraction:g}% of the images"
+    if any(other.objective.teacher for other in others):
+        label += ", distilled" if config.objective.teacher else ", no distillation"
+    return label

@@ -1,0 +1,120 @@
+"""Figures by name, from real runs, models and images."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from locality.analysis import figures
+from locality.analysis.figures import FIGURES
+from locality.analysis.over_training import OverTraining
+from locality.analysis.samples import prepared
+from locality.analysis.style import save
+from locality.analysis.taps import capture
+from locality.checkpoints import Classifier, Preprocessing
+from locality.errors import UserError
+from locality.models import create_model
+from locality.training import recipe, replace, train
+
+SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Both models, two seeds of one of them, and one taught by the other."""
+    root = tmp_path_factory.mktemp("runs")
+    short = {"schedule.steps": 2, "schedule.warmup": 0, "engine.tensorboard": False}
+    short |= {"data.fraction": 0.05, "engine.batch_size": 16}
+    kinds = {
+        "convit": {},
+        "deit-0": {"model.name": "deit_nano"},
+        "deit-1": {"model.name": "deit_nano", "seed": 1},
+        "taught": {"model.name": "deit_nano", "objective.teacher": str(root / "convit")},
+    }
+    for name, changes in kinds.items():
+        config = replace(recipe("digits"), short | changes)
+        train(config, root / name, quiet=True, observer=OverTraining(every=1, images=10))
+    return root
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    generator = np.random.default_rng(0)
+    return [Image.fromarray(generator.integers(0, 256, (8, 8, 3), np.uint8)) for _ in range(3)]
+
+
+def subject(shaken, name, seed=0):
+    return Classifier.of(shaken(create_model(name), seed), name, SMALL)
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes if axes.lines]
+
+
+def test_runs_of_a_kind_share_a_panel(runs):
+    figure = figures.nonlocality([runs / "deit-0", runs / "deit-1", runs / "convit"])
+    assert titles(figure) == ["DeiT", "ConViT"]
+
+
+def test_distillation_is_told_apart(runs):
+    figure = figures.nonlocality([runs / "deit-0", runs / "taught"])
+    assert titles(figure) == ["DeiT, no distillation", "DeiT, distilled"]
+
+
+def test_gates_are_those_of_the_convit(runs):
+    figure = figures.gates([runs / "deit-0", runs / "convit"])
+    assert len([axes for axes in figure.axes if axes.lines]) == 3
+    with pytest.raises(UserError, match="only ConViT"):
+        figures.gates([runs / "deit-0"])
+
+
+def test_maps_of_models_side_by_side(shaken, pictures, tmp_path):
+    models = [subject(shaken, name) for name in ("deit_nano", "convit_nano")]
+    figure = figures.maps(models, pictures, layers=[0, 3], heads=3, place=(0.1, 0.9))
+    assert sum(bool(axes.images) for axes in figure.axes) == 1 + 2 * 2 * 3
+    text = save(figure, tmp_path / "maps")[1].read_text()
+    assert "deit_nano" in text and "layer 4" in text
+
+
+def test_mean_maps_are_the_mean(shaken, pictures):
+    model = subject(shaken, "deit_nano")
+    figure = figures.mean_maps([model], pictures, layers=[1], heads=4, place=(0.0, 0.5))
+    shown = np.array([axes.images[0].get_array() for axes in figure.axes if axes.images])
+    with torch.no_grad(), capture(model.model, layers=[1]) as views:
+        model.model(prepared(model, pictures))
+    row = views[0].maps.mixed[:, :, 1 + 2, 1:]  # the third patch of the first row
+    expected = row.mean(0).unflatten(-1, (4, 4)).numpy()
+    lowest = expected.max((1, 2), keepdims=True) / 1000
+    np.testing.assert_allclose(shown, np.maximum(expected, lowest), rtol=1e-5)
+
+
+def test_initial_maps_are_local_with_psa_and_nearly_even_without():
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8))
+    figure = figures.initial_maps([picture], strengths=(2.0,))
+    shown = [axes.images[0].get_array() for axes in figure.axes if axes.images][1:]
+    assert len(shown) == 8
+    even, local = np.array(shown[:4]), np.array(shown[4:])
+    assert (even.max((1, 2)) < 3 / 196).all()
+    assert (local.max((1, 2)) > 0.2).all()
+
+
+def test_layers_that_are_not_there(shaken, pictures):
+    with pytest.raises(UserError, match="no layer 5; the model has 4"):
+        figures.maps([subject(shaken, "deit_nano")], pictures, layers=[4])
+    with pytest.raises(UserError, match="at least one image"):
+        figures.maps([subject(shaken, "deit_nano")], [])
+    with pytest.raises(UserError, match="at least one model"):
+        figures.mean_maps([], pictures)
+
+
+def test_every_figure_is_registered_with_its_papers():
+    assert {"nonlocality", "gates", "maps", "mean-maps", "initial-maps"} == set(FIGURES)
+    assert all(kind.papers.startswith("ConViT Fig") for kind in FIGURES.values())
+
+
+def test_models_are_left_as_they_were(shaken, pictures):
+    model = subject(shaken, "convit_nano")
+    before = {name: value.clone() for name, value in model.model.state_dict().items()}
+    figures.maps([model], pictures)
+    figures.mean_maps([model], pictures)
+    assert all((value == before[name]).all() for name, value in model.model.state_dict().items())
