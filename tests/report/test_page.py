@@ -126,6 +126,22 @@ def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):
     assert "<code>model.overrides.gating_init</code>" in text
 
 
+def test_measures_taken_while_training_are_drawn(make_run, tmp_path):
+    runs = [make_run("convit_nano"), make_run("deit_nano")]
+    for run in runs:
+        measures = json.loads((run / "measures.json").read_text())
+        lines = [
+            {"step": step, "epoch": step / 10, "seconds": 0.1} | measures[stage]
+            for step, stage in ((0, "before"), (100, "after"))
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run / "over_training.jsonl").write_text(text)
+    text = text_of(build_report(runs, tmp_path / "r.html").read_text())
+    assert "While training" in text and "DeiT, 100% of the images" in text
+    assert text.count("Gates of ConViT, 100% of the images") == 2  # in the drawing and below it
+    assert "Gates of DeiT" not in text
+
+
 def test_unfinished_runs_are_named_and_left_out(make_run, tmp_path):
     runs = [make_run("convit_nano"), make_run("deit_nano", finished=False)]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())

@@ -30,15 +30,21 @@ def trajectory(folder: Path | str, images: int = 256) -> Record:
     Raises:
         UserError: if it was neither measured nor kept snapshots.
     """
-    history = read_history(folder)
-    if history:
-        return _collected(history)
+    recorded = recorded_trajectory(folder)
+    if recorded is not None:
+        return recorded
     if not has_snapshots(folder):
         raise UserError(
             f"run folder {folder} says nothing of its training: train with --measure_every, or "
             f"with schedule.snapshot_every set"
         )
     return measure_trajectory(folder, images)
+
+
+def recorded_trajectory(folder: Path | str) -> Record | None:
+    """A run's attention as it was measured while it went on; None if it was not."""
+    history = read_history(folder)
+    return _collected(history) if history else None
 
 
 def has_snapshots(folder: Path | str) -> bool:

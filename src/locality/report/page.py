@@ -13,8 +13,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from locality._version import __version__
+from locality.analysis.curves import Course, gates_over_training, nonlocality_over_training
 from locality.analysis.pictures import Pictures
 from locality.analysis.style import inline_svg
+from locality.analysis.trajectory import recorded_trajectory
 from locality.errors import UserError
 from locality.files import write_atomic
 from locality.report import charts, maps, wording
@@ -111,6 +113,7 @@ def _context(series: Sequence[Series], unfinished: Sequence[Unfinished]) -> dict
         "nonlocality": _panels(
             "nonlocality", fractions, lambda part: charts.nonlocality(series, part)
         ),
+        "courses": _courses(series),
         "measured_images": _measured_images(runs),
         "first_gate": _first_gate(runs),
         "galleries": _galleries(series),
@@ -157,6 +160,25 @@ def _panels(identifier: str, fractions: Sequence[float], draw: Any) -> list[Pane
         for number, part, figure in drawn
         if figure is not None
     ]
+
+
+def _courses(series: Sequence[Series]) -> list[Panel]:
+    """Nonlocality and gates while training, of the runs on most data that were measured then."""
+    courses = []
+    for one in series:
+        found = [recorded_trajectory(run.folder) for run in one.at(one.fractions[-1])]
+        recorded = [each for each in found if each is not None]
+        if recorded:
+            share = wording.percent(one.fractions[-1])
+            courses.append(Course(f"{one.label}, {share} of the images", recorded))
+    if not courses:
+        return []
+    panels = [_panel(nonlocality_over_training(courses), "course", "How far layers look")]
+    for number, course in enumerate(courses):
+        if course.gated_layers():
+            drawn = gates_over_training(course)
+            panels.append(_panel(drawn, f"course-gates{number}", f"Gates of {course.label}"))
+    return panels
 
 
 def _measured_images(runs: Sequence[Run]) -> int | None:
