@@ -24,6 +24,7 @@ from locality.training.checkpoint import (
     unpack,
     write_checkpoint,
 )
+from locality.training.failures import NonFiniteWeights
 from locality.training.saver import BackgroundSaver
 
 from .conftest import assert_same, assert_same_run, tiny, train
@@ -114,6 +115,16 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path).load() == (None, "", [])
 
 
+def test_weights_that_are_not_finite_never_replace_good_ones(written: Path) -> None:
+    folder = CheckpointFolder(written)
+    folder.load()
+    spoilt = state(3)
+    spoilt["model"]["weight"][1, 2] = float("nan")
+    with pytest.raises(NonFiniteWeights, match="weight is not finite after step 3"):
+        folder.save(pack(spoilt))
+    assert_same(CheckpointFolder(written).load()[0], state(2))
+
+
 def test_leftovers_of_a_killed_process_are_removed(written: Path) -> None:
     (written / f".{LAST}.abc123.tmp").write_bytes(b"half")
     CheckpointFolder(written).load()
@@ -169,19 +180,26 @@ def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path:
     folder.save(packed(0, 300))
     last = 0
     for _ in range(25):
+        reading, writing = os.pipe()
         child = os.fork()
         if not child:
             os.environ["TMPDIR"] = "/dev/shm"
             for step in range(last + 1, 10_000):
-                folder.save(packed(step, 300))
-        time.sleep(0.002 + 0.03 * rng.random())
+                following = packed(step, 300)
+                os.write(writing, b".")
+                folder.save(following)
+        for _ in range(rng.randint(1, 3)):
+            os.read(reading, 1)
+        time.sleep(0.01 * rng.random())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
         found, _, passed_over = CheckpointFolder(tmp_path).load()
         assert found is not None and not passed_over
         assert_same(found, state(found["step"], 300))
         last = found["step"]
-    assert last > 5
+    assert last >= 10
 
 
 def test_the_background_saver_saves_what_was_there_when_it_was_asked(tmp_path: Path) -> None:

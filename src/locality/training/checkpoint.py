@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from locality.files import atomic_file
-from locality.training.failures import CheckpointNotSaved, DamagedCheckpoint
+from locality.training.failures import CheckpointNotSaved, DamagedCheckpoint, NonFiniteWeights
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
@@ -200,7 +200,9 @@ class CheckpointFolder:
 
         Raises:
             CheckpointNotSaved: if it cannot be written; what was there is untouched.
+            NonFiniteWeights: if a weight is infinite or not a number; what was there is untouched.
         """
+        self._refuse_spoilt_weights(packed)
         try:
             write_checkpoint(self.path / LAST, packed)
         except (OSError, RuntimeError) as error:
@@ -211,15 +213,24 @@ class CheckpointFolder:
             raise CheckpointNotSaved(self._not_saved(packed.step, cause)) from error
         self.saved_step = packed.step
 
+    def _refuse_spoilt_weights(self, packed: Packed) -> None:
+        for name, (_, kind, offset, shape) in packed.tree["model"].items():
+            if not packed.buffers[kind][offset : offset + math.prod(shape)].isfinite().all():
+                raise NonFiniteWeights(
+                    f"{name} is not finite after step {packed.step}, so no checkpoint was written; "
+                    f"{self._kept()}. Lower optim.lr or set optim.clip_grad, in a new run folder"
+                )
+
+    def _kept(self) -> str:
+        if self.saved_step is None:
+            return "there is no earlier one"
+        return f"the one of step {self.saved_step} is kept"
+
     def _not_saved(self, step: int, error: OSError) -> str:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror or error)
-        if self.saved_step is None:
-            kept = "there is no earlier one"
-        else:
-            kept = f"the one of step {self.saved_step} is kept"
         return (
             f"the checkpoint of step {step} could not be written to {self.path} ({reason}); "
-            f"{kept}. Make room and give the same command again"
+            f"{self._kept()}. Make room and give the same command again"
         )
 
     def load(self) -> tuple[dict[str, Any] | None, str, list[str]]:

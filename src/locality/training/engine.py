@@ -81,16 +81,22 @@ def train(
             )
     finally:
         run.lock.release()
-    # What Fabric has started by repeating the command line, it watches, and kills all at any exit
-    # code but 0. The first process speaks for them.
-    echo = fabric.local_rank > 0 and not _external(fabric)
     if "signum" in outcome:
-        raise Interrupted(outcome["signum"], outcome["step"], 0 if echo else None)
+        raise Interrupted(outcome["signum"], outcome["step"], _exit_code(fabric, None))
     if "raised" in outcome:
-        if echo:
-            raise SystemExit(0)
+        if fabric.global_rank > 0:
+            # The same on every rank, and the first one says it.
+            raise SystemExit(_exit_code(fabric, 1))
         raise outcome["raised"]
     return outcome
+
+
+def _exit_code(fabric: Fabric, wanted: int | None) -> int | None:
+    """`wanted`, but 0 in processes that Fabric has started by repeating the command line.
+
+    It watches those, and kills all processes at any other exit code, the first one included.
+    """
+    return 0 if fabric.local_rank > 0 and not _external(fabric) else wanted
 
 
 def _external(fabric: Fabric) -> bool:
@@ -238,7 +244,7 @@ def build_parts(fabric: Fabric, config: RunConfig, seen: Preview, model: ImageCl
     if config.objective.teacher is not None:
         with fabric.rank_zero_first(local=True):
             teacher = load_teacher(config.objective, config.augment, classes).to(fabric.device)
-    objective = Objective(config.objective, config.augment, classes, teacher)
+    objective = Objective(config.objective, config.augment, classes, teacher, fabric.autocast)
     model.train()
     return Parts(model, forward, optimizer, schedule, ema, objective)
 
@@ -291,7 +297,6 @@ def _finish(
     """Write result.json; the same content on every rank."""
     result: dict[str, Any] = {}
     if fabric.is_global_zero:
-        row = row or recorder.last_row()
         seconds = recorder.seconds
         result = {
             "model": config.model.name,

@@ -11,6 +11,10 @@ class NonFiniteLoss(RunFailed):
     """The loss of a step was infinite or not a number; the update was not made."""
 
 
+class NonFiniteWeights(RunFailed):
+    """Weights became infinite or not a number; they were not saved."""
+
+
 class DamagedCheckpoint(RunFailed):
     """A checkpoint is not what was written; the message names the file."""
 

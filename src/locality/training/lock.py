@@ -104,13 +104,11 @@ class FolderLock:
         return {}
 
     def _holder_lives(self) -> bool:
-        """Whether the main process is known to be alive; on another machine it may be."""
+        """Whether the main process is known to be alive."""
         holder = self._holder()
         pid = holder.get("pid")
-        if not isinstance(pid, int):
-            return False  # written in a moment
-        if holder.get("host") != socket.gethostname():
-            return True
+        if not isinstance(pid, int) or holder.get("host") != socket.gethostname():
+            return False
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

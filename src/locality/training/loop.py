@@ -40,6 +40,7 @@ class Progressed:
         step: updates finished (or skipped for a bad loss).
         evaluated: step of the last evaluation; -1 before the first.
         loss_sum, right, seen: of the training images since the last evaluation.
+        row: the last evaluation.
         bad_losses: updates skipped.
         skipped: images that could not be read, name → reason.
     """
@@ -49,6 +50,7 @@ class Progressed:
     loss_sum: float = 0.0
     right: float = 0.0
     seen: int = 0
+    row: dict[str, Any] = field(default_factory=dict)
     bad_losses: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
 
@@ -169,11 +171,10 @@ class Loop:
         """
         at = self.at
         batches: Iterator[Batch] | None = None
-        row: dict[str, Any] = {}
         try:
             while True:
                 if at.evaluated < at.step and self.plan.evaluates(at.step):
-                    row = self._evaluate()
+                    self._evaluate()
                 if self.plan.snapshots(at.step):
                     self._snapshot()
                 if self.watch is not None:
@@ -182,7 +183,7 @@ class Loop:
                     self._save()
                 if at.step == self.plan.steps:
                     self.recorder.wait_until_saved()
-                    return row
+                    return at.row
                 if batches is None:
                     batches = iter(self._train_loader())
                 signum = self._step(batches)
@@ -219,35 +220,46 @@ class Loop:
                 self.fabric.backward(loss / engine.accumulate)
         loss_sum, right, signum = reading.values()
         mean = loss_sum / (engine.accumulate * self.fabric.world_size)
-        if math.isfinite(mean):
+        if not math.isfinite(mean):
+            self._leave_out(f"the loss became {mean}")
+        elif not self._clip():
+            self._leave_out("the gradients are not finite")
+        else:
             self._update()
             at.loss_sum += mean * self.plan.batch_size
             at.right += right
             at.seen += self.plan.batch_size
-        else:
-            self._bad_loss(mean)
         parts.optimizer.zero_grad(set_to_none=True)
         at.step += 1
         self.recorder.stepped(at, time.perf_counter() - started)
         return signum
 
+    def _clip(self) -> bool:
+        """Clip the gradients if the run does so; whether they are finite as far as is known then.
+
+        Without clipping nobody looks at the gradients. Should they spoil the weights, the next loss
+        shows it, and no checkpoint is written of such weights (`CheckpointFolder.save`).
+        """
+        clip = self.config.optim.clip_grad
+        if clip is None:
+            return True
+        return bool(nn.utils.clip_grad_norm_(self.parts.model.parameters(), clip).isfinite())
+
     def _update(self) -> None:
-        parts, clip = self.parts, self.config.optim.clip_grad
-        if clip is not None:
-            nn.utils.clip_grad_norm_(parts.model.parameters(), clip)
+        parts = self.parts
         parts.optimizer.step()
         if parts.ema is not None:
             parts.ema.update(parts.model, step=self.at.step + 1)
 
-    def _bad_loss(self, loss: float) -> None:
+    def _leave_out(self, reason: str) -> None:
         """Leave an update out if it may be, or stop before it."""
         at = self.at
         allowed = self.config.engine.max_bad_losses
         if at.bad_losses < allowed:
             at.bad_losses += 1
             self.recorder.say(
-                f"step {at.step + 1}: the loss is {loss}; update skipped ({at.bad_losses} of "
-                f"{allowed} allowed)"
+                f"step {at.step + 1}: {reason}; update skipped "
+                f"({at.bad_losses} of {allowed} allowed)"
             )
             return
         rate = self.parts.optimizer.param_groups[0]["lr"]
@@ -257,14 +269,14 @@ class Loop:
         if saved < 0:
             kept = "there is no checkpoint yet"
         raise NonFiniteLoss(
-            f"the loss became {loss} in step {at.step + 1} at learning rate {rate:.3g}{skipped}; "
+            f"{reason} in step {at.step + 1} at learning rate {rate:.3g}{skipped}; "
             f"the update was not made, and {kept}. Lower optim.lr, set "
             f"optim.clip_grad, or allow engine.max_bad_losses, in a new run folder"
         )
 
     # -- what happens between steps -----------------------------------------------------------
 
-    def _evaluate(self) -> dict[str, Any]:
+    def _evaluate(self) -> None:
         at, parts = self.at, self.parts
         model = self._judged()
         self.recorder.wait_until_saved()
@@ -295,10 +307,9 @@ class Loop:
             "top5": found["top5"],
             "val_loss": found["loss"],
         }
-        at.evaluated = at.step
+        at.row, at.evaluated = row, at.step
         at.loss_sum, at.right, at.seen = 0.0, 0.0, 0
         self.recorder.evaluated(row, found["n"], time.perf_counter() - started)
-        return row
 
     def _save(self) -> None:
         self._collect_skipped()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ class Objective:
         augment: its mixup and cutmix.
         num_classes: of the model and the data.
         teacher: for distillation; maps the student's images to logits.
+        autocast: the context in which the teacher computes.
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class Objective:
         augment: AugmentConfig,
         num_classes: int,
         teacher: Teacher | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.config = config
         self.teacher = teacher
+        self.autocast = autocast
         self._mixup: Mixup | None = None
         if (augment.mixup or augment.cutmix) and augment.mixup_prob:
             self._mixup = Mixup(
@@ -72,7 +77,8 @@ class Objective:
 
     def _distillation(self, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None
-        taught = self.teacher(images).float()
+        with self.autocast():
+            taught = self.teacher(images).float()
         if self.config.distillation == "hard":
             return F.cross_entropy(logits, taught.argmax(dim=1))
         # Gradients of softened probabilities shrink as 1/τ² (Hinton et al., 2015).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import resource
+import statistics
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -56,22 +57,18 @@ class Recorder:
         self.seconds = 0.0
         self._stepping = 0.0
         self._steps = 0
-        self._fastest = float("inf")
+        self._sample: list[float] = []
         self._tensorboard: TensorBoard | None = None
         if run is None:
             return
         self._saver = BackgroundSaver(run.checkpoints)
         self._metrics = Table(run.metrics_file, METRICS)
         self._timing = Table(run.timing_file, TIMING)
-        self._last = self._metrics.cut(evaluated)[-1:]
+        self._metrics.cut(evaluated)
         if rows := self._timing.cut(evaluated):
             self.seconds = float(rows[-1]["seconds"])
         if tensorboard:
             self._tensorboard = TensorBoard(run.tensorboard, max(evaluated, 0))
-
-    def last_row(self) -> dict[str, float]:
-        """The last evaluation that was on disk when the run resumed."""
-        return {name: float(value) for name, value in self._last[0].items() if value}
 
     def say(self, text: str) -> None:
         """Tell the person."""
@@ -90,9 +87,9 @@ class Recorder:
         self._steps += 1
         done = at.step - self._first
         if _WARMING_STEPS < done <= _MEASURED_STEPS:
-            self._fastest = min(self._fastest, seconds)
+            self._sample.append(seconds)
             if done == _MEASURED_STEPS and self._total - at.step > _MEASURED_STEPS:
-                left = duration(self._fastest * (self._total - at.step))
+                left = duration(statistics.median(self._sample) * (self._total - at.step))
                 self.say(f"about {left} for the remaining {self._total - at.step} steps")
         if self.progress.wants_update():
             seen = max(1, at.seen)

@@ -7,8 +7,13 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
+
+# Both a terminal and a launcher such as torchrun pass Ctrl-C on; only what comes later than this
+# is a second one.
+_SAME_CTRL_C_SECONDS = 1.0
 
 # What asks a run to stop: Ctrl-C, batch systems, torchrun, a closed terminal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -41,6 +46,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signum = 0
+        self._since = 0.0
         self._owner = os.getpid()
 
     @contextlib.contextmanager
@@ -59,13 +65,13 @@ class Interruption:
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if os.getpid() != self._owner:
             return  # a forked data worker: the training process decides
-        if self.signum and signum == signal.SIGINT:
-            raise KeyboardInterrupt
         if not self.signum:
-            self.signum = signum
+            self.signum, self._since = signum, time.monotonic()
             again = "; again to stop at once, without saving" if signum == signal.SIGINT else ""
             # print() may be interrupted by this very handler and is not reentrant.
             os.write(2, f"\nstopping after this step and saving{again}\n".encode())
+        elif signum == signal.SIGINT and time.monotonic() - self._since > _SAME_CTRL_C_SECONDS:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
