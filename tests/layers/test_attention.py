@@ -10,6 +10,7 @@ from locality.layers import (
     SelfAttention,
     truncated_kernel,
 )
+from locality.layers.content import content_attention
 from locality.layers.position import kernel_offsets, positional_attention, positional_scores
 
 GRID = (5, 7)
@@ -183,3 +184,19 @@ def test_self_attention_computes_the_first_queries_alone():
     layer = SelfAttention(36, 9, qkv_bias=True)
     x = tokens()
     torch.testing.assert_close(layer(x, GRID, queries=3), layer(x, GRID)[:, :3])
+
+
+def test_content_attention_is_the_same_by_either_way():
+    """bf16 without gradients goes through plain products; the result differs by rounding."""
+    q, k, v = torch.randn(3, 2, 4, 30, 16).unbind(0)
+    exact = (q @ k.transpose(-2, -1) / 4).softmax(dim=-1) @ v
+    torch.testing.assert_close(content_attention(q, k, v), exact)
+    torch.testing.assert_close(
+        content_attention(q, k, v, scale=0.5), (q @ k.transpose(-2, -1) / 2).softmax(dim=-1) @ v
+    )
+    rough = [part.bfloat16() for part in (q, k, v)]
+    with torch.no_grad():
+        without = content_attention(*rough)
+    assert without.dtype == torch.bfloat16 and without.shape == exact.shape
+    torch.testing.assert_close(without.float(), exact, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(content_attention(*rough).float(), exact, rtol=0.05, atol=0.05)

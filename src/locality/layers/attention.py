@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from locality.layers.content import content_attention
 from locality.layers.kernels import kernel_svd, same_padding_offsets
 from locality.layers.linear import Linear, fast_linear
 from locality.layers.position import (
@@ -149,7 +150,7 @@ class SelfAttention(_Attention):
             q, k, v = self._queries_keys_values(x)
         else:
             q, k, v = self._few_queries(x, queries)
-        return self._project(F.scaled_dot_product_attention(q, k, v))
+        return self._project(content_attention(q, k, v))
 
     def _few_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """As `_queries_keys_values`, with queries for the first `queries` tokens alone."""
@@ -295,7 +296,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         q, k, v = self._queries_keys_values(x)
         rows, columns = positional_factors(self.v_pos, grid)
         position = attend_to_positions(rows.to(v.dtype), columns.to(v.dtype), v)
-        content = F.scaled_dot_product_attention(q, k, v)
+        content = content_attention(q, k, v)
         gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
         return self._project(torch.lerp(content, position, gate))
 
