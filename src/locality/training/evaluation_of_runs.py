@@ -62,7 +62,7 @@ def evaluate_run(
         max_bad_images=data.max_bad_images,
         pin_memory=device.type == "cuda",
     )
-    chosen = choose_precision(precision, device, count_macs(model, size) * batch_size)
+    chosen = choose_precision(precision, device, count_macs(model, size))
     with torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bf16-mixed"):
         result = evaluate(model.to(device), loader, device, label_sets=splits.val.label_sets)
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}

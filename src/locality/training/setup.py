@@ -95,9 +95,7 @@ def preview(config: RunConfig, splits: DataSplits | None = None) -> Preview:
         plan=plan,
         world_size=world_size,
         micro_batch=micro_batch,
-        precision=choose_precision(
-            config.engine.precision, torch.device(device_type), macs * micro_batch
-        ),
+        precision=choose_precision(config.engine.precision, torch.device(device_type), macs),
         device_type=device_type,
         parameters=count_parameters(model),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
