@@ -30,9 +30,8 @@ class OverTraining:
     """An observer for `locality.training.train` that measures attention (Figs. 5, 6, 10, 13, 14).
 
     It measures before the first step, after the last, and every `every` epochs or steps between
-    (the unit of the run's schedule). A look costs about as much as half a training step on as
-    many images, so with the default number it stays under 2% of a run's time as long as
-    `every` is worth more than 50 steps of 128 images.
+    (the unit of the run's schedule). A look costs about one training step on as many images, so
+    it stays under 2% of a run's time as long as `every` is worth more than 50 of those.
 
     Attributes:
         every: epochs or steps between two looks.
@@ -40,7 +39,7 @@ class OverTraining:
     """
 
     every: float
-    images: int = 128
+    images: int = 64
     _seen: dict[Path, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
