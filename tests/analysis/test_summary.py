@@ -102,21 +102,20 @@ def test_released_variant_needs_one_patch_embedding(images):
 
 
 def test_cvt_is_measured_with_its_key_strides(shaken):
-    model = shaken(create_model("cvt_13", img_size=64, num_classes=3), scale=0.02)
-    images = torch.randn(2, 3, 60, 72)
+    model, images = shaken(create_model("cvt_nano")), torch.randn(2, 3, 7, 10)
     record = measure_model(model, images)
     with torch.no_grad(), capture(model) as views:
         model(images)
     assert [tuple(layer["grid"]) for layer in record["layers"]] == [view.grid for view in views]
     first = record["layers"][0]
-    assert (first["grid"], first["key_grid"]) == ([15, 18], [8, 9])
+    assert (first["grid"], first["key_grid"]) == ([7, 10], [4, 5])
     # By hand: key (a, b) lies on query (2a, 2b).
     attention = views[0].maps.mixed.double()
     away = torch.tensor(
         [
-            [math.hypot(i - 2 * a, j - 2 * b) for a in range(8) for b in range(9)]
-            for i in range(15)
-            for j in range(18)
+            [math.hypot(i - 2 * a, j - 2 * b) for a in range(4) for b in range(5)]
+            for i in range(7)
+            for j in range(10)
         ],
         dtype=torch.float64,
     )
@@ -128,4 +127,4 @@ def test_cvt_is_measured_with_its_key_strides(shaken):
 
 def test_cvt_has_no_single_patch_embedding():
     with pytest.raises(UserError, match="patch embedding"):
-        released_nonlocality(create_model("cvt_13", img_size=32), torch.randn(1, 3, 32, 32))
+        released_nonlocality(create_model("cvt_nano"), torch.randn(1, 3, 8, 8))
