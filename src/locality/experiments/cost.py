@@ -59,7 +59,7 @@ class Cost:
     problem: str | None = None
 
 
-def estimate_costs(runs: Sequence[Run], measure: bool = True) -> dict[Path, Cost]:
+def estimate_costs(runs: Sequence[Run], measure: bool = True, threads: int = 1) -> dict[Path, Cost]:
     """The cost of each run, by folder.
 
     The speed of a network is taken from finished runs of it if there are any, else from a few
@@ -68,30 +68,32 @@ def estimate_costs(runs: Sequence[Run], measure: bool = True) -> dict[Path, Cost
     Args:
         runs: any.
         measure: whether to time steps; without, seconds are 0 unless a finished run knows.
+        threads: processor threads that a run will have.
     """
     known: dict[str, float] = {}
     for run in runs:
         rate = (run.result() or {}).get("images_per_second") if run.is_finished() else None
         if rate:
             known.setdefault(_speed_key(run.config), float(rate))
-    return {run.folder: _cost_or_problem(run.config, known, measure) for run in runs}
+    timed = threads if measure else None
+    return {run.folder: _cost_or_problem(run.config, known, timed) for run in runs}
 
 
-def _cost_or_problem(config: RunConfig, known: Mapping[str, float], measure: bool) -> Cost:
+def _cost_or_problem(config: RunConfig, known: Mapping[str, float], threads: int | None) -> Cost:
     try:
-        return _cost(config, known, measure)
+        return _cost(config, known, threads)
     except (UserError, OSError) as error:
         return Cost(0, 0, 0, "estimated", str(error))
 
 
-def _cost(config: RunConfig, known: Mapping[str, float], measure: bool) -> Cost:
+def _cost(config: RunConfig, known: Mapping[str, float], threads: int | None) -> Cost:
     images, classes = train_images(config)
     shown = make_plan(config, images).images
     macs = _STEP_FORWARDS * forward_macs(config.model, classes) * shown
     rate = known.get(_speed_key(config))
     basis = "estimated" if rate is None else "measured"
-    if rate is None and measure:
-        rate = steps_rate(config.model, classes, config.engine.batch_size)
+    if rate is None and threads is not None:
+        rate = steps_rate(config.model, classes, config.engine.batch_size, threads)
     return Cost(shown, macs, shown / rate if rate else 0.0, basis)
 
 
@@ -168,15 +170,22 @@ def _parameters(key: str, name: str, classes: int, settings: _Settings) -> int:
         return count_parameters(build_network(name, classes, settings.given))
 
 
-def steps_rate(model: ModelConfig, classes: int, batch_size: int) -> float:
-    """Training images per second of this process, from a few steps on random images.
+def steps_rate(model: ModelConfig, classes: int, batch_size: int, threads: int) -> float:
+    """Training images per second with so many threads, from a few steps on random images.
 
     A step that would take long here is timed on a part of its batch.
     """
     macs = _STEP_FORWARDS * forward_macs(model, classes)
     images = int(min(batch_size, max(1, _TIMED_MACS // macs)))
     whole = images == batch_size
-    return _steps_rate(_architecture(model), model.name, classes, images, whole, _Settings(model))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _steps_rate(
+            _architecture(model), model.name, classes, images, whole, _Settings(model)
+        )
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache
@@ -189,8 +198,10 @@ def _steps_rate(
     # Any weights cost the same; drawing those of a large network properly takes longer than a step.
     network = network.to_empty(device=device).train()
     for tensor in (*network.parameters(), *network.buffers()):
-        if tensor.is_floating_point():
-            torch.nn.init.uniform_(tensor, -0.02, 0.02)
+        if tensor.ndim > 1:
+            torch.nn.init.uniform_(tensor, -0.05, 0.05)
+        elif tensor.is_floating_point():
+            torch.nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
     optimiser = torch.optim.AdamW(network.parameters())
     batch = torch.randn(images, 3, *image_size(network, settings.given), device=device)
     labels = torch.zeros(images, dtype=torch.long, device=device)

@@ -72,4 +72,4 @@ def initial_maps(
         blocks.append(model_block(title, taken, [0], _HEADS, 0))
     assert taken is not None
     layer = taken.layers[0]
-    return draw_maps(blocks, taken.images[0], (layer.query, layer.grid))
+    return draw_maps(blocks, taken.images[0], (layer.query, layer.grid), own_scale=True)

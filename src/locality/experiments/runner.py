@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from locality.experiments.cost import Cost, estimate_costs, span
-from locality.experiments.executors import Executor, Outcome, make_executor
+from locality.experiments.executors import Executor, Outcome, make_executor, threads_per_run
 from locality.experiments.runs import Run, waves, with_needs
 
 _POLL_SECONDS = 1.0
@@ -29,7 +29,7 @@ class Plan:
 
     def __init__(self, runs: Iterable[Run], jobs: int = 2) -> None:
         self.runs = with_needs(runs)
-        self.costs: dict[Path, Cost] = estimate_costs(self.runs)
+        self.costs: dict[Path, Cost] = estimate_costs(self.runs, threads=threads_per_run(jobs))
         self.jobs = jobs
 
     @property

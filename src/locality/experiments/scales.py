@@ -114,12 +114,25 @@ class Scale:
             settings["schedule.snapshot_every"] = base.schedule.length / self.snapshots
         config = replace(base, settings | given)
         return tuple(
-            self._run(dataclasses.replace(config, seed=seed), label or _words(given), needs, task)
+            self._run(
+                dataclasses.replace(config, seed=seed),
+                label or _words(given),
+                overrides,
+                needs,
+                task,
+            )
             for seed in (self.seeds if seeds is None else seeds)
         )
 
-    def _run(self, config: RunConfig, label: str, needs: tuple[Run, ...], task: str) -> Run:
-        words = [config.model.name, f"{100 * config.data.fraction:g}%", label]
+    def _run(
+        self,
+        config: RunConfig,
+        label: str,
+        size: Mapping[str, Any],
+        needs: tuple[Run, ...],
+        task: str,
+    ) -> Run:
+        words = [config.model.name, _words(size), f"{100 * config.data.fraction:g}%", label]
         name = " ".join([*filter(None, words), f"seed {config.seed}"])
         return Run(name, config, content_folder(self.root, config, task), needs, task)
 
