@@ -1,7 +1,43 @@
 """Instruments: what the layers of a model attend to, observed in its ordinary forward pass."""
 
-from locality.analysis.recording import record
-from locality.analysis.summary import measure_model, released_nonlocality
-from locality.analysis.taps import LayerView, capture
+from __future__ import annotations
 
-__all__ = ["LayerView", "capture", "measure_model", "record", "released_nonlocality"]
+from typing import TYPE_CHECKING
+
+from locality.lazy import lazily
+
+if TYPE_CHECKING:
+    from locality.analysis.explorer import write_explorer
+    from locality.analysis.figures import FIGURES
+    from locality.analysis.masks import content_off, position_embedding_off, position_off
+    from locality.analysis.over_training import OverTraining
+    from locality.analysis.recording import record
+    from locality.analysis.summary import measure_model, released_nonlocality
+    from locality.analysis.taps import LayerView, capture
+
+__all__ = [
+    "FIGURES",
+    "LayerView",
+    "OverTraining",
+    "capture",
+    "content_off",
+    "measure_model",
+    "position_embedding_off",
+    "position_off",
+    "record",
+    "released_nonlocality",
+    "write_explorer",
+]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        ".explorer": "write_explorer",
+        ".figures": "FIGURES",
+        ".masks": "content_off position_embedding_off position_off",
+        ".over_training": "OverTraining",
+        ".recording": "record",
+        ".summary": "measure_model released_nonlocality",
+        ".taps": "LayerView capture",
+    },
+)
