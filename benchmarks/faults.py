@@ -333,8 +333,6 @@ def survey(faults: int, processes: int, seed: int, folder: Path) -> Tally:
         for accumulate in (1, 4)
         for workers in (0, 2)
         for model in MODELS
-        # Running statistics are each process's own between two evaluations.
-        if processes == 1 or model != "cvt_13"
     ]
     tally = Tally()
     number = 0

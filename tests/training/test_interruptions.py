@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from locality.training import Interrupted, NonFiniteLoss
+from locality.training import Interrupted, NonFiniteLoss, replace
 from locality.training.objective import Objective
 from locality.training.runs import load_state
 from locality.training.signals import SIGNALS, Interruption
@@ -160,6 +160,26 @@ def test_a_skipped_update_changes_nothing_but_the_count(
     snapshots = sorted((tmp_path / "run" / "snapshots").iterdir())
     first, last = load_file(snapshots[0]), load_file(snapshots[-1])
     assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_a_skipped_update_leaves_running_statistics_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mix = Objective.mix
+    calls = iter(range(10**6))
+
+    def spoilt(self: Objective, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        images, targets = mix(self, images, labels)
+        return (images * float("inf") if next(calls) == 2 else images), targets
+
+    monkeypatch.setattr(Objective, "mix", spoilt)
+    stages = [{"embed_dim": 8, "num_heads": 1, "depth": 1}]
+    config = tiny(model__name="cvt_13", model__img_size=8, engine__max_bad_losses=1)
+    config = replace(config, {"model.overrides": {"stages": stages}})
+    train(config, tmp_path / "run")
+    state = load_state(tmp_path / "run")
+    assert state["progress"]["bad_losses"] == 1
+    assert all(value.isfinite().all() for value in state["model"].values())
 
 
 COMMAND = """

@@ -41,7 +41,7 @@ def test_resuming_after_any_step_is_exact(
     assert_same_run(tmp_path / "run", whole)
 
 
-SOME = {"augment.repeats": 3}, {"augment.mixup": 0.8}, {"engine.ema_decay": 0.9}
+SOME = {"augment.repeats": 3}, {"augment.mixup": 0.8}, {"engine.precision": "bf16-mixed"}
 COMBINATIONS = [
     {"engine.accumulate": accumulate, "data.workers": 0, **random}
     for accumulate, random in itertools.product((1, 4), ({}, *SOME))

@@ -16,7 +16,7 @@ Sum = Callable[[Tensor], Tensor]
 
 
 class EvaluationStopped(Exception):
-    """An evaluation was asked to stop."""
+    """An evaluation was asked to stop, by the signal whose number it carries."""
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def evaluate(
     label_sets: Sequence[tuple[int, ...]] | None = None,
     all_sum: Sum | None = None,
     rounds: int | None = None,
-    stop: Callable[[], bool] | None = None,
+    stop: Callable[[], None] | None = None,
     channels_last: bool = False,
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy in per cent, mean cross entropy, and the number of images.
@@ -43,20 +43,21 @@ def evaluate(
             right if it is one of them. The loss is that of the first.
         all_sum: adds up a tensor over all processes.
         rounds: batches of the process that has most, so that all meet equally often.
-        stop: asked before every batch, in step over all processes.
+        stop: called before every batch, in step over all processes; may raise to stop.
         channels_last: memory layout of the images.
 
     Raises:
-        EvaluationStopped: if `stop` said so.
+        EvaluationStopped: from `stop`.
     """
     was_training = model.training
     model.eval()
-    totals = torch.zeros(4, dtype=torch.float64, device=device)
+    kind = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    totals = torch.zeros(4, dtype=kind, device=device)
     try:
         batches = iter(loader)
         for _ in range(len(loader) if rounds is None else rounds):
-            if stop is not None and stop():
-                raise EvaluationStopped
+            if stop is not None:
+                stop()
             batch = next(batches, None)
             if batch is None:
                 continue

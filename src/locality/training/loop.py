@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from locality.data import Batch, eval_loader, train_loader
 from locality.models import ImageClassifier
+from locality.training.agreement import Agreement, measured
 from locality.training.config import RunConfig
 from locality.training.evaluation import EvaluationStopped, evaluate
 from locality.training.failures import NonFiniteLoss
@@ -29,7 +30,7 @@ from locality.training.observer import Watch
 from locality.training.randomness import StepRandomness
 from locality.training.recorder import Recorder
 from locality.training.setup import Preview
-from locality.training.signals import SIGNALS, Interrupted, Interruption
+from locality.training.signals import Interrupted, Interruption
 
 
 @dataclass
@@ -106,20 +107,16 @@ class Loop:
         self.micro_batch = preview.micro_batch
         self.parts = parts
         self.recorder = recorder
-        self.interruption = interruption
         self.watch = watch
         self.at = Progressed()
         self.data = ""  # fingerprint of the data, kept in checkpoints
-        self.alone = fabric.world_size == 1
+        self.agreement = Agreement(fabric, interruption)
         self.randomness = StepRandomness(
             config.seed, fabric.global_rank, config.engine.accumulate, fabric.device
         )
         self.layout = torch.channels_last if config.engine.channels_last else torch.preserve_format
         # Step of the last checkpoint and of the evaluation it knows of.
         self._saved = (-1, -1)
-        self._flight: _Flight | None = (
-            _Flight(2 + len(SIGNALS)) if fabric.device.type == "cuda" else None
-        )
         self._eval_loader = eval_loader(
             self.splits.val,
             config.augment,
@@ -199,9 +196,9 @@ class Loop:
         """One update, and the signal that asks to stop, or 0."""
         parts, engine, at = self.parts, self.config.engine, self.at
         parts.schedule.step_update(at.step)
-        total = torch.zeros(2, dtype=torch.float64, device=self.fabric.device)
+        alone, total = self.agreement.alone, self.agreement.new_total()
+        before = self._remembered_buffers()
         started = time.perf_counter()
-        signum = 0
         for micro in range(engine.accumulate):
             last = micro + 1 == engine.accumulate
             batch = next(batches)
@@ -210,20 +207,20 @@ class Loop:
             images = images.to(memory_format=self.layout)
             labels = batch.targets.to(self.fabric.device, non_blocking=True)
             images, targets = parts.objective.mix(images, labels)
-            with self.fabric.no_backward_sync(parts.forward, enabled=not last and not self.alone):
+            with self.fabric.no_backward_sync(parts.forward, enabled=not last and not alone):
                 logits = parts.forward(images)
                 loss = parts.objective.loss(logits, targets, images)
-                total += _measured(loss, logits, targets)
+                total += measured(loss, logits, targets)
                 if last:
                     # Asked for before the backward pass, whose results the check does not need.
-                    reading = self._share(total)
+                    reading = self.agreement.share(total)
                 self.fabric.backward(loss / engine.accumulate)
         loss_sum, right, signum = reading.values()
         mean = loss_sum / (engine.accumulate * self.fabric.world_size)
         if not math.isfinite(mean):
-            self._leave_out(f"the loss became {mean}")
+            self._leave_out(f"the loss became {mean}", before)
         elif not self._clip():
-            self._leave_out("the gradients are not finite")
+            self._leave_out("the gradients are not finite", before)
         else:
             self._update()
             at.loss_sum += mean * self.plan.batch_size
@@ -251,12 +248,23 @@ class Loop:
         if parts.ema is not None:
             parts.ema.update(parts.model, step=self.at.step + 1)
 
-    def _leave_out(self, reason: str) -> None:
+    def _remembered_buffers(self) -> list[Tensor]:
+        """Copies of the model's buffers, if this step may have to be undone.
+
+        A forward pass changes running statistics before anybody knows that its loss is bad.
+        """
+        if not self.config.engine.max_bad_losses:
+            return []
+        return [buffer.clone() for buffer in self.parts.model.buffers()]
+
+    def _leave_out(self, reason: str, before: list[Tensor]) -> None:
         """Leave an update out if it may be, or stop before it."""
         at = self.at
         allowed = self.config.engine.max_bad_losses
         if at.bad_losses < allowed:
             at.bad_losses += 1
+            for buffer, value in zip(self.parts.model.buffers(), before, strict=True):
+                buffer.copy_(value)
             self.recorder.say(
                 f"step {at.step + 1}: {reason}; update skipped "
                 f"({at.bad_losses} of {allowed} allowed)"
@@ -281,19 +289,17 @@ class Loop:
         model = self._judged()
         self.recorder.wait_until_saved()
         started = time.perf_counter()
-        if not self.alone:
-            # Running statistics differ between processes; rank 0's are the ones that are saved.
-            for buffer in model.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+        # Running statistics differ between processes; rank 0's are the ones that are saved.
+        self.agreement.equalise(list(model.buffers()))
         with self.fabric.autocast():
             found = evaluate(
                 model,
                 self._eval_loader,
                 self.fabric.device,
                 label_sets=self.splits.val.label_sets,
-                all_sum=None if self.alone else self._all_sum,
+                all_sum=self.agreement.sum,
                 rounds=self._eval_rounds(),
-                stop=self._asked_to_stop,
+                stop=self.agreement.stop_if_asked,
                 channels_last=self.config.engine.channels_last,
             )
         row = {
@@ -312,7 +318,7 @@ class Loop:
         self.recorder.evaluated(row, found["n"], time.perf_counter() - started)
 
     def _save(self) -> None:
-        self._collect_skipped()
+        self.agreement.gather(self.at.skipped)
         if self.fabric.is_global_zero:
             self.recorder.save(self.state())
         self._saved = (self.at.step, self.at.evaluated)
@@ -367,89 +373,3 @@ class Loop:
     def _eval_rounds(self) -> int:
         share = -(-len(self.splits.val) // self.fabric.world_size)
         return -(-share // self._eval_batch())
-
-    # -- agreement between processes ------------------------------------------------------------
-
-    def _share(self, total: Tensor) -> _Reading:
-        """Start reading a step's totals and signals, over all processes."""
-        if self.alone:
-            if self._flight is None:
-                loss_sum, right = total.tolist()
-                return _Reading([loss_sum, right], self.interruption)
-            return _Reading(self._flight.send(total), self.interruption)
-        flags = [float(self.interruption.signum == signum) for signum in SIGNALS]
-        message = torch.cat((total, total.new_tensor(flags)))
-        message = self._all_sum(message)
-        sent = message.tolist() if self._flight is None else self._flight.send(message)
-        return _Reading(sent, None)
-
-    def _all_sum(self, tensor: Tensor) -> Tensor:
-        torch.distributed.all_reduce(tensor)
-        return tensor
-
-    def _asked_to_stop(self) -> bool:
-        if self.alone:
-            signum = self.interruption.signum
-        else:
-            flags = [float(self.interruption.signum == signum) for signum in SIGNALS]
-            message = torch.tensor(flags, device=self.fabric.device)
-            signum = _signal_of(self._all_sum(message).tolist())
-        if signum:
-            raise EvaluationStopped(signum)
-        return False
-
-    def _collect_skipped(self) -> None:
-        if self.alone:
-            return
-        gathered: list[dict[str, str] | None] = [None] * self.fabric.world_size
-        torch.distributed.all_gather_object(gathered, self.at.skipped)
-        for skipped in gathered:
-            self.at.skipped.update(skipped or {})
-
-
-def _measured(loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-    """A batch's mean loss and its number of right answers, (2,) float64.
-
-    After mixing, the class that makes up most of an image counts as right.
-    """
-    labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
-    right = (logits.argmax(dim=1) == labels).sum()
-    return torch.stack((loss.detach().double(), right.double()))
-
-
-def _signal_of(counts: list[float]) -> int:
-    return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
-
-
-class _Flight:
-    """Copies a few numbers from a GPU without waiting for what was queued after them."""
-
-    def __init__(self, size: int) -> None:
-        self._host = torch.empty(size, dtype=torch.float64, pin_memory=True)
-        self._arrived = torch.cuda.Event()
-        self._size = size
-
-    def send(self, tensor: Tensor) -> _Flight:
-        self._size = tensor.numel()
-        self._host[: self._size].copy_(tensor, non_blocking=True)
-        self._arrived.record()
-        return self
-
-    def tolist(self) -> list[float]:
-        self._arrived.synchronize()
-        return self._host[: self._size].tolist()
-
-
-class _Reading:
-    """A step's totals on their way to the processor."""
-
-    def __init__(self, numbers: list[float] | _Flight, interruption: Interruption | None) -> None:
-        self._numbers = numbers
-        self._interruption = interruption
-
-    def values(self) -> tuple[float, float, int]:
-        """Loss summed over passes and processes, right answers, and the signal to stop or 0."""
-        numbers = self._numbers
-        values = numbers.tolist() if isinstance(numbers, _Flight) else numbers
-        signum = _signal_of(values[2:]) if self._interruption is None else self._interruption.signum
-        return values[0], values[1], signum
