@@ -14,7 +14,7 @@ from locality.training import settings
 from locality.training.config import RunConfig
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}
-ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_13", 1.0): 80.0}
+ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_nano", 1.0): 80.0}
 
 
 @torch.no_grad()

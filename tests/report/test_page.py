@@ -88,6 +88,14 @@ def test_every_section_is_there(page):
     assert page.count("<svg") == 3 + 2 + 2  # accuracy and two curves, nonlocality, gates
 
 
+def test_cvt_is_a_series_of_its_own(make_run, tmp_path):
+    runs = [make_run(model) for model in ("cvt_nano", "deit_nano", "convit_nano")]
+    text = text_of(build_report(runs, tmp_path / "r.html").read_text())
+    assert "CvT, after training" in text and "CvT's distances" in text.replace("&#39;", "'")
+    # Compared are the twins alone.
+    assert text.count("percentage points") == 1
+
+
 def test_no_difference_is_not_called_one(make_run, tmp_path):
     runs = [make_run("convit_nano", seed=s, top1=t) for s, t in enumerate((80.0, 70.0, 75.0))]
     runs += [make_run("deit_nano", seed=s, top1=t) for s, t in enumerate((71.0, 79.0, 74.0))]

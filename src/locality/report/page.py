@@ -100,6 +100,7 @@ def _context(series: Sequence[Series], unfinished: Sequence[Unfinished]) -> dict
         "comparisons": comparisons,
         "cards": [_card(each) for each in comparisons],
         "series": series,
+        "families": {one.family for one in series},
         "fractions": fractions,
         "accuracy": _panel(charts.accuracy(series), "accuracy", "Final accuracy of every model"),
         "curves": _panels("curve", fractions, lambda part: charts.learning_curves(series, part)),
