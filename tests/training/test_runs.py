@@ -185,17 +185,32 @@ def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> Non
     assert len(notes) == 2
 
 
+def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
+    from locality.checkpoints import save
+    from locality.training.setup import starting_model
+
+    donor = build_model(tiny(seed=7), 10)
+    save(donor, tmp_path / "weights")
+    for path in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
+        model, notes = starting_model(tiny(model__weights=str(path)), num_classes=10)
+        assert not notes
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, donor.state_dict()[name])
+
+
 def test_starting_weights_of_another_architecture_are_refused(finished: Path) -> None:
     from locality.training.setup import starting_model
 
     config = tiny(model__weights=str(finished), overrides={"depth": 3})
-    with pytest.raises(UserError, match="another architecture"):
+    with pytest.raises(UserError, match=r"model\.weights"):
         starting_model(config, num_classes=10)
 
 
 def test_weights_that_are_not_there_are_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file or folder"):
         train(tiny(model__weights=str(tmp_path / "none")), tmp_path / "run")
+    with pytest.raises(UserError, match=r"cvt_13\.ms_in1k"):
+        train(tiny(model__weights="cvt_13.ms_in2k"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -24,8 +24,8 @@ class ModelConfig:
         name: one of `locality models`.
         img_size: side of the training images in pixels; None takes the model's own.
         patch_size: side of a patch in pixels; None takes the model's own.
-        weights: what to start from: a run folder, or anything `locality.load` reads; None draws
-            fresh weights from the seed. A classifier for another set of classes is replaced.
+        weights: what to start from: a run folder, weights in any layout, or the name of public
+            ones; None draws fresh weights from the seed. A classifier for other classes is new.
         overrides: other fields of the architecture by name, such as `locality_strength: 2`.
     """
 

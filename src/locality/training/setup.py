@@ -21,7 +21,7 @@ from locality.training.optim import check_optimizer
 from locality.training.plan import Plan, make_plan
 from locality.training.precision import choose_precision
 from locality.training.randomness import seed_initial_weights
-from locality.training.warm_start import load_donor, start_from
+from locality.training.warm_start import check_weights, start_from
 
 # How Fabric calls what `engine.strategy` says.
 _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
@@ -134,7 +134,7 @@ def starting_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier
     model = build_model(config, num_classes)
     if config.model.weights is None:
         return model, []
-    return model, start_from(model, load_donor(config.model.weights))
+    return model, start_from(model, config.model.weights)
 
 
 def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
@@ -145,18 +145,6 @@ def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
     """
     with torch.device("meta"):
         return build_model(config, num_classes)
-
-
-def check_weights(weights: str | None) -> None:
-    """Check that what `model.weights` names is there, as far as that can be told offline.
-
-    Raises:
-        UserError: if a path does not exist.
-    """
-    if weights is None or os.path.exists(weights):
-        return
-    if os.sep in weights and not weights.startswith(("hf-hub:", "hf_hub:", "http")):
-        raise UserError(f"model.weights: there is no file or folder {weights}")
 
 
 def resolve_accelerator(wanted: str) -> str:
