@@ -145,15 +145,16 @@ async function loadImage(image) {
 
 // -- building the page --------------------------------------------------------------------------
 
+const SVG = new Set(["svg", "circle", "line", "polyline", "text", "title"]);
+
 function element(name, attributes = {}, ...children) {
-  const node = name === "svg" || SVG.has(name)
+  const node = SVG.has(name)
     ? document.createElementNS("http://www.w3.org/2000/svg", name)
     : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   node.append(...children);
   return node;
 }
-const SVG = new Set(["circle", "line", "polyline", "text", "title"]);
 
 function gateColour(gate) {
   const mix = (from, to) => Math.round(from + (to - from) * gate);
