@@ -43,6 +43,18 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
     assert [signal.getsignal(signum) for signum in SIGNALS] == before
 
 
+def test_signals_that_are_ignored_stay_ignored() -> None:
+    # Under nohup a closed terminal is no reason to stop.
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption().listening() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interruption.signum == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_second_ctrl_c_stops_at_once() -> None:
     with Interruption().listening() as interruption:
         os.kill(os.getpid(), signal.SIGINT)

@@ -81,6 +81,40 @@ def test_progress_says_nothing_when_quiet(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == "word\n"
 
 
+def test_a_closed_terminal_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def isatty(self) -> bool:
+            return False
+
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+        flush = close = lambda self: None
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    progress = Progress(10, 0, quiet=False)
+    progress.say("word")
+    progress.update(1, 0.5, 50.0, 100.0)
+    assert progress.quiet
+
+
+def test_a_terminal_gets_a_bar_with_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress(10, 0, quiet=False)
+    progress.update(4, 1.25, 50.0, 321.0)
+    progress.say("a line")
+    assert progress.wants_update(10)
+    progress.update(10, 1.0, 60.0, 300.0)
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "4/10" in shown and "loss 1.250, top-1 50.0%, 321 images/s" in shown
+    assert "a line" in shown and "10/10" in shown
+
+
 def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,24 @@ class Progress:
         """A line of its own."""
         if self.quiet:
             return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        with self._as_long_as_somebody_reads():
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stderr)
+            else:
+                print(text, file=sys.stderr, flush=True)
 
-    def wants_update(self) -> bool:
-        """Whether it is time to say something again."""
+    @contextlib.contextmanager
+    def _as_long_as_somebody_reads(self) -> Iterator[None]:
+        # A terminal that was closed is no reason for a run to fail before it has saved.
+        try:
+            yield
+        except OSError:
+            self.quiet, self._bar = True, None
+
+    def wants_update(self, step: int) -> bool:
+        """Whether it is time to say something again, after `step` steps."""
+        if self._bar is not None and step == self._total:
+            return True
         wait = 0.1 if self._bar is not None else _SECONDS_BETWEEN_LINES
         return not self.quiet and time.monotonic() - self._told > wait
 
@@ -133,8 +145,9 @@ class Progress:
         self._told = time.monotonic()
         figures = f"loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(figures, refresh=False)
-            self._bar.update(step - self._bar.n)
+            with self._as_long_as_somebody_reads():
+                self._bar.set_postfix_str(figures, refresh=False)
+                self._bar.update(step - self._bar.n)
         else:
             left = duration(self.seconds_left(step))
             self.say(f"step {step}/{self._total}: {figures}, {left} left")
@@ -147,7 +160,8 @@ class Progress:
     def close(self) -> None:
         """End the bar."""
         if self._bar is not None:
-            self._bar.close()
+            with self._as_long_as_somebody_reads():
+                self._bar.close()
 
 
 def duration(seconds: float) -> str:

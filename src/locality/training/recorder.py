@@ -91,7 +91,7 @@ class Recorder:
             if done == _MEASURED_STEPS and self._total - at.step > _MEASURED_STEPS:
                 left = duration(statistics.median(self._sample) * (self._total - at.step))
                 self.say(f"about {left} for the remaining {self._total - at.step} steps")
-        if self.progress.wants_update():
+        if self.progress.wants_update(at.step):
             seen = max(1, at.seen)
             self.progress.update(
                 at.step, at.loss_sum / seen, 100 * at.right / seen, self.images_per_second()

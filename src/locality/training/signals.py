@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 # Both a terminal and a launcher such as torchrun pass Ctrl-C on; only what comes later than this
@@ -52,15 +52,8 @@ class Interruption:
     @contextlib.contextmanager
     def listening(self) -> Iterator[Interruption]:
         """Handle signals within the block, in the main thread only (Python allows no other)."""
-        if threading.current_thread() is not threading.main_thread():
+        with _handled(self._handle):
             yield self
-            return
-        before = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
-        try:
-            yield self
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if os.getpid() != self._owner:
@@ -69,7 +62,8 @@ class Interruption:
             self.signum, self._since = signum, time.monotonic()
             again = "; again to stop at once, without saving" if signum == signal.SIGINT else ""
             # print() may be interrupted by this very handler and is not reentrant.
-            os.write(2, f"\nstopping after this step and saving{again}\n".encode())
+            with contextlib.suppress(OSError):  # nobody reads it when the terminal was closed
+                os.write(2, f"\nstopping after this step and saving{again}\n".encode())
         elif signum == signal.SIGINT and time.monotonic() - self._since > _SAME_CTRL_C_SECONDS:
             raise KeyboardInterrupt
 
@@ -83,12 +77,23 @@ def forwarded_to_children() -> Iterator[None]:
             if child.pid is not None:
                 os.kill(child.pid, signum)
 
+    with _handled(forward):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within the block, `handler` gets the signals that are not ignored (by nohup, say)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.signal(signum, forward) for signum in SIGNALS}
+    before = {
+        signum: signal.signal(signum, handler)
+        for signum in SIGNALS
+        if signal.getsignal(signum) not in (signal.SIG_IGN, None)
+    }
     try:
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum, previous in before.items():
+            signal.signal(signum, previous)
