@@ -7,6 +7,11 @@ from locality.layers.attention import (
     SelfAttention,
 )
 from locality.layers.block import Block
+from locality.layers.convolution import (
+    ConvolutionalAttention,
+    ConvolutionalEmbedding,
+    Projection,
+)
 from locality.layers.kernels import truncated_kernel
 from locality.layers.local import LocalConvolution
 from locality.layers.position import Grid
@@ -14,10 +19,13 @@ from locality.layers.position import Grid
 __all__ = [
     "AttentionMaps",
     "Block",
+    "ConvolutionalAttention",
+    "ConvolutionalEmbedding",
     "GatedPositionalSelfAttention",
     "Grid",
     "LocalConvolution",
     "PositionalSelfAttention",
+    "Projection",
     "SelfAttention",
     "truncated_kernel",
 ]
