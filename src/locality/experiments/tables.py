@@ -72,11 +72,14 @@ def _papers(cell: Record | None, column: Record, notes: Notes) -> str:
     if cell is None or cell["paper"] is None:
         return ""
     printed = cell["paper"]
-    # As printed: a table that says 10 says neither 10.0 nor 10.00.
-    value = f"{printed['value']:+g}" if column["signed"] else f"{printed['value']:g}"
     note = printed["note"]
-    marked = "" if not note or note.startswith("computed") else f" {notes.mark(f'paper: {note}')}"
-    return value.replace("-", "−") + marked
+    computed = note.startswith("computed")
+    if computed or (column["unit"] == "%" and not column["signed"]):
+        value = number(printed["value"], column)
+    else:
+        # As printed: a table that says 10 says neither 10.0 nor 10.00.
+        value = f"{printed['value']:{'+' if column['signed'] else ''}g}".replace("-", "−")
+    return value if computed or not note else f"{value} {notes.mark(f'paper: {note}')}"
 
 
 def _ours(cell: Record | None, column: Record, n: int | None, notes: Notes) -> str:
@@ -269,6 +272,6 @@ def to_html(record: Record) -> str:
         missing=_missing_series(record),
         claims=[{**claim, "evidence": _evidence(claim), "mark": MARKS[claim["verdict"]]}
                 for claim in record["claims"]],
-        origin=origin(record),
+        origin=origin(record).replace("`", ""),
         image=next((name for name in record.get("files", []) if name.endswith(".svg")), None),
     )  # fmt: skip
