@@ -15,6 +15,10 @@ from locality.experiments.sizes import depth_of, gated_layers_of, heads_of
 from locality.experiments.specs import Claim, Drawing, Figure, Panel, Series, experiment
 
 
+# The unit of gates, which are shares.
+_SHARE = "of attention"
+
+
 @experiment("convit/figure-3", "Convolutional initialisation of positional attention")
 def figure_3(s: Scale) -> Figure:
     """Attention maps of untrained layers: self-attention, and PSA at two strengths."""
@@ -149,9 +153,9 @@ def figure_6(s: Scale) -> Figure:
     trajectory = s.measured(TRAJECTORY, "ConViT-S")
     claims = (
         Claim("the mean gate of every layer falls over training",
-              _mean_gate(trajectory, lambda layers: min(v[0] - v[-1] for v in layers)), unit="of attention"),
+              _mean_gate(trajectory, lambda layers: min(v[0] - v[-1] for v in layers)), unit=_SHARE),
         Claim("the last gated layer ends with less positional attention than the first",
-              _mean_gate(trajectory, lambda layers: layers[0][-1] - layers[-1][-1]), unit="of attention"),
+              _mean_gate(trajectory, lambda layers: layers[0][-1] - layers[-1][-1]), unit=_SHARE),
     )  # fmt: skip
     about = "The share σ(λ) of positional attention, per head; black: mean over heads."
     return Figure(about, _gate_panels(s, "S"), claims=claims)
@@ -240,7 +244,7 @@ def figure_14(s: Scale) -> Figure:
         return _mean_gate(trajectory, lambda layers: sum(v[-1] for v in layers) / len(layers))
 
     claims = (Claim("the larger ConViT keeps more positional attention",
-                    difference(final(sizes[-1]), final(sizes[0])), unit="of attention"),)  # fmt: skip
+                    difference(final(sizes[-1]), final(sizes[0])), unit=_SHARE),)  # fmt: skip
     return Figure("The share σ(λ) of positional attention, per head.", panels, claims=claims)
 
 
