@@ -14,7 +14,6 @@ from locality.experiments.scales import EARLY, Scale
 from locality.experiments.sizes import depth_of, gated_layers_of, heads_of
 from locality.experiments.specs import Claim, Drawing, Figure, Panel, Series, experiment
 
-
 # The unit of gates, which are shares.
 _SHARE = "of attention"
 
@@ -153,7 +152,8 @@ def figure_6(s: Scale) -> Figure:
     trajectory = s.measured(TRAJECTORY, "ConViT-S")
     claims = (
         Claim("the mean gate of every layer falls over training",
-              _mean_gate(trajectory, lambda layers: min(v[0] - v[-1] for v in layers)), unit=_SHARE),
+              _mean_gate(trajectory, lambda layers: min(v[0] - v[-1] for v in layers)),
+              unit=_SHARE),
         Claim("the last gated layer ends with less positional attention than the first",
               _mean_gate(trajectory, lambda layers: layers[0][-1] - layers[-1][-1]), unit=_SHARE),
     )  # fmt: skip
