@@ -98,7 +98,7 @@ def test_dry_run_prints_the_cost_and_writes_nothing(tmp_path, capsys):
     arguments = ["train", "digits", "--output", str(folder), "--dry_run"]
     assert main([*arguments, "--images_per_second=1000"]) == 0
     text = capsys.readouterr().out
-    assert "201,914" in text and "64,000" in text
+    assert "201,914" in text and "96,000" in text
     assert not folder.exists()
 
 
