@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from locality.benchmark import to_table
-from locality.benchmark.suite import macs_per_second, matmul_rate
+from locality.benchmark.suite import matmul_rate
 from locality.commands.parsing import table
 from locality.files import write_atomic
 
@@ -120,8 +120,6 @@ def markdown(content: dict) -> str:
             lines += ["", f"`{result['model']}`", "", "```", *text, "```"]
             if question == "bf16":
                 lines += ["", bf16_gain(result)]
-            if question == "cvt":
-                lines += ["", share_of_matmul(result, content)]
     return "\n".join(lines) + "\n"
 
 
@@ -133,16 +131,6 @@ def bf16_gain(result: dict) -> str:
         if row["contender"] == "locality"
     }
     return f"bf16 autocast is {speed['bf16'] / speed['fp32']:.2f}× as fast as fp32."
-
-
-def share_of_matmul(result: dict, content: dict) -> str:
-    """The fused model's arithmetic as a share of what a large matrix product reaches."""
-    row = next(r for r in result["rows"] if r["contender"].endswith("(fused)"))
-    rate = macs_per_second(result["model"], row["img_size"], row["images_per_second"])
-    share = rate / 1e9 / content.get("matmul_gmacs_per_second", float("nan"))
-    return (
-        f"Fused inference runs at {rate / 1e9:.0f} GMAC/s, {100 * share:.0f}% of that `F.linear`."
-    )
 
 
 def default_name(machine: dict) -> str:

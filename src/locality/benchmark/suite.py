@@ -30,7 +30,7 @@ from locality.benchmark.measure import (
 )
 from locality.benchmark.peers import AGAINST, peers, randomise
 from locality.errors import UserError
-from locality.models import ImageClassifier, count_macs, create_model
+from locality.models import ImageClassifier, create_model
 
 TASKS = ("inference", "training")
 PRECISIONS = ("fp32", "bf16")
@@ -295,10 +295,3 @@ def to_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
-
-
-def macs_per_second(name: str, img_size: int, images_per_second: float) -> float:
-    """Multiply-accumulates per second that a measured rate amounts to."""
-    with torch.device("meta"):
-        model = create_model(name, img_size=img_size)
-    return count_macs(model) * images_per_second
