@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -12,11 +11,11 @@ import torch
 
 from locality.errors import UserError
 from locality.experiments.cost import estimate_costs, span
-from locality.experiments.executors import LocalExecutor, make_executor
+from locality.experiments.executors import make_executor
 from locality.experiments.runner import Plan, Progress, done_share, plan, run_all
 from locality.experiments.runs import Run
 from locality.experiments.worker import log_file
-from locality.training import load_run
+from locality.training import load_run, settings
 
 
 @pytest.fixture
@@ -138,41 +137,43 @@ def assert_same(first, second):
     assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["local", "submitit", "ray"])
-def test_two_workers_give_the_same_numbers_as_one_bit_for_bit(
-    name, tmp_path, tiny_config, failing, here
-):
-    def runs(root):
-        return [
-            Run(f"{model} {seed}", tiny_config(model, seed), tmp_path / root / f"{model}{seed}")
-            for model, seed in (("convit_nano", 0), ("deit_nano", 1))
-        ]
+def pair_of_runs(root, tiny_config):
+    return [Run(model, tiny_config(model), root / model) for model in ("convit_nano", "deit_nano")]
 
-    alone, together = runs("alone"), runs("together")
+
+@pytest.mark.slow
+def test_workers_give_the_same_numbers_bit_for_bit_and_one_that_dies_is_replaced(
+    tmp_path, tiny_config, failing, here, monkeypatch
+):
+    alone = pair_of_runs(tmp_path / "alone", tiny_config)
+    together = pair_of_runs(tmp_path / "together", tiny_config)
+    # os._exit ends a process without a word.
+    (tmp_path / "locality_test_exit.py").write_text("import os\ndef leave(*_): os._exit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    silent = Run("silent", tiny_config(), tmp_path / "silent", task="locality_test_exit:leave")
     run_all(alone, executor=here, quiet=True)
-    outcomes = run_all([failing, *together], 2, name, threads=1, quiet=True)
-    errors = [outcome.error for outcome in outcomes]
-    assert errors[0] is not None and "leaves 10 classes without images" in errors[0]
-    assert errors[1:] == [None, None]
+    runs = [silent, failing, *together]
+    errors = [outcome.error or "" for outcome in run_all(runs, 2, threads=1, quiet=True)]
+    assert "its process ended unexpectedly (exit code 7)" in errors[0]
+    assert "leaves 10 classes without images" in errors[1]
+    assert errors[2:] == ["", ""]
     for one, other in zip(alone, together, strict=True):
         assert_same(fingerprint(one), fingerprint(other))
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_fails_its_run_and_another_takes_its_place(
-    tmp_path, tiny_config, monkeypatch
+@pytest.mark.parametrize("name", ["submitit", "ray"])
+def test_other_backends_give_the_same_numbers_bit_for_bit(
+    name, tmp_path, tiny_config, failing, here
 ):
-    dying = Run("dying", tiny_config(), tmp_path / "dying", task="os:kill")
-    good = Run("good", tiny_config(), tmp_path / "good")
-    # os.kill(config, folder) is a TypeError; os._exit ends the process without a word.
-    silent = Run("silent", tiny_config(), tmp_path / "silent", task="locality_test_exit:leave")
-    (tmp_path / "locality_test_exit.py").write_text("import os\ndef leave(*_): os._exit(7)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    outcomes = {o.run.name: o.error for o in LocalExecutor(1, 1).map([dying, silent, good])}
-    assert outcomes["dying"].startswith("TypeError")
-    assert "its process ended unexpectedly (exit code 7)" in outcomes["silent"]
-    assert outcomes["good"] is None
+    one = pair_of_runs(tmp_path / "alone", tiny_config)[0]
+    other = pair_of_runs(tmp_path / "together", tiny_config)[0]
+    run_all([one], executor=here, quiet=True)
+    outcomes = run_all([failing, other], 2, name, threads=1, quiet=True)
+    assert outcomes[0].error is not None
+    assert "leaves 10 classes without images" in outcomes[0].error
+    assert outcomes[1].error is None
+    assert_same(fingerprint(one), fingerprint(other))
 
 
 KILLED = """
@@ -180,44 +181,43 @@ import sys
 from pathlib import Path
 from locality.experiments.runner import run_all
 from locality.experiments.runs import Run
-from locality.training import recipe, replace
-
-def main(root):
-    runs = []
-    for seed in range(3):
-        config = replace(recipe("digits", seed=seed), {
-            "schedule.steps": 3 if seed == 0 else 60, "schedule.warmup": 1,
-            "schedule.eval_every": 3.0, "schedule.save_every": 3.0, "engine.batch_size": 8,
-            "engine.tensorboard": False, "engine.precision": "fp32"})
-        runs.append(Run(str(seed), config, root / str(seed)))
-    errors = [outcome.error for outcome in run_all(runs, 1, threads=1, quiet=True)]
-    assert errors == [None] * 3, errors
+from locality.training import RunConfig, settings
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    root = Path(sys.argv[1])
+    texts = [path.read_text() for path in sorted(root.glob("*.yaml"))]
+    configs = [settings.from_yaml(RunConfig, text) for text in texts]
+    runs = [Run(str(config.seed), config, root / str(config.seed)) for config in configs]
+    errors = [outcome.error for outcome in run_all(runs, 1, threads=1, quiet=True)]
+    assert errors == [None] * 3, errors
 """
 
 
 @pytest.mark.slow
-def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path):
-    script = tmp_path / "table.py"
+def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path, tiny_config, here):
+    script, root = tmp_path / "table.py", tmp_path / "killed"
     script.write_text(KILLED)
-    command = [sys.executable, str(script), str(tmp_path / "killed")]
-    started = subprocess.Popen(command)
-    deadline = time.monotonic() + 120
-    middle = tmp_path / "killed" / "1" / "metrics.csv"
-    while not middle.exists() and time.monotonic() < deadline and started.poll() is None:
+    root.mkdir()
+    configs = [tiny_config(seed=0)]
+    configs += [
+        tiny_config(seed=seed, schedule__steps=60, schedule__eval_every=3.0) for seed in (1, 2)
+    ]
+    for config in configs:
+        (root / f"{config.seed}.yaml").write_text(settings.to_yaml(config))
+    started = subprocess.Popen([sys.executable, str(script), str(root)])
+    deadline = time.monotonic() + 300
+    while not (root / "1" / "metrics.csv").exists() and time.monotonic() < deadline:
+        assert started.poll() is None
         time.sleep(0.02)
-    started.send_signal(signal.SIGKILL)
+    started.kill()
     started.wait()
-    finished = tmp_path / "killed" / "0" / "result.json"
+    finished = root / "0" / "result.json"
     before = finished.read_bytes(), finished.stat().st_mtime_ns
-    assert not (tmp_path / "killed" / "2" / "result.json").exists()
-    subprocess.run(command, check=True, timeout=300)
+    assert not (root / "2" / "result.json").exists()
+    subprocess.run([sys.executable, str(script), str(root)], check=True, timeout=600)
     assert (finished.read_bytes(), finished.stat().st_mtime_ns) == before
-    whole = [sys.executable, str(script), str(tmp_path / "whole")]
-    subprocess.run(whole, check=True, timeout=300)
-    for seed in "012":
-        metrics = [(tmp_path / place / seed / "metrics.csv").read_text()
-                   for place in ("killed", "whole")]  # fmt: skip
-        assert metrics[0] == metrics[1]
+    whole = [Run("", config, tmp_path / "whole" / str(config.seed)) for config in configs]
+    run_all(whole, executor=here, quiet=True)
+    for config in configs:
+        interrupted = Run("", config, root / str(config.seed))
+        assert_same(fingerprint(interrupted), fingerprint(whole[config.seed]))

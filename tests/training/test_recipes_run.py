@@ -1,0 +1,97 @@
+"""Every recipe runs from end to end, on small stand-ins for its model and its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from locality.training import RECIPES, RunConfig, recipe, replace
+from locality.training.runs import load_state
+
+from .conftest import train
+
+SIZE = 32
+VIT = {"depth": 2, "num_heads": 4, "embed_dim": 32}
+CVT = {
+    "stages": [
+        {"embed_dim": 8, "num_heads": 1, "depth": 1},
+        {"embed_dim": 16, "num_heads": 2, "depth": 2, "drop_path_rate": 0.1},
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image folder: two classes, eight training and four validation images of each."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 8), ("val", 4)):
+        for label in ("cat", "dog"):
+            folder = root / part / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 256, (40, 48, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    return root
+
+
+def stand_in(config: RunConfig, images: Path) -> RunConfig:
+    """The same recipe with a small model, on the folder, for two updates."""
+    changes: dict[str, Any] = {
+        "data.dataset": "folder",
+        "data.root": str(images),
+        "data.workers": 0,
+        "model.img_size": SIZE,
+        "model.weights": None,
+        "model.overrides": CVT,
+        "engine.batch_size": 8,
+        "engine.tensorboard": False,
+        "engine.precision": "fp32",
+        "schedule.eval_every": 1,
+        # Scaled to a batch of eight, peak rates lie below the recipes' floors.
+        "schedule.min_lr": 0.0,
+        "schedule.warmup_lr": 0.0,
+    }
+    if not config.model.name.startswith("cvt"):
+        vit = VIT | ({"gpsa_layers": 1} if "convit" in config.model.name else {})
+        changes |= {"model.patch_size": 8, "model.overrides": config.model.overrides | vit}
+    if config.schedule.steps is None:
+        passes = 1.0 if not config.schedule.constant_images else config.data.fraction
+        changes |= {"schedule.epochs": 1.0, "schedule.warmup": 0.25, "schedule.cooldown": 0.25}
+        changes |= {"data.fraction": passes}
+    else:
+        changes |= {"schedule.steps": 2, "schedule.warmup": 1}
+    return replace(config, changes)
+
+
+def test_the_stand_in_keeps_what_the_recipe_is_about(images: Path) -> None:
+    config, small = recipe("deit_300"), stand_in(recipe("deit_300"), images)
+    assert small.augment == config.augment
+    assert small.objective == config.objective
+    assert small.optim == config.optim
+    assert small.model.overrides["drop_path_rate"] == 0.1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_evaluates_and_saves(name: str, images: Path, tmp_path: Path) -> None:
+    choices = {"fraction": 0.5} if name == "subset" else {}
+    config = stand_in(recipe(name, **choices), images)
+    if name == "finetune_384":
+        donor = stand_in(recipe("cvt_300"), images)
+        train(replace(donor, {"model.img_size": 16}), tmp_path / "donor")
+        config = replace(config, {"model.weights": str(tmp_path / "donor")})
+    if name == "distill_hard":
+        # A teacher of its own normalisation and size, as a timm teacher may have.
+        teacher = stand_in(recipe("digits"), images)
+        train(replace(teacher, {"model.img_size": 16}), tmp_path / "teacher")
+        config = replace(config, {"objective.teacher": str(tmp_path / "teacher")})
+    result = train(config, tmp_path / "run")
+    assert result["steps"] == 2
+    assert result["val_images"] == 8
+    assert result["train_images"] == (8 if name == "subset" else 16)
+    assert np.isfinite(result["val_loss"])
+    assert load_state(tmp_path / "run")["step"] == 2
