@@ -157,6 +157,6 @@ def test_data_check_and_pack(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_demo_ends_in_a_report(tmp_path, capsys):
-    assert main(["demo", "--output", str(tmp_path / "demo"), "--steps=120"]) == 0
+    assert main(["demo", "--output", str(tmp_path / "demo"), "--steps=40"]) == 0
     assert (tmp_path / "demo" / "report.html").stat().st_size > 50_000
     assert "report.html" in capsys.readouterr().out

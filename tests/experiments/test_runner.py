@@ -200,7 +200,7 @@ def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path, tiny
     root.mkdir()
     configs = [tiny_config(seed=0)]
     configs += [
-        tiny_config(seed=seed, schedule__steps=60, schedule__eval_every=3.0) for seed in (1, 2)
+        tiny_config(seed=seed, schedule__steps=24, schedule__eval_every=3.0) for seed in (1, 2)
     ]
     for config in configs:
         (root / f"{config.seed}.yaml").write_text(settings.to_yaml(config))

@@ -214,11 +214,21 @@ def test_bf16_autocast_and_channels_last(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_compiles_without_graph_breaks(name):
     model = create_model(name)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = images(model)
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
     compiled(x).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_the_default_compiler_agrees():
+    # One layer of each kind: the compiler's time grows with every kernel it writes.
+    model = create_model("convit_nano", depth=2, gpsa_layers=1).eval()
+    x = images(model)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -44,7 +44,10 @@ def main(arguments: Sequence[str]) -> int | None:
             for model in models:
                 config = recipe("digits", model=model, fraction=fraction, seed=seed)
                 if options.steps is not None:
-                    config = replace(config, {"schedule.steps": options.steps})
+                    # A short look must not be all warm-up.
+                    warmup = min(config.schedule.warmup, options.steps / 10)
+                    length = {"schedule.steps": options.steps, "schedule.warmup": warmup}
+                    config = replace(config, length)
                 name = f"{model}-{100 * fraction:g}pct-s{seed}"
                 runs.append(Run(name, config, root / "runs" / name))
     print(f"Training {len(runs)} models on handwritten digits, {options.jobs} at a time …")
