@@ -61,6 +61,15 @@ def test_distillation_is_told_apart(runs):
     assert titles(figure) == ["DeiT, no distillation", "DeiT, distilled"]
 
 
+def test_runs_of_other_settings_are_no_seeds_of_each_other():
+    changes = {"slow": {"optim.lr": 1e-4}, "fast": {}, "again": {"seed": 1, "engine.devices": 2}}
+    configs = [replace(recipe("digits"), change) for change in changes.values()]
+    slow, fast, again = map(figures._kind, configs)
+    assert fast == again != slow
+    labels = [figures._label(config, configs) for config in configs]
+    assert labels == ["ConViT (lr=0.0001)", "ConViT (lr=0.002)", "ConViT (lr=0.002)"]
+
+
 def test_gates_are_those_of_the_convit(runs):
     figure = figures.gates([runs / "deit-0", runs / "convit"])
     assert len([axes for axes in figure.axes if axes.lines]) == 3

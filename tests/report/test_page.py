@@ -7,7 +7,7 @@ import re
 import pytest
 
 from locality.errors import UserError
-from locality.report import build_report, draw_summary
+from locality.report import build_report, draw_summary, picture
 
 
 class Links(html.parser.HTMLParser):
@@ -112,6 +112,50 @@ def test_the_twin_may_win(make_run, tmp_path):
     assert "10.0 percentage points fewer" in page
 
 
+def test_a_win_on_some_amounts_of_data_is_said_of_those_alone(make_run, tmp_path):
+    runs = [
+        make_run("deit_nano", part, seed, top1=70.0 + gain + noise)
+        for part, gain in ((0.05, 10.0), (1.0, 0.0))
+        for seed, noise in enumerate((0.0, 1.0, -1.0))
+    ]
+    runs += [
+        make_run("convit_nano", part, seed, top1=70.0) for part in (0.05, 1.0) for seed in range(3)
+    ]
+    page = build_report(runs, tmp_path / "r.html").read_text()
+    assert "<h1>DeiT beats an equally large ConViT with 5% of the data</h1>" in page
+
+
+def test_several_pairs_have_no_common_headline(make_run, tmp_path):
+    names = ("convit_nano", "deit_nano", "convit_micro", "deit_micro")
+    runs = [make_run(name, seed=seed, measured=False) for name in names for seed in range(2)]
+    page = build_report(runs, tmp_path / "r.html").read_text()
+    assert "<h1>Training runs: 2 pairs of models compared</h1>" in page
+
+
+def test_models_of_other_sizes_are_not_called_equally_large(make_run, tmp_path):
+    runs = [
+        make_run(name, seed=seed, measured=False, top1=top1 + seed, parameters=parameters)
+        for name, top1, parameters in (("convit_small", 80.0, 27.8e6), ("deit_small", 70.0, 22e6))
+        for seed in range(3)
+    ]
+    page = build_report(runs, tmp_path / "r.html").read_text()
+    assert "<h1>ConViT beats DeiT</h1>" in page and "equally large" not in page
+
+
+def test_the_same_images_and_steps_are_claimed_only_where_they_were_the_same(
+    twin_runs, make_run, tmp_path
+):
+    claim = "train on the same images in the same order for the same number of steps"
+    page = build_report(twin_runs, tmp_path / "r.html").read_text()
+    assert claim in page and "need not be the models" not in page
+    longer = {"schedule.steps": 3000, "data.subset_seed": 7}
+    runs = [make_run("convit_micro", measured=False)]
+    runs += [make_run("deit_micro", measured=False, settings=longer)]
+    page = build_report(runs, tmp_path / "r.html").read_text()
+    assert claim not in page
+    assert "data.subset_seed , schedule.steps differ too" in text_of(page)
+
+
 def test_one_seed_has_no_interval(make_run, tmp_path):
     runs = [make_run("convit_nano", top1=95.4), make_run("deit_nano", top1=90.6)]
     text = build_report(runs, tmp_path / "r.html").read_text()
@@ -191,6 +235,15 @@ def test_summary_picture(twin_runs, tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG") and svg.suffix == ".svg"
     drawn = text_of(svg.read_text())
     assert "+24.0 ± 0.0 points" in drawn and "ConViT beats an equally large DeiT" in drawn
+
+
+def test_differences_stand_at_their_own_share_of_the_data(make_run, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(picture, "save", lambda figure, output: drawn.append(figure))
+    runs = [make_run("convit_nano", part) for part in (0.05, 1.0)] + [make_run("deit_nano")]
+    draw_summary(runs, tmp_path / "summary.png")
+    notes = [note for note in drawn[0].subfigs[0].axes[0].texts if "points" in note.get_text()]
+    assert [note.xy[0] for note in notes] == [1]
 
 
 def test_summary_needs_both_models_measured(make_run, tmp_path):

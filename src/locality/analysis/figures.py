@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
+from locality.analysis import kinds
 from locality.analysis.curves import Course, gates_over_training, nonlocality_over_training
 from locality.analysis.maps import MapBlock, draw_maps, model_block
 from locality.analysis.pictures import Pictures, take_pictures
@@ -22,6 +23,7 @@ from locality.errors import UserError
 from locality.models import create_model
 from locality.training.config import RunConfig
 from locality.training.runs import RunFolder
+from locality.training.settings import to_dict
 
 
 def courses_of(folders: Sequence[Path | str]) -> list[Course]:
@@ -197,7 +199,7 @@ def _layers(pictures: Pictures, layers: Sequence[int] | None) -> list[int]:
 
 
 def _kind(config: RunConfig) -> str:
-    return repr((config.model, config.objective, config.data.fraction, config.data.dataset))
+    return f"{config.data.fraction:g} {kinds.kind(to_dict(config))}"
 
 
 def _label(config: RunConfig, others: Sequence[RunConfig]) -> str:
@@ -210,4 +212,11 @@ def _label(config: RunConfig, others: Sequence[RunConfig]) -> str:
         label += f", {100 * config.data.fraction:g}% of the images"
     if any(other.objective.teacher for other in others):
         label += ", distilled" if config.objective.teacher else ", no distillation"
-    return label
+    alike = [other for other in others if _basics(other) == _basics(config)]
+    names = kinds.unlike(to_dict(other) for other in alike)
+    return f"{label} ({kinds.in_words(to_dict(config), names)})" if names else label
+
+
+def _basics(config: RunConfig) -> tuple[str, float, bool]:
+    """What a label says in any case, as far as it tells runs apart."""
+    return config.model.name, config.data.fraction, config.objective.teacher is not None

@@ -97,6 +97,7 @@ def _context(series: Sequence[Series], unfinished: Sequence[Unfinished]) -> dict
         "title": wording.headline(comparisons),
         "datasets": sorted({one.dataset for one in series}),
         "sentences": [wording.sentence(each) for each in comparisons],
+        "besides": sorted({name for each in comparisons for name in each.other_differences()}),
         "comparisons": comparisons,
         "cards": [_card(each) for each in comparisons],
         "series": series,

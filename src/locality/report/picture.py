@@ -55,11 +55,13 @@ def draw_summary(run_folders: Iterable[Path | str], output: Path | str) -> list[
         axes = left.subplots()
         charts.draw_accuracy(axes, pair)
         axes.set_title(f"Accuracy on {pair[0].dataset}")
-        for number, each in enumerate(comparisons):
+        # As `draw_accuracy` places them: also the fractions that only one of the two has.
+        fractions = sorted({part for one in pair for part in one.fractions})
+        for each in comparisons:
             if each.difference is not None:
                 axes.annotate(
                     f"{with_interval(each.difference, sign=True)} points",
-                    (number, 0.02),
+                    (fractions.index(each.fraction), 0.02),
                     xycoords=("data", "axes fraction"),
                     ha="center",
                     fontweight="bold",

@@ -6,25 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from locality.analysis.kinds import INCIDENTAL, in_words, kind, unlike
 from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.analysis.style import FAMILY_NAMES, colour_of, marker_of
 from locality.errors import UserError
 from locality.models import VARIANTS
 from locality.report.runs import Run
-from locality.training.runs import MAY_CHANGE
 from locality.training.settings import flatten
 
-# Where and how a run was computed, which seed it had and how much data: not what kind it is.
-_INCIDENTAL = MAY_CHANGE | {
-    "seed",
-    "recipe",
-    "data.fraction",
-    "data.subset_seed",
-    "engine.compile",
-    "schedule.eval_every",
-    "schedule.save_every",
-    "schedule.snapshot_every",
-}
+# Counts of parameters that differ by less are called equal: gates and positional vectors, which a
+# DeiT has not, are well below.
+_EQUAL_SIZE = 0.03
 
 
 @dataclass(frozen=True)
@@ -91,6 +83,31 @@ class Comparison:
     second: Estimate
     difference: Estimate | None
 
+    @property
+    def equally_large(self) -> bool:
+        """Whether both models learn equally many parameters, within a few per cent."""
+        one, other = (
+            int(each.at(self.fraction)[0].result["parameters"])
+            for each in (self.first_series, self.second_series)
+        )
+        return abs(one - other) <= _EQUAL_SIZE * max(one, other)
+
+    def other_differences(self) -> list[str]:
+        """Settings beside the model's in which runs of the same seed differ, by dotted name."""
+        first, second = (
+            {run.seed: flatten(run.config) for run in each.at(self.fraction)}
+            for each in (self.first_series, self.second_series)
+        )
+        pairs = [(first[seed], second[seed]) for seed in first if seed in second]
+        names = dict.fromkeys(name for one, other in pairs for name in (*one, *other))
+        return [
+            name
+            for name in names
+            if not name.startswith("model.")
+            and name not in INCIDENTAL - {"data.subset_seed"}  # which images, at one fraction
+            and any(one.get(name) != other.get(name) for one, other in pairs)
+        ]
+
 
 def group(runs: Sequence[Run]) -> list[Series]:
     """Sort runs into series, ConViT first, then DeiT, then the others, in order of appearance.
@@ -100,9 +117,7 @@ def group(runs: Sequence[Run]) -> list[Series]:
     """
     groups: dict[Any, list[Run]] = {}
     for run in runs:
-        settings = {k: v for k, v in flatten(run.config).items() if k not in _INCIDENTAL}
-        key = (run.dataset, run.model, repr(sorted(settings.items(), key=lambda item: item[0])))
-        groups.setdefault(key, []).append(run)
+        groups.setdefault((run.dataset, run.model, kind(run.config)), []).append(run)
     for members in groups.values():
         seen: dict[Any, Run] = {}
         for run in members:
@@ -135,26 +150,13 @@ def _labels(groups: list[list[Run]]) -> list[str]:
         elif models.count(model) == 1:
             labels.append(model)
         else:
-            rivals = [other for other in groups if other[0].model == model]
-            labels.append(f"{model} ({_distinguishing(part, rivals)})")
+            rivals = [other[0].config for other in groups if other[0].model == model]
+            labels.append(f"{model} ({in_words(part[0].config, unlike(rivals))})")
     return labels
 
 
-def _distinguishing(part: list[Run], rivals: list[list[Run]]) -> str:
-    """The settings of `part` in which its rivals are not all alike, three at most."""
-    settings = [flatten(other[0].config) for other in rivals]
-    own = flatten(part[0].config)
-    names = [
-        name
-        for name in dict.fromkeys(name for flat in settings for name in flat)
-        if name not in _INCIDENTAL and len({repr(flat.get(name)) for flat in settings}) > 1
-    ]
-    parts = [f"{name.rsplit('.', 1)[-1]}={own.get(name, 'default')}" for name in names[:3]]
-    return ", ".join(parts) + (", …" if len(names) > 3 else "")
-
-
 def twins(series: Sequence[Series]) -> Iterator[tuple[Series, Series]]:
-    """Pairs (ConViT, DeiT) of equal size on the same dataset."""
+    """Pairs (ConViT, DeiT) on the same dataset that the table of variants compares."""
     for first in series:
         for second in series:
             pair = (first.family, second.family) == ("convit", "deit")

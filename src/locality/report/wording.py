@@ -56,10 +56,13 @@ def _points(difference: float) -> str:
 
 
 def headline(comparisons: Sequence[Comparison]) -> str:
-    """The one line at the top of a report."""
-    if not comparisons:
+    """The one line at the top of a report; it claims something only of a single pair."""
+    pairs = {(each.first_series.label, each.second_series.label) for each in comparisons}
+    if not pairs:
         return "Training runs"
-    first, second = comparisons[0].first_series.label, comparisons[0].second_series.label
+    if len(pairs) > 1:
+        return f"Training runs: {len(pairs)} pairs of models compared"
+    first, second = pairs.pop()
     known = {each.fraction: each.difference for each in comparisons if each.difference}
     if not any(found.half_width is not None for found in known.values()):
         return _single_seed(min(comparisons, key=lambda each: each.fraction))
@@ -67,16 +70,21 @@ def headline(comparisons: Sequence[Comparison]) -> str:
     behind = [part for part, found in known.items() if found.excludes_zero and found.mean < 0]
     if ahead and behind:
         return f"{first} and {second} each win on some amounts of data"
-    if behind:
-        return f"{second} beats an equally large {first}"
-    if not ahead:
-        return f"{first} and an equally large {second}: no difference that these runs can show"
-    claim = f"{first} beats an equally large {second}"
-    if len(ahead) < len(known):
-        return f"{claim} with {' and '.join(map(percent, ahead))} of the data"
-    if len(known) > 1 and known[min(known)].mean > known[max(known)].mean:
+    size = _size(comparisons[0])
+    if not ahead and not behind:
+        return f"{first} and {size}{second}: no difference that these runs can show"
+    winner, loser = (first, second) if ahead else (second, first)
+    claim, won = f"{winner} beats {size}{loser}", ahead or behind
+    if len(won) < len(known):
+        return f"{claim} with {' and '.join(map(percent, won))} of the data"
+    if len(known) > 1 and abs(known[min(known)].mean) > abs(known[max(known)].mean):
         return f"{claim}, most of all on little data"
     return claim
+
+
+def _size(comparison: Comparison) -> str:
+    """What may be said of the other model's size."""
+    return "an equally large " if comparison.equally_large else ""
 
 
 def _single_seed(comparison: Comparison) -> str:
@@ -84,5 +92,5 @@ def _single_seed(comparison: Comparison) -> str:
     first, second = comparison.first_series.label, comparison.second_series.label
     return (
         f"With {percent(comparison.fraction)} of the data {first} reaches "
-        f"{comparison.first.mean:.0f}%, an equally large {second} {comparison.second.mean:.0f}%"
+        f"{comparison.first.mean:.0f}%, {_size(comparison)}{second} {comparison.second.mean:.0f}%"
     )
