@@ -33,9 +33,12 @@ def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str,
     """Weights of any layout under our names, position embeddings resampled to the model's size.
 
     The classifier and the first convolution are left to timm, which adapts them itself.
+
+    Raises:
+        UserError: if they are of no known layout, or of another architecture than the model.
     """
     layout = recognise(state)
-    source = layout.infer(state, model.config)
+    source = layout.configuration(state, model.config)
     ours = layout.to_ours(state, source)
     resample_positions(ours, source, model.config, model.state_dict())
     return ours

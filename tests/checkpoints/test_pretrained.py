@@ -18,6 +18,7 @@ from locality.checkpoints import (
     LAYOUTS,
     SOURCES,
     Preprocessing,
+    convert,
     create_model,
     list_pretrained,
     load_weights,
@@ -279,6 +280,39 @@ def test_anything_else_that_differs_is_refused(weights, name, fields):
     with pytest.raises(UserError, match="do not fit the model") as caught:
         create_model(name, weights=weights[0], **fields)
     assert str(weights[0]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "made_with", "given"),
+    [
+        ("deit_nano", {}, {"num_heads": 2}),
+        ("cvt_nano", {}, {"attention_scale": "head"}),
+        ("cvt_nano", {}, {"kv_stride": 1}),
+        ("cvt_nano", {"activation": "gelu"}, {}),
+    ],
+)
+def test_what_shapes_do_not_tell_has_to_agree_too(name, made_with, given, tmp_path):
+    path = save(create_model(name, **made_with), tmp_path)
+    with pytest.raises(UserError, match="mean something else"):
+        create_model(name, weights=path, **given)
+
+
+def test_settings_of_training_alone_may_differ(tmp_path):
+    path = save(create_model(NANO), tmp_path)
+    create_model(NANO, weights=path, drop_rate=0.1, locality_strength=0.5, freeze_gating=True)
+    per_block = {"kv_stride": ((2,), (2,), (2,)), "mlp_ratio": ((4.0,), (4,), (4.0,))}
+    create_model("cvt_nano", weights=save(create_model("cvt_nano"), tmp_path / "c"), **per_block)
+
+
+def test_weights_of_the_other_family_are_called_so(tmp_path):
+    deit, cvt = create_model("deit_nano"), create_model("cvt_nano")
+    torch.save(LAYOUTS["deit"].from_ours(deit.state_dict(), deit.config), tmp_path / "deit.pth")
+    torch.save(cvt.state_dict(), tmp_path / "cvt.pth")
+    for file, other in (("deit.pth", "cvt_nano"), ("cvt.pth", "deit_nano")):
+        with pytest.raises(UserError, match=r"of a (DeiT or ConViT|CvT), and it is a"):
+            create_model(other, weights=tmp_path / file)
+        with pytest.raises(UserError, match=r"of a (DeiT or ConViT|CvT), and it is a"):
+            convert(tmp_path / file, tmp_path / "out", model=other)
 
 
 def test_load_weights_says_what_it_changed(weights):

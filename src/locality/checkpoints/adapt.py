@@ -6,11 +6,12 @@ import logging
 from typing import Any
 
 from timm.layers import resample_abs_pos_embed
-from timm.models import adapt_input_conv
 from torch import Tensor
 
 from locality.checkpoints.checkpoint import Checkpoint, current_config
 from locality.checkpoints.keys import check_finite, check_keys
+from locality.checkpoints.layouts import check_family, unlike
+from locality.errors import UserError
 from locality.layers import Grid
 from locality.models.cvt_config import CvTConfig
 from locality.models.surface import ImageClassifier
@@ -28,7 +29,9 @@ def load_into(model: ImageClassifier, checkpoint: Checkpoint) -> list[str]:
     nothing). The first convolution is adapted to another number of channels as timm does: summed
     over the channels for one, repeated and rescaled for more. A classifier for another number of
     classes keeps the fresh weights it has. Each is said in the log. Everything between has to fit
-    exactly, and nothing is assigned before everything has been checked.
+    exactly, and nothing is assigned before everything has been checked. Files in our own
+    format say what shapes do not tell (heads, strides, the scale of attention), and the model has
+    to agree.
 
     Returns:
         what was changed, in sentences.
@@ -37,17 +40,29 @@ def load_into(model: ImageClassifier, checkpoint: Checkpoint) -> list[str]:
         UserError: if the weights do not fit the model, or are not finite.
     """
     target = current_config(model)
+    check_family(type(checkpoint.config), target)
     fresh = model.state_dict()
     state = dict(checkpoint.state)
     changes = []
     for adapt in (_classifier, _channels, resample_positions):
         changes += adapt(state, checkpoint.config, target, fresh)
     check_keys(state, fresh, "locality's")
+    if checkpoint.layout == "locality":
+        _check_meaning(checkpoint.config, target)
     check_finite(state)
     model.load_state_dict(state, strict=True)
     for change in changes:
         _log.info(change)
     return changes
+
+
+def _check_meaning(source: Any, target: Any) -> None:
+    """Refuse a model in which the weights, whose shapes fit, would mean something else."""
+    for name, (theirs, ours) in unlike(source, target).items():
+        raise UserError(
+            f"these weights were made with {name}={theirs!r} and mean something else with "
+            f"{name}={ours!r}, which the model has"
+        )
 
 
 def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[str]:
@@ -69,10 +84,19 @@ def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]
         return []
     name = "stages.0.embed.conv.weight" if isinstance(target, CvTConfig) else "patch_embed.weight"
     if name in state:
-        state[name] = adapt_input_conv(target.in_chans, state[name], base_chans=source.in_chans)
+        state[name] = _with_channels(state[name], target.in_chans)
     return [
         f"the first convolution is adapted from {source.in_chans} to {target.in_chans} channels"
     ]
+
+
+def _with_channels(weight: Tensor, wanted: int) -> Tensor:
+    """A first convolution (out, in, k, k) for `wanted` channels, as timm adapts one from three."""
+    if wanted == 1:
+        return weight.float().sum(dim=1, keepdim=True).to(weight.dtype)
+    given = weight.shape[1]
+    repeated = weight.float().repeat(1, -(-wanted // given), 1, 1)[:, :wanted]
+    return (repeated * (given / wanted)).to(weight.dtype)
 
 
 def resample_positions(state: State, source: Any, target: Any, fresh: State) -> list[str]:

@@ -19,10 +19,11 @@ from locality.checkpoints.cvt import (
     to_transformers,
 )
 from locality.checkpoints.deit import from_deit, infer_deit, to_deit
-from locality.checkpoints.description import encode_config
 from locality.checkpoints.keys import Adapter, State, blank_state, check_keys, shorten
 from locality.checkpoints.vit import infer_like, rename_to_timm
 from locality.errors import UserError, unknown
+from locality.layers.block import hidden_width
+from locality.models.cvt_config import CvTConfig, StageConfig
 from locality.models.variants import VARIANTS
 from locality.models.vit import ViTConfig
 
@@ -58,6 +59,17 @@ class Layout:
             return any(mark in f".{name}." for name in state)
 
         return all(map(has, self.marks)) and not any(map(has, self.absent))
+
+    def configuration(self, state: State, like: Any = None) -> Any:
+        """The architecture of weights in this layout, taken from `like` where one is given.
+
+        Raises:
+            UserError: if the weights do not tell it, or `like` is of the other family.
+        """
+        # Our own names say by themselves which family they are of.
+        cvt = self.family == "cvt" or any(name.startswith("stages.") for name in state)
+        check_family(CvTConfig if cvt else ViTConfig, like)
+        return self.infer(state, like)
 
 
 def _checked(state: State, config: Any) -> dict[str, Tensor]:
@@ -165,6 +177,22 @@ def recognise(state: State) -> Layout:
     )
 
 
+_KINDS: dict[type, str] = {ViTConfig: "a DeiT or ConViT", CvTConfig: "a CvT"}
+
+
+def check_family(kind: type, like: Any) -> None:
+    """Refuse a configuration of another kind than the weights'; None is of any.
+
+    Raises:
+        UserError: saying what both are.
+    """
+    if like is not None and not isinstance(like, kind):
+        raise UserError(
+            f"these weights do not fit the model: they are of {_KINDS[kind]}, and it is "
+            f"{_KINDS[type(like)]}"
+        )
+
+
 def identify(config: Any) -> tuple[str | None, Any]:
     """The row of the table that has this architecture, if any.
 
@@ -172,9 +200,8 @@ def identify(config: Any) -> tuple[str | None, Any]:
         its name and its configuration with the image size, channels and classes of `config`, so
         that settings which only matter in training are the row's; or None and `config` itself.
     """
-    wanted = _architecture(config)
     for name, row in VARIANTS.items():
-        if type(row.config) is type(config) and _architecture(row.config) == wanted:
+        if type(row.config) is type(config) and not unlike(row.config, config):
             fields = {field: getattr(config, field) for field in _INTERFACE}
             return name, dataclasses.replace(row.config, **fields)
     return None, config
@@ -195,13 +222,41 @@ _TRAINING = (
 )
 
 
-def _architecture(config: Any) -> Any:
-    def strip(value: Any) -> Any:
-        if isinstance(value, dict):
-            kept = value.keys() - {*_INTERFACE, *_TRAINING}
-            return {key: strip(value[key]) for key in kept}
-        if isinstance(value, (list, tuple)):
-            return [strip(item) for item in value]
-        return value
+def unlike(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configurations of one kind say that weights mean something else.
 
-    return strip(encode_config(config))
+    Their ends may differ, and what matters in training alone. MLPs are compared by their width,
+    and keys and values by the stride they have: a ratio and a stride can be written in many ways.
+
+    Returns:
+        dotted name of the field → its two values.
+    """
+    first, second = _architecture(one), _architecture(other)
+    names = dict.fromkeys((*first, *second))
+    return {
+        name: (first.get(name), second.get(name))
+        for name in names
+        if first.get(name) != second.get(name)
+    }
+
+
+def _architecture(config: Any) -> dict[str, Any]:
+    """The fields that say what weights mean, by dotted name, in one spelling."""
+    fields = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in (*_INTERFACE, *_TRAINING, "stages")
+    }
+    if isinstance(config, CvTConfig):
+        for index, stage in enumerate(config.stages):
+            fields |= {f"stages.{index}.{name}": x for name, x in _architecture(stage).items()}
+    elif isinstance(config, StageConfig):
+        fields["mlp_ratio"] = tuple(hidden_width(config.embed_dim, x) for x in config.mlp_ratios)
+        linear = config.projection == "linear"
+        fields["kv_stride"] = None if linear else config.kv_strides
+        fields["projection_kernel"] = None if linear else config.projection_kernel
+    else:
+        fields["mlp_ratio"] = hidden_width(config.embed_dim, config.mlp_ratio)
+        if not config.gpsa_layers:
+            del fields["positional_attention"]
+    return fields

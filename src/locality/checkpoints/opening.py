@@ -45,7 +45,7 @@ def open_weights(path: Path | str, like: Any = None, entry: str | None = None) -
     state = read_state(path, entry)
     try:
         layout = recognise(state)
-        config = layout.infer(state, like)
+        config = layout.configuration(state, like)
         name, config = identify(config) if like is None else (None, config)
         ours = layout.to_ours(state, config)
         check_finite(ours)
