@@ -90,6 +90,11 @@ def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
     assert (measured.dataset_name, measured.metric_value) == ("digits", 97.25)
 
 
+def test_a_small_share_of_the_images_is_not_rounded_away(tmp_path):
+    save(create_model("convit_nano"), tmp_path, card={"fraction": 0.005})
+    assert "| Share of the training images | 0.5% |" in (tmp_path / "README.md").read_text()
+
+
 def test_a_card_without_figures_claims_none(tmp_path):
     save(create_model("convit_nano"), tmp_path)
     text = (tmp_path / "README.md").read_text()

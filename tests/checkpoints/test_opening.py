@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from locality.checkpoints import LAYOUTS, convert, load_weights, open_weights, recognise, save
 from locality.checkpoints.layouts import identify
 from locality.errors import UserError
+from locality.layers.block import hidden_width, mlp_ratio_of
 from locality.models import create_model
 
 # The smallest model of each layout's family whose weights tell what it is.
@@ -208,6 +209,25 @@ def test_conversions_that_cannot_be_write_nothing(target, options, cause, tmp_pa
         convert(tmp_path / "in", tmp_path / target, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "there.safetensors"]
     assert (tmp_path / "there.safetensors").read_text() == "precious"
+
+
+def test_a_name_that_is_not_the_models_is_refused(tmp_path):
+    plain = save(create_model("deit_nano"), tmp_path / "plain")
+    fewer = save(create_model("deit_nano", num_heads=2), tmp_path / "fewer")
+    with pytest.raises(UserError, match="holds deit_nano, not convit_nano"):
+        convert(plain, tmp_path / "out", model="convit_nano")
+    with pytest.raises(UserError, match="num_heads=2"):
+        convert(fewer, tmp_path / "out", model="deit_nano")
+    assert not (tmp_path / "out").exists()
+    assert convert(plain, tmp_path / "out", model="deit_nano").model == "deit_nano"
+
+
+def test_an_mlps_width_survives_its_ratio():
+    widths = [(dim, hidden) for dim in (49, 98, 107, 192) for hidden in range(1, 800)]
+    assert any(int(dim * (hidden / dim)) != hidden for dim, hidden in widths)
+    for dim, hidden in widths:
+        assert hidden_width(dim, mlp_ratio_of(dim, hidden)) == hidden
+    assert mlp_ratio_of(192, 768) == 4
 
 
 def test_overwriting_is_possible_when_said(tmp_path):

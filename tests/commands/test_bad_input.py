@@ -105,3 +105,13 @@ def test_a_file_in_the_place_of_the_run_folder(tmp_path, capsys):
 def test_other_commands(arguments, sentence, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert sentence in refused(capsys, *arguments)
+
+
+def test_converting_a_run_replaces_nothing_unless_told(tmp_path, capsys):
+    run, target = tmp_path / "run", tmp_path / "target"
+    for folder, name in ((run, "config.yaml"), (target, "README.md")):
+        folder.mkdir()
+        (folder / name).write_text("precious")
+    error = refused(capsys, "convert", str(run), str(target))
+    assert "is there already" in error
+    assert (target / "README.md").read_text() == "precious"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -10,20 +10,20 @@ from huggingface_hub import EvalResult, ModelCardData
 from locality.checkpoints.checkpoint import Checkpoint
 
 # What a run's result may hold → how the card calls it, in this order.
-_FIGURES: dict[str, tuple[str, str]] = {
-    "dataset": ("Dataset", "{}"),
-    "fraction": ("Share of the training images", "{:.0%}"),
-    "train_images": ("Training images", "{:,}"),
-    "val_images": ("Validation images", "{:,}"),
-    "recipe": ("Recipe", "{}"),
-    "seed": ("Seed", "{}"),
-    "steps": ("Steps", "{:,}"),
-    "top1": ("Top-1 on the validation images (%)", "{:.2f}"),
-    "top5": ("Top-5 on the validation images (%)", "{:.2f}"),
-    "val_loss": ("Validation loss", "{:.4f}"),
-    "macs": ("Multiply-accumulates per image", "{:,}"),
-    "seconds": ("Training time (s)", "{:,.0f}"),
-    "images_per_second": ("Training throughput (images/s)", "{:,.0f}"),
+_FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "dataset": ("Dataset", str),
+    "fraction": ("Share of the training images", lambda share: f"{100 * share:g}%"),
+    "train_images": ("Training images", "{:,}".format),
+    "val_images": ("Validation images", "{:,}".format),
+    "recipe": ("Recipe", str),
+    "seed": ("Seed", str),
+    "steps": ("Steps", "{:,}".format),
+    "top1": ("Top-1 on the validation images (%)", "{:.2f}".format),
+    "top5": ("Top-5 on the validation images (%)", "{:.2f}".format),
+    "val_loss": ("Validation loss", "{:.4f}".format),
+    "macs": ("Multiply-accumulates per image", "{:,}".format),
+    "seconds": ("Training time (s)", "{:,.0f}".format),
+    "images_per_second": ("Training throughput (images/s)", "{:,.0f}".format),
 }
 
 _PAPERS = {
@@ -76,7 +76,7 @@ def _introduction(checkpoint: Checkpoint) -> str:
 
 def _figures(figures: Mapping[str, Any]) -> str:
     rows = [
-        f"| {label} | {form.format(figures[key])} |"
+        f"| {label} | {form(figures[key])} |"
         for key, (label, form) in _FIGURES.items()
         if key in figures
     ]

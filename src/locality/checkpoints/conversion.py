@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from locality.checkpoints.checkpoint import Checkpoint
+from locality.checkpoints.layouts import identify, unlike
 from locality.checkpoints.layouts import layout as layout_called
 from locality.checkpoints.native import owned, write_file, write_folder
 from locality.checkpoints.opening import open_weights
@@ -58,7 +59,8 @@ def convert(
         target: a folder (only for our own format) if it has no ending, else a `.safetensors` file
             or a PyTorch file (`.pth`, `.pt`, `.bin`).
         to: the layout to write, one of `LAYOUTS`.
-        model: the name of the architecture, where the weights alone cannot tell it.
+        model: the name of the architecture, where the weights alone cannot tell it; refused where
+            they tell another.
         entry: which state dict to take from a training checkpoint that holds several.
         overwrite: replace `target` if it is there.
 
@@ -69,11 +71,11 @@ def convert(
     """
     source, target = Path(source), Path(target)
     wanted = layout_called(to)
-    _check_target(target, to, overwrite)
+    check_target(target, to, overwrite)
     like = None if model is None else variant(model).config
     checkpoint = open_weights(source, like=like, entry=entry)
     if model is not None:
-        checkpoint = replace(checkpoint, name=model)
+        checkpoint = replace(checkpoint, name=_confirmed(model, checkpoint, source))
     build_check = checkpoint.build()
     if to == "locality":
         _write_ours(checkpoint, target)
@@ -89,7 +91,26 @@ def convert(
     return Conversion(source, target, checkpoint.layout, to, checkpoint.name, size)
 
 
-def _check_target(target: Path, to: str, overwrite: bool) -> None:
+def _confirmed(model: str, checkpoint: Checkpoint, source: Path) -> str:
+    """`model`, if it is the name of the checkpoint's architecture."""
+    row = variant(model)
+    if type(row.config) is not type(checkpoint.config):
+        raise UserError(f"{source} does not hold {model}, but a model of another family")
+    differing = unlike(checkpoint.config, row.config)
+    if differing:
+        told = identify(checkpoint.config)[0]
+        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
+        raise UserError(f"{source} holds {told or f'a model with {fields}'}, not {model}")
+    return model
+
+
+def check_target(target: Path, to: str, overwrite: bool) -> None:
+    """Refuse a target that `convert` could not, or may not, write.
+
+    Raises:
+        UserError: for an ending or a kind of target that the layout `to` does not have, or if
+            `target` exists and is not to be overwritten.
+    """
     if target.suffix not in ("", ".safetensors", ".pth", ".pt", ".bin"):
         raise UserError(
             f"{target} ends in {target.suffix}; write to a folder, or a file ending in "

@@ -10,6 +10,7 @@ from torch import Tensor
 from locality.checkpoints.keys import State, blank_state, check_keys
 from locality.checkpoints.vit import require_blocks
 from locality.errors import UserError
+from locality.layers.block import mlp_ratio_of
 from locality.models.cvt_config import CvTConfig, StageConfig
 
 # Every published CvT has heads of this width; the weights themselves do not tell.
@@ -186,11 +187,11 @@ def _infer_stage(names: Names, state: State, index: int, embedding: Tensor) -> S
         raise UserError(
             f"the number of heads cannot be told from a CvT of width {width}; give the model's name"
         )
-    ratios = tuple(
+    hidden = [
         len(_tensor(state, f"{stage}{names.block.format(i)}{names.modules['mlp.fc1']}.weight"))
-        / width
         for i in range(depth)
-    )
+    ]
+    ratios = tuple(mlp_ratio_of(width, each) for each in hidden)
     first = stage + names.block.format(0)
     window = state.get(f"{first}{names.modules['attn.q.conv']}.weight")
     overlapping = kernel % 2 == 1

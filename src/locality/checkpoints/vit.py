@@ -9,6 +9,7 @@ from typing import Any
 
 from locality.checkpoints.keys import State
 from locality.errors import UserError
+from locality.layers.block import mlp_ratio_of
 from locality.models.vit import ViTConfig, token_grid
 
 
@@ -88,7 +89,7 @@ def infer_common(state: State, **fields: Any) -> ViTConfig:
         in_chans=in_chans,
         patch_size=patch_size,
         img_size=side * patch_size,
-        mlp_ratio=hidden / width,
+        mlp_ratio=mlp_ratio_of(width, hidden),
         num_classes=len(state["head.weight"]) if "head.weight" in state else 0,
         use_pos_embed="pos_embed" in state,
         **fields,

@@ -13,6 +13,7 @@ from locality.commands.parsing import Parser
 def main(arguments: Sequence[str]) -> None:
     """Convert and say what was done."""
     from locality.checkpoints import LAYOUTS, convert, save
+    from locality.checkpoints.conversion import check_target
     from locality.commands.opening import open_anything
     from locality.training import RunFolder
     from locality.training.runs import is_run_folder
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     if not is_run_folder(options.source):
         print(convert(options.source, options.target, options.to, **choices))
         return
+    check_target(Path(options.target), options.to, options.overwrite)
     # A run becomes a saved model with a card from its own figures, and that is converted.
     opened = open_anything(options.source)
     with tempfile.TemporaryDirectory() as folder:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 
 from locality.layers.linear import use_fast_linears
 from locality.layers.position import Grid
+
+
+def hidden_width(dim: int, mlp_ratio: float) -> int:
+    """The hidden width of an MLP on tokens of width `dim`."""
+    return int(dim * mlp_ratio)
+
+
+def mlp_ratio_of(dim: int, hidden: int) -> float:
+    """The ratio that `hidden_width` makes `hidden` of."""
+    ratio = hidden / dim
+    # The division may round down, and then the product falls short of the whole number.
+    return ratio if hidden_width(dim, ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 class Block(nn.Module):
@@ -36,7 +50,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attn
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer=act_layer, drop=proj_drop)
         use_fast_linears(self.mlp)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
         for name, parameter in self.mlp.named_parameters():

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from locality import checks
 from locality.errors import UserError
+from locality.layers.block import hidden_width
 from locality.layers.position import Grid
 from locality.models.cvt_config import CvTConfig, StageConfig
 
@@ -231,7 +232,7 @@ def _fixed_cost(config: CvTConfig, img_size: int | tuple[int, int] | None) -> Co
 
 def _block_cost(stage: StageConfig, grid: Grid, tokens: int, stride: int, ratio: float) -> Cost:
     """One block: three projections, attention, the output projection and the MLP."""
-    width, hidden = stage.embed_dim, int(stage.embed_dim * ratio)
+    width, hidden = stage.embed_dim, hidden_width(stage.embed_dim, ratio)
     patches = grid[0] * grid[1]
     keys = patches
     if stage.projection != "linear":
