@@ -8,7 +8,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from locality.cli import main
+from locality.commands.opening import image_files
 from locality.commands.train import read_run
+from locality.errors import UserError
 from locality.training import RECIPES, RunFolder, recipe
 
 SHORT = [
@@ -160,3 +162,45 @@ def test_the_demo_ends_in_a_report(tmp_path, capsys):
     assert main(["demo", "--output", str(tmp_path / "demo"), "--steps=40"]) == 0
     assert (tmp_path / "demo" / "report.html").stat().st_size > 50_000
     assert "report.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("cvt_300 --model cvt_21", recipe("cvt_300", model="cvt_21")),
+        ("--recipe=cvt_22k --model.name=cvt_13", recipe("cvt_22k", model="cvt_13")),
+        ("finetune_384 --data pets", recipe("finetune_384", dataset="pets")),
+        ("finetune_384 --model cvt_21", recipe("finetune_384", model="cvt_21")),
+        ("finetune_384 --model cvt_w24 --model.weights w/x",
+         recipe("finetune_384", model="cvt_w24", weights="w/x")),
+    ],
+)  # fmt: skip
+def test_a_recipe_follows_the_model_and_data_it_is_given(words, expected):
+    assert read_run(words.split())[0] == expected
+
+
+def test_what_is_given_stands_above_what_a_recipe_derives():
+    config, _ = read_run(["cvt_300", "--model", "cvt_21", "--optim.weight_decay", "0.3"])
+    assert config.optim.weight_decay == 0.3 and config.augment.repeats == 3
+
+
+def test_a_file_may_name_the_recipe_but_not_another_one(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: cvt_300\nmodel:\n  name: cvt_21\n")
+    assert read_run(["--config", str(file)])[0] == recipe("cvt_300", model="cvt_21")
+    with pytest.raises(UserError, match="'digits' is asked for and the settings say 'cvt_300'"):
+        read_run(["digits", "--config", str(file)])
+
+
+def test_options_of_eval_change_the_runs_own_data(run, capsys):
+    assert main(["eval", str(run), "--data.val_fraction", "0.5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n"] > RunFolder(run).result()["val_images"]
+    assert main(["eval", str(run), "--precision", "bf16"]) == 2
+    assert "did you mean bf16-mixed" in capsys.readouterr().err
+
+
+def test_images_may_lie_in_folders_below(images, tmp_path):
+    (tmp_path / "val" / "zero").mkdir(parents=True)
+    (images / "0.png").rename(tmp_path / "val" / "zero" / "0.png")
+    assert [file.name for file in image_files([str(tmp_path)])] == ["0.png"]
+    (tmp_path / "val" / "zero" / "0.png").rename(images / "0.png")

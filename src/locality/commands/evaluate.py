@@ -34,20 +34,24 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.read(words)
     if (options.run is None) == (options.weights is None):
         raise UserError("give either a run folder or --weights, to say what to evaluate")
-    data = DataConfig(**vars(options.data))
     if options.run is not None:
-        from locality.training import evaluate_run
+        from locality.training import RunFolder, evaluate_run
 
-        other = any(word.startswith("--data.") for word in words)
+        own = RunFolder(options.run).config().data
+        given = {word.partition("=")[0] for word in words}
+        if "--data.dataset" not in given or options.data.dataset == own.dataset:
+            # Options change the run's own data; another dataset starts from nothing.
+            parser.set_defaults({f"data.{name}": value for name, value in vars(own).items()})
+            options = parser.read(words)
         result = evaluate_run(
             options.run,
-            data if other else None,
+            DataConfig(**vars(options.data)),
             img_size=options.img_size,
             batch_size=options.batch_size,
             precision=options.precision,
         )
     else:
-        result = _evaluate_weights(options, data)
+        result = _evaluate_weights(options, DataConfig(**vars(options.data)))
     if options.json:
         print(json.dumps(result))
         return
@@ -60,8 +64,8 @@ def main(arguments: Sequence[str]) -> None:
 def _evaluate_weights(options: Any, data: DataConfig) -> dict[str, Any]:
     """Accuracy of opened weights on a dataset, with the preprocessing that belongs to them."""
     from locality.commands.opening import open_anything
-    from locality.data import AugmentConfig, eval_loader, open_data
-    from locality.training import evaluate
+    from locality.data import AugmentConfig, open_data
+    from locality.training import evaluate_on
 
     opened = open_anything(options.weights, options.variant)
     if opened.model is None:
@@ -80,9 +84,12 @@ def _evaluate_weights(options: Any, data: DataConfig) -> dict[str, Any]:
         crop_pct=prepared.crop_pct,
         crop_mode=prepared.crop_mode,
     )
-    size = prepared.size if options.img_size is None else (options.img_size,) * 2
-    loader = eval_loader(
-        splits.val, augment, size, batch_size=options.batch_size, workers=data.workers
+    return evaluate_on(
+        opened.model,
+        splits,
+        data,
+        augment,
+        prepared.size if options.img_size is None else (options.img_size,) * 2,
+        batch_size=options.batch_size,
+        precision=options.precision,
     )
-    result = evaluate(opened.model, loader, label_sets=splits.val.label_sets)
-    return result | {"dataset": data.dataset}

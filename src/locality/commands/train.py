@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality.commands.parsing import Parser, with_aliases
-from locality.errors import UserError
+from locality.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from locality.training import RunConfig
 
 # What people type most, in short.
 ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"}
+
+# What recipes choose other settings by, such as CvT's weight decay by the model → its setting.
+CHOICES = {
+    "model": "model.name",
+    "weights": "model.weights",
+    "dataset": "data.dataset",
+    "fraction": "data.fraction",
+    "teacher": "objective.teacher",
+}
 
 
 def main(arguments: Sequence[str]) -> int | None:
@@ -57,11 +66,12 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     from jsonargparse import ActionConfigFile
 
     from locality.training.config import RunConfig
-    from locality.training.recipes import RECIPES, recipe
-    from locality.training.settings import from_dict, to_dict
+    from locality.training.recipes import RECIPES
+    from locality.training.settings import from_dict
 
     words = with_aliases(arguments, ALIASES)
     name, words = _recipe_first(words, RECIPES)
+    words = _one_length(words)
     parser = Parser(
         f"train [{'|'.join(RECIPES)}]",
         "Train a model, or resume the run in a folder. The recipe (default: digits) gives every "
@@ -84,25 +94,73 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing while training")
     parser.add_class_arguments(RunConfig, None)
-    values = to_dict(recipe(name))
-    parser.set_defaults(_by_option(values))
-    options = parser.read(_one_length(words))
+    # What is given lies over the recipe's values, and some of those depend on what is given.
+    values = _defaults(parser, name or "digits")
+    options = parser.read(words)
+    named = _named(name, options.recipe)
+    if named != (name or "digits"):
+        values = _defaults(parser, named)
+        options = parser.read(words)
+    if choices := _choices(named, options, values):
+        values = _defaults(parser, named, **choices)
+        options = parser.read(words)
     given = options.as_dict()
     config = from_dict(RunConfig, {key: given[key] for key in values})
     return config, options
 
 
-def _recipe_first(words: list[str], recipes: Any) -> tuple[str, list[str]]:
-    """Split the recipe's name off: the first word, or --recipe NAME."""
-    from locality.errors import unknown
+def _defaults(parser: Parser, name: str, **choices: Any) -> dict[str, Any]:
+    """Make a recipe's values the parser's defaults, and return them."""
+    from locality.training.recipes import recipe
+    from locality.training.settings import to_dict
 
+    values = to_dict(recipe(name, **choices))
+    parser.set_defaults(_by_option(values))
+    return values
+
+
+def _named(name: str | None, in_file: str | None) -> str:
+    """The recipe meant: the one on the command line, else the one that a settings file names.
+
+    Raises:
+        UserError: if the two differ, since each would give its own values.
+    """
+    from locality.training.recipes import RECIPES
+
+    if name is None:
+        return in_file if in_file in RECIPES else "digits"
+    if in_file not in (name, None):
+        raise UserError(f"recipe '{name}' is asked for and the settings say '{in_file}'; give one")
+    return name
+
+
+def _choices(name: str, options: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `CHOICES` that the recipe knows and that were given another value than its own."""
+    import inspect
+
+    from locality.training.recipes import RECIPES
+
+    accepted = inspect.signature(RECIPES[name]).parameters
+    own = _by_option(values)
+    return {
+        choice: options[setting]
+        for choice, setting in CHOICES.items()
+        if choice in accepted and options[setting] != own[setting]
+    }
+
+
+def _recipe_first(words: list[str], recipes: Any) -> tuple[str | None, list[str]]:
+    """Split the recipe's name off: the first word, --recipe NAME or --recipe=NAME."""
+    flags = [word.partition("=")[0] for word in words]
     if words and not words[0].startswith("-"):
         name, rest = words[0], words[1:]
-    elif "--recipe" in words and words.index("--recipe") + 1 < len(words):
-        at = words.index("--recipe")
-        name, rest = words[at + 1], words[:at] + words[at + 2 :]
+    elif "--recipe" in flags:
+        at = flags.index("--recipe")
+        after = at + 1 if "=" in words[at] else at + 2
+        name = words[at].partition("=")[2] or "".join(words[at + 1 : after])
+        rest = words[:at] + words[after:]
     else:
-        return "digits", words
+        return None, words
     if name not in recipes:
         raise unknown("recipe", name, recipes)
     return name, rest
@@ -133,15 +191,3 @@ def default_folder(config: RunConfig) -> Path:
     percent = f"{100 * config.data.fraction:g}pct"
     name = f"{config.model.name}-{config.data.dataset}-{percent}-s{config.seed}"
     return Path("runs") / (config.recipe or "custom") / name
-
-
-def existing_folder(path: str, what: str) -> Path:
-    """`path`, if there is a folder.
-
-    Raises:
-        UserError: if there is none.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UserError(f"{what} {path} does not exist; give a folder that does")
-    return folder

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from locality.training.dryrun import DryRun, dry_run
     from locality.training.engine import train
     from locality.training.evaluation import evaluate
-    from locality.training.evaluation_of_runs import evaluate_run
+    from locality.training.evaluation_of_runs import evaluate_on, evaluate_run
     from locality.training.failures import (
         CheckpointNotSaved,
         DamagedCheckpoint,
@@ -51,6 +51,7 @@ __all__ = [
     "ScheduleConfig",
     "dry_run",
     "evaluate",
+    "evaluate_on",
     "evaluate_run",
     "initial_model",
     "load_run",
@@ -66,7 +67,7 @@ __getattr__ = lazily(
         ".dryrun": "DryRun dry_run",
         ".engine": "train",
         ".evaluation": "evaluate",
-        ".evaluation_of_runs": "evaluate_run",
+        ".evaluation_of_runs": "evaluate_on evaluate_run",
         ".failures": "CheckpointNotSaved DamagedCheckpoint NonFiniteLoss RunFailed",
         ".recipes": "RECIPES recipe",
         ".runs": "RunFolder initial_model load_run",

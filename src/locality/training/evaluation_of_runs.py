@@ -1,14 +1,17 @@
-"""Judging a finished or unfinished run again: on its own data, or on another set."""
+"""Judging models again: those of runs, on their own data or on another set, and opened ones."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from locality.data import DataConfig, eval_loader, open_data
+from locality import checks
+from locality.data import AugmentConfig, DataConfig, DataSplits, eval_loader, open_data
 from locality.errors import UserError
+from locality.models import ImageClassifier
 from locality.training.evaluation import evaluate
 from locality.training.precision import choose_precision
 from locality.training.runs import RunFolder, load_run
@@ -39,8 +42,6 @@ def evaluate_run(
     Raises:
         UserError: if the folder is no run, or the data has other classes.
     """
-    from locality.models import count_macs
-
     model, config = load_run(folder)
     data = config.data if data is None else data
     splits = open_data(data, config.seed)
@@ -51,13 +52,55 @@ def evaluate_run(
             f"{len(splits.classes)}; a run can only be judged on its own classes"
         )
     size = model.img_size if img_size is None else (img_size, img_size)
-    device = torch.device(resolve_accelerator(accelerator))
-    loader = eval_loader(
-        splits.val,
+    if workers is not None:
+        data = dataclasses.replace(data, workers=workers)
+    return evaluate_on(
+        model,
+        splits,
+        data,
         config.augment,
         size,
         batch_size=batch_size,
-        workers=data.workers if workers is None else workers,
+        precision=precision,
+        accelerator=accelerator,
+    )
+
+
+def evaluate_on(
+    model: ImageClassifier,
+    splits: DataSplits,
+    data: DataConfig,
+    augment: AugmentConfig,
+    size: tuple[int, int],
+    *,
+    batch_size: int = 256,
+    precision: str = "fp32",
+    accelerator: str = "auto",
+) -> dict[str, Any]:
+    """Top-1, top-5 and loss of a model on the validation images of `splits`.
+
+    Args:
+        model: moved to the device.
+        splits: what `open_data(data)` gives.
+        data: says how images are loaded and what happens to damaged ones.
+        augment: says how images are resized and normalised.
+        size: (H, W) of the images.
+        batch_size, precision, accelerator: as `evaluate_run`.
+
+    Raises:
+        UserError: for a precision or accelerator that does not exist, or a damaged image.
+    """
+    from locality.models import count_macs
+
+    checks.one_of("precision", precision, ("auto", "fp32", "bf16-mixed"))
+    checks.integer("batch_size", batch_size, 1)
+    device = torch.device(resolve_accelerator(accelerator))
+    loader = eval_loader(
+        splits.val,
+        augment,
+        size,
+        batch_size=batch_size,
+        workers=data.workers,
         on_bad_image=data.on_bad(training=False),
         max_bad_images=data.max_bad_images,
         pin_memory=device.type == "cuda",

@@ -248,8 +248,8 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     The paper does not say for how many epochs; 90 is what ViT took for the same data.
 
     Command: `locality train cvt_22k --data.root IMAGENET22K`, or `--data.dataset arrow` for a
-    folder that `locality data pack` wrote. Any part of the images can be set aside to validate on
-    with `--data.val_fraction`.
+    folder that `locality data pack` wrote. Where the folder has no val/, `--data.val_fraction` of
+    each class is set aside to validate on.
     Cost: 470 exaFLOPs for `cvt_w24`, 35 for `cvt_13`.
     Expect: top-1 on ImageNet-1k after fine-tuning 87.7 (`cvt_w24`), 84.9 (`cvt_21`), 83.3
     (`cvt_13`).
@@ -258,24 +258,27 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     return dataclasses.replace(
         base,
         recipe="cvt_22k",
-        data=dataclasses.replace(base.data, val_fraction=0.005),
+        data=dataclasses.replace(base.data, dataset="folder", val_fraction=0.005),
         schedule=dataclasses.replace(base.schedule, epochs=90),
     )
 
 
-# Updates by target (CvT §4.1).
+# Updates by target (CvT §4.1); own images are taken for a small one.
 _FINETUNE_STEPS = {
     "imagenet": 20_000,
     "cifar10": 10_000,
     "cifar100": 10_000,
     "pets": 500,
     "flowers102": 500,
+    "folder": 500,
+    "arrow": 500,
 }
+_FINETUNED_FROM = {model: f"{model}.ms_in1k" for model in ("cvt_13", "cvt_21")}
 
 
 def finetune_384(
     model: str = "cvt_13",
-    weights: str = "cvt_13.ms_in1k",
+    weights: str | None = None,
     dataset: str = "imagenet",
     seed: int = 0,
 ) -> RunConfig:
@@ -286,13 +289,19 @@ def finetune_384(
     fine-tuning CvT adopts, clips at 1 and searches rates around 0.01.
 
     Command: `locality train finetune_384 --model.weights RUN --data.root IMAGENET`, where RUN is a
-    run folder (of `cvt_22k`, say), a file, or the name of public weights.
+    run folder (of `cvt_22k`, say), a file, or the name of public weights; for CvT-13 and -21 the
+    public ones of ImageNet-1k unless given.
     Cost: 1 exaFLOP for `cvt_13` and 20,000 steps.
     Expect: top-1 83.0 on ImageNet from `cvt_300`'s CvT-13, 83.3 from ImageNet-22k; from there, in
     Table 4: CIFAR-10 98.83, CIFAR-100 91.11, Pets 93.25, Flowers-102 99.50.
     """
     if dataset not in _FINETUNE_STEPS:
         raise unknown("target of finetune_384", dataset, _FINETUNE_STEPS)
+    weights = weights or _FINETUNED_FROM.get(model)
+    if weights is None:
+        raise UserError(
+            f"finetune_384 has no public weights of {model} to start from; give model.weights"
+        )
     steps = _FINETUNE_STEPS[dataset]
     return RunConfig(
         recipe="finetune_384",
