@@ -42,7 +42,8 @@ USER_ERRORS = (ValueError, OSError, ModuleNotFoundError)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `locality ARGUMENTS`; returns the exit code.
 
-    0 done · 1 failed · 2 wrong input, said in one sentence · 130 and 143 interrupted, resumable.
+    0 done · 1 failed · 2 wrong input, said in one sentence · 130 and 143 interrupted, resumable ·
+    141 nobody read the output any longer.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
@@ -55,7 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[0] not in COMMANDS:
             raise unknown("command", given[0], COMMANDS)
         module = importlib.import_module(f"locality.commands.{COMMANDS[given[0]][0]}")
-        return module.main(given[1:]) or 0
+        code = module.main(given[1:]) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output, such as `head`, has seen enough. Python would flush once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except USER_ERRORS as error:
         if os.environ.get("LOCALITY_TRACEBACK"):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -42,6 +43,19 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
     """Write `data` to `path`, atomically and durably (text as UTF-8)."""
     with atomic_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path | str) -> Iterator[None]:
+    """Let one process of this machine at a time into the block; makes the folder if need be."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".locality.lock", os.O_CREAT | os.O_RDWR, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _umask() -> int:

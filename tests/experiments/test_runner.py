@@ -11,10 +11,10 @@ import torch
 
 from locality.errors import UserError
 from locality.experiments.cost import estimate_costs, span
-from locality.experiments.executors import make_executor
+from locality.experiments.executors import make_executor, visible_gpus
 from locality.experiments.runner import Plan, Progress, done_share, plan, run_all
 from locality.experiments.runs import Run
-from locality.experiments.worker import log_file
+from locality.experiments.worker import log_file, perform
 from locality.training import load_run, settings
 
 
@@ -221,3 +221,23 @@ def test_a_table_killed_in_the_middle_finishes_when_started_again(tmp_path, tiny
     for config in configs:
         interrupted = Run("", config, root / str(config.seed))
         assert_same(fingerprint(interrupted), fingerprint(whole[config.seed]))
+
+
+def test_runs_side_by_side_share_out_the_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    assert visible_gpus() == ["3", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert visible_gpus() == ["0", "1"]
+
+
+def test_a_run_among_others_takes_one_device_unless_it_says_more(
+    tmp_path, tiny_config, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(Run, "load_task", lambda _: lambda config, folder: seen.append(config))
+    for devices in (0, 2):
+        perform(Run("", tiny_config(engine__devices=devices), tmp_path / "run"))
+    assert [config.engine.devices for config in seen] == [1, 2]

@@ -8,7 +8,7 @@ import pytest
 
 from locality.errors import UserError
 from locality.experiments.runs import Run, content_folder, digest, waves, with_needs
-from locality.training import replace, train
+from locality.training import replace, settings, train
 
 
 def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, tiny_config):
@@ -67,3 +67,16 @@ def test_a_damaged_result_is_named(tmp_path, tiny_run):
     (run.folder / "result.json").write_text(json.dumps({"top1": 1})[:-3])
     with pytest.raises(UserError, match=r"result\.json cannot be read"):
         run.is_finished()
+
+
+def test_a_run_whose_donor_has_moved_is_still_finished(tmp_path, tiny_config):
+    config = tiny_config(model__weights="here/donor-123")
+    run = Run("", config, content_folder(tmp_path, config))
+    run.folder.mkdir()
+    (run.folder / "config.yaml").write_text(settings.to_yaml(config))
+    (run.folder / "result.json").write_text("{}")
+    moved = replace(config, {"model.weights": str(tmp_path / "there" / "donor-123")})
+    assert content_folder(tmp_path, moved) == run.folder
+    assert Run("", moved, run.folder).is_finished()
+    other = replace(config, {"model.weights": "here/donor-456"})
+    assert not Run("", other, run.folder).is_finished()

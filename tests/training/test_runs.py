@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,15 @@ import torch
 
 from locality.errors import UserError
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
+from locality.training.loop import Progressed
+from locality.training.recorder import Recorder
 from locality.training.runs import is_run_folder
 from locality.training.settings import from_yaml
 from locality.training.setup import build_model
 
-from .conftest import tiny, train
+from .conftest import tiny, train, train_interrupted
+
+Stop = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -218,3 +224,50 @@ def test_building_a_model_twice_gives_the_same_weights() -> None:
     one, other = (build_model(tiny(seed=5), 10) for _ in range(2))
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(
+    tmp_path: Path, stop_before: Stop
+) -> None:
+    from locality.checkpoints import save
+
+    save(build_model(tiny(seed=7), 10), tmp_path / "weights")
+    config = tiny(model__weights=str(tmp_path / "weights"))
+    stop_before(4)
+    train_interrupted(config, tmp_path / "run")
+    stop_before(None)
+    shutil.rmtree(tmp_path / "weights")
+    assert train(config, tmp_path / "run")["steps"] == 8
+    assert train(config, tmp_path / "run")["steps"] == 8
+
+
+def test_a_path_in_other_words_is_the_same_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "run")
+    run.prepare(tiny(model__weights="donor"))
+    run.check(tiny(model__weights=str(tmp_path / "donor")))
+    with pytest.raises(UserError, match=r"model\.weights"):
+        run.check(tiny(model__weights="other"))
+    run.lock.release()
+
+
+def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path: Path) -> None:
+    (tmp_path / "timing.csv").write_text(
+        "step,seconds,images_per_second,eval_seconds,peak_memory_mb\n10,5.0,20,1,100\n"
+    )
+    recorder = Recorder(
+        RunFolder(tmp_path),
+        batch_size=10,
+        total=20,
+        step=18,
+        evaluated=10,
+        quiet=True,
+        tensorboard=False,
+    )
+    assert recorder.seconds == pytest.approx(9.0)
+    for step in (19, 20):
+        recorder.stepped(Progressed(step=step), 0.5)
+    assert recorder.seconds == pytest.approx(10.0)
+    recorder.close()

@@ -55,14 +55,13 @@ def sample(
     """`count` images of a source, as evaluation prepares them, spread evenly over its classes.
 
     Raises:
-        UserError: if the source has no image.
-        BadImage: if one of the chosen images cannot be decoded.
+        UserError: if the source has no image, or one of those chosen cannot be decoded.
     """
     if len(source) == 0 or count < 1:
         raise UserError(f"cannot choose {count} images out of {len(source)}")
     indices = one_of_each(source.labels, count)
     transform: Any = eval_transform(augment, img_size)
-    pixels = torch.stack([transform(source.read(int(index))) for index in indices])
+    pixels = torch.stack([transform(source.read_or_name(int(index))) for index in indices])
     shown = pixels.permute(0, 2, 3, 1).contiguous().numpy()
     return Sample(normalise(pixels, augment), shown, source.labels[indices], indices)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy.special import stdtrit
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def estimate(values: Sequence[float], level: float = 0.95) -> Estimate:
     if n == 1:
         return Estimate(mean, None, 1, level)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    quantile = float(stats.t.ppf((1 + level) / 2, n - 1))
+    quantile = float(stdtrit(n - 1, (1 + level) / 2))
     return Estimate(mean, quantile * deviation / math.sqrt(n), n, level)
 
 

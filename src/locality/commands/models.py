@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--pretrained", action="store_true", help="list public weights instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.read(arguments)
-    rows = _pretrained(options.filter) if options.pretrained else _models(options)
+    rows = _pretrained(options) if options.pretrained else _models(options)
     if not rows:
         print("no model matches; `locality models` lists all")
         return
@@ -53,9 +53,12 @@ def _models(options: Any) -> list[dict[str, object]]:
     return rows
 
 
-def _pretrained(filter: str) -> list[dict[str, object]]:
+def _pretrained(options: Any) -> list[dict[str, object]]:
     from locality.checkpoints import SOURCES
+    from locality.models import list_models
+    from locality.models.factory import matching
 
+    of_family = {name.partition(".")[0] for name in list_models("", options.family)}
     return [
         {
             "weights": name,
@@ -64,6 +67,6 @@ def _pretrained(filter: str) -> list[dict[str, object]]:
             "licence": SOURCES[name].licence,
             "on the hub": SOURCES[name].repo,
         }
-        for name in SOURCES
-        if filter in name
+        for name in matching(SOURCES, options.filter)
+        if name.partition(".")[0] in of_family
     ]

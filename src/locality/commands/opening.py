@@ -10,6 +10,7 @@ from PIL import Image
 from locality.analysis.samples import one_of_each
 from locality.checkpoints import Classifier, Preprocessing, open_model
 from locality.data import BadImage, decode, open_data
+from locality.data.transforms import evaluation_interpolation
 from locality.errors import UserError
 from locality.training import RunFolder, load_run
 from locality.training.runs import is_run_folder
@@ -35,7 +36,7 @@ def _open_run(folder: Path) -> Classifier:
         img_size=model.img_size,
         mean=augment.mean,
         std=augment.std,
-        interpolation=augment.interpolation,
+        interpolation=evaluation_interpolation(augment),
         crop_pct=augment.crop_pct,
         crop_mode=augment.crop_mode,
     )
@@ -44,6 +45,8 @@ def _open_run(folder: Path) -> Classifier:
 
 def image_files(given: Sequence[str]) -> Iterator[Path]:
     """The image files that paths of files and folders name, those of a folder in sorted order.
+
+    A folder without images of its own stands for those in the folders below it.
 
     Raises:
         FileNotFoundError: if there is no such file or folder.
@@ -54,6 +57,7 @@ def image_files(given: Sequence[str]) -> Iterator[Path]:
         path = Path(name)
         if path.is_dir():
             inside = sorted(p for p in path.iterdir() if p.suffix.lower() in known)
+            inside = inside or sorted(p for p in path.rglob("*") if p.suffix.lower() in known)
             if not inside:
                 raise UserError(f"there are no images in the folder {path}")
             yield from inside
@@ -87,4 +91,4 @@ def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
     splits = open_data(config.data, config.seed)
     chosen = one_of_each(splits.val.labels, count).tolist()
     labels = splits.val.labels
-    return [(splits.classes[labels[index]], splits.val.read(index)) for index in chosen]
+    return [(splits.classes[labels[index]], splits.val.read_or_name(index)) for index in chosen]

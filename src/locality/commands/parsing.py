@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -71,16 +68,6 @@ def with_aliases(arguments: Iterable[str], aliases: dict[str, str]) -> list[str]
         flag, equals, value = argument.partition("=")
         result.append(aliases.get(flag, flag) + equals + value)
     return result
-
-
-@contextlib.contextmanager
-def quiet_stdout() -> Any:
-    """Swallow what a library prints to standard output while a result is computed."""
-    kept, sys.stdout = sys.stdout, io.StringIO()
-    try:
-        yield
-    finally:
-        sys.stdout = kept
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

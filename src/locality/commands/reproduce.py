@@ -23,7 +23,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--plan", action="store_true", help="runs, images, MACs, hours; no start")
     parser.add_argument("--scale", default="digits", help="digits, cifar100, imagenet100, imagenet")
     parser.add_argument("--output", default="results", help="folder for tables and figures")
-    parser.add_argument("--runs", default="runs", help="folder for the runs, shared by all tables")
+    parser.add_argument(
+        "--runs", default="runs/reproduce", help="folder for the runs, shared by all tables"
+    )
     parser.add_argument("--seeds", type=int | None, default=None, help="at most this many seeds")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int | None, default=None, help="threads per run")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from locality.data.checking import CheckReport, check
     from locality.data.config import DATASETS, AugmentConfig, DataConfig, Decoding
     from locality.data.decoding import decode
-    from locality.data.imagenet import is_right
     from locality.data.keyed import Stream, keys, preserved_generators, seed_generators
     from locality.data.loader import BatchLoader, eval_loader, train_loader
     from locality.data.packing import pack
@@ -39,7 +38,6 @@ __all__ = [
     "decode",
     "eval_loader",
     "eval_transform",
-    "is_right",
     "keys",
     "normalise",
     "open_data",
@@ -58,7 +56,6 @@ __getattr__ = lazily(
         ".checking": "CheckReport check",
         ".config": "DATASETS AugmentConfig DataConfig Decoding",
         ".decoding": "decode",
-        ".imagenet": "is_right",
         ".keyed": "Stream keys preserved_generators seed_generators",
         ".loader": "BatchLoader eval_loader train_loader",
         ".packing": "pack",

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from locality.data.config import Decoding
 from locality.data.folder import FileSource, existing_folder, list_folder, no_images, open_one, some
-from locality.data.keyed import Indices
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 
@@ -108,31 +106,6 @@ class SeveralAnswers(ImageSource):
 
     def describe(self, index: int) -> str:
         return self.source.describe(index)
-
-
-def is_right(
-    predictions: torch.Tensor, targets: torch.Tensor, indices: Indices, source: ImageSource
-) -> torch.Tensor:
-    """Which predictions count as right: the target, or any of several answers.
-
-    Args:
-        predictions: (B,) or (B, k) classes; of k, one right is enough.
-        targets: (B,) classes.
-        indices: (B,) numbers of the images in `source`, as in `Batch.indices`.
-        source: what is evaluated on.
-
-    Returns:
-        (B,) bool, where `predictions` is.
-    """
-    guesses = predictions.reshape(len(targets), -1)
-    if source.label_sets is None:
-        return (guesses == targets[:, None]).any(dim=1)
-    answers = [source.label_sets[index] for index in indices.tolist()]
-    right = [
-        any(guess in answer for guess in row)
-        for row, answer in zip(guesses.tolist(), answers, strict=True)
-    ]
-    return torch.tensor(right, dtype=torch.bool, device=predictions.device)
 
 
 def _class_number(name: str) -> bool:

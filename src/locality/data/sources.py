@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,17 @@ class ImageSource(ABC):
     @abstractmethod
     def describe(self, index: int) -> str:
         """What to call image `index` when speaking to a person: a path where there is one."""
+
+    def read_or_name(self, index: int) -> Image.Image:
+        """As `read`, for where a damaged image is nobody's to skip.
+
+        Raises:
+            UserError: the image cannot be decoded, naming it.
+        """
+        try:
+            return self.read(index)
+        except BadImage as error:
+            raise UserError(f"{self.describe(index)} cannot be read: {error}") from error
 
     def subset(self, indices: npt.ArrayLike) -> ImageSource:
         """The images at `indices`, in that order."""
@@ -118,10 +130,19 @@ class DataSplits:
 
 def digits() -> tuple[ImageSource, list[str]]:
     """scikit-learn's 1,797 handwritten digits, 8×8, grey as RGB."""
+    images, labels = _digit_arrays()
+    return ArraySource(images, labels, "digits"), [str(digit) for digit in range(10)]
+
+
+@cache
+def _digit_arrays() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Images (1797, 8, 8, 3) uint8 and labels, read once: they lie in a compressed text file."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     # 17 grey levels, 0 … 16, stretched to 0 … 255.
     grey = np.rint(data.images * (255 / 16)).astype(np.uint8)
-    images = np.repeat(grey[..., None], 3, axis=-1)
-    return ArraySource(images, data.target, "digits"), [str(digit) for digit in range(10)]
+    images, labels = np.repeat(grey[..., None], 3, axis=-1), data.target
+    for array in (images, labels):
+        array.setflags(write=False)
+    return images, labels

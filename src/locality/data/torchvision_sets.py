@@ -6,6 +6,7 @@ have no public name, so that all images meet the same decoding policy.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from locality.data.config import DataConfig
 from locality.data.folder import FileSource
 from locality.data.sources import ArraySource, DataSplits
 from locality.errors import UserError
+from locality.files import one_at_a_time
 
 
 def open_cifar10(config: DataConfig) -> DataSplits:
@@ -102,8 +104,11 @@ def _open(config: DataConfig, title: str, content: str, reader: Callable[..., An
     if config.root is None:
         raise UserError(f"{title} needs a folder; give it as data.root")
     root = Path(config.root).expanduser()
+    # Of several processes the first one downloads, the others find what it has fetched.
+    turn = one_at_a_time(root) if config.download else contextlib.nullcontext()
     try:
-        return reader(str(root), download=config.download)
+        with turn:
+            return reader(str(root), download=config.download)
     except URLError as error:
         raise UserError(
             f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"

@@ -96,16 +96,20 @@ def eval_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransfo
     """The fixed transform of evaluation: resize and cut the centre, or squash, by `crop_mode`."""
     size = as_size(img_size)
     resized = (math.floor(size[0] / augment.crop_pct), math.floor(size[1] / augment.crop_pct))
-    interpolation = "bicubic" if augment.interpolation == "random" else augment.interpolation
     pipeline = create_transform(
         size,
         is_training=False,
-        interpolation=interpolation,
+        interpolation=evaluation_interpolation(augment),
         crop_pct=augment.crop_pct,
         crop_mode=augment.crop_mode,
         normalize=False,
     )
     return ImageTransform(size, pipeline.transforms[:-1], [] if resized == size else None)
+
+
+def evaluation_interpolation(augment: AugmentConfig) -> str:
+    """How images are resized to be judged; "random" is for training alone."""
+    return "bicubic" if augment.interpolation == "random" else augment.interpolation
 
 
 def erasing(augment: AugmentConfig) -> RandomErasing | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from locality.checkpoints import save
+from locality.checkpoints.native import WEIGHTS
 from locality.errors import UserError
 from locality.experiments.measures import TOP1
 from locality.experiments.quantities import Absent, Measured, Quantity, difference
@@ -61,7 +62,7 @@ def train_from_convolutional_net(config: RunConfig, folder: Path | str) -> dict[
 def _train(config: RunConfig, folder: Path, whole: bool) -> dict[str, Any]:
     assert config.model.weights is not None
     start = folder.with_name(folder.name + ".start")
-    if not start.exists():
+    if not (start / WEIGHTS).exists():  # what `save` writes last
         net, _ = load_run(config.model.weights)
         fresh = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None))
         model = build_model(fresh, len(RunFolder(config.model.weights).classes()))

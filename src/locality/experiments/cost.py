@@ -70,13 +70,26 @@ def estimate_costs(runs: Sequence[Run], measure: bool = True, threads: int = 1) 
         measure: whether to time steps; without, seconds are 0 unless a finished run knows.
         threads: processor threads that a run will have.
     """
+    results = {run.folder: run.result() or {} for run in runs if run.is_finished()}
     known: dict[str, float] = {}
     for run in runs:
-        rate = (run.result() or {}).get("images_per_second") if run.is_finished() else None
+        rate = results.get(run.folder, {}).get("images_per_second")
         if rate:
             known.setdefault(_speed_key(run.config), float(rate))
     timed = threads if measure else None
-    return {run.folder: _cost_or_problem(run.config, known, timed) for run in runs}
+    return {
+        run.folder: _spent(run.config, results.get(run.folder, {}))
+        or _cost_or_problem(run.config, known, timed)
+        for run in runs
+    }
+
+
+def _spent(config: RunConfig, result: Mapping[str, Any]) -> Cost | None:
+    """What a finished run did cost, without opening its data; None if its result does not say."""
+    if not {"steps", "macs", "seconds"} <= set(result):
+        return None
+    images = result["steps"] * config.engine.batch_size
+    return Cost(images, _STEP_FORWARDS * result["macs"] * images, result["seconds"], "measured")
 
 
 def _cost_or_problem(config: RunConfig, known: Mapping[str, float], threads: int | None) -> Cost:

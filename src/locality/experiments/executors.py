@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from locality.errors import UserError, unknown
 from locality.experiments.runs import Run
 from locality.experiments.worker import WorkerProcess, perform
@@ -48,13 +50,21 @@ class Executor(Protocol):
         ...
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
 def threads_per_run(jobs: int) -> int:
     """This process's share of the processor for each of `jobs` runs at a time, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
 
 
 class LocalExecutor:
-    """Processes on this machine, a few at a time.
+    """Processes on this machine, a few at a time; each sees one GPU, in turn, if there are any.
 
     Args:
         jobs: runs at a time.
@@ -73,10 +83,12 @@ class LocalExecutor:
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         stopping = threading.Event()
         workers: list[WorkerProcess] = []
+        gpus = visible_gpus()
         for run in runs:
             waiting.put(run)
 
-        def drive() -> None:
+        def drive(number: int) -> None:
+            gpu = gpus[number % len(gpus)] if gpus else None
             worker: WorkerProcess | None = None
             while not stopping.is_set():
                 try:
@@ -84,14 +96,15 @@ class LocalExecutor:
                 except queue.Empty:
                     break
                 if worker is None or not worker.alive:
-                    worker = WorkerProcess(self.threads)
+                    worker = WorkerProcess(self.threads, gpu)
                     workers.append(worker)
                 outcomes.put(Outcome(run, worker.perform(run)))
             if worker is not None:
                 worker.close()
 
         drivers = [
-            threading.Thread(target=drive, daemon=True) for _ in range(min(self.jobs, len(runs)))
+            threading.Thread(target=drive, args=(number,), daemon=True)
+            for number in range(min(self.jobs, len(runs)))
         ]
         for driver in drivers:
             driver.start()
@@ -166,7 +179,7 @@ def _ended(job: Any) -> str | None:
     """The error of a submitit job that is done."""
     problem = job.exception()
     if problem is None:
-        return job.result()
+        return job.results()[0]  # of several tasks the first one speaks
     lines = str(problem).strip().splitlines()
     return f"job {job.job_id} failed: {lines[-1] if lines else type(problem).__name__}"
 
@@ -232,8 +245,6 @@ def perform_in(place: str, threads: int, run: Run) -> str | None:
         threads: of the arithmetic.
         run: what to do.
     """
-    import torch
-
     os.chdir(place)
     torch.set_num_threads(threads)
     return perform(run)

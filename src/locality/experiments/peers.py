@@ -50,7 +50,7 @@ def labelled(s: Scale, dataset: str) -> DataConfig:
     needed = {"imagenet_real": ("imagenet", "imagenet_real")}.get(dataset, (dataset,))
     for name in needed:
         if s.data.get(name) is None:
-            raise UserError(f"needs {_WHAT[name]}; say where with data '{name}=PATH'")
+            raise UserError(f"needs {_WHAT[name]}; say where with --data.{name} PATH")
     labels = s.data["imagenet_real"] if dataset == "imagenet_real" else None
     return DataConfig(dataset=dataset, root=s.data[needed[0]], real_labels=labels)
 
@@ -132,4 +132,4 @@ def missing_data(s: Scale, run: Run) -> str | None:
         return None
     name = "imagenet" if data.dataset == "imagenet100" else data.dataset
     name = "imagenet22k" if run.config.recipe == "cvt_22k" else name
-    return f"needs the folder of {name}; say where with data '{name}=PATH'"
+    return f"needs the folder of {name}; say where with --data.{name} PATH"

@@ -22,6 +22,9 @@ from locality.experiments.specs import Experiment, Figure, Spec, experiments, fi
 from locality.experiments.tables import markdown, to_csv, to_html
 from locality.files import write_atomic
 
+RUNS = "runs/reproduce"
+"""Where run folders go unless told otherwise, apart from those of `locality train`."""
+
 
 def reproduce(
     name: str,
@@ -32,7 +35,7 @@ def reproduce(
     executor: str | Executor = "local",
     jobs: int = 2,
     threads: int | None = None,
-    runs: Path | str = "runs",
+    runs: Path | str = RUNS,
     data: Mapping[str, str] | None = None,
     seeds: int | None = None,
     quiet: bool = False,
@@ -51,7 +54,7 @@ def reproduce(
         executor: "local", "submitit", "ray", or an object with their `map`.
         jobs: runs at a time.
         threads: processor threads per run; the machine's divided by `jobs` unless given.
-        runs: folder for the run folders, which experiments share: `runs/SCALE/…`.
+        runs: folder for the run folders, which experiments share: `runs/reproduce/SCALE/…`.
         data: dataset → its folder, for those that have one.
         seeds: use only the first so many of the scale's seeds.
         quiet: print nothing.
@@ -156,7 +159,7 @@ def _show(records: Sequence[Record], failures: Mapping[Path, str], folder: Path)
 
 
 def list_experiments(
-    scale: str = "digits", runs: Path | str = "runs", hours: bool = True
+    scale: str = "digits", runs: Path | str = RUNS, hours: bool = True
 ) -> list[dict[str, Any]]:
     """Every table and figure with its scale, runs, hours here, and status.
 

@@ -12,14 +12,11 @@ from typing import Any
 
 from locality.errors import UserError
 from locality.training.config import RunConfig
-from locality.training.runs import MAY_CHANGE, RunFolder
+from locality.training.runs import MAY_CHANGE, PATHS, RunFolder
 from locality.training.settings import differences, flatten, to_dict
 
 TRAIN = "locality.training:train"
 
-# Settings that name other run folders. Those are named by their content already, so that the
-# place they lie in does not matter.
-_PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights")
 # Settings that change no number of a run.
 _LABELS = {"recipe"} | MAY_CHANGE
 
@@ -65,7 +62,10 @@ class Run:
         if self.task != TRAIN:
             return True  # a task may complete the configuration it is given
         there = RunFolder(self.folder).config()
-        return all(name in _LABELS for name, _, _ in differences(there, self.config))
+        return all(
+            name in _LABELS or (name in PATHS and _folder_name(old) == _folder_name(new))
+            for name, old, new in differences(there, self.config)
+        )
 
     def is_started(self) -> bool:
         """Whether there is something to resume."""
@@ -83,12 +83,17 @@ def digest(config: RunConfig, task: str = TRAIN) -> str:
     The recipe's name, the number of loading processes and the like do not count.
     """
     values = {
-        name: Path(value).name if name in _PATHS and value is not None else value
+        name: _folder_name(value) if name in PATHS else value
         for name, value in flatten(to_dict(config)).items()
         if name not in _LABELS
     }
     text = json.dumps([task, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _folder_name(value: str | None) -> str | None:
+    """Folders of other runs are named by their content: the place they lie in does not matter."""
+    return None if value is None else Path(value).name
 
 
 def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:

@@ -56,6 +56,7 @@ def train_timm(config: RunConfig, folder: Path | str) -> dict[str, Any]:
     try:
         started = time.perf_counter()
         device = torch.device(resolve_accelerator(config.engine.accelerator))
+        run.note_start(config, 0, str(device), "fp32")
         steps = _fit(model.to(device), config, splits, device)
         result = _judge(model, config, splits, device)
         seconds = time.perf_counter() - started

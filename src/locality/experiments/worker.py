@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from locality.errors import UserError
 from locality.experiments.runs import Run
+from locality.training import RunConfig
+from locality.training.setup import launched_from_outside
 from locality.training.signals import Interrupted
 
 _PARENT_POLL_SECONDS = 1.0
@@ -29,7 +32,7 @@ def perform(run: Run) -> str | None:
     log = log_file(run.folder)
     try:
         with _printing_to(log):
-            run.load_task()(run.config, run.folder)
+            run.load_task()(_on_one_device(run.config), run.folder)
     except (UserError, FileNotFoundError, PermissionError) as error:
         return " ".join(str(error).split())
     except Interrupted as error:
@@ -41,6 +44,17 @@ def perform(run: Run) -> str | None:
             traceback.print_exc(file=file)
         return f"{type(error).__name__}: {' '.join(str(error).split())} (details in {log})"
     return None if run.is_finished() else f"it ended without a result.json (output in {log})"
+
+
+def _on_one_device(config: RunConfig) -> RunConfig:
+    """One device where the settings say all: runs go on side by side, each with its own.
+
+    Starting further processes would mean to start this program again, which is no training
+    command. Under srun, with several tasks, a run has as many devices as tasks.
+    """
+    if config.engine.devices or launched_from_outside():
+        return config
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, devices=1))
 
 
 def log_file(folder: Path) -> Path:
@@ -64,14 +78,15 @@ class WorkerProcess:
 
     Args:
         threads: processor threads of its arithmetic.
+        gpu: the one GPU it sees, as CUDA_VISIBLE_DEVICES names it; None leaves that alone.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, gpu: str | None = None) -> None:
         # A forked child would inherit locks held by this process's threads.
         context = multiprocessing.get_context("spawn")
         self._connection, child = context.Pipe()
         # Not daemonic: training may start loading processes of its own.
-        self._process = context.Process(target=_serve, args=(child, threads, os.getpid()))
+        self._process = context.Process(target=_serve, args=(child, threads, gpu, os.getpid()))
         self._process.start()
         child.close()
 
@@ -106,8 +121,11 @@ def _ending(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _serve(connection: Connection, threads: int, parent: int) -> None:
+def _serve(connection: Connection, threads: int, gpu: str | None, parent: int) -> None:
     import torch
+
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is first used
 
     torch.set_num_threads(threads)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -22,12 +23,13 @@ def list_models(filter: str = "", family: str | None = None) -> list[str]:
         filter: a wildcard pattern ("convit_*") or a part of the name.
         family: only "convit", "deit" or "cvt".
     """
+    return [name for name in matching(VARIANTS, filter) if family in (None, VARIANTS[name].family)]
+
+
+def matching(names: Iterable[str], filter: str) -> list[str]:
+    """Those of `names` that fit a wildcard pattern, or have `filter` as a part."""
     pattern = filter if any(mark in filter for mark in "*?[") else f"*{filter}*"
-    return [
-        name
-        for name, row in VARIANTS.items()
-        if fnmatch.fnmatchcase(name, pattern) and family in (None, row.family)
-    ]
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def variant(name: str) -> Variant:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from locality import checks
 from locality.training.config import RunConfig
 from locality.training.logs import duration
 from locality.training.runs import RunFolder
@@ -90,9 +91,12 @@ def dry_run(
     Raises:
         UserError: whatever `train` would refuse.
     """
-    seen = preview(config)
-    if folder is not None:
-        RunFolder(folder).check(config)
+    if images_per_second is not None:
+        checks.number("images_per_second", images_per_second, 0, above=True)
+    run = None if folder is None else RunFolder(folder)
+    seen = preview(config, resumes=run is not None and run.has_begun())
+    if run is not None:
+        run.check(config)
     checkpoint = seen.checkpoint_bytes(config)
     return DryRun(
         config,

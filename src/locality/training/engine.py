@@ -111,7 +111,7 @@ def _waited_for(fabric: Fabric) -> bool:
 
 def _prepare(config: RunConfig, run: RunFolder, quiet: bool) -> tuple[Fabric, Preview]:
     """Check and build what comes before the processes; the first process takes the folder."""
-    seen = preview(config)
+    seen = preview(config, resumes=run.has_begun())
     fabric = create_fabric(config.engine, seen.precision)
     if fabric.global_rank == 0:
         run.prepare(config)
@@ -142,7 +142,7 @@ def _train_here(
             if fabric.is_global_zero and not quiet:
                 print(f"run {run.path} is finished: top-1 {result['top1']:.2f}%")
             return result
-        seen = preview(config) if prepared is None else prepared
+        seen = preview(config, resumes=run.has_begun()) if prepared is None else prepared
         with Interruption().listening() as interruption:
             return _run(fabric, config, run, seen, interruption, quiet, observer)
     except Interrupted as interrupted:

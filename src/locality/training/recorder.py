@@ -54,7 +54,9 @@ class Recorder:
         self._total = total
         self._first = step
         self.progress = Progress(total, step, quiet or run is None)
-        self.seconds = 0.0
+        # Time is kept by evaluation. What a resumed run repeats no part of, the steps between its
+        # last evaluation and its checkpoint, counts as having gone at the speed of the others.
+        self._timed_seconds, self._timed_steps, self._step = 0.0, max(evaluated, 0), step
         self._stepping = 0.0
         self._steps = 0
         self._sample: list[float] = []
@@ -66,9 +68,16 @@ class Recorder:
         self._timing = Table(run.timing_file, TIMING)
         self._metrics.cut(evaluated)
         if rows := self._timing.cut(evaluated):
-            self.seconds = float(rows[-1]["seconds"])
+            self._timed_seconds = float(rows[-1]["seconds"])
         if tensorboard:
             self._tensorboard = TensorBoard(run.tensorboard, max(evaluated, 0))
+
+    @property
+    def seconds(self) -> float:
+        """Training time of all steps so far, without evaluation and saving."""
+        if not self._timed_steps:
+            return 0.0
+        return self._timed_seconds * self._step / self._timed_steps
 
     def say(self, text: str) -> None:
         """Tell the person."""
@@ -82,7 +91,9 @@ class Recorder:
         """
         if self._run is not None:
             self._saver.check()
-        self.seconds += seconds
+        self._timed_seconds += seconds
+        self._timed_steps += 1
+        self._step = at.step
         self._stepping += seconds
         self._steps += 1
         done = at.step - self._first

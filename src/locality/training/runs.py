@@ -42,6 +42,9 @@ MAY_CHANGE = frozenset(
         "data.root",
         "data.download",
         "data.real_labels",
+        # What to do about damaged images, which may only show once the run is on its way.
+        "data.on_bad_image",
+        "data.max_bad_images",
         "engine.accelerator",
         "engine.devices",
         "engine.num_nodes",
@@ -51,6 +54,9 @@ MAY_CHANGE = frozenset(
         "engine.tensorboard",
     }
 )
+
+# Settings that may name other run folders.
+PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights")
 
 
 class RunFolder:
@@ -126,7 +132,7 @@ class RunFolder:
         changed = [
             f"{name}: {_shown(old)} there, {_shown(new)} now"
             for name, old, new in settings.differences(self.config(), config)
-            if name not in MAY_CHANGE
+            if name not in MAY_CHANGE and not (name in PATHS and _same_place(old, new))
         ]
         if changed:
             raise UserError(
@@ -148,6 +154,10 @@ class RunFolder:
                 f"run folder {self.path} needs {needed / 1e6:.0f} MB for checkpoints and its disk "
                 f"has {free / 1e6:.0f} MB left; make room or choose another disk"
             )
+
+    def has_begun(self) -> bool:
+        """Whether there is a checkpoint to go on from, or a result."""
+        return self.result_file.exists() or any(self.checkpoints.path.glob("*.ckpt"))
 
     def config(self) -> RunConfig:
         """The configuration of the run.
@@ -199,6 +209,12 @@ class RunFolder:
         }
         content = {"seed": config.seed} | environment | {"starts": [*starts, start]}
         self.write_json(self.environment_file, content)
+
+
+def _same_place(old: Any, new: Any) -> bool:
+    """Whether two texts spell the path of one folder, or "local-dir:" and the path."""
+    spelt = [str(value).removeprefix("local-dir:") for value in (old, new)]
+    return os.path.abspath(spelt[0]) == os.path.abspath(spelt[1])
 
 
 def _shown(value: Any) -> str:

@@ -144,7 +144,11 @@ def from_yaml(kind: type[T], text: str, where: str = "the configuration") -> T:
     return from_dict(kind, {} if values is None else values)
 
 
-class _Loader(yaml.SafeLoader):
+# libyaml's parser where PyYAML comes with it: ten times as fast, for hundreds of run folders.
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):
     """YAML 1.2's idea of a number: PyYAML takes 1e-3 for text."""
 
 

@@ -65,8 +65,13 @@ class Preview:
         return weights * copies + 8 * self.trainable + (1 << 20)
 
 
-def preview(config: RunConfig, splits: DataSplits | None = None) -> Preview:
+def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool = False) -> Preview:
     """Open the data and build the model on the meta device, checking all that can be checked.
+
+    Args:
+        config: the run.
+        splits: its data, if they are open already.
+        resumes: it goes on from a checkpoint, and no longer needs the weights it started from.
 
     Raises:
         UserError: if the run cannot work as it is configured.
@@ -74,7 +79,8 @@ def preview(config: RunConfig, splits: DataSplits | None = None) -> Preview:
     # Whatever is wrong with the settings shows before a large dataset is read.
     check_optimizer(config.optim)
     check_teacher(config.objective)
-    check_weights(config.model.weights)
+    if not resumes:
+        check_weights(config.model.weights)
     meta_model(config, num_classes=1)
     splits = open_data(config.data, config.seed) if splits is None else splits
     if not len(splits.val):
@@ -163,6 +169,11 @@ def resolve_accelerator(wanted: str) -> str:
             f"available: {', '.join(name for name in available if available[name])}"
         )
     return wanted
+
+
+def launched_from_outside() -> bool:
+    """Whether torchrun or srun has started this process, and the others if there are any."""
+    return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
 
 
 def count_processes(engine: EngineConfig, device_type: str) -> int:
