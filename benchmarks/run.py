@@ -24,6 +24,7 @@ from locality.benchmark import to_table
 from locality.benchmark.suite import matmul_rate
 from locality.commands.parsing import table
 from locality.files import write_atomic
+from locality.training.environment import commit
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -78,7 +79,7 @@ def main() -> None:
         measured[question] = benchmark(models, settings)
     name = options.name or default_name(next(iter(measured.values()))[0]["machine"])
     RESULTS.mkdir(exist_ok=True)
-    content = {"commit": commit(), "measured": measured}
+    content = {"commit": commit() or "unknown", "measured": measured}
     if not torch.cuda.is_available():
         content["matmul_gmacs_per_second"] = matmul_rate() / 1e9
     write_atomic(RESULTS / f"{name}.json", json.dumps(content, indent=1) + "\n")
@@ -137,15 +138,6 @@ def default_name(machine: dict) -> str:
     """A file name that says device and date."""
     device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
     return f"{device}-{machine['threads']}t-{machine['date']}"
-
-
-def commit() -> str:
-    """The commit that was measured, with a mark if files have changed since."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "--", "src"], capture_output=True, text=True
-    )
-    return (head.stdout.strip() or "unknown") + ("-dirty" if dirty.stdout.strip() else "")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from locality.errors import UserError
 from locality.experiments.cost import estimate_costs, span
 from locality.experiments.executors import make_executor, visible_gpus
-from locality.experiments.runner import Plan, Progress, done_share, plan, run_all
+from locality.experiments.runner import Plan, Progress, done_share, run_all
 from locality.experiments.runs import Run
 from locality.experiments.worker import log_file, perform
 from locality.training import load_run, settings
@@ -65,7 +65,7 @@ def test_the_folder_of_another_configuration_is_refused(tmp_path, tiny_config, h
 def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
     runs = [tiny_run(tmp_path, seed=seed) for seed in (0, 1)]
     run_all(runs[:1], executor=here, quiet=True)
-    made = plan([*runs, failing], jobs=2)
+    made = Plan([*runs, failing], jobs=2)
     text = str(made)
     assert "3 runs: 1 finished, 0 to resume, 2 to start" in text
     assert "1 of them cannot start" in text

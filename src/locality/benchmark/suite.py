@@ -30,6 +30,7 @@ from locality.benchmark.measure import (
 )
 from locality.benchmark.peers import AGAINST, peers, randomise
 from locality.errors import UserError
+from locality.machine import processor
 from locality.models import ImageClassifier, create_model
 
 TASKS = ("inference", "training")
@@ -247,14 +248,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         "timm": timm.__version__,
         "locality": __version__,
     }
-
-
-def processor() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
-    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
-        line = next(line for line in file if line.startswith("model name"))
-        return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def matmul_rate(tokens: int = 4096, width: int = 1024, rounds: int = 5) -> float:

@@ -77,11 +77,6 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(runs: Iterable[Run], jobs: int = 2) -> Plan:
-    """What `runs` ask for: print it, or look at its parts. Starts nothing."""
-    return Plan(runs, jobs)
-
-
 def run_all(
     runs: Iterable[Run],
     jobs: int = 2,

@@ -6,7 +6,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from locality.training.evaluation import EvaluationStopped
+from locality.training.evaluation import EvaluationStopped, exact
 from locality.training.signals import SIGNALS, Interruption
 
 
@@ -117,11 +117,6 @@ def measured(loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
     right = (logits.argmax(dim=1) == labels).sum()
     kind = exact(loss.device)
     return torch.stack((loss.detach().to(kind), right.to(kind)))
-
-
-def exact(device: torch.device) -> torch.dtype:
-    """The dtype to add up in: float64, which Apple's GPUs do not have."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def signal_of(counts: list[float]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from locality._version import __version__
+from locality.machine import processor
 
 _PACKAGES = ("torch", "torchvision", "timm", "lightning-fabric", "numpy", "pillow")
 
@@ -27,7 +28,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "host": socket.gethostname(),
@@ -57,12 +58,3 @@ def _git(*arguments: str, folder: Path) -> str:
         ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
     )
     return answer.stdout.strip()
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()

@@ -51,8 +51,7 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    kind = torch.float32 if torch.device(device).type == "mps" else torch.float64
-    totals = torch.zeros(4, dtype=kind, device=device)
+    totals = torch.zeros(4, dtype=exact(torch.device(device)), device=device)
     try:
         batches = iter(loader)
         for _ in range(len(loader) if rounds is None else rounds):
@@ -84,6 +83,11 @@ def evaluate(
         "loss": loss / count,
         "n": int(count),
     }
+
+
+def exact(device: torch.device) -> torch.dtype:
+    """The dtype to add up in: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _right(
