@@ -179,6 +179,16 @@ def test_a_recipe_follows_the_model_and_data_it_is_given(words, expected):
     assert read_run(words.split())[0] == expected
 
 
+def test_a_length_in_the_other_unit_keeps_the_shares_of_warm_up_and_cool_down():
+    schedule = read_run(["deit_300", "--schedule.steps", "600"])[0].schedule
+    assert (schedule.steps, schedule.epochs) == (600, None)
+    assert (schedule.warmup, schedule.cooldown, schedule.eval_every) == (10, 20, 30)
+    given = read_run(["deit_300", "--schedule.steps", "600", "--schedule.warmup", "7"])[0].schedule
+    assert given.warmup == 7
+    epochs = read_run(["digits", "--schedule.epochs=30"])[0].schedule
+    assert (epochs.warmup, epochs.eval_every) == (2, 3)
+
+
 def test_what_is_given_stands_above_what_a_recipe_derives():
     config, _ = read_run(["cvt_300", "--model", "cvt_21", "--optim.weight_decay", "0.3"])
     assert config.optim.weight_decay == 0.3 and config.augment.repeats == 3

@@ -104,6 +104,9 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     if choices := _choices(named, options, values):
         values = _defaults(parser, named, **choices)
         options = parser.read(words)
+    if calendar := _in_the_other_unit(values["schedule"], options):
+        parser.set_defaults(calendar)
+        options = parser.read(words)
     given = options.as_dict()
     config = from_dict(RunConfig, {key: given[key] for key in values})
     return config, options
@@ -164,6 +167,24 @@ def _recipe_first(words: list[str], recipes: Any) -> tuple[str | None, list[str]
     if name not in recipes:
         raise unknown("recipe", name, recipes)
     return name, rest
+
+
+def _in_the_other_unit(recipe: dict[str, Any], options: Any) -> dict[str, float]:
+    """Warm-up, cool-down and the rest of the calendar, where a length in the other unit is given.
+
+    They count in the unit of the length: a recipe's 5 epochs of warm-up must not become 5 steps.
+    They keep their share of the run, but a twentieth of it is enough between evaluations.
+    """
+    unit, other = ("epochs", "steps") if recipe["steps"] is None else ("steps", "epochs")
+    length = options[f"schedule.{other}"]
+    if length is None:
+        return {}
+    parts = ("warmup", "cooldown", "eval_every", "save_every", "snapshot_every")
+    share = length / recipe[unit]
+    calendar = {f"schedule.{n}": share * recipe[n] for n in parts if recipe[n] is not None}
+    return calendar | {
+        "schedule.eval_every": max(calendar["schedule.eval_every"], length / 20),
+    }
 
 
 def _by_option(values: dict[str, Any]) -> dict[str, Any]:
