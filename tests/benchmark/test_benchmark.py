@@ -10,6 +10,7 @@ from locality.benchmark import BenchmarkConfig, run_benchmark, suite, to_table
 from locality.benchmark.measure import Timing, interleave, peak_memory, saved_activations
 from locality.benchmark.peers import peers, randomise
 from locality.cli import main
+from locality.errors import UserError
 from locality.models import create_model
 
 QUICK = {"rounds": 2, "warmup": 1, "batch_size": 2}
@@ -103,6 +104,21 @@ def test_wrong_peers_are_refused():
         peers(create_model("cvt_13", img_size=64), "timm")
     with pytest.raises(ValueError, match="did you mean timm"):
         peers(create_model("convit_nano"), "tim")
+
+
+def test_what_transformers_cvt_can_say_is_compared_and_the_rest_refused():
+    said = {"kv_stride": 1, "mlp_ratio": 2.0, "qkv_bias": False}
+    peers(create_model("cvt_micro", **said), "transformers")
+    refused = {
+        "kv_stride": {"kv_stride": (2, 2, (1, 2, 2))},
+        "mlp_ratio": {"mlp_ratio": (2.0, 2.0, (4.0, 2.0, 2.0))},
+        "3 blocks or more in stage 3": {"depth": (1, 2, 2)},
+        "projection": {"projection": "linear"},
+        "global_pool": {"global_pool": "avg"},
+    }
+    for field, settings in refused.items():
+        with pytest.raises(UserError, match=f"transformers' CvT has .*{field}"):
+            peers(create_model("cvt_micro", **settings), "transformers")
 
 
 @pytest.mark.slow

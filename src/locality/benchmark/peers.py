@@ -12,7 +12,7 @@ from locality.checkpoints.convit import to_convit
 from locality.checkpoints.cvt import to_transformers
 from locality.checkpoints.deit import to_deit
 from locality.errors import UserError, unknown
-from locality.models import ImageClassifier, ViTConfig
+from locality.models import CvTConfig, ImageClassifier, ViTConfig
 
 AGAINST = ("timm", "transformers")
 
@@ -101,9 +101,14 @@ def _transformers_cvt(model: ImageClassifier) -> Any:
 
 
 def _cvt_config(model: ImageClassifier) -> Any:
-    """transformers' configuration of a CvT of ours; its MLPs have the exact GELU, always."""
+    """transformers' configuration of a CvT of ours; its MLPs have the exact GELU, always.
+
+    Raises:
+        UserError: if theirs cannot say what ours does.
+    """
     from transformers import CvtConfig as TheirConfig
 
+    _require_expressible(model.config, model.variant)
     stages = model.config.stages
     settings: dict[str, Any] = {"num_labels": model.num_classes}
     return TheirConfig(
@@ -115,8 +120,34 @@ def _cvt_config(model: ImageClassifier) -> Any:
         embed_dim=[stage.embed_dim for stage in stages],
         num_heads=[stage.num_heads for stage in stages],
         depth=[stage.depth for stage in stages],
+        mlp_ratio=[stage.mlp_ratios[0] for stage in stages],
+        stride_kv=[stage.kv_strides[0] for stage in stages],
+        qkv_bias=[stage.qkv_bias for stage in stages],
         drop_path_rate=[0.0] * len(stages),
     )
+
+
+def _require_expressible(config: CvTConfig, name: str | None) -> None:
+    for field in ("kv_strides", "mlp_ratios"):
+        if any(len(set(getattr(stage, field))) > 1 for stage in config.stages):
+            raise UserError(
+                f"transformers' CvT has the same {field[:-1]} in all blocks of a stage, and "
+                f"{name or 'this model'} has not"
+            )
+    for index, stage in enumerate(config.stages):
+        if stage.depth <= index:  # it looks up one of the stage's blocks by the stage's number
+            raise UserError(
+                f"transformers' CvT has {index + 1} blocks or more in stage {index + 1}"
+            )
+    plain = {"projection": "conv", "projection_kernel": 3, "use_pos_embed": False}
+    for field, value in plain.items():
+        if any(getattr(stage, field) != value for stage in config.stages):
+            raise UserError(f"transformers' CvT has {field}={value!r} in every stage")
+    for field, value in {"attention_scale": "width", "global_pool": "token"}.items():
+        if getattr(config, field) != value:
+            raise UserError(
+                f"transformers' CvT has {field}={value!r}, not {getattr(config, field)!r}"
+            )
 
 
 class _LogitsOnly(nn.Module):
