@@ -331,7 +331,7 @@ def test_size_of_convit_small_on_eight_images(tmp_path):
 def test_data_beyond_the_limit_loosen_the_tolerance(subjects, images, tmp_path, monkeypatch):
     monkeypatch.setattr("locality.analysis.explorer.MAX_MEGABYTES", 0.001)
     text = write_explorer(subjects[:1], images[:2], tmp_path / "tight.html").read_text()
-    assert '"tolerance":0.32' in text
+    assert '"tolerance":0.2' in text
 
 
 def test_page_is_self_contained(file):

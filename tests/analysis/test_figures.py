@@ -8,7 +8,6 @@ from PIL import Image
 from locality.analysis import figures
 from locality.analysis.figures import FIGURES
 from locality.analysis.over_training import OverTraining
-from locality.analysis.samples import prepared
 from locality.analysis.style import save
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
@@ -90,7 +89,7 @@ def test_mean_maps_are_the_mean(shaken, pictures):
     figure = figures.mean_maps([model], pictures, layers=[1], heads=4, place=(0.0, 0.5))
     shown = np.array([axes.images[0].get_array() for axes in figure.axes if axes.images])
     with torch.no_grad(), capture(model.model, layers=[1]) as views:
-        model.model(prepared(model, pictures))
+        model.model(model.prepare(pictures))
     row = views[0].maps.mixed[:, :, 1 + 2, 1:]  # the third patch of the first row
     expected = row.mean(0).unflatten(-1, (4, 4)).numpy()
     lowest = expected.max((1, 2), keepdims=True) / 1000

@@ -134,6 +134,14 @@ def test_a_preprocessing_of_another_size_than_the_graphs_is_refused(tmp_path):
         export(create_model("deit_nano"), tmp_path / "a.onnx", preprocessing=Preprocessing(16))
 
 
+@pytest.mark.parametrize("format", ["onnx", "torch-export"])
+def test_a_model_for_images_too_small_to_export_says_the_smallest(format, tmp_path):
+    path = tmp_path / f"model{exporting.SUFFIX[format]}"
+    with pytest.raises(UserError, match="5×5 or more, and it was made for 4×4"):
+        export(create_model("cvt_nano", img_size=4), path, format)
+    assert not path.exists()
+
+
 def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -203,6 +211,21 @@ def test_grey_and_transparent_pictures_are_taken(tmp_path):
         assert opened([picture.convert(mode)]).shape == (1, 10)
 
 
+def test_a_model_of_one_channel_takes_grey_pictures():
+    opened = Classifier.of(create_model("convit_nano", in_chans=1))
+    assert opened.prepare(pictures(2)).shape == (2, 1, 8, 8)
+    assert opened(pictures(2)).shape == (2, 10)
+    with pytest.raises(UserError, match="of 3 channels, and the model takes 1"):
+        Classifier.of(opened.model, preprocessing=Preprocessing(8))
+    with pytest.raises(UserError, match="takes 5 channels"):
+        Classifier.of(create_model("convit_nano", in_chans=5)).prepare(pictures(1))
+
+
+def test_pictures_are_brought_to_the_models_device():
+    model = create_model("convit_nano").to("meta")
+    assert Classifier.of(model).prepare(pictures(1)).device.type == "meta"
+
+
 def test_run_folders_are_opened_by_whoever_knows_them(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {name: convit_nano}")
     opened = Classifier.of(create_model("convit_nano"))
@@ -232,6 +255,13 @@ def write_foreign(path):
     )
     model.ir_version = 8
     onnx.save(model, path)
+
+
+def test_a_program_of_torch_export_is_said_to_be_one(tmp_path):
+    program = torch.export.export(torch.nn.Linear(2, 2), (torch.randn(3, 2),))
+    torch.export.save(program, tmp_path / "model.pt2")
+    with pytest.raises(UserError, match=r"run it with torch\.export\.load"):
+        open_model(tmp_path / "model.pt2")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from locality._version import __version__
 from locality.analysis.factors import factorise
 from locality.analysis.maps import DECADES
-from locality.analysis.samples import observable, pixels, prepared
+from locality.analysis.samples import observable, pixels
 from locality.analysis.style import MAP_COLOURS, family_of
 from locality.analysis.summary import measure_model, positional_vectors
 from locality.analysis.taps import LayerView, capture
@@ -44,7 +44,7 @@ TOLERANCE = 0.02
 """Largest error of an attention score: every attention shown is within e^±0.04 of the true one."""
 MAX_MEGABYTES = 29.0
 """What the data of one model may take before the tolerance is loosened."""
-_LOOSEST = 0.2
+_LOOSEST = 0.2  # e^±0.4 would say little; larger data is written as it is
 _MOST_MODELS = 4
 
 
@@ -70,8 +70,8 @@ def write_explorer(
         images: what they look at; each model prepares them in its own way.
         output: the HTML file to write; its folder is created.
         names: what to call the images.
-        tolerance: largest error of an attention score. It is doubled, and the page says so, where
-            a model's data would take more than `MAX_MEGABYTES`.
+        tolerance: largest error of an attention score. It is doubled, to 0.2 at most, and the page
+            says so, where a model's data would take more than `MAX_MEGABYTES`.
 
     Returns:
         the path of the file.
@@ -94,7 +94,7 @@ def write_explorer(
                 "source": _picture(shown),
                 "name": names[index] if names else f"image {index + 1}",
             }
-            for index, shown in enumerate(pixels(first, prepared(first, images)))
+            for index, shown in enumerate(pixels(first, first.prepare(images)))
         ],
         "models": [each.about for each in observed],
     }
@@ -113,7 +113,7 @@ def write_explorer(
 def _observe(subject: Classifier, images: Sequence[Image.Image], tolerance: float) -> _Observed:
     # In double precision no attention vanishes, so that every score can be read off its logarithm.
     model = copy.deepcopy(observable(subject)).double().eval()
-    batch = prepared(subject, images).double()
+    batch = subject.prepare(images).double()
     while True:
         layers: list[dict[str, Any]] = []
         blobs = []
@@ -122,7 +122,7 @@ def _observe(subject: Classifier, images: Sequence[Image.Image], tolerance: floa
             blobs.append(base64.b64encode(zlib.compress(packed, 9)).decode())
         if sum(map(len, blobs)) <= MAX_MEGABYTES * 1e6 or tolerance >= _LOOSEST:
             break
-        tolerance *= 2
+        tolerance = min(2 * tolerance, _LOOSEST)
     measured = measure_model(model, batch)["layers"]
     for layer, found in zip(layers, measured, strict=True):
         layer["nonlocality"] = found["nonlocality"]["mean"]

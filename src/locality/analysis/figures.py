@@ -15,7 +15,7 @@ from locality.analysis import kinds
 from locality.analysis.curves import Course, gates_over_training, nonlocality_over_training
 from locality.analysis.maps import MapBlock, draw_maps, model_block
 from locality.analysis.pictures import Pictures, take_pictures
-from locality.analysis.samples import observable, pixels, prepared
+from locality.analysis.samples import observable, pixels
 from locality.analysis.style import FAMILY_NAMES, family_of
 from locality.analysis.trajectory import trajectory
 from locality.checkpoints import Classifier, Preprocessing
@@ -182,7 +182,7 @@ def _pictures(
     if not images:
         raise UserError("give at least one image to look at")
     network = observable(model)
-    batch = prepared(model, images)
+    batch = model.prepare(images)
     with torch.no_grad():
         classes = [model.label(index) for index in range(network(batch[:1]).shape[1])]
     return take_pictures(network, batch, pixels(model, batch), [""] * len(images), classes, place)

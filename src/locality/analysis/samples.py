@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from locality.checkpoints import Classifier
@@ -77,18 +75,11 @@ def observable(subject: Classifier) -> nn.Module:
     return subject.model
 
 
-def prepared(subject: Classifier, images: Sequence[Image.Image]) -> Tensor:
-    """Images as a classifier wants them, (n, C, H, W) normalised, on its device."""
-    transform = subject.preprocessing.transform()
-    batch = torch.stack([transform(image.convert("RGB")) for image in images])
-    return batch.to(next(observable(subject).parameters()).device)
-
-
 def pixels(subject: Classifier, batch: Tensor) -> npt.NDArray[np.uint8]:
-    """What `prepared` made of images, for people: (n, H, W, C) uint8."""
+    """What `subject.prepare` made of images, for people: (n, H, W, 3) uint8."""
     mean, std = (
         torch.tensor(values).view(-1, 1, 1)
         for values in (subject.preprocessing.mean, subject.preprocessing.std)
     )
     shown = ((batch.cpu() * std + mean) * 255).round().clamp(0, 255).byte()
-    return shown.permute(0, 2, 3, 1).contiguous().numpy()
+    return shown.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()

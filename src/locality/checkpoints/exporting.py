@@ -63,7 +63,8 @@ def export(
 
     Raises:
         UserError: for an unknown format, an ending that does not fit, a folder that is not there,
-            a model that is not ours, or a graph that does not compute what the model does.
+            a model that is not ours or is made for images too small to export, or a graph that
+            does not compute what the model does.
         ModuleNotFoundError: if a package for ONNX is missing, with the line that installs it.
     """
     path = Path(path)
@@ -78,6 +79,7 @@ def export(
     checkpoint = Checkpoint.of(model, preprocessing, classes)
     copy = checkpoint.build()
     axes = _open_axes(copy.config)
+    _check_size(copy, axes)
     if preprocessing is not None and 2 not in axes and preprocessing.size != copy.img_size:
         raise UserError(
             f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, the preprocessing "
@@ -108,11 +110,29 @@ def _open_axes(config: Any) -> dict[int, Any]:
     axes: dict[int, Any] = {0: Dim("batch", min=1)}
     if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
         return axes
+    side = _least_side(config)
+    return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
+
+
+def _check_size(model: ImageClassifier, axes: dict[int, Any]) -> None:
+    """Refuse a model for images that its own graph would be too large for."""
+    if 2 not in axes:
+        return
+    side = _least_side(model.config)
+    if min(model.img_size) < side:
+        raise UserError(
+            f"a graph of this model takes images of {side}×{side} or more, and it was made for "
+            f"{model.img_size[0]}×{model.img_size[1]}; create it with img_size={side}"
+        )
+
+
+def _least_side(config: CvTConfig) -> int:
+    """The shortest side of an image that a graph of any size takes."""
     # A grid of 1 is a special case to torch.export, so sizes begin where every grid has 2.
     side = config.minimum_size
     while not _has_room(config, side):
         side += 1
-    return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
+    return side
 
 
 def _has_room(config: CvTConfig, side: int) -> bool:

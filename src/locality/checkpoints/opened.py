@@ -27,6 +27,9 @@ from locality.models.factory import variant
 from locality.models.surface import ImageClassifier
 from locality.models.variants import VARIANTS
 
+# How Pillow calls images of so many channels.
+_MODES = {1: "L", 3: "RGB"}
+
 
 @dataclass(frozen=True)
 class Classifier:
@@ -57,21 +60,36 @@ class Classifier:
         """A classifier around a model, which is put into evaluation mode.
 
         Without a `preprocessing`, ImageNet's at the model's image size is taken.
+
+        Raises:
+            UserError: if `preprocessing` makes images of other channels than the model takes.
         """
         model = model.eval()
+        preprocessing = _fitting(preprocessing, model.img_size, model.in_chans)
         return cls(
             name or model.variant or type(model).__name__,
             torch.no_grad()(model),
-            preprocessing or Preprocessing(img_size=model.img_size),
+            preprocessing,
             None if classes is None else tuple(classes),
             model,
         )
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """PIL images → probabilities (B, classes), each row summing to one."""
+        return self.logits(self.prepare(images)).softmax(dim=-1)
+
+    def prepare(self, images: Sequence[Image.Image]) -> Tensor:
+        """PIL images as the model wants them, (B, C, H, W) normalised, on its device.
+
+        Raises:
+            UserError: if it wants neither grey images nor coloured ones.
+        """
+        channels = len(self.preprocessing.mean)
+        if channels not in _MODES:
+            raise UserError(f"{self.name} takes {channels} channels, and pictures have 1 or 3")
         transform = self.preprocessing.transform()
-        batch = torch.stack([transform(image.convert("RGB")) for image in images])
-        return self.logits(batch).softmax(dim=-1)
+        batch = torch.stack([transform(image.convert(_MODES[channels])) for image in images])
+        return batch if self.model is None else batch.to(next(self.model.parameters()).device)
 
     def label(self, index: int) -> str:
         """The name of a class, or its number where there is none."""
@@ -171,9 +189,21 @@ def _open_onnx(path: Path) -> Classifier:
     return Classifier(
         described.name or path.stem,
         logits,
-        described.preprocessing or Preprocessing(img_size=config.img_size),
+        _fitting(described.preprocessing, config.img_size, config.in_chans),
         described.classes,
     )
+
+
+def _fitting(
+    given: Preprocessing | None, img_size: int | tuple[int, int], in_chans: int
+) -> Preprocessing:
+    """What was given, if it makes as many channels as a model takes; ImageNet's if nothing was."""
+    if given is not None and len(given.mean) != in_chans:
+        raise UserError(
+            f"the preprocessing has mean and std of {len(given.mean)} channels, and the model "
+            f"takes {in_chans}"
+        )
+    return given or Preprocessing.imagenet(img_size, in_chans)
 
 
 def _read_description(text: str, path: Path) -> Checkpoint:

@@ -44,6 +44,14 @@ class Preprocessing:
                 f"std above 0"
             )
 
+    @classmethod
+    def imagenet(cls, img_size: int | tuple[int, int], in_chans: int = 3) -> Preprocessing:
+        """ImageNet's, for a model that does not say; without colours, the mean over ImageNet's."""
+        if in_chans == 3:
+            return cls(img_size)
+        mean, std = (sum(of) / 3 for of in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+        return cls(img_size, (mean,) * in_chans, (std,) * in_chans)
+
     @property
     def size(self) -> tuple[int, int]:
         """(height, width) of the result, in pixels."""

@@ -12,6 +12,7 @@ import argparse
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,24 @@ def _unpickle(path: Path) -> Any:
             raise UserError(
                 f"{path} is a TorchScript program, not weights; save the model's state_dict instead"
             ) from error
+        if _is_exported(path):
+            raise UserError(
+                f"{path} is a program of torch.export, not weights; run it with torch.export.load"
+            ) from error
         raise UserError(f"{path} is damaged or truncated: {_sentence(error)}") from error
     # The reader meets arbitrary bytes here; whatever it stumbles over, they are no weights.
     except (EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged or truncated: {type(error).__name__}") from error
+
+
+def _is_exported(path: Path) -> bool:
+    """Whether a file is what `torch.export.save` writes: a graph beside its weights."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name.partition("/")[2] for name in archive.namelist()]
+    except zipfile.BadZipFile:
+        return False
+    return "models/model.json" in names or "serialized_exported_program.json" in names
 
 
 def _pick(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
