@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from locality.models import count_macs, count_parameters, create_model, list_models, variant
-from locality.models.factory import build
-from locality.models.search_space import Cost, SearchSpace, cost
+from locality.models import (
+    Cost,
+    SearchSpace,
+    build,
+    cost,
+    count_macs,
+    count_parameters,
+    create_model,
+    list_models,
+    variant,
+)
 
 CVT_13 = variant("cvt_13").config
 

@@ -10,6 +10,7 @@ from locality.models.factory import (
     variant,
 )
 from locality.models.flops import count_macs
+from locality.models.search_space import Cost, SearchSpace, cost
 from locality.models.surface import ImageClassifier
 from locality.models.variants import VARIANTS, Variant
 from locality.models.vit import VisionTransformer, ViTConfig
@@ -17,14 +18,17 @@ from locality.models.vit import VisionTransformer, ViTConfig
 __all__ = [
     "VARIANTS",
     "ConvolutionalVisionTransformer",
+    "Cost",
     "CvTConfig",
     "ImageClassifier",
+    "SearchSpace",
     "StageConfig",
     "Variant",
     "ViTConfig",
     "VisionTransformer",
     "build",
     "configure",
+    "cost",
     "count_macs",
     "count_parameters",
     "create_model",
