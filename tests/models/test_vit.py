@@ -250,12 +250,16 @@ def test_drop_path_grows_linearly():
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"gpsa_layers": 5}, "between 0 and depth=4"),
+        ({"gpsa_layers": 5}, "gpsa_layers is 5; give a whole number, from 0 to 4"),
         ({"embed_dim": 66, "num_heads": 4}, "multiple"),
         ({"depth": 0}, "at least 1"),
         ({"positional_attention": "psi"}, "'gpsa', 'psa'"),
         ({"locality_strength": 0.0}, "above 0"),
-        ({"drop_path_rate": 1.0}, r"\[0, 1\)"),
+        ({"locality_strength": float("nan")}, "locality_strength is nan"),
+        ({"gating_init": float("inf")}, "gating_init is inf"),
+        ({"mlp_ratio": -1}, "mlp_ratio is -1; give a finite number above 0"),
+        ({"depth": 2.5}, "depth is 2.5; give a whole number"),
+        ({"drop_path_rate": 1.0}, "below 1"),
         ({"embed_class_token": True}, "gpsa_layers=0"),
         ({"num_classes": -1}, "0 \\(features only\\)"),
         ({"gpsa_layer": 2}, "did you mean gpsa_layers"),

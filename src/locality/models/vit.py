@@ -16,6 +16,7 @@ import torch
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
+from locality import checks
 from locality.errors import UserError
 from locality.layers import (
     Block,
@@ -78,27 +79,23 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         for name in ("embed_dim", "num_heads", "depth", "patch_size", "in_chans"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} has to be at least 1, not {getattr(self, name)}")
+            checks.integer(name, getattr(self, name), 1)
         if self.embed_dim % self.num_heads:
             raise UserError(
                 f"embed_dim={self.embed_dim} cannot be divided between num_heads={self.num_heads}; "
                 f"choose a multiple"
             )
-        if not 0 <= self.gpsa_layers <= self.depth:
-            raise UserError(
-                f"gpsa_layers={self.gpsa_layers} has to lie between 0 and depth={self.depth}"
-            )
+        checks.number("mlp_ratio", self.mlp_ratio, 0, above=True)
+        checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
         if self.positional_attention not in ("gpsa", "psa", "conv"):
             raise UserError(
                 f"positional_attention='{self.positional_attention}' is not one of 'gpsa', 'psa', "
                 f"'conv'"
             )
-        if self.locality_strength <= 0:
-            raise UserError(f"locality_strength has to be above 0, not {self.locality_strength}")
+        checks.number("locality_strength", self.locality_strength, 0, above=True)
+        checks.number("gating_init", self.gating_init)
         for name in ("drop_rate", "proj_drop_rate", "drop_path_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name} has to lie in [0, 1), not {getattr(self, name)}")
+            checks.number(name, getattr(self, name), 0, 1, below=True)
         if self.embed_class_token and self.gpsa_layers:
             raise UserError(
                 "embed_class_token=True needs gpsa_layers=0: with positional layers the class "
