@@ -16,12 +16,17 @@ from locality.lazy import lazily
 if TYPE_CHECKING:
     from locality.checkpoints import create_model, load, save
     from locality.models import list_models
+    from locality.training import train
 
-__all__ = ["__version__", "create_model", "list_models", "load", "save"]
+__all__ = ["__version__", "create_model", "list_models", "load", "save", "train"]
 
 __getattr__ = lazily(
     __name__,
-    {"locality.checkpoints": "create_model load save", "locality.models": "list_models"},
+    {
+        "locality.checkpoints": "create_model load save",
+        "locality.models": "list_models",
+        "locality.training": "train",
+    },
 )
 
 

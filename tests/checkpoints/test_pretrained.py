@@ -41,7 +41,7 @@ def weights(tmp_path, randomise) -> tuple[Path, torch.nn.Module]:
 
 def test_every_source_names_a_model_a_layout_of_its_family_and_a_tag():
     for row in SOURCES.values():
-        assert row.model in VARIANTS and row.tag
+        assert row.model in VARIANTS and row.name.partition(".")[2]
         assert LAYOUTS[row.layout].family == VARIANTS[row.model].family
         assert 70 < row.top1 < 90
         # Whether the model can be built at that size.
@@ -171,6 +171,20 @@ def test_a_download_is_compared_with_its_published_hash(tmp_path, monkeypatch):
     found.unlink()
     with pytest.raises(UserError, match=r"invalid hash value.*deadbeef"):
         pretrained.find_weights(replace(row, sha256="deadbeef"))
+    assert not list(found.parent.iterdir())
+
+
+def test_half_a_download_without_a_published_hash_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "hf_hub_download", nowhere)
+    file = tmp_path / "convit.pth"
+    torch.save(create_model(NANO).state_dict(), file)
+    row = replace(source("convit_tiny"), url=file.as_uri())
+    found = pretrained.find_weights(row)
+    assert found.read_bytes() == file.read_bytes()
+    found.unlink()
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match="no sound weight file"):
+        pretrained.find_weights(row)
     assert not list(found.parent.iterdir())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import urllib.error
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from locality.checkpoints.adapt import load_into
 from locality.checkpoints.checkpoint import Checkpoint
 from locality.checkpoints.opening import open_weights
-from locality.checkpoints.reading import SUFFIXES
+from locality.checkpoints.reading import SUFFIXES, read_state
 from locality.checkpoints.sources import Source, source
 from locality.errors import UserError
 from locality.models import factory
@@ -157,8 +158,16 @@ def find_weights(row: Source) -> Path:
 def _download(row: Source, path: Path) -> Path:
     assert row.url is not None
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its place and compared with its hash before it is moved there.
-    torch.hub.download_url_to_file(row.url, str(path), hash_prefix=row.sha256)
+    # A part of a file must never lie in its place, where it would be taken for the whole for ever.
+    # What came is compared with its hash where one is published, and read in any case.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        torch.hub.download_url_to_file(row.url, str(partial), hash_prefix=row.sha256)
+        try:
+            read_state(partial)
+        except UserError as error:
+            raise RuntimeError(f"what came from {row.url} is no sound weight file") from error
+        os.replace(partial, path)
     return path
 
 

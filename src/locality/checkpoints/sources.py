@@ -44,11 +44,6 @@ class Source:
         """The name of the architecture, a row of the table of variants."""
         return self.name.partition(".")[0]
 
-    @property
-    def tag(self) -> str:
-        """What the weights were trained by and on."""
-        return self.name.partition(".")[2]
-
 
 def _convit(size: str, top1: float) -> Source:
     return Source(
