@@ -8,9 +8,9 @@ import torch
 from locality.analysis import measures
 from locality.layers.position import (
     attention_centres,
-    distances,
     kernel_offsets,
     positional_attention,
+    relative_encodings,
 )
 
 GRIDS = [(14, 14), (7, 11), (1, 5)]
@@ -127,7 +127,7 @@ def test_keys_on_a_coarser_grid_lie_where_their_convolution_is_centred():
 def test_stride_one_keys_have_the_usual_distances():
     same = measures.token_distances((5, 6))
     assert torch.equal(same, measures.token_distances((5, 6), (5, 6), (1, 1)))
-    assert torch.allclose(same, distances((5, 6), torch.float64))
+    assert torch.allclose(same, relative_encodings((5, 6), torch.float64)[..., 0].sqrt())
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_bad_input(make_run, tmp_path):
         build_report([make_run(finished=False, folder="going")], output)
     broken = make_run(folder="broken")
     (broken / "measures.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         build_report([broken], output)
     with pytest.raises(UserError, match="the same run"):
         build_report([make_run(folder="a"), make_run(folder="b")], output)

@@ -130,13 +130,13 @@ def entropy(attention: Tensor, prefix_tokens: int = 0) -> Tensor:
     return (spread if mass is None else spread / mass + mass.log()).nanmean(dim=-1)
 
 
-def class_token_attention(attention: Tensor) -> Tensor:
-    """What the class token looks at: its row of attention over the patches, (B, h, Nk).
+def class_token_attention(attention: Tensor, prefix_tokens: int = 1) -> Tensor:
+    """What the class token looks at: its row of attention over the patches, (…, Nk).
 
-    Not renormalised: what is missing to one is what the class token pays to itself. Expects exactly
-    one prefix token, the class token, in (B, h, 1 + N, 1 + Nk).
+    Not renormalised: what is missing to one is what the class token pays to itself and to other
+    prefix tokens. (…, Nq + prefix, Nk + prefix), the class token first.
     """
-    return attention[..., 0, 1:]
+    return attention[..., 0, prefix_tokens:]
 
 
 def class_token_share(attention: Tensor, prefix_tokens: int) -> Tensor:

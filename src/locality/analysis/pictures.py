@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from locality.analysis.measures import class_token_attention
 from locality.analysis.taps import LayerView, capture
 from locality.errors import UserError
 from locality.files import write_atomic
@@ -115,9 +116,15 @@ def _picture(view: LayerView, place: tuple[float, float]) -> LayerPicture:
     )
     query = row * maps.query_grid[1] + column + maps.prefix_tokens
 
-    def from_query(attention: Tensor, index: int = query) -> Array:
-        patches = attention[..., index, maps.prefix_tokens :]
+    def on_grid(patches: Tensor) -> Array:
         return patches.unflatten(-1, maps.key_grid).float().cpu().numpy()
+
+    def from_query(attention: Tensor) -> Array:
+        return on_grid(attention[..., query, maps.prefix_tokens :])
+
+    class_token = None
+    if maps.prefix_tokens:
+        class_token = on_grid(class_token_attention(maps.mixed, maps.prefix_tokens))
 
     position = None
     if maps.position is not None:
@@ -133,7 +140,7 @@ def _picture(view: LayerView, place: tuple[float, float]) -> LayerPicture:
         # Without a positional part, content is all there is: the same numbers again.
         content=None if position is None or maps.content is None else from_query(maps.content),
         position=position,
-        class_token=from_query(maps.mixed, 0) if maps.prefix_tokens else None,
+        class_token=class_token,
         gates=None if maps.gate is None else maps.gate.float().cpu().numpy(),
     )
 

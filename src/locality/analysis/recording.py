@@ -9,6 +9,7 @@ from typing import Any
 from locality.analysis.pictures import save_pictures, take_pictures
 from locality.analysis.samples import sample
 from locality.analysis.summary import Record, measure_model
+from locality.checkpoints.reading import read_json
 from locality.data import open_data
 from locality.errors import UserError
 from locality.files import write_atomic
@@ -61,9 +62,13 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
 
 
 def read_measures(folder: Path | str) -> Record:
-    """The content of a run's `measures.json`; empty if nothing was measured yet."""
+    """The content of a run's `measures.json`; empty if nothing was measured yet.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
     path = Path(folder) / MEASURES
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def add_measures(folder: Path | str, entries: dict[str, Any]) -> Record:

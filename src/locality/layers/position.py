@@ -33,11 +33,6 @@ def relative_encodings(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.stack((down.square() + right.square(), down, right), dim=-1)
 
 
-def distances(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The Euclidean distances ‖δ_ij‖ between all pairs of tokens: (N, N), in token units."""
-    return relative_encodings(grid, dtype)[..., 0].sqrt()
-
-
 def positional_scores(v_pos: Tensor, grid: Grid) -> Tensor:
     """The scores v_pos · r_ij before any softmax: (h, 3) → (h, N, N). Quadratic in N."""
     encodings = relative_encodings(grid, v_pos.dtype).to(v_pos.device)

@@ -90,15 +90,6 @@ class ImageClassifier(nn.Module):
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
-    def attention_layers(self) -> list[tuple[str, nn.Module]]:
-        """The attention modules in depth order, with their qualified names."""
-        return [
-            (name, module)
-            for name, module in self.named_modules()
-            if hasattr(module, "attention_maps")
-        ]
-
     def forward_intermediates(
         self,
         x: Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,11 @@ from typing import Any
 import yaml
 
 from locality.analysis.pictures import Pictures, load_pictures
+from locality.analysis.recording import PICTURES, read_measures
 from locality.analysis.style import family_of
+from locality.checkpoints.reading import read_json
 from locality.errors import UserError
+from locality.training.runs import RunFolder, is_run_folder
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def read_runs(folders: Iterable[Path | str]) -> tuple[list[Run], list[Unfinished
     finished: list[Run] = []
     unfinished: list[Unfinished] = []
     for folder in run_folders(folders):
-        if (folder / "result.json").exists():
+        if RunFolder(folder).result_file.exists():
             finished.append(_read_run(folder))
         else:
             unfinished.append(Unfinished(folder, "has not finished; run its command again"))
@@ -107,7 +109,7 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
-        inside = [folder] if (folder / "config.yaml").exists() else _children(folder)
+        inside = [folder] if is_run_folder(folder) else _children(folder)
         if not inside:
             raise UserError(
                 f"{folder} is neither a run nor a folder of runs: there is no config.yaml in it "
@@ -123,23 +125,16 @@ def _children(folder: Path) -> Sequence[Path]:
 
 
 def _read_run(folder: Path) -> Run:
-    pictures = folder / "attention.npz"
+    files, pictures = RunFolder(folder), folder / PICTURES
     return Run(
         folder=folder,
-        result=_json(folder / "result.json"),
-        config=_yaml(folder / "config.yaml"),
-        environment=_json(folder / "environment.json"),
-        curve=_curve(folder / "metrics.csv"),
-        measures=_json(folder / "measures.json") if (folder / "measures.json").exists() else None,
+        result=read_json(files.result_file),
+        config=_yaml(files.config_file),
+        environment=read_json(files.environment_file),
+        curve=_curve(files.metrics_file),
+        measures=read_measures(folder) or None,
         pictures_file=pictures if pictures.exists() else None,
     )
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
 
 
 def _yaml(path: Path) -> Any:
