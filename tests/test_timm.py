@@ -257,3 +257,10 @@ def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
     x = torch.randn(1, 3, 48, 48)
     with torch.no_grad():
         assert torch.equal(model(x), source(x))
+
+
+def test_weights_of_the_other_family_are_refused_by_name():
+    deit, cvt = create_model("deit_nano"), create_model("cvt_nano")
+    state = LAYOUTS["deit"].from_ours(deit.state_dict(), deit.config)
+    with pytest.raises(UserError, match="they are of a DeiT or ConViT, and it is a CvT"):
+        registry.adapt_weights(state, cvt)
