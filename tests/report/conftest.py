@@ -57,6 +57,7 @@ def make_run(tmp_path, attention):
         folder = tmp_path / (folder or f"{model}-{fraction:g}-{seed}")
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(settings.to_yaml(config))
+        (folder / "classes.json").write_text(json.dumps([str(digit) for digit in range(10)]))
         noise = np.random.default_rng(seed).normal()
         top1 = options.get("top1", ACCURACY.get((model, fraction), 50.0) + noise)
         (folder / "environment.json").write_text(

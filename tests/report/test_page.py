@@ -206,6 +206,15 @@ def test_folders_of_runs_are_searched(twin_runs, tmp_path):
     assert "All 12 runs" in text and "All 12 runs" in again
 
 
+def test_a_teacher_among_the_runs_is_passed_over(twin_runs, tmp_path):
+    teacher = twin_runs[0].parent / "teacher"
+    teacher.mkdir()
+    (teacher / "config.yaml").write_text((twin_runs[0] / "config.yaml").read_text())
+    (teacher / "result.json").write_text("{}")
+    text = build_report([teacher.parent], tmp_path / "r.html").read_text()
+    assert "All 12 runs" in text
+
+
 def test_names_are_escaped(make_run, tmp_path):
     hostile = {"recipe": "<script>alert(1)</script>"}
     text = build_report([make_run(settings=hostile)], tmp_path / "r.html").read_text()

@@ -108,7 +108,7 @@ def figure_8(s: Scale) -> Figure:
         return s.measured(measure, "ConViT-S", **_strength_runs(s, layers, strength))
 
     by_strength = tuple(
-        Series(f"{layers} GPSA layers",
+        Series(f"{layers} GPSA layer{'s' if layers > 1 else ''}",
                over(s.strengths, [top1(layers, strength) for strength in s.strengths]),
                f"depth:{index / len(s.gpsa_counts)}")
         for index, layers in enumerate(s.gpsa_counts)

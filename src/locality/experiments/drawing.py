@@ -59,7 +59,10 @@ def _draw_panel(axes: Axes, panel: Record) -> None:
         drawing(axes, series)
     _plain_ticks(axes, panel)
     if not panel["scatter"]:  # points have their names beside them
-        axes.legend(fontsize=6.5, handlelength=1.6, ncols=2 if len(_filled(panel)) > 8 else 1)
+        columns = 2 if len(_filled(panel)) > 8 else 1
+        legend = axes.legend(fontsize=6.5, handlelength=1.6, ncols=columns, frameon=True)
+        # Where every place is taken, the curves behind it still show.
+        legend.get_frame().set(alpha=0.7, linewidth=0)
 
 
 def _plain_ticks(axes: Axes, panel: Record) -> None:

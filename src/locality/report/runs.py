@@ -121,7 +121,9 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
 
 
 def _children(folder: Path) -> Sequence[Path]:
-    return sorted(path.parent for path in folder.rglob("config.yaml"))
+    # A teacher of timm's has a configuration and a result as well, and nothing else of a run.
+    found = (path.parent for path in folder.rglob("config.yaml"))
+    return sorted(run for run in found if RunFolder(run).classes_file.exists())
 
 
 def _read_run(folder: Path) -> Run:
