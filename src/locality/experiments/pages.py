@@ -136,7 +136,8 @@ def _not_reproduced(records: Sequence[Record], remarks: dict[str, str]) -> str:
 
 def _section(record: Record, remark: str | None, link: str) -> str:
     linked = {**record, "files": [f"{link}/{name}" for name in record.get("files", [])]}
-    text = markdown(linked).strip()
+    # The page's opening says what the scale is.
+    text = markdown(linked).strip().replace(f": {record['scale_about']}.", ".")
     name = record["name"].replace("/", "-")
     files = " · ".join(f"[{kind}]({link}/{name}.{kind})" for kind in ("csv", "html", "json"))
     return "\n\n".join(filter(None, (text, remark and f"*{' '.join(remark.split())}*", files)))

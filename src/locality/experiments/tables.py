@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,14 @@ EMPTY = "—"
 
 
 def number(value: float, column: Record) -> str:
-    """A number with a column's digits, and its sign where that matters."""
-    text = f"{value:+.{column['digits']}f}" if column["signed"] else f"{value:.{column['digits']}f}"
+    """A number with a column's digits, and its sign where that matters.
+
+    Counts in millions and billions keep three significant digits: models are small at some scales.
+    """
+    digits = column["digits"]
+    if column["unit"] in ("M", "G") and 0 < abs(value) < 1:
+        digits = max(digits, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:+.{digits}f}" if column["signed"] else f"{value:.{digits}f}"
     return text.replace("-", "−")
 
 
