@@ -198,6 +198,12 @@ def test_the_list_says_runs_and_status(tmp_path):
     assert re.search(r"convit/table-3 +70 runs", show_list(rows))
 
 
+def test_the_page_in_the_docs_is_made_from_the_results_beside_it():
+    root = Path(__file__).parents[2]
+    page = root / "docs" / "results.md"
+    assert page.read_text() == results_page(root / "results" / "digits", page)
+
+
 def test_the_results_page_is_made_from_records_alone(tiny_scale, tmp_path, here):
     out = tmp_path / "results"
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
