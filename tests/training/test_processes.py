@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from locality.training import Interrupted, NonFiniteLoss, RunFolder, setup
 from locality.training.loop import Loop
 from locality.training.objective import Objective
 from locality.training.runs import load_state
-from locality.training.settings import to_yaml
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
@@ -141,45 +137,6 @@ def test_torchrun_and_slurm_decide_how_many_processes_there_are(
         patch.setenv("SLURM_NNODES", "2")
         patch.setenv("SLURM_JOB_NAME", "train")
         assert setup._layout(engine, "cpu") == (8, 2)
-
-
-def locality(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "locality", *arguments]
-
-
-def torchrun(*arguments: str) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return [sys.executable, *launcher, "-m", "locality", *arguments]
-
-
-def run(command: list[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["torchrun", "devices"])
-def test_the_command_line_trains_in_two_processes(how: str, tmp_path: Path) -> None:
-    config = tiny(augment__mixup=0.8)
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    words = ["train", "digits", "--config", str(tmp_path / "config.yaml")]
-    words += ["--output", str(tmp_path / "run")]
-    if how == "torchrun":
-        done = run(torchrun(*words))
-    else:
-        done = run(locality(*words, "--engine.devices", "2"))
-    assert done.returncode == 0, done.stderr
-    assert "2 processes × 1 passes × 8" in done.stderr
-    assert done.stderr.count("finished in") == 1
-    train(tiny(augment__mixup=0.8, **TWO), tmp_path / "forked")
-    assert_same_run(tmp_path / "run", tmp_path / "forked")
-
-
-@pytest.mark.slow
-def test_torchrun_hears_of_a_refusal_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = run(torchrun("train", "digits", "--output", str(tmp_path / "file")))
-    assert done.returncode != 0
-    assert re.search(r"locality: .* is a file; a run needs a folder", done.stderr)
 
 
 def test_a_run_of_two_processes_can_go_on_in_one(
