@@ -127,6 +127,11 @@ def test_smallest_image():
         ({"in_chans": 0}, "in_chans .*0.* at least 1"),
         ({"img_size": 2}, "2×2 pixels is too small .* 3×3"),
         ({"stages": ()}, "stages .* at least one"),
+        (
+            {"stages": [{"embed_dim": 8, "num_heads": 1}]},
+            "a stage needs depth too; given: embed_dim",
+        ),
+        ({"stages": [{"embed_dims": 8}]}, "unknown setting of a stage 'embed_dims'; did you mean"),
         ({"kv_strid": 1}, "kv_strid.* did you mean kv_stride"),
         ({"embedding": "conv", "embed_kernel": 5}, "embedding decides embed_kernel"),
         ({"patch_size": 16}, "no patch_size; set embed_stride"),

@@ -159,7 +159,7 @@ class CvTConfig:
     proj_drop_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        stages = tuple(StageConfig(**s) if isinstance(s, dict) else s for s in self.stages)
+        stages = tuple(_stage(s) if isinstance(s, dict) else s for s in self.stages)
         object.__setattr__(self, "stages", stages)
         if isinstance(self.img_size, list):
             object.__setattr__(self, "img_size", tuple(self.img_size))
@@ -309,3 +309,20 @@ def _require_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         listed = ", ".join(f"'{choice}'" for choice in accepted)
         raise UserError(f"{name}={value!r} is not one of {listed}")
+
+
+def _stage(given: dict[str, Any]) -> StageConfig:
+    """A stage from its settings by name.
+
+    Raises:
+        UserError: for an unknown setting, or one that is missing.
+    """
+    fields = {field.name: field for field in dataclasses.fields(StageConfig)}
+    for name in given:
+        if name not in fields:
+            raise unknown("setting of a stage", name, fields)
+    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in given]
+    if missing:
+        raise UserError(f"a stage needs {', '.join(missing)} too; given: {', '.join(given)}")
+    return StageConfig(**given)
