@@ -55,10 +55,9 @@ def _models(options: Any) -> list[dict[str, object]]:
 
 def _pretrained(options: Any) -> list[dict[str, object]]:
     from locality.checkpoints import SOURCES
-    from locality.models import list_models
+    from locality.models import variant
     from locality.models.factory import matching
 
-    of_family = {name.partition(".")[0] for name in list_models("", options.family)}
     return [
         {
             "weights": name,
@@ -68,5 +67,5 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
             "on the hub": SOURCES[name].repo,
         }
         for name in matching(SOURCES, options.filter)
-        if name.partition(".")[0] in of_family
+        if options.family in (None, variant(SOURCES[name].model).family)
     ]

@@ -139,11 +139,9 @@ def _named(name: str | None, in_file: str | None) -> str:
 
 def _choices(name: str, options: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Those of `CHOICES` that the recipe knows and that were given another value than its own."""
-    import inspect
+    from locality.training.recipes import choices_of
 
-    from locality.training.recipes import RECIPES
-
-    accepted = inspect.signature(RECIPES[name]).parameters
+    accepted = choices_of(name)
     own = _by_option(values)
     return {
         choice: options[setting]

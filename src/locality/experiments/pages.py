@@ -135,12 +135,12 @@ def _not_reproduced(records: Sequence[Record], remarks: dict[str, str]) -> str:
 
 
 def _section(record: Record, remark: str | None, link: str) -> str:
-    linked = {**record, "files": [f"{link}/{name}" for name in record.get("files", [])]}
+    files = [f"{link}/{name}" for name in record.get("files", [])]
     # The page's opening says what the scale is.
-    text = markdown(linked).strip().replace(f": {record['scale_about']}.", ".")
+    text = markdown({**record, "files": files, "scale_about": ""}).strip()
     name = record["name"].replace("/", "-")
-    files = " · ".join(f"[{kind}]({link}/{name}.{kind})" for kind in ("csv", "html", "json"))
-    return "\n\n".join(filter(None, (text, remark and f"*{' '.join(remark.split())}*", files)))
+    data = " · ".join(f"[{kind}]({link}/{name}.{kind})" for kind in ("csv", "html", "json"))
+    return "\n\n".join(filter(None, (text, remark and f"*{' '.join(remark.split())}*", data)))
 
 
 def write_results_page(folder: Path | str, page: Path | str) -> Path:

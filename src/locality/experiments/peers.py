@@ -6,18 +6,15 @@ import json
 from typing import Any
 
 import timm
-import torch
 from huggingface_hub import try_to_load_from_cache
 
-from locality.data import AugmentConfig, DataConfig, eval_loader, open_data
+from locality.data import AugmentConfig, DataConfig, open_data
 from locality.errors import UserError
 from locality.experiments.quantities import Absent, Computed, Measure, Quantity
 from locality.experiments.runs import Run
 from locality.experiments.scales import Scale
 from locality.files import write_atomic
-from locality.training import evaluate
-from locality.training.evaluation_of_runs import evaluate_run
-from locality.training.setup import resolve_accelerator
+from locality.training.evaluation_of_runs import evaluate_on, evaluate_run
 
 PEERS: dict[str, str | None] = {
     "ResNet-50": "resnet50.tv_in1k",
@@ -119,10 +116,8 @@ def _judge(name: str, data: DataConfig) -> float:
         interpolation=wanted["interpolation"],
     )
     splits = open_data(data, 0)
-    device = torch.device(resolve_accelerator("auto"))
-    loader = eval_loader(splits.val, augment, wanted["input_size"][-1], batch_size=64)
-    found = evaluate(model.to(device), loader, device, label_sets=splits.val.label_sets)
-    return float(found["top1"])
+    size = (wanted["input_size"][-1],) * 2
+    return float(evaluate_on(model, splits, data, augment, size, batch_size=64)["top1"])
 
 
 def missing_data(s: Scale, run: Run) -> str | None:

@@ -199,7 +199,8 @@ def _evidence(claim: Record) -> str:
 def origin(record: Record) -> str:
     """Where the numbers come from, in a line or two."""
     made = record["provenance"]
-    where = f"Scale `{record['scale']}`: {record['scale_about']}."
+    about = f": {record['scale_about']}" if record["scale_about"] else ""
+    where = f"Scale `{record['scale']}`{about}."
     if not made["runs"]:
         return f"No training run is behind this at scale `{record['scale']}`."
     text = f"{where} {made['finished']} of {made['runs']} runs finished"

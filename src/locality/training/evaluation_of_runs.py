@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from locality import checks
 from locality.data import AugmentConfig, DataConfig, DataSplits, eval_loader, open_data
@@ -67,7 +68,7 @@ def evaluate_run(
 
 
 def evaluate_on(
-    model: ImageClassifier,
+    model: nn.Module,
     splits: DataSplits,
     data: DataConfig,
     augment: AugmentConfig,
@@ -80,7 +81,7 @@ def evaluate_on(
     """Top-1, top-5 and loss of a model on the validation images of `splits`.
 
     Args:
-        model: moved to the device.
+        model: images → logits, moved to the device; one of ours if the precision is "auto".
         splits: what `open_data(data)` gives.
         data: says how images are loaded and what happens to damaged ones.
         augment: says how images are resized and normalised.
@@ -105,7 +106,9 @@ def evaluate_on(
         max_bad_images=data.max_bad_images,
         pin_memory=device.type == "cuda",
     )
-    chosen = choose_precision(precision, device, count_macs(model, size))
+    # Only an open choice depends on the model's cost.
+    macs = count_macs(cast(ImageClassifier, model), size) if precision == "auto" else 0
+    chosen = choose_precision(precision, device, macs)
     with torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bf16-mixed"):
         result = evaluate(model.to(device), loader, device, label_sets=splits.val.label_sets)
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}

@@ -345,13 +345,22 @@ def recipe(name: str, **choices: Any) -> RunConfig:
     Raises:
         UserError: for a name or an argument that does not exist, with the nearest.
     """
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
-    accepted = list(inspect.signature(RECIPES[name]).parameters)
+    accepted = choices_of(name)
     for choice in choices:
         if choice not in accepted:
             raise unknown(f"choice of recipe '{name}'", choice, accepted)
     return RECIPES[name](**choices)
+
+
+def choices_of(name: str) -> list[str]:
+    """The arguments that a recipe takes.
+
+    Raises:
+        UserError: for a name that does not exist, with the nearest.
+    """
+    if name not in RECIPES:
+        raise unknown("recipe", name, RECIPES)
+    return list(inspect.signature(RECIPES[name]).parameters)
 
 
 def summary(name: str) -> str:
