@@ -13,6 +13,7 @@ import torch
 
 from locality.errors import UserError
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
+from locality.training import train as train_run
 from locality.training.loop import Progressed
 from locality.training.recorder import Recorder
 from locality.training.runs import is_run_folder
@@ -89,6 +90,20 @@ def test_the_last_snapshot_is_what_is_loaded(finished: Path) -> None:
     assert not model.training and config.engine.ema_decay == 0.5
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name])
+
+
+def test_parameters_that_no_gradient_reaches_are_named_at_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # σ(−1000) is 0 to the last bit: neither the gates nor the positions behind them can learn.
+    shut = tiny(overrides={"gating_init": -1000.0, "drop_path_rate": 0.0}, schedule__steps=2)
+    train_run(shut, tmp_path / "shut")
+    said = [line for line in capsys.readouterr().err.splitlines() if "no gradient" in line]
+    (line,) = said
+    assert "2 of the model's trained parameters: " in line
+    assert "blocks.0.attn.v_pos" in line and "blocks.0.attn.gating" in line
+    train_run(tiny(schedule__steps=2), tmp_path / "open")
+    assert "no gradient" not in capsys.readouterr().err
 
 
 def test_initial_weights_come_back(finished: Path) -> None:

@@ -215,6 +215,8 @@ class Loop:
                     # Asked for before the backward pass, whose results the check does not need.
                     reading = self.agreement.share(total)
                 self.fabric.backward(loss / engine.accumulate)
+        if at.step == 0:
+            self._name_the_unreached()
         loss_sum, right, signum = reading.values()
         mean = loss_sum / (engine.accumulate * self.fabric.world_size)
         if not math.isfinite(mean):
@@ -230,6 +232,20 @@ class Loop:
         at.step += 1
         self.recorder.stepped(at, time.perf_counter() - started)
         return signum
+
+    def _name_the_unreached(self) -> None:
+        """Say which trained parameters the first step's loss does not depend on."""
+        names = [
+            name
+            for name, parameter in self.parts.model.named_parameters()
+            if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
+        ]
+        if names:
+            self.recorder.say(
+                f"step 1: no gradient reaches {len(names)} of the model's trained parameters: "
+                f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}. Unless something behind "
+                f"them starts at zero they will never learn; check model.overrides"
+            )
 
     def _clip(self) -> bool:
         """Clip the gradients if the run does so; whether they are finite as far as is known then.
