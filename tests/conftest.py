@@ -1,9 +1,83 @@
-"""What every test may rely on."""
+"""What every test may rely on, tiny runs, and an executor in the test's own process."""
 
+from __future__ import annotations
+
+import dataclasses
 import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from locality.papers.scales import DIGITS, Scale
+from locality.runner.executors import Outcome
+from locality.runner.runs import Run, content_folder
+from locality.runner.worker import perform
+from locality.training import RunConfig, recipe, replace
+
+TINY = {
+    "schedule.steps": 3,
+    "schedule.warmup": 1,
+    "schedule.eval_every": 1.0,
+    "schedule.save_every": 1.0,
+    "engine.batch_size": 8,
+    "engine.tensorboard": False,
+    "engine.precision": "fp32",
+}
 
 
 def pytest_configure():
     """Ctrl-C works, though a shell that starts tests in the background has it ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Here:
+    """Carries runs out one after the other, and remembers which."""
+
+    def __init__(self) -> None:
+        self.performed: list[Run] = []
+
+    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
+        for run in runs:
+            self.performed.append(run)
+            yield Outcome(run, perform(run))
+
+
+def tiny_config(model: str = "convit_nano", seed: int = 0, **changes: object) -> RunConfig:
+    settings = TINY | {name.replace("__", "."): value for name, value in changes.items()}
+    return replace(recipe("digits", model=model, seed=seed), settings)
+
+
+def tiny_run(root: Path, model: str = "convit_nano", seed: int = 0, **changes: object) -> Run:
+    config = tiny_config(model, seed, **changes)
+    return Run(f"{model} {seed}", config, content_folder(root, config))
+
+
+@pytest.fixture(name="tiny_config")
+def tiny_config_fixture():
+    """(model, seed, settings with __ for dots) → a configuration of three steps."""
+    return tiny_config
+
+
+@pytest.fixture(name="tiny_run")
+def tiny_run_fixture():
+    """(root, model, seed, settings) → a run of three steps in its content's folder."""
+    return tiny_run
+
+
+@pytest.fixture
+def here() -> Here:
+    return Here()
+
+
+@pytest.fixture
+def tiny_scale(tmp_path: Path) -> Scale:
+    """The digits scale with three steps, two seeds."""
+
+    def base(role: str, model: str) -> RunConfig:
+        return replace(recipe("digits", model=model), TINY)
+
+    return dataclasses.replace(
+        DIGITS, base=base, root=tmp_path / "runs", seeds=(0, 1), few_seeds=(0,), snapshots=3
+    )

@@ -11,13 +11,14 @@ SOURCE = Path(locality.__file__).parent
 
 # Earlier rooms know nothing of later ones. Names on one line may not import each other.
 ORDER = [
-    {"errors", "files", "checks", "lazy", "machine", "paper", "_version"},
+    {"errors", "files", "checks", "lazy", "machine", "_version"},
     {"data", "layers"},
     {"models"},
     {"checkpoints"},
     {"timm", "benchmark", "training"},
     {"analysis"},
-    {"experiments"},
+    {"experiments", "runner"},
+    {"papers"},
     {"report"},
     {"commands"},
     {"cli"},

@@ -29,9 +29,9 @@ def main(arguments: Sequence[str]) -> int | None:
 
     from locality import checks
     from locality.analysis.recording import MEASURES, record
-    from locality.experiments.runner import run_all
-    from locality.experiments.runs import Run
     from locality.report import build_report
+    from locality.runner.runs import Run
+    from locality.runner.schedule import run_all
     from locality.training import recipe, replace
 
     checks.integer("seeds", options.seeds, 1)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
 
     from locality import checks
-    from locality.experiments.reproduce import list_experiments, reproduce, show_list
+    from locality.papers.reproduce import list_experiments, reproduce, show_list
 
     checks.integer("jobs", options.jobs, 1)
     if options.list:

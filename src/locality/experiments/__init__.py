@@ -1,1 +1,1 @@
-"""The papers' tables and figures as experiments, and the runner that carries out their runs."""
+"""The drawings of both papers' figures."""

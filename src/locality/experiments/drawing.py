@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -20,7 +21,8 @@ from locality.analysis.style import (
     new_figure,
     settings,
 )
-from locality.experiments.records import Record
+
+Record = dict[str, Any]
 
 _MOST_COLUMNS = 4
 _PANEL = (3.4, 2.9)

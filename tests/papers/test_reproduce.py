@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from locality import paper
 from locality.errors import UserError
-from locality.experiments.beyond import start_from_convolutions
-from locality.experiments.pages import results_page, write_results_page
-from locality.experiments.reproduce import list_experiments, reproduce, show_list
-from locality.experiments.runs import TRAIN, with_needs
-from locality.experiments.scales import SCALES, get_scale
-from locality.experiments.specs import Table, experiments, find
-from locality.experiments.teachers import train_timm
 from locality.layers import truncated_kernel
 from locality.models import create_model
+from locality.papers import published
+from locality.papers.beyond import start_from_convolutions
+from locality.papers.pages import results_page, write_results_page
+from locality.papers.reproduce import list_experiments, reproduce, show_list
+from locality.papers.scales import SCALES, get_scale
+from locality.papers.specs import Table, experiments, find
+from locality.runner.runs import TRAIN, with_needs
+from locality.runner.teachers import train_timm
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-2a", "figure-2b", "figure-3",
           *(f"figure-{n}" for n in range(5, 18))]  # fmt: skip
@@ -99,7 +99,7 @@ def test_every_published_number_of_a_table_has_its_cell(place):
         left_out.add("parameters")
     printed = {
         (row, metric)
-        for row, numbers in paper.rows(*place.split("/")).items()
+        for row, numbers in published.rows(*place.split("/")).items()
         for metric in numbers
         if metric not in left_out
     }

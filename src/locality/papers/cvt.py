@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from locality import paper
-from locality.experiments.measures import PARAMETERS, TOP1
-from locality.experiments.peers import peer_top1, top1_on
-from locality.experiments.quantities import (
+from locality.papers import published
+from locality.papers.measures import PARAMETERS, TOP1
+from locality.papers.peers import peer_top1, top1_on
+from locality.papers.quantities import (
     Absent,
     Combined,
     Computed,
@@ -15,9 +15,9 @@ from locality.experiments.quantities import (
     Quantity,
     difference,
 )
-from locality.experiments.scales import Scale
-from locality.experiments.sizes import built_macs, built_parameters, model_macs, model_parameters
-from locality.experiments.specs import (
+from locality.papers.scales import Scale
+from locality.papers.sizes import built_macs, built_parameters, model_macs, model_parameters
+from locality.papers.specs import (
     Cell,
     Claim,
     Column,
@@ -28,7 +28,7 @@ from locality.experiments.specs import (
     Table,
     experiment,
 )
-from locality.experiments.transfer import TARGETS, fine_tuned, transferred
+from locality.papers.transfer import TARGETS, fine_tuned, transferred
 
 
 @experiment("cvt/table-2", "The architectures: parameters and cost")
@@ -36,8 +36,8 @@ def table_2(s: Scale) -> Table:
     """Counted on the models as built; needs no run and no data."""
     columns = (Column("parameters (M)", "M", 2), Column("GMACs", "G", 2))
     rows = []
-    for row, printed in paper.rows("cvt", "table-2").items():
-        name = paper.MODELS[row]
+    for row, printed in published.rows("cvt", "table-2").items():
+        name = published.MODELS[row]
         cells = (
             Cell(built_parameters(name), printed["parameters"]),
             Cell(built_macs(name), printed["flops"]),
@@ -61,7 +61,7 @@ def table_3(s: Scale) -> Table:
     )
     metrics = ("parameters", "flops", "top1", "real", "v2")
     rows = []
-    for row, printed in paper.rows("cvt", "table-3").items():
+    for row, printed in published.rows("cvt", "table-3").items():
         cells = zip(_table_3_row(s, row), metrics, strict=True)
         rows.append(Row(row, tuple(Cell(found, printed.get(metric)) for found, metric in cells)))
     claims: tuple[Claim, ...] = ()
@@ -81,7 +81,7 @@ def _table_3_row(s: Scale, row: str) -> tuple[Quantity, ...]:
     if row.startswith("CvT"):
         runs = fine_tuned(s, row)
         judged = [runs(measure) for measure in (TOP1, *_yardsticks(s))]
-        name = paper.MODELS[row.partition("↑")[0]]
+        name = published.MODELS[row.partition("↑")[0]]
         return built_parameters(name), built_macs(name, 384), *judged
     if not s.comparable:
         return (
@@ -99,7 +99,7 @@ def _yardsticks(s: Scale) -> list[Measure]:
 def table_4(s: Scale) -> Table:
     """Pre-trained on ImageNet-22k, fine-tuned at 384 pixels."""
     rows = []
-    for row, printed in paper.rows("cvt", "table-4").items():
+    for row, printed in published.rows("cvt", "table-4").items():
         found: list[Quantity] = [
             transferred(s, row, target)
             if row in s.models
@@ -129,7 +129,7 @@ def _table(
     claims: tuple[Claim, ...],
 ) -> Table:  # fmt: skip
     """A table of accuracies by row letter; the letter is what stands before the colon."""
-    printed = paper.rows("cvt", place)
+    printed = published.rows("cvt", place)
     return Table(
         about,
         tuple(columns.values()),
@@ -260,7 +260,7 @@ def figure_1(s: Scale) -> Figure:
 
 def _printed(row: str) -> Series:
     def point() -> Any:
-        printed = paper.rows("cvt", "table-3")[row]
+        printed = published.rows("cvt", "table-3")[row]
         return {"x": [printed["parameters"].value], "y": [printed["top1"].value]}
 
     return Series(f"{row} (published)", Computed(point), "other")

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from locality.data import open_data
 from locality.data.config import DataConfig
 from locality.errors import UserError
-from locality.experiments.networks import build_network, image_size, network_macs
-from locality.experiments.runs import Run
 from locality.models import count_parameters
+from locality.runner.networks import build_network, image_size, network_macs
+from locality.runner.runs import Run
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.plan import make_plan
 from locality.training.settings import to_yaml

@@ -1,6 +1,6 @@
 """docs/results.md, made from the records under results/.
 
-`python -m locality.experiments.pages` writes it; folder and page may be given as arguments.
+`python -m locality.papers.pages` writes it; folder and page may be given as arguments.
 
 Nothing in it is written by hand but the remarks, which lie beside the records in `remarks.yaml`:
 experiment → what does not reproduce, and the likeliest reason.
@@ -18,13 +18,13 @@ from pathlib import Path
 import yaml
 
 from locality.errors import UserError
-from locality.experiments import claims
-from locality.experiments.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED
-from locality.experiments.cost import span
-from locality.experiments.records import Record
-from locality.experiments.specs import experiments
-from locality.experiments.tables import markdown, markdown_table
 from locality.files import write_atomic
+from locality.papers import claims
+from locality.papers.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED
+from locality.papers.records import Record
+from locality.papers.specs import experiments
+from locality.papers.tables import markdown, markdown_table
+from locality.runner.cost import span
 
 _VERDICTS = (HOLDS, FAILS, UNDECIDED, NOT_RUN)
 
@@ -85,7 +85,7 @@ Of {sum(counted.values())} claims, **{counted[HOLDS]} hold**, {counted[FAILS]} d
     }. Hardware: {"; ".join(machines) or "unknown"}. Commit{"s" if len(commits) > 1 else ""}:
 {", ".join(commits) or "unknown"}.
 
-This page is generated from `results/` by `python -m locality.experiments.pages`. How to repeat it,
+This page is generated from `results/` by `python -m locality.papers.pages`. How to repeat it,
 also at the papers' size: [reproducing.md](reproducing.md)."""
 
 

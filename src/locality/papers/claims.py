@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from locality.analysis.statistics import Estimate
-from locality.experiments.quantities import Empty
-from locality.experiments.specs import Claim
+from locality.papers.quantities import Empty
+from locality.papers.specs import Claim
 
 HOLDS = "holds"
 FAILS = "does not hold"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from locality import paper
 from locality.errors import UserError
 from locality.models import count_macs, count_parameters, create_model, list_models
-from locality.paper import PUBLISHED, rows, value
+from locality.papers import published
+from locality.papers.published import PUBLISHED, rows, value
 
 FRACTIONS = ("5%", "10%", "30%", "50%", "100%")
 
@@ -157,7 +157,7 @@ def test_cvt_tables_agree_on_parameters_and_flops():
     assert number("cvt/table-7", "b", "flops") == number("cvt/table-2", "CvT-13", "flops")
 
 
-BUILT = [(row, name) for row, name in paper.MODELS.items() if name in list_models()]
+BUILT = [(row, name) for row, name in published.MODELS.items() if name in list_models()]
 
 
 @pytest.mark.parametrize(("row", "name"), BUILT)
@@ -186,10 +186,10 @@ def test_convit_prints_the_flops_without_the_products_of_attention(row, name):
 @pytest.mark.parametrize("row", ["CvT-13", "CvT-21", "CvT-W24"])
 def test_flops_of_cvt(row):
     with torch.device("meta"):
-        model = create_model(paper.MODELS[row])
+        model = create_model(published.MODELS[row])
     assert count_macs(model) / 1e9 == pytest.approx(number("cvt/table-2", row, "flops"), rel=0.01)
 
 
 def test_every_model_of_ours_that_a_paper_names_exists():
-    missing = {name for name in paper.MODELS.values() if name not in list_models()}
+    missing = {name for name in published.MODELS.values() if name not in list_models()}
     assert missing <= {"cvt_13_nas"}

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from locality.experiments.cost import Cost, estimate_costs, span
-from locality.experiments.executors import Executor, Outcome, make_executor, threads_per_run
-from locality.experiments.runs import Run, waves, with_needs
+from locality.runner.cost import Cost, estimate_costs, span
+from locality.runner.executors import Executor, Outcome, make_executor, threads_per_run
+from locality.runner.runs import Run, waves, with_needs
 
 _POLL_SECONDS = 1.0
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from locality.errors import UserError
-from locality.experiments.runs import Run
+from locality.runner.runs import Run
 from locality.training import RunConfig
 from locality.training.setup import launched_from_outside
 from locality.training.signals import Interrupted

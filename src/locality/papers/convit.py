@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from locality import paper
 from locality.analysis.masks import content_off, position_embedding_off, position_off
-from locality.experiments.measures import TOP1, TOP5, inference_speed, masked_top1
-from locality.experiments.quantities import Measure, Quantity, difference, relative_gain
-from locality.experiments.scales import Scale
-from locality.experiments.sizes import model_macs, model_parameters
-from locality.experiments.specs import Cell, Claim, Column, Row, Table, experiment
-from locality.paper import Published
+from locality.papers import published
+from locality.papers.measures import TOP1, TOP5, inference_speed, masked_top1
+from locality.papers.published import Published
+from locality.papers.quantities import Measure, Quantity, difference, relative_gain
+from locality.papers.scales import Scale
+from locality.papers.sizes import model_macs, model_parameters
+from locality.papers.specs import Cell, Claim, Column, Row, Table, experiment
 
 SIZES = ("Ti", "Ti+", "S", "S+", "B", "B+")
 
@@ -53,7 +53,7 @@ def seeds_of(s: Scale, size: str) -> tuple[int, ...]:
 
 def _gap(table: str, first: str, second: str, metric: str) -> Published:
     """The difference of two published numbers, as a published number."""
-    one, other = (paper.value("convit", table, row, metric) for row in (first, second))
+    one, other = (published.value("convit", table, row, metric) for row in (first, second))
     return Published(
         "convit", table, f"{first} over {second}", metric, round(one.value - other.value, 2), "%",
         one.protocol, "computed from the table",
@@ -74,7 +74,7 @@ def table_1(s: Scale) -> Table:
     for size in sizes_of(s):
         for family in ("DeiT", "ConViT"):
             role = f"{family}-{size}"
-            printed = paper.rows("convit", "table-1")[role]
+            printed = published.rows("convit", "table-1")[role]
             chosen: dict[str, Any] = {"seeds": seeds_of(s, size)}
             quantities = (
                 model_parameters(s, role),
@@ -119,7 +119,7 @@ def table_2(s: Scale) -> Table:
             convit = s.measured(measure, "ConViT-S", fraction=fraction)
             gain = relative_gain(convit, deit)
             for row, quantity in (("DeiT-S ", deit), ("ConViT-S ", convit), ("gap ", gain)):
-                printed = paper.value("convit", "table-2", row + percent, measure.name)
+                printed = published.value("convit", "table-2", row + percent, measure.name)
                 cells.append(Cell(quantity, printed))
             if measure is TOP1:
                 gains[percent], differences[percent] = gain, difference(convit, deit)
@@ -162,7 +162,7 @@ def table_3(s: Scale) -> Table:
     for row, (label, _) in ABLATIONS.items():
         cells: list[Cell | None] = []
         for part in parts:
-            cells.append(Cell(top1[row, part], paper.value("convit", "table-3", row, part)))
+            cells.append(Cell(top1[row, part], published.value("convit", "table-3", row, part)))
             over = difference(top1[row, part], top1["e", part])
             cells.append(None if row == "e" else Cell(over, _gap("table-3", row, "e", part)))
         rows.append(Row(f"{row}: {label}", tuple(cells)))
@@ -212,7 +212,7 @@ def table_4(s: Scale) -> Table:
         plain = s.measured(TOP1, role)
         taught = s.measured(TOP1, role, **distilled(s))
         gains[role] = difference(taught, plain)
-        none, hard = (paper.value("convit", "table-4", role, part) for part in ("none", "hard"))
+        none, hard = (published.value("convit", "table-4", role, part) for part in ("none", "hard"))
         gain = Published("convit", "table-4", role, "gain", round(hard.value - none.value, 2), "%",
                          hard.protocol, "computed from the table")  # fmt: skip
         rows.append(Row(role, (Cell(plain, none), Cell(taught, hard), Cell(gains[role], gain))))
@@ -235,7 +235,7 @@ def table_5(s: Scale) -> Table:
         role = f"{family}-{s.masked_size}"
         masked, unmasked = s.measured(measure, role), s.measured(TOP1, role)
         losses.append(difference(unmasked, masked))
-        printed = [paper.value("convit", "table-5", f"{family}-Ti", part)
+        printed = [published.value("convit", "table-5", f"{family}-Ti", part)
                    for part in ("masked", "unmasked")]  # fmt: skip
         lost = Published("convit", "table-5", f"{family}-Ti", "loss",
                          round(printed[1].value - printed[0].value, 2), "%", printed[0].protocol,
@@ -267,7 +267,7 @@ def table_6(s: Scale) -> Table:
             Row(
                 f"first {layers} layers (paper: {printed})",
                 tuple(
-                    Cell(quantity, paper.value("convit", "table-6", printed, part))
+                    Cell(quantity, published.value("convit", "table-6", printed, part))
                     for quantity, part in cells
                 ),
             )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from locality import paper
-from locality.experiments.convit import ABLATIONS, ablation, seeds_of, sizes_of
-from locality.experiments.measures import (
+from locality.papers import published
+from locality.papers.convit import ABLATIONS, ablation, seeds_of, sizes_of
+from locality.papers.measures import (
     BEST_TOP1,
     CURVE_OVER_SHARE,
     LEARNING_CURVE,
@@ -14,7 +14,7 @@ from locality.experiments.measures import (
     TOP1,
     top1_at,
 )
-from locality.experiments.quantities import (
+from locality.papers.quantities import (
     Combined,
     Computed,
     Measure,
@@ -22,8 +22,8 @@ from locality.experiments.quantities import (
     difference,
     relative_gain,
 )
-from locality.experiments.scales import EARLY, Scale
-from locality.experiments.specs import Claim, Figure, Panel, Series, experiment
+from locality.papers.scales import EARLY, Scale
+from locality.papers.specs import Claim, Figure, Panel, Series, experiment
 
 
 def over(xs: tuple[float, ...], parts: list[Quantity]) -> Quantity:
@@ -80,7 +80,7 @@ def figure_2b(s: Scale) -> Figure:
 
 def _published_point(row: str) -> Series:
     def point() -> Any:
-        printed = paper.rows("cvt", "table-3")[row]
+        printed = published.rows("cvt", "table-3")[row]
         return {"x": [printed["parameters"].value], "y": [printed["top1"].value]}
 
     return Series(f"{row} (published)", Computed(point), "other")

@@ -10,10 +10,10 @@ from huggingface_hub import try_to_load_from_cache
 
 from locality.data import AugmentConfig, DataConfig, open_data
 from locality.errors import UserError
-from locality.experiments.quantities import Absent, Computed, Measure, Quantity
-from locality.experiments.runs import Run
-from locality.experiments.scales import Scale
 from locality.files import write_atomic
+from locality.papers.quantities import Absent, Computed, Measure, Quantity
+from locality.papers.scales import Scale
+from locality.runner.runs import Run
 from locality.training.evaluation_of_runs import evaluate_on, evaluate_run
 
 PEERS: dict[str, str | None] = {

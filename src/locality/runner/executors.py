@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from locality.errors import UserError, unknown
-from locality.experiments.runs import Run
-from locality.experiments.worker import WorkerProcess, perform
+from locality.runner.runs import Run
+from locality.runner.worker import WorkerProcess, perform
 
 _POLL_SECONDS = 0.2
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from locality.analysis.trajectory import measure_trajectory
 from locality.data import eval_loader, open_data
-from locality.experiments.quantities import Measure
-from locality.experiments.runs import Run
+from locality.papers.quantities import Measure
+from locality.runner.runs import Run
 from locality.training import evaluate, load_run
 from locality.training.setup import resolve_accelerator
 

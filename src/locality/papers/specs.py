@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from locality.errors import unknown
-from locality.experiments.quantities import Quantity, all_runs
-from locality.experiments.runs import Run
-from locality.paper import Published
+from locality.papers.published import Published
+from locality.papers.quantities import Quantity, all_runs
+from locality.runner.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-    from locality.experiments.scales import Scale
+    from locality.papers.scales import Scale
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def experiment(name: str, title: str) -> Callable[[Callable[[Scale], Spec]], Cal
 
 def experiments() -> dict[str, Experiment]:
     """All experiments by name, in the papers' order."""
-    from locality.experiments import (  # noqa: F401
+    from locality.papers import (  # noqa: F401
         beyond,
         convit,
         convit_attention,

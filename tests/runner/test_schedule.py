@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from locality.errors import UserError
-from locality.experiments.cost import estimate_costs, span
-from locality.experiments.executors import make_executor, visible_gpus
-from locality.experiments.runner import Plan, Progress, done_share, run_all
-from locality.experiments.runs import Run
-from locality.experiments.worker import log_file, perform
+from locality.runner.cost import estimate_costs, span
+from locality.runner.executors import make_executor, visible_gpus
+from locality.runner.runs import Run
+from locality.runner.schedule import Plan, Progress, done_share, run_all
+from locality.runner.worker import log_file, perform
 from locality.training import load_run, settings
 
 
@@ -42,7 +42,7 @@ def test_a_failing_run_fails_alone_and_says_why(tmp_path, tiny_run, failing, her
 
 
 def test_a_program_error_is_named_with_the_place_of_its_details(tmp_path, tiny_config, here):
-    run = Run("", tiny_config(), tmp_path / "run", task="locality.experiments.runs:waves")
+    run = Run("", tiny_config(), tmp_path / "run", task="locality.runner.runs:waves")
     (outcome,) = run_all([run], executor=here, quiet=True)
     assert outcome.error is not None and outcome.error.startswith("TypeError: waves() takes 1")
     assert "Traceback" in log_file(run.folder).read_text()
@@ -179,8 +179,8 @@ def test_other_backends_give_the_same_numbers_bit_for_bit(
 KILLED = """
 import sys
 from pathlib import Path
-from locality.experiments.runner import run_all
-from locality.experiments.runs import Run
+from locality.runner.schedule import run_all
+from locality.runner.runs import Run
 from locality.training import RunConfig, settings
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from locality.errors import UserError, unknown
-from locality.experiments.quantities import Absent, Measure, Measured, Quantity
-from locality.experiments.runs import TRAIN, Run, content_folder
-from locality.experiments.teachers import TRAIN_TIMM, teacher_in
 from locality.models import variant
+from locality.papers.quantities import Absent, Measure, Measured, Quantity
+from locality.runner.runs import TRAIN, Run, content_folder
+from locality.runner.teachers import TRAIN_TIMM, teacher_in
 from locality.training import RunConfig, recipe, replace
 
 EARLY = 0.1

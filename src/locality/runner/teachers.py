@@ -20,9 +20,9 @@ from torch import nn
 
 from locality.data import DataSplits, eval_loader, open_data, train_loader
 from locality.errors import UserError
-from locality.experiments.networks import TIMM, build_network
 from locality.files import write_atomic
 from locality.models import count_parameters
+from locality.runner.networks import TIMM, build_network
 from locality.training import RunConfig, evaluate
 from locality.training.optim import create_optimizer, create_schedule
 from locality.training.plan import make_plan
@@ -30,7 +30,7 @@ from locality.training.randomness import seed_initial_weights
 from locality.training.runs import RunFolder
 from locality.training.setup import resolve_accelerator
 
-TRAIN_TIMM = "locality.experiments.teachers:train_timm"
+TRAIN_TIMM = "locality.runner.teachers:train_timm"
 _EVAL_BATCH = 256
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from locality.analysis.statistics import Estimate, estimate
 from locality.errors import UserError
-from locality.experiments.runs import Run
 from locality.files import write_atomic
+from locality.runner.runs import Run
 
 MEASURED = "experiments.json"
 """Where the measures of a run are kept, in its folder, so that none is taken twice."""

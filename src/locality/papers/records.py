@@ -10,11 +10,11 @@ from typing import Any
 
 from locality._version import __version__
 from locality.analysis.statistics import Estimate, estimate
-from locality.experiments.claims import judged
-from locality.experiments.quantities import Empty, Quantity, Values
-from locality.experiments.runs import Run
-from locality.experiments.scales import Scale
-from locality.experiments.specs import Cell, Experiment, Figure, Panel, Series, Spec, Table
+from locality.papers.claims import judged
+from locality.papers.quantities import Empty, Quantity, Values
+from locality.papers.scales import Scale
+from locality.papers.specs import Cell, Experiment, Figure, Panel, Series, Spec, Table
+from locality.runner.runs import Run
 
 Record = dict[str, Any]
 

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from locality.experiments.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED
-from locality.experiments.records import Record
+from locality.papers.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED
+from locality.papers.records import Record
 
 MARKS = {HOLDS: "✓", FAILS: "✗", UNDECIDED: "?", NOT_RUN: "–"}
 EMPTY = "—"
@@ -266,7 +266,7 @@ def to_html(record: Record) -> str:
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
-        loader=PackageLoader("locality.experiments"), autoescape=True, trim_blocks=True,
+        loader=PackageLoader("locality.papers"), autoescape=True, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     notes = Notes()

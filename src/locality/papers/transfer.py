@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from locality.experiments.measures import TOP1
-from locality.experiments.quantities import Absent, Measure, Measured, Quantity
-from locality.experiments.runs import Run, content_folder
-from locality.experiments.scales import Scale
+from locality.papers.measures import TOP1
+from locality.papers.quantities import Absent, Measure, Measured, Quantity
+from locality.papers.scales import Scale
+from locality.runner.runs import Run, content_folder
 from locality.training import RunConfig, recipe, replace
 
 TARGETS = ("cifar10", "cifar100", "pets", "flowers102")

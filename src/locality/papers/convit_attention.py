@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from locality.experiments import pictures
-from locality.experiments.convit import distilled, seeds_of
-from locality.experiments.measures import TRAJECTORY
-from locality.experiments.quantities import Absent, Combined, Quantity, difference
-from locality.experiments.scales import EARLY, Scale
-from locality.experiments.sizes import depth_of, gated_layers_of, heads_of
-from locality.experiments.specs import Claim, Drawing, Figure, Panel, Series, experiment
+from locality.papers.convit import distilled, seeds_of
+from locality.papers.measures import TRAJECTORY
+from locality.papers.quantities import Absent, Combined, Quantity, difference
+from locality.papers.scales import EARLY, Scale
+from locality.papers.sizes import depth_of, gated_layers_of, heads_of
+from locality.papers.specs import Claim, Drawing, Figure, Panel, Series, experiment
 
 # The unit of gates, which are shares.
 _SHARE = "of attention"

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from locality.experiments.cost import forward_macs, parameters, train_images
-from locality.experiments.quantities import Computed, Quantity
-from locality.experiments.scales import Scale
 from locality.models import configure, count_macs, count_parameters, create_model, variant
+from locality.papers.quantities import Computed, Quantity
+from locality.papers.scales import Scale
+from locality.runner.cost import forward_macs, parameters, train_images
 
 
 def model_parameters(s: Scale, role: str, **changes: Any) -> Quantity:

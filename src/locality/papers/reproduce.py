@@ -10,17 +10,17 @@ from typing import Any
 
 from locality.analysis.style import save
 from locality.errors import UserError
-from locality.experiments.cost import span
 from locality.experiments.drawing import draw
-from locality.experiments.executors import Executor
-from locality.experiments.peers import missing_data
-from locality.experiments.records import Record, make_record
-from locality.experiments.runner import Plan, run_all
-from locality.experiments.runs import Run, with_needs
-from locality.experiments.scales import SCALES, Scale, get_scale
-from locality.experiments.specs import Experiment, Figure, Spec, experiments, find
-from locality.experiments.tables import markdown, to_csv, to_html
 from locality.files import write_atomic
+from locality.papers.peers import missing_data
+from locality.papers.records import Record, make_record
+from locality.papers.scales import SCALES, Scale, get_scale
+from locality.papers.specs import Experiment, Figure, Spec, experiments, find
+from locality.papers.tables import markdown, to_csv, to_html
+from locality.runner.cost import span
+from locality.runner.executors import Executor
+from locality.runner.runs import Run, with_needs
+from locality.runner.schedule import Plan, run_all
 
 RUNS = "runs/reproduce"
 """Where run folders go unless told otherwise, apart from those of `locality train`."""

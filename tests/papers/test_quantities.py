@@ -8,8 +8,8 @@ import pytest
 
 from locality.analysis.statistics import Estimate
 from locality.errors import UserError
-from locality.experiments.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED, judged, verdict
-from locality.experiments.quantities import (
+from locality.papers.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED, judged, verdict
+from locality.papers.quantities import (
     Absent,
     Computed,
     Empty,
@@ -18,8 +18,8 @@ from locality.experiments.quantities import (
     difference,
     relative_gain,
 )
-from locality.experiments.runner import run_all
-from locality.experiments.specs import Claim
+from locality.papers.specs import Claim
+from locality.runner.schedule import run_all
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ class Fixed:
         self.found = {int(seed[1:]): value for seed, value in values.items()}
 
     def evaluate(self, failures):
-        from locality.experiments.quantities import Values
+        from locality.papers.quantities import Values
 
         return Values(self.found)
 

@@ -16,21 +16,21 @@ from typing import Any
 from locality.checkpoints import save
 from locality.checkpoints.native import WEIGHTS
 from locality.errors import UserError
-from locality.experiments.measures import TOP1
-from locality.experiments.quantities import Absent, Measured, Quantity, difference
-from locality.experiments.runs import Run
-from locality.experiments.scales import Scale
-from locality.experiments.specs import Cell, Claim, Column, Row, Table, experiment
 from locality.layers import GatedPositionalSelfAttention, LocalConvolution
 from locality.models import ImageClassifier
+from locality.papers.measures import TOP1
+from locality.papers.quantities import Absent, Measured, Quantity, difference
+from locality.papers.scales import Scale
+from locality.papers.specs import Cell, Claim, Column, Row, Table, experiment
+from locality.runner.runs import Run
 from locality.training import RunConfig, load_run, train
 from locality.training.runs import RunFolder
 from locality.training.setup import build_model
 
 FRACTIONS = (0.05, 0.2, 1.0)
 
-FROM_ATTENTION = "locality.experiments.beyond:train_with_convolutions"
-FROM_EVERYTHING = "locality.experiments.beyond:train_from_convolutional_net"
+FROM_ATTENTION = "locality.papers.beyond:train_with_convolutions"
+FROM_EVERYTHING = "locality.papers.beyond:train_from_convolutional_net"
 
 # Where a ConViT starts that is to compute what the convolutional net computes: e⁻⁴ of positional
 # attention on each neighbour of a head's centre, 2% of content, and both free to move.
