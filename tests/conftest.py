@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from locality.papers.scales import DIGITS, Scale
 from locality.runner.executors import Outcome
@@ -81,3 +82,17 @@ def tiny_scale(tmp_path: Path) -> Scale:
     return dataclasses.replace(
         DIGITS, base=base, root=tmp_path / "runs", seeds=(0, 1), few_seeds=(0,), snapshots=3
     )
+
+
+@pytest.fixture(scope="session")
+def shaken():
+    """Moves every parameter at random, so that nothing is equal, zero or symmetric by accident."""
+
+    @torch.no_grad()
+    def moved(model, seed=0, scale=0.3):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        return model.eval()
+
+    return moved

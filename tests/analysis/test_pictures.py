@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from locality.analysis.pictures import load_pictures, save_pictures, take_pictures
-from locality.analysis.samples import one_of_each, sample
+from locality.analysis.samples import Sample, one_of_each, sample
 from locality.analysis.taps import capture
 from locality.data import ArraySource, AugmentConfig, DataConfig, open_data
 from locality.errors import UserError
@@ -13,7 +13,7 @@ CLASSES = [str(digit) for digit in range(10)]
 
 def pictures_of(model, images, **options):
     shown = np.zeros((len(images), 8, 8, 3), dtype=np.uint8)
-    return take_pictures(model, images, shown, ["3"] * len(images), CLASSES, **options)
+    return take_pictures(model, Sample(images, shown, ["3"] * len(images), CLASSES), **options)
 
 
 def test_pictures_are_the_rows_of_the_captured_attention(convit, images):
@@ -26,38 +26,21 @@ def test_pictures_are_the_rows_of_the_captured_attention(convit, images):
         prefix = view.maps.prefix_tokens
         row = view.maps.mixed[:, :, prefix + 1 * 4 + 3, prefix:].unflatten(-1, (4, 4))
         np.testing.assert_array_equal(layer.mixed, row.numpy())
-    gated, last = pictures.layers[0], pictures.layers[-1]
-    share = gated.gates[:, None, None]
-    np.testing.assert_allclose(
-        gated.mixed, (1 - share) * gated.content + share * gated.position, atol=1e-6
-    )
-    assert last.gates is None and last.position is None
-    row = views[-1].maps.mixed[:, :, 0, 1:].unflatten(-1, (4, 4))
-    np.testing.assert_array_equal(last.class_token, row.numpy())
+    np.testing.assert_array_equal(pictures.layers[0].gates, views[0].maps.gate)
+    assert pictures.layers[-1].gates is None
 
 
 def test_pictures_survive_the_disk(convit, images, tmp_path):
     pictures = pictures_of(convit, images)
     save_pictures(pictures, tmp_path / "attention.npz")
     back = load_pictures(tmp_path / "attention.npz")
-    assert (back.labels, back.predictions, back.place) == (
-        pictures.labels,
-        pictures.predictions,
-        pictures.place,
-    )
     np.testing.assert_array_equal(back.images, pictures.images)
-    for ours, theirs in zip(pictures.layers, back.layers, strict=True):
-        assert (ours.name, ours.grid, ours.key_grid, ours.query) == (
-            theirs.name,
-            theirs.grid,
-            theirs.key_grid,
-            theirs.query,
-        )
-        for part in ("mixed", "content", "position", "class_token", "gates"):
-            mine, read = getattr(ours, part), getattr(theirs, part)
-            assert (mine is None) == (read is None)
-            if mine is not None:
-                np.testing.assert_array_equal(mine, read)
+    for ours, read in zip([pictures, *pictures.layers], [back, *back.layers], strict=True):
+        for name, value in vars(ours).items():
+            if isinstance(value, np.ndarray):
+                np.testing.assert_array_equal(value, getattr(read, name))
+            elif name != "layers":
+                assert value == getattr(read, name)
 
 
 def test_other_archives_are_refused(tmp_path):
@@ -81,8 +64,8 @@ def test_sample_is_what_evaluation_shows_the_model():
     val = open_data(DataConfig(), seed=0).val
     augment = AugmentConfig(mean=(0.5,) * 3, std=(0.25,) * 3, crop_pct=1.0)
     chosen = sample(val, augment, 8, 20)
-    assert np.bincount(chosen.labels).tolist() == [2] * 10
-    for row, index in enumerate(chosen.indices):
+    assert chosen.labels == [str(digit) for digit in range(10)] * 2
+    for row, index in enumerate(one_of_each(val.labels, 20)):
         np.testing.assert_array_equal(chosen.shown[row], np.asarray(val.read(int(index))))
     back = (chosen.images * 0.25 + 0.5) * 255
     assert torch.allclose(back.permute(0, 2, 3, 1), torch.from_numpy(chosen.shown).float())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from locality.analysis.pictures import save_pictures, take_pictures
+from locality.analysis.samples import Sample
 from locality.analysis.summary import measure_model
 from locality.models import count_parameters, create_model
 from locality.training import settings
@@ -40,7 +41,7 @@ def attention():
             network = create_model(model)
             before = measure_model(network, images)
             after = measure_model(moved(network, seed, 0.1), images)
-            found = take_pictures(network, images[:4], shown[:4], classes[:4], classes)
+            found = take_pictures(network, Sample(images[:4], shown[:4], classes[:4], classes))
             cache[model, seed] = {"before": before, "after": after}, found
         return cache[model, seed]
 

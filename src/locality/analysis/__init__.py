@@ -8,7 +8,6 @@ from locality.lazy import lazily
 
 if TYPE_CHECKING:
     from locality.analysis.explorer import write_explorer
-    from locality.analysis.figures import FIGURES
     from locality.analysis.masks import content_off, position_embedding_off, position_off
     from locality.analysis.over_training import OverTraining
     from locality.analysis.recording import record
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from locality.analysis.taps import LayerView, capture
 
 __all__ = [
-    "FIGURES",
     "LayerView",
     "OverTraining",
     "capture",
@@ -33,7 +31,6 @@ __getattr__ = lazily(
     __name__,
     {
         ".explorer": "write_explorer",
-        ".figures": "FIGURES",
         ".masks": "content_off position_embedding_off position_off",
         ".over_training": "OverTraining",
         ".recording": "record",

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from locality._version import __version__
 from locality.analysis.factors import factorise
-from locality.analysis.maps import DECADES
-from locality.analysis.samples import observable, pixels
+from locality.analysis.pictures import DECADES
+from locality.analysis.samples import observable, prepared
 from locality.analysis.style import MAP_COLOURS, family_of
 from locality.analysis.summary import measure_model, positional_vectors
 from locality.analysis.taps import LayerView, capture
@@ -94,7 +94,7 @@ def write_explorer(
                 "source": _picture(shown),
                 "name": names[index] if names else f"image {index + 1}",
             }
-            for index, shown in enumerate(pixels(first, first.prepare(images)))
+            for index, shown in enumerate(prepared(first, images).shown)
         ],
         "models": [each.about for each in observed],
     }

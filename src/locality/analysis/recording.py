@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from locality.analysis.pictures import save_pictures, take_pictures
-from locality.analysis.samples import sample
+from locality.analysis.pictures import Pictures, save_pictures, take_pictures
+from locality.analysis.samples import validation_sample
 from locality.analysis.summary import Record, measure_model
 from locality.checkpoints.reading import read_json
-from locality.data import open_data
 from locality.errors import UserError
 from locality.files import write_atomic
 from locality.training.runs import RunFolder, initial_model, load_run
@@ -40,16 +39,8 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     if run.result() is None:
         raise UserError(f"run folder {folder} has no result.json: its run has not finished")
     model, config = load_run(folder)
-    splits = open_data(config.data, config.seed)
-    chosen = sample(splits.val, config.augment, model.img_size, max(images, pictures))
-    few = slice(0, pictures)
-    found = take_pictures(
-        model,
-        chosen.images[few],
-        chosen.shown[few],
-        [splits.classes[label] for label in chosen.labels[few]],
-        splits.classes,
-    )
+    chosen = validation_sample(config, model.img_size, max(images, pictures))
+    found = take_pictures(model, chosen.first(pictures))
     save_pictures(found, Path(folder) / PICTURES)
     initial = initial_model(folder)
     return add_measures(
@@ -59,6 +50,19 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
             "after": measure_model(model, chosen.images[:images]),
         },
     )
+
+
+def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
+    """What the heads of a run's model look at from the centre of its first validation images.
+
+    Args:
+        folder: of the run.
+        count: how many images.
+        trained: whether to look at the model it ended with or at the one it started from.
+    """
+    model, config = load_run(folder)
+    model = model if trained else initial_model(folder)
+    return take_pictures(model, validation_sample(config, model.img_size, count))
 
 
 def read_measures(folder: Path | str) -> Record:

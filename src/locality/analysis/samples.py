@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from locality.checkpoints import Classifier
+from locality.data import open_data
 from locality.data.config import AugmentConfig
 from locality.data.sources import ImageSource
 from locality.data.transforms import eval_transform, normalise
 from locality.errors import UserError
+from locality.training.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,23 @@ class Sample:
     Attributes:
         images: (n, 3, H, W) float32, normalised.
         shown: (n, H, W, 3) uint8, the same before normalisation.
-        labels: (n,) class numbers.
-        indices: (n,) their places in the source.
+        labels: the name of each one's class.
+        classes: names of all classes, in the order of the logits; empty where nobody said.
     """
 
     images: Tensor
     shown: npt.NDArray[np.uint8]
-    labels: npt.NDArray[np.int64]
-    indices: npt.NDArray[np.int64]
+    labels: list[str]
+    classes: Sequence[str] = ()
+
+    def first(self, count: int) -> Sample:
+        """The first `count` of them."""
+        few = slice(count)
+        return Sample(self.images[few], self.shown[few], self.labels[few], self.classes)
+
+    def class_name(self, index: int) -> str:
+        """The name of a class, or its number where there is none."""
+        return self.classes[index] if self.classes else str(index)
 
 
 def one_of_each(labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -48,7 +61,11 @@ def one_of_each(labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int
 
 
 def sample(
-    source: ImageSource, augment: AugmentConfig, img_size: int | tuple[int, int], count: int
+    source: ImageSource,
+    augment: AugmentConfig,
+    img_size: int | tuple[int, int],
+    count: int,
+    classes: Sequence[str] = (),
 ) -> Sample:
     """`count` images of a source, as evaluation prepares them, spread evenly over its classes.
 
@@ -61,7 +78,26 @@ def sample(
     transform: Any = eval_transform(augment, img_size)
     pixels = torch.stack([transform(source.read_or_name(int(index))) for index in indices])
     shown = pixels.permute(0, 2, 3, 1).contiguous().numpy()
-    return Sample(normalise(pixels, augment), shown, source.labels[indices], indices)
+    labels = [classes[label] if classes else str(label) for label in source.labels[indices]]
+    return Sample(normalise(pixels, augment), shown, labels, classes)
+
+
+def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count: int) -> Sample:
+    """`count` validation images of a run, at the size its model takes."""
+    splits = open_data(config.data, config.seed)
+    return sample(splits.val, config.augment, img_size, count, splits.classes)
+
+
+def prepared(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
+    """Images of unknown class, as a classifier prepares them."""
+    batch = subject.prepare(images)
+    mean, std = (
+        torch.tensor(values).view(-1, 1, 1)
+        for values in (subject.preprocessing.mean, subject.preprocessing.std)
+    )
+    pixels = ((batch.cpu() * std + mean) * 255).round().clamp(0, 255).byte()
+    shown = pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
+    return Sample(batch, shown, [""] * len(images), subject.classes or ())
 
 
 def observable(subject: Classifier) -> nn.Module:
@@ -73,13 +109,3 @@ def observable(subject: Classifier) -> nn.Module:
     if subject.model is None:
         raise UserError(f"{subject.name} is an exported graph, whose attention cannot be observed")
     return subject.model
-
-
-def pixels(subject: Classifier, batch: Tensor) -> npt.NDArray[np.uint8]:
-    """What `subject.prepare` made of images, for people: (n, H, W, 3) uint8."""
-    mean, std = (
-        torch.tensor(values).view(-1, 1, 1)
-        for values in (subject.preprocessing.mean, subject.preprocessing.std)
-    )
-    shown = ((batch.cpu() * std + mean) * 255).round().clamp(0, 255).byte()
-    return shown.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()

@@ -13,12 +13,12 @@ from locality.errors import unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from locality.analysis.figures import FigureKind
+    from locality.figures.by_name import FigureKind
 
 
 def main(arguments: Sequence[str]) -> None:
     """Draw the figure and print the paths of its PNG and SVG."""
-    from locality.analysis.figures import FIGURES
+    from locality.figures.by_name import FIGURES
 
     kinds = "; ".join(
         f"{name}: {kind.about}, from {kind.takes} ({kind.papers})" for name, kind in FIGURES.items()

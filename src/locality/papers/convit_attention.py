@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from locality.experiments import pictures
+from locality.analysis.recording import run_pictures
+from locality.analysis.samples import validation_sample
+from locality.figures import maps
+from locality.models.factory import variant
 from locality.papers.convit import distilled, seeds_of
 from locality.papers.measures import TRAJECTORY
 from locality.papers.quantities import Absent, Combined, Quantity, difference
@@ -16,6 +19,7 @@ from locality.papers.specs import Claim, Drawing, Figure, Panel, Series, experim
 
 # The unit of gates, which are shares.
 _SHARE = "of attention"
+_AVERAGED_IMAGES = 100
 
 
 @experiment("convit/figure-3", "Convolutional initialisation of positional attention")
@@ -25,7 +29,9 @@ def figure_3(s: Scale) -> Figure:
     config = s.config("ConViT-S")
 
     def draw(_: list[Path]) -> Any:
-        return pictures.initial_maps(config, name, dict(overrides), strengths=(0.5, 2.0))
+        size = config.model.img_size or variant(name).config.img_size
+        image = validation_sample(config, size, 1)
+        return maps.initial_maps(image, name, {**overrides, "img_size": size}, seed=config.seed)
 
     about = (
         "Untrained layers on one image. Self-attention (b) sees shapes; positional attention with "
@@ -172,7 +178,8 @@ def _maps_figure(s: Scale, size: str, image: int) -> Figure:
     titles = [f"DeiT-{size}", f"ConViT-{size}"]
 
     def draw(folders: list[Path]) -> Any:
-        return pictures.trained_maps(folders, titles, layers, image)
+        taken = [run_pictures(folder, image + 1) for folder in folders]
+        return maps.maps(list(zip(titles, taken, strict=True)), layers, image=image)
 
     about = (
         f"Attention from the centre patch in layers {layers[0] + 1} and {layers[1] + 1}. Colours "
@@ -256,11 +263,15 @@ def figure_15(s: Scale) -> Figure:
     layers = (0, max(1, round(0.75 * depth_of(s, f"DeiT-{size}"))))
 
     def draw(folders: list[Path]) -> Any:
-        return pictures.mean_maps(folders[0], layers)
+        taken = [
+            ("before training", run_pictures(folders[0], _AVERAGED_IMAGES, trained=False)),
+            ("after", run_pictures(folders[0], _AVERAGED_IMAGES)),
+        ]
+        return maps.maps(taken, layers, image=None)
 
     about = (
-        f"Attention from the centre patch, averaged over 100 images, in layers {layers[0] + 1} "
-        f"and {layers[1] + 1}."
+        f"Attention from the centre patch, averaged over {_AVERAGED_IMAGES} images, in "
+        f"layers {layers[0] + 1} and {layers[1] + 1}."
     )
     return Figure(about, drawing=Drawing((run,), draw))
 

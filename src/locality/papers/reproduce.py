@@ -10,7 +10,7 @@ from typing import Any
 
 from locality.analysis.style import save
 from locality.errors import UserError
-from locality.experiments.drawing import draw
+from locality.figures.curves import draw
 from locality.files import write_atomic
 from locality.papers.peers import missing_data
 from locality.papers.records import Record, make_record

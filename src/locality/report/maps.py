@@ -13,8 +13,7 @@ import numpy.typing as npt
 from matplotlib.colors import to_hex
 from PIL import Image
 
-from locality.analysis.maps import DECADES
-from locality.analysis.pictures import LayerPicture, Pictures
+from locality.analysis.pictures import DECADES, LayerPicture, Pictures
 from locality.analysis.style import GATE_COLOURS, MAP_COLOURS
 
 

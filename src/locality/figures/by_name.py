@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
 from locality.analysis import kinds
 from locality.analysis.curves import Course, gates_over_training, nonlocality_over_training
-from locality.analysis.maps import MapBlock, draw_maps, model_block
 from locality.analysis.pictures import Pictures, take_pictures
-from locality.analysis.samples import observable, pixels
+from locality.analysis.samples import Sample, observable, prepared
 from locality.analysis.style import FAMILY_NAMES, family_of
 from locality.analysis.trajectory import trajectory
-from locality.checkpoints import Classifier, Preprocessing
+from locality.checkpoints import Classifier
 from locality.errors import UserError
+from locality.figures import maps as drawn
 from locality.models import create_model
 from locality.training.config import RunConfig
 from locality.training.runs import RunFolder
@@ -77,21 +76,10 @@ def maps(
     Args:
         models: drawn side by side.
         images: at least one.
-        layers: depths to draw, from 0; the second and the last but two unless given, as in the
-            paper's figures of twelve layers.
-        heads: how many heads of each.
-        place: where to look from, as shares of (height, width).
+        layers, heads: which; see `locality.figures.maps`.
+        place: where to look from, as fractions of (height, width).
     """
-    blocks = []
-    taken: Pictures | None = None
-    for model in models:
-        pictures = _pictures(model, images[:1], place)
-        taken = taken or pictures
-        blocks.append(model_block(model.name, pictures, _layers(pictures, layers), heads, 0))
-    if taken is None:
-        raise UserError("give at least one model to draw the attention of")
-    first = taken.layers[0]
-    return draw_maps(blocks, taken.images[0], (first.query, first.grid))
+    return drawn.maps(_pictures(models, images[:1], place), layers, heads)
 
 
 def mean_maps(
@@ -102,41 +90,22 @@ def mean_maps(
     place: tuple[float, float] = (0.5, 0.5),
 ) -> Figure:
     """Attention averaged over images (Fig. 15): `locality figure mean-maps`. Args as `maps`."""
-    blocks = []
-    for model in models:
-        pictures = _pictures(model, images, place)
-        blocks.append(model_block(model.name, pictures, _layers(pictures, layers), heads, None))
-    if not blocks:
-        raise UserError("give at least one model to draw the attention of")
-    return draw_maps(blocks)
+    return drawn.maps(_pictures(models, images, place), layers, heads, image=None)
 
 
 def initial_maps(
     images: Sequence[Image.Image],
     strengths: Sequence[float] = (0.5, 2.0),
     place: tuple[float, float] = (0.5, 0.5),
-    seed: int = 0,
 ) -> Figure:
-    """Untrained layers on the first image (Fig. 3): `locality figure initial-maps`.
+    """Untrained layers of a ConViT-Ti on the first image (Fig. 3): `locality figure initial-maps`.
 
-    The first layer of a ConViT-Ti (four heads): with self-attention, and with positional
-    self-attention at each locality strength.
+    Args:
+        images: at least one.
+        strengths, place: see `locality.figures.maps.initial_maps`.
     """
-    settings = {"self-attention": {"gpsa_layers": 0}} | {
-        f"PSA, α = {strength:g}": {"positional_attention": "psa", "locality_strength": strength}
-        for strength in strengths
-    }
-    blocks: list[MapBlock] = []
-    taken: Pictures | None = None
-    for title, changes in settings.items():
-        torch.manual_seed(seed)
-        model = create_model("convit_tiny", **changes)
-        subject = Classifier.of(model, title, Preprocessing(img_size=224))
-        taken = _pictures(subject, images[:1], place)
-        blocks.append(model_block(title, taken, [0], 4, 0))
-    assert taken is not None
-    first = taken.layers[0]
-    return draw_maps(blocks, taken.images[0], (first.query, first.grid), own_scale=True)
+    subject = Classifier.of(create_model("convit_tiny"))
+    return drawn.initial_maps(_prepared(subject, images[:1]), "convit_tiny", {}, strengths, place)
 
 
 @dataclass(frozen=True)
@@ -176,26 +145,19 @@ FIGURES: dict[str, FigureKind] = {
 
 
 def _pictures(
-    model: Classifier, images: Sequence[Image.Image], place: tuple[float, float]
-) -> Pictures:
-    """What a model's heads look at from one place of images, prepared its own way."""
+    models: Sequence[Classifier], images: Sequence[Image.Image], place: tuple[float, float]
+) -> list[tuple[str, Pictures]]:
+    """What models' heads look at from one place of images, each model prepared in its own way."""
+    return [
+        (model.name, take_pictures(observable(model), _prepared(model, images), place))
+        for model in models
+    ]
+
+
+def _prepared(model: Classifier, images: Sequence[Image.Image]) -> Sample:
     if not images:
         raise UserError("give at least one image to look at")
-    network = observable(model)
-    batch = model.prepare(images)
-    with torch.no_grad():
-        classes = [model.label(index) for index in range(network(batch[:1]).shape[1])]
-    return take_pictures(network, batch, pixels(model, batch), [""] * len(images), classes, place)
-
-
-def _layers(pictures: Pictures, layers: Sequence[int] | None) -> list[int]:
-    depth = len(pictures.layers)
-    if layers is None:
-        return sorted({min(1, depth - 1), max(0, depth - 3)})
-    for layer in layers:
-        if not 0 <= layer < depth:
-            raise UserError(f"there is no layer {layer + 1}; the model has {depth}")
-    return list(layers)
+    return prepared(model, images)
 
 
 def _kind(config: RunConfig) -> str:

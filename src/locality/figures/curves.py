@@ -1,4 +1,4 @@
-"""Records of figures as matplotlib figures."""
+"""Records of panels and their curves as matplotlib figures."""
 
 from __future__ import annotations
 

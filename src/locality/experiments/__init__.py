@@ -1,1 +1,0 @@
-"""The drawings of both papers' figures."""

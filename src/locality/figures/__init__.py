@@ -1,0 +1,1 @@
+"""Figures from records: the look of all of them, curves, attention maps, charts."""

@@ -1,0 +1,185 @@
+"""Attention maps: what every head looks at from one patch.
+
+As in ConViT's Figs. 3, 7, 15, 16 and 17: the query is boxed, colours are logarithmic, and a frame
+from white (content) to red (position) shows the gate of heads that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.patches import Rectangle
+
+from locality.analysis.pictures import DECADES, LayerPicture, Pictures, take_pictures
+from locality.analysis.samples import Sample
+from locality.analysis.style import FAINT, GATE_COLOURS, MAP_COLOURS, new_figure, settings
+from locality.errors import UserError
+from locality.layers.position import Grid
+from locality.models import create_model
+
+Array = npt.NDArray[np.floating]
+
+_QUERY = "#ff3b30"
+_INCH = 0.85
+
+
+def maps(
+    pictures: Sequence[tuple[str, Pictures]],
+    layers: Sequence[int] | None = None,
+    heads: int = 4,
+    image: int | None = 0,
+    own_scale: bool = False,
+) -> Figure:
+    """Some layers of some models, side by side under their titles.
+
+    Args:
+        pictures: a title and what that model's heads look at, for each model.
+        layers: depths to draw, from 0; the second and the last but two unless given, as in the
+            paper's figures of twelve layers.
+        heads: how many heads of each.
+        image: which image, also drawn, with its query boxed; None averages over all of them.
+        own_scale: colour each map from its own least value, which brings out shapes in nearly
+            even maps, instead of from `DECADES` below its largest, which compares maps.
+
+    Raises:
+        UserError: if there is no model, or one of them lacks one of these layers.
+    """
+    if not pictures:
+        raise UserError("give at least one model to draw the attention of")
+    blocks = [
+        [(f"layer {index + 1}", taken.layers[index]) for index in _layers(taken, layers)]
+        for _, taken in pictures
+    ]
+    widths = [] if image is None else [1.6]
+    widths += [min(heads, max(layer.mixed.shape[1] for _, layer in b)) + 0.5 for b in blocks]
+    with settings():
+        height = max(map(len, blocks))
+        figure = new_figure(_INCH * sum(widths), _INCH * height + 0.45)
+        parts = list(figure.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
+        if image is not None:
+            draw_image(parts.pop(0), pictures[0][1], image)
+        for part, (title, _), rows in zip(parts, pictures, blocks, strict=True):
+            draw_rows(part, title, rows, heads, image, own_scale)
+    return figure
+
+
+def initial_maps(
+    chosen: Sample,
+    model: str,
+    overrides: Mapping[str, Any],
+    strengths: Sequence[float] = (0.5, 2.0),
+    place: tuple[float, float] = (0.5, 0.5),
+    seed: int = 0,
+) -> Figure:
+    """The first layer of untrained models on one image (Fig. 3).
+
+    With self-attention, and with positional self-attention at each locality strength.
+
+    Args:
+        chosen: one image, prepared for the model.
+        model: the architecture's name, with `overrides` of its configuration.
+        strengths: α of each model with positional self-attention.
+        place: where to look from, as fractions of (height, width).
+        seed: of the initialisation.
+    """
+    variants: dict[str, dict[str, Any]] = {"self-attention": {"gpsa_layers": 0}} | {
+        f"PSA, α = {strength:g}": {"positional_attention": "psa", "locality_strength": strength}
+        for strength in strengths
+    }
+    taken = []
+    for title, changes in variants.items():
+        torch.manual_seed(seed)
+        network = create_model(model, **(dict(overrides) | changes))
+        taken.append((title, take_pictures(network, chosen, place)))
+    return maps(taken, layers=[0], own_scale=True)
+
+
+def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
+    depth = len(pictures.layers)
+    if layers is None:
+        return sorted({min(1, depth - 1), max(0, depth - 3)})
+    for layer in layers:
+        if not 0 <= layer < depth:
+            raise UserError(f"there is no layer {layer + 1}; the model has {depth}")
+    return layers
+
+
+def draw_image(part: SubFigure, pictures: Pictures, index: int) -> None:
+    """One image, with the patch boxed that the heads of the first layer look from."""
+    part.suptitle("input", fontsize=10, fontweight="bold")
+    axes = part.subplots()
+    image, layer = pictures.images[index], pictures.layers[0]
+    axes.imshow(image, interpolation="nearest")
+    axes.set_axis_off()
+    _box(axes, layer.query, layer.grid, image.shape[:2])
+
+
+def draw_rows(
+    part: SubFigure,
+    title: str,
+    rows: Sequence[tuple[str, LayerPicture]],
+    heads: int,
+    image: int | None,
+    own_scale: bool = False,
+) -> None:
+    """Labelled layers below each other, one map per head; see `maps`."""
+    part.suptitle(title, fontsize=10, fontweight="bold")
+    heads = min(heads, max(layer.mixed.shape[1] for _, layer in rows))
+    grid = part.subplots(len(rows), heads, squeeze=False)
+    for line, (label, layer) in zip(grid, rows, strict=True):
+        found = layer.mixed.mean(axis=0) if image is None else layer.mixed[image]
+        for head, axes in enumerate(line):
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if head >= len(found):
+                axes.set_axis_off()
+                continue
+            _draw_map(axes, found[head], own_scale)
+            # The query lies on the grid of the queries; its box has to lie on that of the keys.
+            query = tuple(
+                place * keys // queries
+                for place, keys, queries in zip(
+                    layer.query, layer.key_grid, layer.grid, strict=True
+                )
+            )
+            _box(axes, query, layer.key_grid, layer.key_grid)
+            _frame(axes, None if layer.gates is None else float(layer.gates[head]))
+        line[0].set_ylabel(label, fontsize=8)
+
+
+def _draw_map(axes: Axes, attention: Array, own_scale: bool) -> None:
+    largest = max(float(attention.max()), 1e-12)
+    lowest = largest * 10.0**-DECADES
+    if own_scale:
+        lowest = max(lowest, min(float(attention.min()), 0.999 * largest))
+    axes.imshow(
+        np.maximum(attention, lowest),
+        cmap=MAP_COLOURS,
+        norm=LogNorm(lowest, largest),
+        interpolation="nearest",
+    )
+
+
+def _box(axes: Axes, query: Sequence[int], grid: Grid, shape: Sequence[int]) -> None:
+    """A box around the query patch on `grid`, on something of `shape` pixels drawn on `axes`."""
+    height, width = shape[0] / grid[0], shape[1] / grid[1]
+    corner = (query[1] * width - 0.5, query[0] * height - 0.5)
+    axes.add_patch(
+        Rectangle(corner, width, height, fill=False, edgecolor=_QUERY, linewidth=1.3, clip_on=False)
+    )
+
+
+def _frame(axes: Axes, gate: float | None) -> None:
+    for spine in axes.spines.values():
+        spine.set_visible(True)
+        spine.set_color(FAINT if gate is None else GATE_COLOURS(gate))
+        spine.set_linewidth(0.6 if gate is None else 2.5)
+    if gate is not None:
+        axes.set_title(f"{gate:.2f}", fontsize=6, loc="center", pad=2, fontweight="normal")

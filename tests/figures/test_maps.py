@@ -1,0 +1,54 @@
+"""Maps drawn from pictures: a panel per head, the right numbers in it, files that open."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from locality.analysis.pictures import LayerPicture, Pictures
+from locality.analysis.style import save
+from locality.figures.maps import maps
+
+
+@pytest.fixture
+def layer():
+    mixed = np.random.default_rng(0).dirichlet(np.ones(16), size=(2, 3)).reshape(2, 3, 4, 4)
+    return LayerPicture("blocks.0.attn", (8, 8), (4, 4), (5, 2), mixed, gates=np.array([0, 0.5, 1]))
+
+
+def pictures(*layers):
+    images = np.zeros((2, 8, 8, 3), dtype=np.uint8)
+    return Pictures(images, ["a", "b"], ["a", "b"], (0.5, 0.5), list(layers))
+
+
+def panels(figure):
+    return [axes for axes in figure.axes if axes.images]
+
+
+def test_a_row_shows_one_image_or_their_mean_and_boxes_the_query_on_the_keys_grid(layer):
+    _, first, second = panels(maps([("ours", pictures(layer))], [0], heads=2, image=1))
+    np.testing.assert_allclose(second.images[0].get_array(), layer.mixed[1, 1])
+    assert first.patches[0].get_xy() == (1 - 0.5, 2 - 0.5) and first.patches[0].get_width() == 1
+    assert [axes.get_title() for axes in (first, second)] == ["0.00", "0.50"]
+    (mean, *_) = panels(maps([("ours", pictures(layer))], [0], heads=2, image=None))
+    np.testing.assert_allclose(mean.images[0].get_array(), layer.mixed[:, 0].mean(0))
+
+
+def test_a_figure_has_an_input_and_a_panel_per_head(layer, tmp_path):
+    twice = [("ours", pictures(layer)), ("ours", pictures(layer, layer))]
+    figure = maps(twice, [0], heads=4)
+    assert len(panels(figure)) == 1 + 3 + 3
+    box = panels(figure)[0].patches[0]
+    assert (box.get_xy(), box.get_width()) == ((2 - 0.5, 5 - 0.5), 1)
+    written = save(figure, tmp_path / "maps")
+    with Image.open(written[0]) as opened:
+        assert opened.width > opened.height
+    assert "layer 1" in written[1].read_text()
+
+
+def test_colours_reach_three_powers_of_ten_below_the_largest_value():
+    layer = LayerPicture("", (1, 2), (1, 2), (0, 0), np.array([[[[1.0, 1e-9]]]]))
+    image = panels(maps([("", pictures(layer))], [0], image=None))[0].images[0]
+    assert image.get_array().min() == pytest.approx(1e-3)
+    assert image.norm.vmax == 1.0
