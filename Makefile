@@ -1,29 +1,40 @@
-# Every target creates .venv from requirements.lock first, when it is missing or older than the lock.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+# Two sets of exact versions: requirements.lock is what running needs, requirements-test.lock what
+# the tests need on top. Targets install what they need into .venv when a lock is newer.
+# Without a GPU, PyTorch's CPU build saves most of the download:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+PYTHON      ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN  := $(VENV)/bin
+RUN  := $(VENV)/.installed
+TEST := $(VENV)/.installed-test
+# Python compiles a module when it is first imported; compiling all of them takes a minute.
+PIP  := $(BIN)/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # These fork processes that train, which torch allows only where nothing has trained before.
 FORKING := tests/training/test_processes.py
 
 .PHONY: setup demo test coverage check format lint types bench clean
 
-setup: $(STAMP)
+setup: $(RUN)
 
-$(STAMP): requirements.lock pyproject.toml
+$(RUN): requirements.lock pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $(STAMP)
+	$(PIP) --requirement requirements.lock
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $(RUN)
 
-demo: $(STAMP)          ## train ConViT and its DeiT twin on digits, write demo/report.html
+$(TEST): $(RUN) requirements-test.lock
+	$(PIP) --requirement requirements-test.lock
+	touch $(TEST)
+
+demo: $(RUN)            ## train ConViT and its DeiT twin on digits, write demo/report.html
 	$(BIN)/locality demo
 
-test: $(STAMP)          ## the whole test suite
+test: $(TEST)           ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --ignore $(FORKING)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FORKING)
 
-coverage: $(STAMP)      ## the same with line coverage, which nearly doubles its time
+coverage: $(TEST)       ## the same with line coverage, which nearly doubles its time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report= \
 	  --ignore $(FORKING)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FORKING) --cov --cov-append \
@@ -31,16 +42,16 @@ coverage: $(STAMP)      ## the same with line coverage, which nearly doubles its
 
 check: format lint types test   ## what continuous integration runs
 
-format: $(STAMP)
+format: $(TEST)
 	$(BIN)/ruff format --check .
 
-lint: $(STAMP)
+lint: $(TEST)
 	$(BIN)/ruff check .
 
-types: $(STAMP)
+types: $(TEST)
 	$(BIN)/mypy
 
-bench: $(STAMP)         ## speed and memory against timm and transformers, written to benchmarks/results
+bench: $(TEST)          ## speed and memory against timm and transformers, written to benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
 clean:

@@ -24,6 +24,14 @@ def test_difference_is_the_paired_t_test():
     assert ours.n == 3 and ours.excludes_zero
 
 
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 101])
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.999])
+def test_quantiles_are_those_of_students_distribution(n, level):
+    values = list(range(n))
+    expected = stats.t.ppf((1 + level) / 2, n - 1) * stats.sem(values)
+    assert estimate(values, level).half_width == pytest.approx(expected, rel=1e-10)
+
+
 def test_pairing_removes_what_seeds_share():
     first = {seed: 50.0 + 10 * seed for seed in range(5)}
     second = {seed: value - 1 for seed, value in first.items()}

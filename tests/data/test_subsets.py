@@ -4,8 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from locality.data import DataConfig, open_data
+from locality.data.sources import _digit_arrays
 from locality.data.subsets import (
     balanced_fraction,
     first_classes,
@@ -111,6 +113,13 @@ def test_digits():
     assert image.mode == "RGB" and image.size == (8, 8)
     assert splits.train.pixels.min() == 0 and splits.train.pixels.max() == 255
     assert splits.train.describe(3).startswith("digits[")
+
+
+def test_the_digits_are_those_of_scikit_learn():
+    images, labels = _digit_arrays()
+    theirs = load_digits()
+    assert np.array_equal(images[..., 0], np.rint(theirs.images * (255 / 16)))
+    assert np.array_equal(labels, theirs.target)
 
 
 def test_the_validation_images_do_not_depend_on_the_runs_seed_or_fraction():

@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+import sys
 from urllib.error import URLError
 
 import numpy as np
@@ -105,6 +106,12 @@ def test_flowers_train_on_train_and_val_and_are_judged_by_test(flowers):
     assert splits.val.labels.tolist() == [4, 0]
     assert splits.train.describe(0).endswith("flowers-102/jpg/image_00003.jpg")
     assert splits.train.read(0).size == (10, 12)
+
+
+def test_flowers_without_the_package_that_reads_them(flowers, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    with pytest.raises(UserError, match=r"Flowers-102 is described by MATLAB.*pip install scipy"):
+        opened("flowers102", flowers)
 
 
 def test_a_relative_root_works_from_anywhere(flowers, monkeypatch, tmp_path_factory):

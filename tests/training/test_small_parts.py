@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from locality.training.environment import commit
 from locality.training.logs import Progress, Table, TensorBoard, duration
 from locality.training.precision import choose_precision
 from locality.training.randomness import StepRandomness
+from locality.training.recorder import Recorder
+from locality.training.runs import RunFolder
 from locality.training.setup import preview, resolve_accelerator
 
 from .conftest import tiny, train
@@ -126,6 +129,15 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     assert events.Scalars("top1/val")[0].value == 30.0
     assert events.Scalars("loss/train")[0].step == 5
     assert "top1/train" not in events.Tags()["scalars"]
+
+
+def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    run = RunFolder(tmp_path)
+    options = {"batch_size": 4, "total": 2, "step": 0, "evaluated": 0, "quiet": True}
+    Recorder(run, tensorboard=True, **options)
+    assert not run.tensorboard.exists()
 
 
 def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:

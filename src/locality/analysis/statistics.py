@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from scipy.special import stdtrit
+from mpmath import betainc, findroot
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,22 @@ def estimate(values: Sequence[float], level: float = 0.95) -> Estimate:
     if n == 1:
         return Estimate(mean, None, 1, level)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    quantile = float(stdtrit(n - 1, (1 + level) / 2))
-    return Estimate(mean, quantile * deviation / math.sqrt(n), n, level)
+    return Estimate(mean, _two_sided_t(n - 1, level) * deviation / math.sqrt(n), n, level)
+
+
+@cache
+def _two_sided_t(freedom: int, level: float) -> float:
+    """The t that Student's distribution keeps within ±t with probability `level`.
+
+    P(|T| > t) = I_x(ν/2, 1/2), the regularised incomplete beta function at x = ν / (ν + t²).
+    """
+    x = findroot(
+        lambda x: betainc(freedom / 2, 0.5, 0, x, regularized=True) - (1 - level),
+        (0, 1),
+        solver="illinois",
+        maxsteps=200,
+    )
+    return math.sqrt(freedom * (1 / float(x) - 1))
 
 
 def paired_difference(

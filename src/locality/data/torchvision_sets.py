@@ -113,6 +113,11 @@ def _open(config: DataConfig, title: str, content: str, reader: Callable[..., An
         raise UserError(
             f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"
         ) from error
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{title} is described by MATLAB files, and reading them needs a package: "
+            "pip install scipy"
+        ) from error
     except (RuntimeError, FileNotFoundError) as error:
         raise UserError(
             f"{title} is not in '{root}', or damaged: expected {content}; set data.download to "

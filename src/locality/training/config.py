@@ -223,7 +223,8 @@ class EngineConfig:
         deterministic: only use operations that repeat exactly on a GPU (slower). On a processor
             all are.
         max_bad_losses: updates that may be skipped because their loss is not finite.
-        tensorboard: write TensorBoard logs beside the CSV.
+        tensorboard: write TensorBoard logs beside the CSV, where TensorBoard is installed
+            (`pip install 'locality[tensorboard]'`).
     """
 
     batch_size: int = 64

@@ -8,6 +8,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ class Recorder:
         step: the step the run starts or resumes at.
         evaluated: step of the last evaluation before that.
         quiet: write, but say nothing.
-        tensorboard: write TensorBoard logs.
+        tensorboard: write TensorBoard logs, where TensorBoard is installed.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Recorder:
         self._metrics.cut(evaluated)
         if rows := self._timing.cut(evaluated):
             self._timed_seconds = float(rows[-1]["seconds"])
-        if tensorboard:
+        if tensorboard and find_spec("tensorboard"):
             self._tensorboard = TensorBoard(run.tensorboard, max(evaluated, 0))
 
     @property
