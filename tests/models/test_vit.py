@@ -130,22 +130,49 @@ def test_an_image_that_does_not_fit_the_patch_is_refused(name):
         create_model(name, patch_size=3)
 
 
-def test_resampling_the_position_embedding_is_the_identity_on_its_own_grid():
-    model = create_model("deit_nano", img_size=(8, 12)).eval()
-    x = images(model)
-    expected = model(x)
-    wider = create_model("deit_nano", img_size=(16, 24)).eval()
-    state = model.state_dict()
-    state["pos_embed"] = wider.pos_embed.detach()
-    wider.load_state_dict(state)
-    assert wider(x).shape == expected.shape
-    assert not torch.allclose(wider(x), expected)
+def position_embedding(model, x):
+    """What is added to the patches of `x` before the first block."""
+    given = []
+    hook = model.blocks[0].register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    model(x)
+    hook.remove()
+    patches = model.patch_embed(x).flatten(2).transpose(1, 2)
+    return given[0][:, -patches.shape[1] :] - patches
 
 
-def test_without_position_embedding_the_encodings_need_no_resampling():
-    model = create_model("convit_nano", use_pos_embed=False).eval()
+@pytest.mark.parametrize("name", SMALL)
+def test_resampling_the_position_embedding_is_the_identity_on_its_own_grid(name):
+    model = create_model(name, img_size=(8, 12)).eval()
+    own = model.pos_embed[:, -4 * 6 :].expand(2, -1, -1)
+    torch.testing.assert_close(position_embedding(model, images(model)), own)
+    # As many patches on the other grid: there it is another one.
+    turned = position_embedding(model, images(model, size=(12, 8)))
+    assert turned.shape == own.shape and (turned - own).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_resampled_position_embedding_is_that_of_a_model_made_for_the_size(name):
+    model = create_model(name).eval()
+    larger = create_model(name, img_size=(12, 20)).eval()
+    prefix = int(model.config.embed_class_token)
+    resampled = timm.layers.resample_abs_pos_embed(
+        model.pos_embed, new_size=[6, 10], old_size=[4, 4], num_prefix_tokens=prefix
+    )
+    larger.load_state_dict(model.state_dict() | {"pos_embed": resampled})
+    x = images(larger)
+    torch.testing.assert_close(model(x), larger(x))
+
+
+@pytest.mark.parametrize("kind", ["gpsa", "psa"])
+def test_without_position_embedding_the_encodings_need_no_resampling(kind):
+    """Nothing that is learnt knows the grid: the weights are those of a model of any size."""
+    fields = {"use_pos_embed": False, "positional_attention": kind}
+    model = create_model("convit_nano", **fields).eval()
+    larger = create_model("convit_nano", img_size=(20, 8), **fields).eval()
+    larger.load_state_dict(model.state_dict())
+    x = images(larger)
     assert model.pos_embed is None
-    assert model(images(model, size=(20, 8))).shape == (2, 10)
+    assert torch.equal(model(x), larger(x))
 
 
 @pytest.mark.parametrize("name", SMALL)
