@@ -10,10 +10,11 @@ RUN  := $(VENV)/.installed
 TEST := $(VENV)/.installed-test
 # Python compiles a module when it is first imported; compiling all of them takes a minute.
 PIP  := $(BIN)/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # These fork processes that train, which torch allows only where nothing has trained before.
 FORKING := tests/training/test_processes.py
 
-.PHONY: setup demo test coverage check format lint types bench clean
+.PHONY: setup demo test test-slow coverage check format lint types bench clean
 
 setup: $(RUN)
 
@@ -30,17 +31,18 @@ $(TEST): $(RUN) requirements-test.lock
 demo: $(RUN)            ## train ConViT and its DeiT twin on digits, write demo/report.html
 	$(BIN)/locality demo
 
-test: $(TEST)           ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --ignore $(FORKING)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FORKING)
+test: $(TEST)           ## the fast tests: what one wants before a commit
+	$(PYTEST) --numprocesses 2
 
-coverage: $(TEST)       ## the same with line coverage, which nearly doubles its time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report= \
-	  --ignore $(FORKING)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FORKING) --cov --cov-append \
-	  --cov-report=term:skip-covered
+test-slow: $(TEST)      ## processes, browser, compiler, whole experiments
+	$(PYTEST) --numprocesses 2 -m slow --ignore $(FORKING)
+	$(PYTEST) -m slow $(FORKING)
 
-check: format lint types test   ## what continuous integration runs
+coverage: $(TEST)       ## both with line coverage, which nearly doubles their time
+	$(PYTEST) --numprocesses 2 --cov --cov-report= -m "slow or not slow" --ignore $(FORKING)
+	$(PYTEST) -m slow $(FORKING) --cov --cov-append --cov-report=term:skip-covered
+
+check: format lint types test   ## before a commit; continuous integration adds test-slow
 
 format: $(TEST)
 	$(BIN)/ruff format --check .

@@ -18,6 +18,9 @@ from locality.training.runs import load_state
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
+# Marked as a whole: the file is run by itself (see the Makefile).
+pytestmark = pytest.mark.slow
+
 TWO = {"engine__devices": 2, "engine__strategy": "ddp_fork"}
 
 
