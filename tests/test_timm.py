@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -10,17 +11,18 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.data import resolve_data_config
-from timm.models import load_checkpoint
+from timm.models import get_notrace_functions, get_notrace_modules, load_checkpoint
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver, ModelEmaV3
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 TIMMS_OWN = set(timm.list_models())
 
 import locality.timm as registry  # noqa: E402
 from locality.checkpoints import LAYOUTS, SOURCES  # noqa: E402
 from locality.errors import UserError  # noqa: E402
-from locality.models import VARIANTS, create_model  # noqa: E402
+from locality.models import VARIANTS, build, create_model  # noqa: E402
 
 # One small model per kind, with what makes it small.
 SMALL_CVT = {"depth": (1, 1, 2), "embed_dim": (16, 32, 64), "num_heads": (1, 2, 4), "img_size": 48}
@@ -91,8 +93,73 @@ def test_classifier_reset_and_headless_features(model):
     assert model(x).shape == (2, model.num_features)
     model.reset_classifier(7)
     assert model(x).shape == (2, 7) and model.num_classes == 7
+    model.reset_classifier(7, "avg")
+    model.reset_classifier(3)  # keeps the pooling
+    patches = model.forward_features(x)[:, model.num_prefix_tokens :]
+    torch.testing.assert_close(model(x), model.head(patches.mean(dim=1)))
     with pytest.raises(ValueError, match="global_pool='max'"):
         model.reset_classifier(7, "max")
+
+
+def test_resetting_keeps_device_type_mode_and_what_is_frozen(model):
+    model.to("meta", torch.float64).eval().requires_grad_(False)
+    model.reset_classifier(2)
+    assert model.head.weight.is_meta and model.head.weight.dtype == torch.float64
+    assert not any(module.training for module in model.modules())
+    model.reset_classifier(0, "")
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_cfg_names_real_modules_and_the_last_grid(model):
+    cfg, state = model.default_cfg, model.state_dict()
+    assert f"{cfg['classifier']}.weight" in state and f"{cfg['first_conv']}.weight" in state
+    built = timm.create_model(model.pretrained_cfg["architecture"])
+    maps = built.forward_intermediates(images(built, 1), intermediates_only=True)
+    assert tuple(maps[-1].shape[2:]) == cfg["pool_size"]
+
+
+def test_pruned_models_give_the_same_maps_and_train_whole(model):
+    x = images(model)
+    model.eval()
+    with torch.no_grad():
+        logits, taps = model(x), model.forward_intermediates(x, intermediates_only=True)
+        whole = copy.deepcopy(model)
+        whole.prune_intermediate_layers([len(taps) - 1], prune_head=False)
+        assert torch.equal(whole(x), logits)
+    for index, tap in enumerate(taps):
+        pruned = copy.deepcopy(model)
+        assert pruned.prune_intermediate_layers([index], prune_norm=True) == [index]
+        (found,) = pruned.forward_intermediates(x, [index], intermediates_only=True)
+        torch.testing.assert_close(found, tap)
+        features = pruned.train().forward_features(x)
+        assert features.shape[1:] == (
+            tap.shape[2] * tap.shape[3] + pruned.num_prefix_tokens,
+            pruned.num_features,
+        )
+        (features.sum() + found.sum()).backward()
+        assert all(parameter.grad is not None for parameter in pruned.parameters())
+        assert len(pruned.feature_info) == index + 1
+        torch.testing.assert_close(pruned.eval()(x), pruned.forward_features(x))
+        again = build(pruned.config)  # the configuration says what is left
+        assert set(again.state_dict()) - {"norm.weight", "norm.bias"} == set(pruned.state_dict())
+
+
+def test_torch_fx_traces_the_model(model):
+    leaves = {"leaf_modules": get_notrace_modules(), "autowrap_functions": get_notrace_functions()}
+    train_nodes, eval_nodes = get_graph_node_names(model, tracer_kwargs=leaves)
+    traced = create_feature_extractor(
+        model,
+        train_return_nodes=[train_nodes[-1]],
+        eval_return_nodes=[eval_nodes[-1]],
+        tracer_kwargs=leaves | {"param_shapes_constant": True},
+    )
+    for batch in (2, 3):  # the graph is not made for one batch
+        x = images(model, batch)
+        (logits,) = traced.eval()(x).values()
+        torch.testing.assert_close(logits, model.eval()(x))
+    (logits,) = traced.train()(images(model)).values()
+    logits.mean().backward()
+    assert all(parameter.grad is not None for parameter in traced.parameters())
 
 
 def test_features_only_gives_maps_at_the_strides_it_states(model):
@@ -125,19 +192,25 @@ def test_timms_names_for_settings_are_taken():
     )
     assert (model.config.drop_rate, model.config.drop_path_rate) == (0.1, 0.2)
     assert model(torch.randn(2, 1, 8, 16)).shape == (2, 5)
-    pooled = timm.create_model("locality_cvt_13", global_pool="avg", **SMALL_CVT)
-    assert pooled.config.global_pool == "avg" and pooled.num_prefix_tokens == 0
+    for name, sizes in MODELS.items():
+        assert timm.create_model(name, global_pool="avg", **sizes).config.global_pool == "avg"
     half = timm.create_model("locality_deit_nano", device="cpu", dtype=torch.bfloat16)
     assert half.norm.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("settings", "cause"),
-    [({"drop_rte": 0.1}, "did you mean drop_rate"), ({"global_pool": "avg"}, "the class token")],
+    [
+        ({"drop_rte": 0.1}, "did you mean drop_rate"),
+        ({"global_pool": "max"}, "is not one of 'token', 'avg'"),
+    ],
 )
 def test_settings_that_do_not_exist_are_refused(settings, cause):
-    with pytest.raises(UserError, match=cause):
-        timm.create_model("locality_convit_nano", **settings)
+    for name in MODELS:
+        with pytest.raises(UserError, match=cause) as caught:
+            timm.create_model(name, **settings)
+        # What timm and Python raise for an argument that does not exist.
+        assert isinstance(caught.value, TypeError) == ("drop_rte" in settings)
 
 
 def test_data_configuration_comes_from_the_model():

@@ -19,6 +19,14 @@ def one_of(setting: str, given: str, accepted: Iterable[str]) -> None:
         raise unknown(f"value of {setting}", str(given), accepted)
 
 
+def choice(setting: str, given: object, accepted: Iterable[str]) -> None:
+    """As `one_of`, where the choices are so few that the message lists them all."""
+    accepted = list(accepted)
+    if given not in accepted:
+        listed = ", ".join(f"'{name}'" for name in accepted)
+        raise UserError(f"{setting}={given!r} is not one of {listed}")
+
+
 def integer(setting: str, value: object, low: int, high: int | None = None) -> None:
     """`value` has to be a whole number from `low` to `high`.
 

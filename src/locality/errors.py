@@ -13,15 +13,22 @@ class UserError(ValueError):
     """
 
 
-def unknown(kind: str, given: str, accepted: Iterable[str]) -> UserError:
+class UnknownSetting(UserError, TypeError):
+    """A setting by a name that does not exist: to Python and timm, an unexpected argument."""
+
+
+def unknown(
+    kind: str, given: str, accepted: Iterable[str], error: type[UserError] = UserError
+) -> UserError:
     """The error for a name that does not exist, with the nearest one that does.
 
     Args:
         kind: what was looked up, in the singular ("model", "recipe").
         given: the name as the user wrote it.
         accepted: every name that exists.
+        error: the exception to make.
     """
     names = sorted(accepted)
     near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-    return UserError(f"unknown {kind} '{given}'; {hint}")
+    return error(f"unknown {kind} '{given}'; {hint}")

@@ -18,10 +18,9 @@ from locality.checkpoints.adapt import resample_positions
 from locality.checkpoints.layouts import recognise
 from locality.checkpoints.preprocessing import Preprocessing
 from locality.checkpoints.sources import SOURCES, Source
-from locality.errors import UserError
+from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
 from locality.models.factory import create_model
-from locality.models.surface import ImageClassifier
 from locality.models.variants import VARIANTS, Variant
 
 PREFIX = "locality_"
@@ -47,18 +46,10 @@ def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str,
 def _make(
     name: str,
     img_size: int | tuple[int, int] | None = None,
-    global_pool: str | None = None,
     device: Any = None,
     dtype: Any = None,
     **fields: Any,
 ) -> ImageClassifier:
-    if global_pool is not None and isinstance(VARIANTS[name].config, CvTConfig):
-        fields["global_pool"] = global_pool
-    elif global_pool not in (None, "token"):
-        raise UserError(
-            f"global_pool='{global_pool}' is not available: {name} reads the class token "
-            f"(global_pool='token')"
-        )
     if isinstance(img_size, (list, tuple)) and img_size[0] == img_size[1]:
         img_size = img_size[0]  # timm always says both
     return create_model(name, img_size=img_size, **fields).to(device=device, dtype=dtype)
@@ -90,6 +81,7 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
     cfg = {
         "input_size": (config.in_chans, *given.size),
         "num_classes": config.num_classes,
+        "pool_size": config.grids(given.size)[-1],
         "mean": given.mean,
         "std": given.std,
         "interpolation": given.interpolation,

@@ -37,7 +37,7 @@ MODELS = {
     "deit": (replace(VARIANTS["deit_nano"].config, depth=1), [(8, 8)]),
     "cvt": (CVT, [(32, 32), (40, 56), (19, 35)]),
     "psa": (
-        replace(VARIANTS["convit_nano"].config, depth=1, gpsa_layers=1, positional_attention="psa"),
+        replace(VARIANTS["convit_nano"].config, depth=2, gpsa_layers=1, positional_attention="psa"),
         [(8, 8)],
     ),
     "cvt with positions": (CVT.with_overrides(position="first", depth=1), [(32, 32)]),

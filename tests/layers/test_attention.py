@@ -180,10 +180,10 @@ def test_positional_layers_refuse_a_class_token(layer_class):
         layer_class(36, 9)(torch.randn(1, 36, 36), GRID)
 
 
-def test_self_attention_computes_the_first_queries_alone():
+def test_self_attention_computes_the_first_token_alone():
     layer = SelfAttention(36, 9, qkv_bias=True)
     x = tokens()
-    torch.testing.assert_close(layer(x, GRID, queries=3), layer(x, GRID)[:, :3])
+    torch.testing.assert_close(layer(x, GRID, class_token_only=True), layer(x, GRID)[:, :1])
 
 
 def test_content_attention_is_the_same_by_either_way():

@@ -188,14 +188,14 @@ def test_scales():
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_few_queries_are_the_first_rows(training):
+def test_the_class_token_alone_is_the_first_row(training):
     layer = attention().train(training)
     twin = copy.deepcopy(layer)
     x = torch.randn(3, 1 + 12, 16)
-    torch.testing.assert_close(layer(x, (3, 4), queries=1), twin(x, (3, 4))[:, :1])
+    first = layer(x, (3, 4), class_token_only=True)
+    torch.testing.assert_close(first, twin(x, (3, 4))[:, :1])
     for (name, ours), theirs in zip(layer.named_buffers(), twin.buffers(), strict=True):
         assert torch.equal(ours, theirs), name
-    torch.testing.assert_close(layer.eval()(x, (3, 4), queries=5), twin.eval()(x, (3, 4))[:, :5])
 
 
 def test_looking_leaves_running_statistics_alone():

@@ -110,42 +110,43 @@ def test_every_ablation_takes_a_training_step(cell):
     loss = nn.functional.cross_entropy(model(x), targets)
     loss.backward()
     for name, parameter in model.named_parameters():
-        if name not in never_trained(model):
+        if name not in model.idle_parameters():
             assert torch.isfinite(parameter.grad).all() and parameter.grad.any(), name
     optimizer.step()
     assert nn.functional.cross_entropy(model(x), targets) < loss
 
 
-def never_trained(model):
-    """Parameters whose gradient is zero whatever the data.
-
-    A key's bias adds the same to the score of every key, which the softmax cancels; so does what
-    BatchNorm adds to all keys where there is no class token beside them. And the last block's
-    patch queries feed patches that nobody reads when the class token is the output.
-    """
-    config, last = model.config, len(model.stages) - 1
-    names = set()
-    for name, _ in model.named_parameters():
-        if name.endswith("attn.k.linear.bias"):
-            names.add(name)
-        if name.endswith("attn.k.norm.bias") and not (
-            name.startswith(f"stages.{last}.") and config.global_pool == "token"
-        ):
-            names.add(name)
-        final = f"stages.{last}.blocks.{config.stages[-1].depth - 1}.attn.q."
-        if config.global_pool == "token" and name.startswith((f"{final}conv", f"{final}norm")):
-            names.add(name)
-    return names
+OPTIONS = [
+    *(fields for fields, _ in ABLATIONS.values()),
+    {"projection": "avg"},
+    {"activation": "gelu"},
+    {"attention_scale": "head"},
+    {"qkv_bias": False},
+    {"projection_kernel": 5},
+    {"mlp_ratio": 2.0},
+]
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
-def test_every_other_parameter_gets_a_gradient(pool):
-    model = randomised(small(position="every", global_pool=pool, img_size=64)).double()
-    model(images(model).double()).square().sum().backward()
+@pytest.mark.parametrize("fields", OPTIONS, ids=str)
+def test_every_architecture_sees_its_images_and_learns_everywhere(fields, pool):
+    model = randomised(small(**fields, global_pool=pool, img_size=64)).double()
+    logits = model(images(model).double())
+    assert (logits[0] - logits[1]).abs().max() > 1e-4
+    logits.square().sum().backward()
     total = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
     for name, parameter in model.named_parameters():
-        share = parameter.grad.norm() / total  # even the idle ones have one, for DDP
-        assert (share < 1e-12) == (name in never_trained(model)), name
+        fraction = parameter.grad.norm() / total  # even the idle ones have one, for DDP
+        assert (fraction < 1e-12) == (name in model.idle_parameters()), name
+
+
+def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():
+    model = small(class_token=True, global_pool="avg")
+    assert model.num_prefix_tokens == 1
+    features = model.eval().forward_features(images(model))
+    assert torch.equal(model(images(model)), model.head(features[:, 1:].mean(dim=1)))
+    assert "stages.2.blocks.1.attn.q.conv.weight" not in model.idle_parameters()
+    assert small(class_token=False).stages[2].cls_token is None
 
 
 def test_small_models_are_about_as_large_as_their_convit_and_end_on_its_grid():
@@ -264,8 +265,8 @@ def test_decay_and_groups_cover_every_parameter():
         assert len(layers) <= groups
 
 
-@pytest.mark.parametrize("pool, other", [("token", "avg"), ("avg", "token")])
-def test_classifier_can_be_replaced(pool, other):
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_classifier_can_be_replaced(pool):
     model = small(global_pool=pool).eval()
     assert model.num_prefix_tokens == (pool == "token")
     model.reset_classifier(7)
@@ -273,8 +274,14 @@ def test_classifier_can_be_replaced(pool, other):
     model.reset_classifier(0, pool)
     features = model.forward_features(images(model))
     torch.testing.assert_close(model(images(model)), model.forward_head(features, pre_logits=True))
-    with pytest.raises(ValueError, match=f"global_pool='{other}'"):
-        model.reset_classifier(3, other)
+    # Pooling in another way leaves the blocks as they are, class token included.
+    model.reset_classifier(0, "avg")
+    expected = features[:, model.num_prefix_tokens :].mean(dim=1)
+    torch.testing.assert_close(model(images(model)), expected)
+    assert model.config.has_class_token == (pool == "token")
+    if pool == "avg":
+        with pytest.raises(ValueError, match="needs a class token"):
+            model.reset_classifier(3, "token")
 
 
 # Fused

@@ -81,7 +81,7 @@ def test_first_blocks_are_gpsa_the_rest_plain():
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("gpsa_layers", [0, 4])
+@pytest.mark.parametrize("gpsa_layers", [0, 3])
 def test_class_token_alone_gives_the_logits_of_all_tokens(name, gpsa_layers):
     """`forward` computes one token in the last block; the long way round has to agree."""
     overrides = {"gpsa_layers": gpsa_layers} if name.startswith("convit") else {}
@@ -90,12 +90,74 @@ def test_class_token_alone_gives_the_logits_of_all_tokens(name, gpsa_layers):
     torch.testing.assert_close(model(x), model.forward_head(model.forward_features(x)))
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_every_parameter_gets_a_gradient(name):
-    model = create_model(name)
-    model(images(model)).square().sum().backward()
+ATTENTION = [{"positional_attention": name} for name in ("gpsa", "psa", "conv")]
+LAYERS = [
+    {"gpsa_layers": 0},
+    {"gpsa_layers": 3},
+    {"gpsa_layers": 4, "global_pool": "avg"},
+    {"gpsa_layers": 4, "class_token": False},  # the first patch, as in the authors' code
+]
+OTHERS = [
+    {"conv_init": False},
+    {"gating_init": 0.0, "freeze_gating": True},
+    {"freeze_gpsa": True},
+    {"use_pos_embed": False},
+    {"qkv_bias": True},
+    {"locality_strength": 0.1},
+    {"class_token": False, "global_pool": "avg"},
+    {"num_heads": 9, "embed_dim": 54},
+]
+ARCHITECTURES = [
+    *(
+        ("convit_nano", attention | layers | {"global_pool": pool} | layers)
+        for attention in ATTENTION
+        for layers in LAYERS
+        for pool in ("token", "avg")
+    ),
+    *(("convit_nano", attention | other) for attention in ATTENTION for other in OTHERS),
+    *(("deit_nano", {"global_pool": pool}) for pool in ("token", "avg")),
+    ("deit_nano", {"use_pos_embed": False}),
+    ("deit_nano", {"class_token": False, "embed_class_token": False, "global_pool": "avg"}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), ARCHITECTURES, ids=str)
+def test_every_architecture_sees_its_images_and_learns_everywhere(name, fields):
+    torch.manual_seed(0)
+    model = create_model(name, **fields)
+    logits = model(images(model))
+    assert (logits[0] - logits[1]).abs().max() > 1e-4
+    torch.nn.functional.cross_entropy(logits, torch.tensor([1, 2])).backward()
     for key, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, key
+        if parameter.requires_grad:
+            assert parameter.grad is not None and parameter.grad.abs().max() > 0, key
+
+
+def test_mean_pooling_is_timms():
+    """timm's ConViT pools its patches and leaves the class token in."""
+    from locality.checkpoints.convit import to_convit
+
+    fields = {"depth": 3, "num_heads": 4, "img_size": 32}
+    theirs = timm.create_model(
+        "convit_tiny", global_pool="avg", local_up_to_layer=2, embed_dim=8, **fields
+    ).eval()
+    ours = create_model("convit_tiny", embed_dim=32, gpsa_layers=2, **fields).eval()
+    ours.reset_classifier(1000, "avg")
+    theirs.load_state_dict(to_convit(ours.state_dict(), ours.config))
+    x = images(ours)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=0)
+
+
+def test_a_model_of_positional_layers_alone_reads_the_first_patch_as_the_authors_does():
+    """With every block local no class token joins, and their classifier reads token 0."""
+    model = create_model("convit_nano", gpsa_layers=4, class_token=False).eval()
+    assert model.cls_token is None and model.num_prefix_tokens == 0
+    features = model.forward_features(images(model))
+    assert features.shape == (2, 16, 64)
+    torch.testing.assert_close(model(images(model)), model.head(features[:, 0]))
+    with pytest.raises(ValueError, match="needs a class token"):
+        create_model("convit_nano", gpsa_layers=4, global_pool="avg").reset_classifier(3, "token")
 
 
 def test_frozen_parts_get_none():
@@ -189,8 +251,14 @@ def test_timm_surface(name):
     assert model(x).shape == (2, 64)
     model.reset_classifier(5)
     assert model.num_classes == 5 and model(x).shape == (2, 5)
-    with pytest.raises(ValueError, match="class token"):
-        model.reset_classifier(5, global_pool="avg")
+    model.reset_classifier(5, "avg")
+    model.reset_classifier(4)  # keeps the pooling
+    features = model.forward_features(x)
+    torch.testing.assert_close(model(x), model.head(features[:, 1:].mean(dim=1)))
+    model.reset_classifier(0, "")
+    torch.testing.assert_close(model(x), features)
+    with pytest.raises(ValueError, match="global_pool='max' is not one of 'token', 'avg', ''"):
+        model.reset_classifier(5, "max")
     names = dict(model.named_parameters())
     assert model.no_weight_decay() <= set(names)
 
@@ -279,6 +347,8 @@ def test_drop_path_grows_linearly():
     ("fields", "complaint"),
     [
         ({"gpsa_layers": 5}, "gpsa_layers is 5; give a whole number, from 0 to 4"),
+        ({"gpsa_layers": 4}, "could attend to the patches; lower gpsa_layers or give global_pool"),
+        ({"gpsa_layers": 4, "global_pool": "avg", "class_token": True}, "without class_token"),
         ({"embed_dim": 66, "num_heads": 4}, "multiple"),
         ({"depth": 0}, "at least 1"),
         ({"positional_attention": "psi"}, "'gpsa', 'psa'"),

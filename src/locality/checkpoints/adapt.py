@@ -13,8 +13,8 @@ from locality.checkpoints.keys import check_finite, check_keys
 from locality.checkpoints.layouts import check_family, unlike
 from locality.errors import UserError
 from locality.layers import Grid
+from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
-from locality.models.surface import ImageClassifier
 from locality.models.vit import ViTConfig, token_grid
 
 State = dict[str, Tensor]

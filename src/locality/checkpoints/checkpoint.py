@@ -14,8 +14,8 @@ from locality.checkpoints.description import decode, decode_config, encode_confi
 from locality.checkpoints.keys import blank_state, check_finite, check_keys
 from locality.checkpoints.preprocessing import Preprocessing
 from locality.errors import UserError
+from locality.models.base import ImageClassifier
 from locality.models.factory import build
-from locality.models.surface import ImageClassifier
 
 FORMAT = "locality"
 FORMAT_VERSION = 1

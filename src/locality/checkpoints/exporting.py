@@ -19,8 +19,8 @@ from locality.checkpoints.checkpoint import FORMAT, Checkpoint
 from locality.checkpoints.preprocessing import Preprocessing
 from locality.errors import UserError, unknown
 from locality.files import atomic_file, write_atomic
+from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
-from locality.models.surface import ImageClassifier
 
 Format = Literal["onnx", "torch-export"]
 

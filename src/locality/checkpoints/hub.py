@@ -18,7 +18,7 @@ from locality.checkpoints.native import (
     save,
 )
 from locality.checkpoints.preprocessing import Preprocessing
-from locality.models.surface import ImageClassifier
+from locality.models.base import ImageClassifier
 
 
 class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-classification"):

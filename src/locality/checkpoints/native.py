@@ -21,7 +21,7 @@ from locality.checkpoints.preprocessing import Preprocessing
 from locality.checkpoints.reading import read_json, read_safetensors
 from locality.errors import UserError
 from locality.files import write_atomic
-from locality.models.surface import ImageClassifier
+from locality.models.base import ImageClassifier
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

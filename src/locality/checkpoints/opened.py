@@ -23,8 +23,8 @@ from locality.checkpoints.pretrained import open_pretrained
 from locality.checkpoints.reading import SUFFIXES
 from locality.checkpoints.sources import SOURCES
 from locality.errors import UserError, unknown
+from locality.models.base import ImageClassifier
 from locality.models.factory import variant
-from locality.models.surface import ImageClassifier
 from locality.models.variants import VARIANTS
 
 # How Pillow calls images of so many channels.

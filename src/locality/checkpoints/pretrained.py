@@ -20,7 +20,7 @@ from locality.checkpoints.reading import SUFFIXES, read_state
 from locality.checkpoints.sources import Source, source
 from locality.errors import UserError
 from locality.models import factory
-from locality.models.surface import ImageClassifier
+from locality.models.base import ImageClassifier
 
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 

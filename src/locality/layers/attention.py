@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from locality.layers.content import content_attention
@@ -59,6 +60,7 @@ def prefix_length(tokens: int, grid: Grid) -> int:
     return tokens - grid[0] * grid[1]
 
 
+@register_notrace_module
 class _Attention(nn.Module):
     """What the three layers share: fused projections in, one projection out.
 
@@ -141,24 +143,21 @@ class _Attention(nn.Module):
 class SelfAttention(_Attention):
     """Multi-head self-attention: softmax(QKᵀ/√d) V, heads concatenated and projected (Eq. 1–3)."""
 
-    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
-        """(B, N, C) → (B, N, C), or (B, queries, C) where only the first tokens' output is wanted.
+    def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
+        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone.
 
         The grid is not used: content attention ignores position.
         """
-        if queries is None:
-            q, k, v = self._queries_keys_values(x)
-        else:
-            q, k, v = self._few_queries(x, queries)
-        return self._project(content_attention(q, k, v))
+        split = self._first_query_keys_values if class_token_only else self._queries_keys_values
+        return self._project(content_attention(*split(x)))
 
-    def _few_queries(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_queries_keys_values`, with queries for the first `queries` tokens alone."""
+    def _first_query_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_queries_keys_values`, with the query of the first token alone."""
         weights = self.qkv.weight.split([self.dim, 2 * self.dim])
         biases = (
             (None, None) if self.qkv.bias is None else self.qkv.bias.split([self.dim, 2 * self.dim])
         )
-        q = fast_linear(x[:, :queries], weights[0], biases[0]).unflatten(2, (self.num_heads, -1))
+        q = fast_linear(x[:, :1], weights[0], biases[0]).unflatten(2, (self.num_heads, -1))
         kv = fast_linear(x, weights[1], biases[1]).unflatten(2, (2, self.num_heads, -1))
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
         return q.transpose(1, 2), k, v

@@ -59,14 +59,14 @@ class Block(nn.Module):
             else:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
-        """(B, N, C) → (B, N, C), or (B, queries, C) where only the first tokens are wanted.
+    def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
+        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone: less work, equal values.
 
-        Tokens attend to all others either way; what is saved is the work on outputs nobody reads.
+        It attends to all tokens either way.
         """
-        if queries is None:
-            x = x + self.drop_path(self.attn(self.norm1(x), grid))
+        if class_token_only:
+            attended = self.attn(self.norm1(x), grid, class_token_only=True)
+            x = x[:, :1] + self.drop_path(attended)
         else:
-            attended = self.attn(self.norm1(x), grid, queries=queries)
-            x = x[:, :queries] + self.drop_path(attended)
+            x = x + self.drop_path(self.attn(self.norm1(x), grid))
         return x + self.drop_path(self.mlp(self.norm2(x)))

@@ -13,9 +13,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from locality import checks
 from locality.errors import UserError
 from locality.layers.attention import AttentionMaps, prefix_length
 from locality.layers.linear import Linear
@@ -111,8 +113,7 @@ class Projection(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if kind not in PROJECTIONS:
-            raise UserError(f"projection='{kind}' is not one of {_listed(PROJECTIONS)}")
+        checks.choice("projection", kind, PROJECTIONS)
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise UserError(f"projection_kernel has to be odd and above 0, not {kernel_size}")
         if stride < 1:
@@ -178,6 +179,7 @@ class Projection(nn.Module):
             self.norm = nn.Identity()
 
 
+@register_notrace_module
 class ConvolutionalAttention(nn.Module):
     """Multi-head attention whose queries, keys and values are convolutional projections (§3.2).
 
@@ -216,8 +218,7 @@ class ConvolutionalAttention(nn.Module):
                 f"embed_dim={dim} cannot be divided between num_heads={num_heads}; "
                 f"choose a multiple"
             )
-        if scale not in ATTENTION_SCALES:
-            raise UserError(f"attention_scale='{scale}' is not one of {_listed(ATTENTION_SCALES)}")
+        checks.choice("attention_scale", scale, ATTENTION_SCALES)
         self.dim = dim
         self.num_heads = num_heads
         self.scale = (dim if scale == "width" else dim // num_heads) ** -0.5
@@ -229,11 +230,13 @@ class ConvolutionalAttention(nn.Module):
         nn.init.trunc_normal_(self.proj.weight, std=0.02)
         nn.init.zeros_(self.proj.bias)
 
-    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
-        """(B, p + N, C) → (B, p + N, C), or (B, queries, C) where only the first are wanted."""
+    def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
+        """(B, p + N, C) → (B, p + N, C), or (B, 1, C) for the class token alone."""
         image = self._image(x, grid)
         k, v = self._split_heads(self.k(x, image)), self._split_heads(self.v(x, image))
-        q = self._split_heads(self._queries(x, image, queries))
+        q = self._split_heads(
+            self._class_token_query(x, image) if class_token_only else self.q(x, image)
+        )
         heads = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
@@ -245,14 +248,12 @@ class ConvolutionalAttention(nn.Module):
         prefix = prefix_length(x.shape[1], grid)
         return AttentionMaps(content, content, None, None, grid, self.k.grid(grid), prefix)
 
-    def _queries(self, x: Tensor, image: Tensor, queries: int | None) -> Tensor:
-        if queries is None:
-            return self.q(x, image)
-        if not self.training and queries <= x.shape[1] - image.shape[2] * image.shape[3]:
-            return self.q.linear(x[:, :queries])  # class tokens have nothing to convolve
+    def _class_token_query(self, x: Tensor, image: Tensor) -> Tensor:
+        if not self.training:
+            return self.q.linear(x[:, :1])  # a class token has nothing to convolve
         # In training all of it runs, so that BatchNorm sees what it sees in the long form and every
         # parameter takes part in the graph, as data-parallel training demands.
-        return self.q.linear(self.q.mix(x, image)[:, :queries])
+        return self.q.linear(self.q.mix(x, image)[:, :1])
 
     @staticmethod
     def _image(x: Tensor, grid: Grid) -> Tensor:
@@ -266,7 +267,3 @@ class ConvolutionalAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}, scale={self.scale:.4g}"
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(f"'{name}'" for name in names)

@@ -12,6 +12,7 @@ import platform
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 # Below this many input elements the convolution's own overhead (10 to 50 µs) eats what it saves.
@@ -33,6 +34,7 @@ def _mkl_falls_short() -> bool:
 _MKL_FALLS_SHORT = _mkl_falls_short()
 
 
+@register_notrace_module
 class Linear(nn.Linear):
     """`nn.Linear`, through oneDNN where that pays; same parameters, same result to rounding."""
 

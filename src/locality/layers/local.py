@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from locality.layers.position import Grid
 
 
+@register_notrace_module
 class LocalConvolution(nn.Module):
     """A dense k×k convolution over the token grid, stride 1, same padding.
 

@@ -1,5 +1,6 @@
 """The models: DeiT, ConViT and CvT under one surface."""
 
+from locality.models.base import ImageClassifier
 from locality.models.cvt import ConvolutionalVisionTransformer, CvTConfig, StageConfig
 from locality.models.factory import (
     build,
@@ -11,7 +12,6 @@ from locality.models.factory import (
 )
 from locality.models.flops import count_macs
 from locality.models.search_space import Cost, SearchSpace, cost
-from locality.models.surface import ImageClassifier
 from locality.models.variants import VARIANTS, Variant
 from locality.models.vit import VisionTransformer, ViTConfig
 

@@ -7,12 +7,12 @@ Shapes:  B batch · stage s: tokens (B, p + N_s, C_s) on a grid (H_s, W_s), N_s 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp, resample_abs_pos_embed
+from timm.layers import Mlp
 from torch import Tensor, nn
 
 from locality.errors import UserError
@@ -24,10 +24,19 @@ from locality.layers.convolution import (
     tokens_to_image,
 )
 from locality.layers.position import Grid
+from locality.models.base import (
+    ImageClassifier,
+    Run,
+    make_head,
+    position_embedding,
+    with_class_token,
+)
 from locality.models.cvt_config import CvTConfig, StageConfig
-from locality.models.surface import ImageClassifier, make_head
 
 __all__ = ["ConvolutionalVisionTransformer", "CvTConfig", "QuickGELU", "Stage", "StageConfig"]
+
+torch.fx.wrap("position_embedding")  # traced by torch.fx as one step each, like timm's
+torch.fx.wrap("_refuse_small")
 
 _NORM_EPS = 1e-5
 
@@ -117,18 +126,10 @@ class Stage(nn.Module):
         grid = self.embed.grid((image.shape[2], image.shape[3]))
         x = self.embed(image)
         if self.pos_embed is not None:
-            x = x + self._pos_embed(self.pos_embed, grid)
+            x = x + position_embedding(self.pos_embed, self.made_for, grid)
         if self.cls_token is not None:
-            x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
+            x = with_class_token(self.cls_token, x)
         return x, grid
-
-    def _pos_embed(self, pos_embed: Tensor, grid: Grid) -> Tensor:
-        """The position embedding for `grid`, resampled bicubically where it differs."""
-        if grid == self.made_for:
-            return pos_embed
-        return resample_abs_pos_embed(
-            pos_embed, new_size=list(grid), old_size=list(self.made_for), num_prefix_tokens=0
-        )
 
 
 class ConvolutionalVisionTransformer(ImageClassifier):
@@ -140,45 +141,16 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         width = config.stages[-1].embed_dim
         super().__init__(config, width)
         self.fused = False
-        self.num_prefix_tokens = int(config.global_pool == "token")
         inputs = [config.in_chans, *(stage.embed_dim for stage in config.stages)]
         grids = config.grids(self.img_size)
         last = len(config.stages) - 1
         self.stages = nn.ModuleList(
-            Stage(stage, inputs[i], grids[i], bool(self.num_prefix_tokens) and i == last, config)
+            Stage(stage, inputs[i], grids[i], config.has_class_token and i == last, config)
             for i, stage in enumerate(config.stages)
         )
         self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = make_head(width, config.num_classes)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) → normalised tokens of the last stage (B, p + N, C), class token first.
-
-        Raises:
-            UserError: if the images are too small to survive the strides.
-        """
-        return self.norm(self._stem_and_blocks(x))
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens (B, p + N, C) → logits, or the features they are computed from if `pre_logits`."""
-        if self.config.global_pool == "token":
-            return super().forward_head(x, pre_logits)
-        x = self.head_drop(x.mean(dim=1))
-        return x if pre_logits else self.head(x)
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a fresh one; 0 classes leaves the features.
-
-        Raises:
-            ValueError: if `global_pool` asks for another pooling than the model's own.
-        """
-        if global_pool not in (None, self.config.global_pool):
-            raise ValueError(
-                f"global_pool='{global_pool}' does not fit a model made with global_pool="
-                f"'{self.config.global_pool}'; create it with the pooling it is to have"
-            )
-        super().reset_classifier(num_classes)
 
     def fuse(self) -> ConvolutionalVisionTransformer:
         """A copy for evaluation, with fewer steps and the same logits to rounding.
@@ -209,34 +181,51 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         super().train(mode)
         return self
 
-    def _stem_and_blocks(
-        self,
-        x: Tensor,
-        keep: Callable[[int, Tensor, Grid], None] | None = None,
-        depth: int | None = None,
-        class_token_only: bool = False,
-    ) -> Tensor:
+    def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
         grid = (x.shape[2], x.shape[3])
-        self.config.grids(grid)  # refuses images that are too small
-        blocks_left = sum(stage.depth for stage in self.config.stages)
-        shortcut = class_token_only and self.num_prefix_tokens == 1
-        for index, stage in enumerate(self.stages[:depth]):
+        _refuse_small(self.config, grid)
+        for index, stage in enumerate(self.stages[:maps]):
             assert isinstance(stage, Stage)
             x, grid = stage.embed_tokens(x if index == 0 else tokens_to_image(x, grid))
             for block in stage.blocks:
-                blocks_left -= 1
-                queries = 1 if shortcut and blocks_left == 0 else None
-                x = self._run(block, x, grid, queries=queries)
-            if keep is not None:
-                keep(index, x, grid)
+                x = run(block, x, grid)
         return x
 
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """The class token and position embeddings."""
-        return {
-            name for name, _ in self.named_parameters() if name.endswith(("cls_token", "pos_embed"))
-        }
+    def _map_blocks(self) -> list[nn.Module]:
+        return [cast(Stage, stage).blocks[-1] for stage in self.stages]
+
+    def _cut(self, maps: int) -> None:
+        config = self.config
+        token = config.has_class_token and maps == len(config.stages)
+        self.stages = self.stages[:maps]
+        self.config = dataclasses.replace(
+            config,
+            stages=config.stages[:maps],
+            global_pool="" if config.has_class_token and not token else config.global_pool,
+            class_token=token,
+        )
+
+    def idle_parameters(self) -> set[str]:
+        """Names of trained parameters that no output depends on, by the architecture's design.
+
+        The bias of a linear key adds the same to the score of every key, which the softmax cancels;
+        so does what BatchNorm adds to all keys where no class token is among them. And the last
+        block's convolved queries belong to patches that nobody reads if the class token is read.
+        """
+        names, reads_token = set(), self.config.global_pool == "token" and self.num_prefix_tokens
+        for name, module in self.named_modules():
+            if isinstance(module, Stage):
+                names |= {
+                    f"{name}.blocks.{i}.attn.k.linear.bias" for i in range(len(module.blocks))
+                }
+                if module.cls_token is None:
+                    names |= {
+                        f"{name}.blocks.{i}.attn.k.norm.bias" for i in range(len(module.blocks))
+                    }
+                elif reads_token:
+                    query = f"{name}.blocks.{len(module.blocks) - 1}.attn.q"
+                    names |= {f"{query}.conv.weight", f"{query}.norm.weight", f"{query}.norm.bias"}
+        return names & {name for name, _ in self.named_parameters()}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -265,3 +254,8 @@ class ConvolutionalVisionTransformer(ImageClassifier):
                 {"num_chs": stage.embed_dim, "reduction": reduction, "module": f"stages.{index}"}
             )
         return entries
+
+
+def _refuse_small(config: CvTConfig, size: Grid) -> None:
+    """Refuse images that do not survive the strides, before any work is done."""
+    config.grids(size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from locality import checks
-from locality.errors import UserError, unknown
+from locality.errors import UnknownSetting, UserError, unknown
 from locality.layers.convolution import (
     ATTENTION_SCALES,
     PROJECTIONS,
@@ -17,6 +17,7 @@ from locality.layers.convolution import (
     convolved_size,
 )
 from locality.layers.position import Grid
+from locality.models.base import POOLS
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class StageConfig:
             checks.integer("kv_stride", stride, 1)
         for ratio in self.mlp_ratios:
             checks.number("mlp_ratio", ratio, 0, above=True)
-        _require_choice("projection", self.projection, PROJECTIONS)
+        checks.choice("projection", self.projection, PROJECTIONS)
         if self.projection_kernel < 1 or self.projection_kernel % 2 == 0:
             raise UserError(
                 f"projection_kernel has to be odd and above 0, not {self.projection_kernel}"
@@ -139,8 +140,10 @@ class CvTConfig:
         activation: in the MLPs; the authors' "quick_gelu", x·σ(1.702x), or the exact "gelu".
         attention_scale: of the attention scores: "width", C^−½, as in the authors' weights, or
             "head", the usual d^−½.
-        global_pool: "token" gives the last stage a class token, which the classifier reads; "avg"
-            has it read the mean over patches.
+        global_pool: what the classifier reads: "token", the last stage's class token; "avg", the
+            mean over patches; "" leaves all tokens, for models without a classifier.
+        class_token: whether the last stage has one; None: unless `global_pool` is "avg". Without
+            one, "token" reads the first patch.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after every attention and inside every MLP.
 
@@ -154,7 +157,8 @@ class CvTConfig:
     num_classes: int = 1000
     activation: Activation = "quick_gelu"
     attention_scale: AttentionScale = "width"
-    global_pool: Literal["token", "avg"] = "token"
+    global_pool: Literal["token", "avg", ""] = "token"
+    class_token: bool | None = None
     drop_rate: float = 0.0
     proj_drop_rate: float = 0.0
 
@@ -166,13 +170,18 @@ class CvTConfig:
         if not stages:
             raise UserError("stages has to hold at least one StageConfig, not none")
         checks.integer("in_chans", self.in_chans, 1)
-        _require_choice("activation", self.activation, ACTIVATIONS)
-        _require_choice("attention_scale", self.attention_scale, ATTENTION_SCALES)
-        _require_choice("global_pool", self.global_pool, ("token", "avg"))
+        checks.choice("activation", self.activation, ACTIVATIONS)
+        checks.choice("attention_scale", self.attention_scale, ATTENTION_SCALES)
+        checks.choice("global_pool", self.global_pool, POOLS)
         for name in ("drop_rate", "proj_drop_rate"):
             checks.number(name, getattr(self, name), 0, 1, below=True)
         size = self.img_size
         self.grids((size, size) if isinstance(size, int) else size)
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the last stage has a class token."""
+        return self.global_pool != "avg" if self.class_token is None else self.class_token
 
     @property
     def minimum_size(self) -> int:
@@ -225,7 +234,8 @@ class CvTConfig:
             )
         for name in fields:
             if name not in own | per_stage | _SHORTHANDS:
-                raise unknown("setting of CvTConfig", name, own | per_stage | _SHORTHANDS)
+                known = own | per_stage | _SHORTHANDS
+                raise unknown("setting of CvTConfig", name, known, UnknownSetting)
         if "embedding" in fields and fields.keys() & {"embed_kernel", "embed_padding"}:
             raise UserError(
                 "embedding decides embed_kernel and embed_padding; give the one or the others"
@@ -242,7 +252,7 @@ class CvTConfig:
             if name in fields:
                 values[name] = _spread_blocks(name, fields[name], depths)
         if "position" in fields:
-            _require_choice("position", fields["position"], tuple(POSITIONS))
+            checks.choice("position", fields["position"], tuple(POSITIONS))
             values["use_pos_embed"] = POSITIONS[fields["position"]](len(stages))
         stages = tuple(
             dataclasses.replace(stage, **{name: given[index] for name, given in values.items()})
@@ -291,7 +301,7 @@ def _spread_blocks(name: str, value: Any, depths: list[int]) -> list[Any]:
 
 def _embedded(stage: StageConfig, kind: str) -> StageConfig:
     """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
-    _require_choice("embedding", kind, ("conv", "patch"))
+    checks.choice("embedding", kind, ("conv", "patch"))
     stride = stage.embed_stride
     kernel, padding = (stride, 0) if kind == "patch" else overlapping(stride)
     return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)
@@ -303,12 +313,6 @@ def overlapping(stride: int) -> tuple[int, int]:
     Stride 1, which the paper does not have, gets 3 and 1, so that tokens still overlap.
     """
     return max(3, 2 * stride - 1), max(1, stride // 2)
-
-
-def _require_choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        listed = ", ".join(f"'{choice}'" for choice in accepted)
-        raise UserError(f"{name}={value!r} is not one of {listed}")
 
 
 def _stage(given: dict[str, Any]) -> StageConfig:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from locality.errors import UserError, unknown
+from locality.errors import UnknownSetting, UserError, unknown
+from locality.models.base import ImageClassifier
 from locality.models.cvt import ConvolutionalVisionTransformer, CvTConfig
-from locality.models.surface import ImageClassifier
 from locality.models.variants import VARIANTS, Variant
 from locality.models.vit import VisionTransformer, ViTConfig
 
@@ -85,7 +85,7 @@ def configure(config: Any, fields: dict[str, Any]) -> Any:
     names = [field.name for field in dataclasses.fields(config)]
     for field in fields:
         if field not in names:
-            raise unknown(f"setting of {type(config).__name__}", field, names)
+            raise unknown(f"setting of {type(config).__name__}", field, names, UnknownSetting)
     return dataclasses.replace(config, **fields)
 
 

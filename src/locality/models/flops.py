@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from locality.models.surface import ImageClassifier
+from locality.models.base import ImageClassifier
 
 
 def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = None) -> int:

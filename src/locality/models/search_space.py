@@ -205,7 +205,7 @@ def _stages(
     """Each stage with its token grid and how many tokens its blocks see."""
     size = config.img_size if img_size is None else img_size
     grids = config.grids((size, size) if isinstance(size, int) else size)
-    class_tokens = [0] * (len(grids) - 1) + [int(config.global_pool == "token")]
+    class_tokens = [0] * (len(grids) - 1) + [int(config.has_class_token)]
     for stage, grid, extra in zip(config.stages, grids, class_tokens, strict=True):
         yield stage, grid, grid[0] * grid[1] + extra
 
@@ -213,7 +213,7 @@ def _stages(
 def _fixed_cost(config: CvTConfig, img_size: int | tuple[int, int] | None) -> Cost:
     """What does not depend on the blocks: embeddings, the final norm and the classifier."""
     width = config.stages[-1].embed_dim
-    parameters = 2 * width + (width if config.global_pool == "token" else 0)
+    parameters = 2 * width + width * config.has_class_token
     macs = 0
     if config.num_classes:
         parameters += (width + 1) * config.num_classes

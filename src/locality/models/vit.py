@@ -8,12 +8,11 @@ Shapes:  B batch · N = H·W patches · C embed_dim · (H, W) token grid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from locality import checks
@@ -27,7 +26,17 @@ from locality.layers import (
     SelfAttention,
 )
 from locality.layers.position import kernel_size
-from locality.models.surface import ImageClassifier, make_head
+from locality.models.base import (
+    POOLS,
+    ImageClassifier,
+    Run,
+    make_head,
+    position_embedding,
+    with_class_token,
+)
+
+torch.fx.wrap("position_embedding")  # traced by torch.fx as one step each, like timm's
+torch.fx.wrap("token_grid")
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ class ViTConfig:
         freeze_gpsa: do not train the positional layers' attention at all (Table 3 f, g).
         use_pos_embed: add a learned absolute position embedding to the patches.
         embed_class_token: give the class token an entry in the position embedding (DeiT).
+        global_pool: what the classifier reads: "token", the class token; "avg", the mean over
+            patches; "" leaves all tokens, for models without a classifier.
+        class_token: whether there is one; None: wherever a block attends to it, which takes a
+            block behind the positional ones. Without one, "token" reads the first patch.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after every attention and inside every MLP.
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the blocks.
@@ -73,6 +86,8 @@ class ViTConfig:
     freeze_gpsa: bool = False
     use_pos_embed: bool = True
     embed_class_token: bool = False
+    global_pool: Literal["token", "avg", ""] = "token"
+    class_token: bool | None = None
     drop_rate: float = 0.0
     proj_drop_rate: float = 0.0
     drop_path_rate: float = 0.0
@@ -87,21 +102,38 @@ class ViTConfig:
             )
         checks.number("mlp_ratio", self.mlp_ratio, 0, above=True)
         checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
-        if self.positional_attention not in ("gpsa", "psa", "conv"):
-            raise UserError(
-                f"positional_attention='{self.positional_attention}' is not one of 'gpsa', 'psa', "
-                f"'conv'"
-            )
+        checks.choice("positional_attention", self.positional_attention, ("gpsa", "psa", "conv"))
         checks.number("locality_strength", self.locality_strength, 0, above=True)
         checks.number("gating_init", self.gating_init)
         for name in ("drop_rate", "proj_drop_rate", "drop_path_rate"):
             checks.number(name, getattr(self, name), 0, 1, below=True)
-        if self.embed_class_token and self.gpsa_layers:
+        checks.choice("global_pool", self.global_pool, POOLS)
+        reads_token = self.global_pool == "token" and self.class_token is None
+        if self.gpsa_layers == self.depth and (self.class_token or reads_token):
             raise UserError(
-                "embed_class_token=True needs gpsa_layers=0: with positional layers the class "
-                "token joins after the position embedding has been added"
+                f"gpsa_layers={self.gpsa_layers} of depth={self.depth} leaves no block in which a "
+                f"class token could attend to the patches; lower gpsa_layers or give "
+                f"global_pool='avg' without class_token"
+            )
+        if self.embed_class_token and (self.gpsa_layers or not self.has_class_token):
+            raise UserError(
+                "embed_class_token=True needs a class token and gpsa_layers=0: with positional "
+                "layers the class token joins after the position embedding has been added"
             )
         token_grid(self.img_size, self.patch_size)
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether a class token joins before the first block that is not positional."""
+        return self.gpsa_layers < self.depth if self.class_token is None else self.class_token
+
+    def grids(self, size: tuple[int, ...]) -> list[Grid]:
+        """The one grid of patches on an image of `size` (height, width), as CvT has several.
+
+        Raises:
+            UserError: if the image cannot be cut into whole patches.
+        """
+        return [token_grid(size, self.patch_size)]
 
 
 def token_grid(img_size: int | tuple[int, ...], patch_size: int) -> Grid:
@@ -130,8 +162,10 @@ class VisionTransformer(ImageClassifier):
         self.patch_embed = nn.Conv2d(
             config.in_chans, width, kernel_size=config.patch_size, stride=config.patch_size
         )
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        self.cls_token: nn.Parameter | None = None
+        if config.has_class_token:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
         self.pos_embed: nn.Parameter | None = None
         if config.use_pos_embed:
             rows, columns = token_grid(config.img_size, config.patch_size)
@@ -174,57 +208,41 @@ class VisionTransformer(ImageClassifier):
             attention.requires_grad_(False)
         return attention
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) → normalised tokens (B, 1 + N, C), the class token first."""
-        return self.norm(self._stem_and_blocks(x))
-
-    def _stem_and_blocks(
-        self,
-        x: Tensor,
-        keep: Callable[[int, Tensor, Grid], None] | None = None,
-        depth: int | None = None,
-        class_token_only: bool = False,
-    ) -> Tensor:
-        grid = token_grid(tuple(x.shape[-2:]), self.config.patch_size)
+    def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
+        grid = token_grid((x.shape[2], x.shape[3]), self.config.patch_size)
         # Contiguous, or every residual sum down the network would work on strided memory.
         x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
-        if self.config.embed_class_token:
-            x = self._with_class_token(x)
+        token: Tensor | None = self.cls_token
+        prefix = int(self.config.embed_class_token)
         if self.pos_embed is not None:
-            x = x + self._pos_embed(grid)
-        if not self.config.embed_class_token and self.config.gpsa_layers == 0:
-            x = self._with_class_token(x)
-        # The class token has to be there before the last block for that block to compute it alone.
-        shortcut = class_token_only and self.config.gpsa_layers < self.config.depth
-        for index, block in enumerate(self.blocks[:depth]):
-            last = index + 1 == self.config.depth
-            x = self._run(block, x, grid, queries=1 if shortcut and last else None)
-            if keep is not None:
-                keep(index, x, grid)
-            if index + 1 == self.config.gpsa_layers:
-                x = self._with_class_token(x)
+            made_for = token_grid(self.config.img_size, self.config.patch_size)
+            position = position_embedding(self.pos_embed, made_for, grid, prefix)
+            if token is not None and prefix:
+                token = token.to(x.dtype).expand(x.shape[0], -1, -1) + position[:, :1]
+            x = x + position[:, prefix:]
+        for index, block in enumerate(self.blocks[:maps]):
+            if index == self.config.gpsa_layers and token is not None:
+                x = with_class_token(token, x)
+            x = run(block, x, grid)
         return x
 
-    def _with_class_token(self, x: Tensor) -> Tensor:
-        return torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
+    def _map_blocks(self) -> list[nn.Module]:
+        return list(self.blocks)
 
-    def _pos_embed(self, grid: Grid) -> Tensor:
-        """The position embedding for `grid`, resampled bicubically where it differs."""
-        assert self.pos_embed is not None
-        made_for = token_grid(self.config.img_size, self.config.patch_size)
-        if grid == made_for:
-            return self.pos_embed
-        return resample_abs_pos_embed(
-            self.pos_embed,
-            new_size=list(grid),
-            old_size=list(made_for),
-            num_prefix_tokens=int(self.config.embed_class_token),
+    def _cut(self, maps: int) -> None:
+        config = self.config
+        token = config.has_class_token and config.gpsa_layers < maps
+        self.blocks = self.blocks[:maps]
+        if not token:
+            self.cls_token = None
+        self.config = dataclasses.replace(
+            config,
+            depth=maps,
+            gpsa_layers=min(config.gpsa_layers, maps),
+            drop_path_rate=config.drop_path_rate * (maps - 1) / max(1, config.depth - 1),
+            global_pool="" if config.has_class_token and not token else config.global_pool,
+            class_token=token,
         )
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """The class token and the position embedding."""
-        return {"cls_token", "pos_embed"}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -235,10 +235,13 @@ class Loop:
 
     def _name_the_unreached(self) -> None:
         """Say which trained parameters the first step's loss does not depend on."""
+        idle: set[str] = getattr(self.parts.model, "idle_parameters", set)()
         names = [
             name
             for name, parameter in self.parts.model.named_parameters()
-            if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
+            if parameter.requires_grad
+            and name not in idle
+            and (parameter.grad is None or not parameter.grad.any())
         ]
         if names:
             self.recorder.say(
