@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old content or the new, never a part of either."""
+"""Writing files so that a reader sees the old content or the new, never a part of either; pages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextlib.contextmanager
@@ -43,6 +43,30 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
     """Write `data` to `path`, atomically and durably (text as UTF-8)."""
     with atomic_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
+
+
+def render(
+    package: str, template: str, filters: Mapping[str, Callable[..., Any]] = {}, **content: Any
+) -> str:
+    """A page from one of a package's `templates`; what the template asks for has to be given.
+
+    Args:
+        package: such as "locality.report".
+        template: the file's name.
+        filters: functions that the template may put values through.
+        content: the values, escaped for HTML unless they are markup.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(package),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= filters
+    return environment.get_template(template).render(content)
 
 
 @contextlib.contextmanager

@@ -216,6 +216,12 @@ def test_colours_are_the_logarithm_of_the_attention(open_page, file, subjects, i
 
 
 @needs_browser
+def test_the_pages_colours_are_those_of_the_figures(open_page, file):
+    table = (matplotlib.colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).round()
+    assert np.abs(np.array(open_page(file).evaluate("COLOURS")) - table).max() <= 1
+
+
+@needs_browser
 def test_keys_sliders_and_switches(open_page, file):
     page = open_page(file)
     where = page.locator("#where")

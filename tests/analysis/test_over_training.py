@@ -5,10 +5,15 @@ import json
 import pytest
 import torch
 
-from locality.analysis.over_training import HISTORY, OverTraining, read_history
-from locality.analysis.samples import sample
+from locality.analysis.pictures import sample
+from locality.analysis.recording import (
+    HISTORY,
+    OverTraining,
+    measure_trajectory,
+    read_history,
+    trajectory,
+)
 from locality.analysis.summary import measure_model
-from locality.analysis.trajectory import measure_trajectory, trajectory
 from locality.data import open_data
 from locality.errors import UserError
 from locality.training import RunConfig, load_run, recipe, replace, train

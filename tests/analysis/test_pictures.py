@@ -2,8 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from locality.analysis.pictures import load_pictures, save_pictures, take_pictures
-from locality.analysis.samples import Sample, one_of_each, sample
+from locality.analysis.pictures import (
+    Sample,
+    load_pictures,
+    one_of_each,
+    sample,
+    save_pictures,
+    take_pictures,
+)
 from locality.analysis.taps import capture
 from locality.data import ArraySource, AugmentConfig, DataConfig, open_data
 from locality.errors import UserError

@@ -3,9 +3,8 @@ import json
 import pytest
 
 from locality.analysis import measure_model, record
-from locality.analysis.pictures import load_pictures
+from locality.analysis.pictures import load_pictures, sample
 from locality.analysis.recording import read_measures
-from locality.analysis.samples import sample
 from locality.data import open_data
 from locality.errors import UserError
 from locality.training import RunConfig, load_run, train

@@ -5,13 +5,13 @@ import pytest
 import torch
 from PIL import Image
 
-from locality.analysis.over_training import OverTraining
-from locality.analysis.style import save
+from locality.analysis.recording import OverTraining
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError
 from locality.figures import by_name as figures
 from locality.figures.by_name import FIGURES
+from locality.figures.style import save
 from locality.models import create_model
 from locality.training import recipe, replace, train
 

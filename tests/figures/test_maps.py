@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from locality.analysis.pictures import LayerPicture, Pictures
-from locality.analysis.style import save
 from locality.figures.maps import maps
+from locality.figures.style import save
 
 
 @pytest.fixture

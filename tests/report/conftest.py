@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from locality.analysis.pictures import save_pictures, take_pictures
-from locality.analysis.samples import Sample
+from locality.analysis.pictures import Sample, save_pictures, take_pictures
 from locality.analysis.summary import measure_model
 from locality.models import count_parameters, create_model
 from locality.training import settings

@@ -9,8 +9,7 @@ from locality.lazy import lazily
 if TYPE_CHECKING:
     from locality.analysis.explorer import write_explorer
     from locality.analysis.masks import content_off, position_embedding_off, position_off
-    from locality.analysis.over_training import OverTraining
-    from locality.analysis.recording import record
+    from locality.analysis.recording import OverTraining, record
     from locality.analysis.summary import measure_model, released_nonlocality
     from locality.analysis.taps import LayerView, capture
 
@@ -32,8 +31,7 @@ __getattr__ = lazily(
     {
         ".explorer": "write_explorer",
         ".masks": "content_off position_embedding_off position_off",
-        ".over_training": "OverTraining",
-        ".recording": "record",
+        ".recording": "OverTraining record",
         ".summary": "measure_model released_nonlocality",
         ".taps": "LayerView capture",
     },

@@ -1,21 +1,48 @@
-"""Running the instruments on a finished run, and leaving what they found in its folder."""
+"""Running the instruments on a run, and leaving what they found in its folder.
+
+A run may be measured while it is trained,
+
+    train(config, folder, observer=OverTraining(every=5))
+
+which adds a line to `over_training.jsonl` at every look, at once, so that the curves can be drawn
+while the run goes on and nothing is lost when it is interrupted. It may be measured when it has
+finished, before and after training (`record`). And where it kept copies of its weights
+(`schedule.snapshot_every`), these can be measured as often as one likes (`measure_trajectory`).
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from locality.analysis.pictures import Pictures, save_pictures, take_pictures
-from locality.analysis.samples import validation_sample
+from safetensors.torch import load_file
+from torch import Tensor
+
+from locality import checks
+from locality.analysis.pictures import (
+    Pictures,
+    sample,
+    save_pictures,
+    take_pictures,
+    validation_sample,
+)
 from locality.analysis.summary import Record, measure_model
 from locality.checkpoints.reading import read_json
+from locality.data import open_data
 from locality.errors import UserError
 from locality.files import write_atomic
+from locality.training.observer import Moment
+from locality.training.plan import make_plan
 from locality.training.runs import RunFolder, initial_model, load_run
 
 MEASURES = "measures.json"
 PICTURES = "attention.npz"
+HISTORY = "over_training.jsonl"
 
 
 def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
@@ -80,3 +107,147 @@ def add_measures(folder: Path | str, entries: dict[str, Any]) -> Record:
     content = read_measures(folder) | entries
     write_atomic(Path(folder) / MEASURES, json.dumps(content, allow_nan=False) + "\n")
     return content
+
+
+@dataclass
+class OverTraining:
+    """An observer for `locality.training.train` that measures attention (Figs. 5, 6, 10, 13, 14).
+
+    It measures before the first step, after the last, and every `every` epochs or steps between
+    (the unit of the run's schedule). A look costs about one training step on as many images, so
+    it stays under 2% of a run's time as long as `every` is worth more than 50 of those.
+
+    Attributes:
+        every: epochs or steps between two looks.
+        images: how many validation images to measure on; all of them if there are fewer.
+    """
+
+    every: float
+    images: int = 64
+    _seen: dict[Path, Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        checks.number("measure_every", self.every, 0, above=True)
+        checks.integer("measure_images", self.images, 1)
+
+    def observe(self, moment: Moment) -> None:
+        """Measure the model and write the result down."""
+        started = time.perf_counter()
+        if moment.folder not in self._seen:
+            _cut(moment.folder)
+            chosen = sample(moment.val, moment.config.augment, moment.model.img_size, self.images)
+            device = next(moment.model.parameters()).device
+            self._seen[moment.folder] = chosen.images.to(device)
+        measured = measure_model(moment.model, self._seen[moment.folder])
+        entry = {
+            "step": moment.step,
+            "epoch": moment.epoch,
+            "seconds": round(time.perf_counter() - started, 4),
+        }
+        with (moment.folder / HISTORY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry | measured, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_history(folder: Path | str) -> list[Record]:
+    """What was measured over a run's training, in order of steps; empty if nothing was.
+
+    A record is that of `measure_model` with `step`, `epoch` and the `seconds` it took. Where a
+    resumed run measured a step again, the later record counts; a line that a killed process left
+    half-written does not.
+    """
+    path = Path(folder) / HISTORY
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in _whole_lines(path)]
+    by_step = {record["step"]: record for record in records}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _cut(folder: Path) -> None:
+    """Remove a half-written last line, so that the next one begins on its own."""
+    path = folder / HISTORY
+    if path.exists():
+        write_atomic(path, "".join(f"{line}\n" for line in _whole_lines(path)))
+
+
+def _whole_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def trajectory(folder: Path | str, images: int = 256) -> Record:
+    """A run's attention over its training: as it was measured then, or else from its snapshots.
+
+    Args and returns as `measure_trajectory`; `images` counts for snapshots alone.
+
+    Raises:
+        UserError: if it was neither measured nor kept snapshots.
+    """
+    return recorded_trajectory(folder) or measure_trajectory(folder, images)
+
+
+def recorded_trajectory(folder: Path | str) -> Record | None:
+    """A run's attention as it was measured while it went on; None if it was not."""
+    history = read_history(folder)
+    return _collected(history) if history else None
+
+
+def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
+    """The measures of every snapshot of a run on the same validation images.
+
+    Args:
+        folder: of the run.
+        images: how many images; all of them if there are fewer.
+
+    Returns:
+        {"images": n, "steps": […], "epochs": […], "layers": [one record per
+        attention layer]}. A layer's record has `name`, `kind` and `grid`, and one entry per
+        snapshot in `nonlocality` (mean over heads and images, Eq. 8), `nonlocality_per_head` and
+        `gates` (σ(λ) per head; None where there is none).
+
+    Raises:
+        UserError: if the run kept no snapshots.
+    """
+    files = sorted(RunFolder(folder).snapshots.glob("step-*.safetensors"))
+    if not files:
+        raise UserError(
+            f"run folder {folder} says nothing of its training: it was not measured then "
+            f"(--measure_every) and kept no snapshots (schedule.snapshot_every)"
+        )
+    config = RunFolder(folder).config()
+    splits = open_data(config.data, config.seed)
+    model = initial_model(folder)
+    plan = make_plan(config, len(splits.train))
+    chosen = sample(splits.val, config.augment, model.img_size, images)
+
+    def measured() -> Iterable[Record]:
+        for file in files:
+            model.load_state_dict(load_file(file))
+            step = int(file.stem.partition("-")[2])
+            yield {"step": step, "epoch": plan.epoch(step)} | measure_model(model, chosen.images)
+
+    return _collected(list(measured()))
+
+
+def _collected(records: list[Record]) -> Record:
+    """Measures in order of time, turned into one curve per layer."""
+    return {
+        "images": records[0]["images"],
+        "steps": [record["step"] for record in records],
+        "epochs": [record["epoch"] for record in records],
+        "layers": [
+            _curves(layers)
+            for layers in zip(*(record["layers"] for record in records), strict=True)
+        ],
+    }
+
+
+def _curves(layers: tuple[Record, ...]) -> dict[str, Any]:
+    """One layer over time."""
+    first = layers[0]
+    return {name: first[name] for name in ("name", "kind", "grid")} | {
+        "nonlocality": [layer["nonlocality"]["layer_mean"] for layer in layers],
+        "nonlocality_per_head": [layer["nonlocality"]["mean"] for layer in layers],
+        "gates": None if first["gates"] is None else [layer["gates"] for layer in layers],
+    }

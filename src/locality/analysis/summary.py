@@ -11,15 +11,20 @@ from timm.models.convit import GPSA
 from torch import Tensor, nn
 
 from locality.analysis import measures
-from locality.analysis.taps import LayerView, attention_layers, capture, maps_of
-from locality.analysis.timm_attention import grid_of
+from locality.analysis.taps import (
+    LayerView,
+    attention_layers,
+    capture,
+    evaluating,
+    maps_of,
+    timm_grid,
+)
 from locality.errors import UserError
 from locality.layers.position import Grid
 
 Record = dict[str, Any]
 
 
-@torch.no_grad()
 def measure_model(model: nn.Module, images: Tensor, batch_size: int = 64) -> Record:
     """Nonlocality, entropy, gates and centres of every layer and head, on real layer inputs.
 
@@ -53,14 +58,9 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int = 64) -> Rec
             collected[view.index][name].append(values.double().cpu())
         described.setdefault(view.index, _describe(view))
 
-    was_training = model.training
-    model.eval()
-    try:
-        with capture(model, on_layer=reduce):
-            for batch in images.split(batch_size):
-                model(batch)
-    finally:
-        model.train(was_training)
+    with evaluating(model), capture(model, on_layer=reduce):
+        for batch in images.split(batch_size):
+            model(batch)
     layers = []
     for index in sorted(described):
         values = {name: torch.cat(parts) for name, parts in collected[index].items()}
@@ -106,7 +106,7 @@ def _embedded(embed: nn.Module, images: Tensor) -> tuple[Tensor, Grid]:
     if isinstance(embed, nn.Conv2d):
         return embedded.flatten(2).transpose(1, 2), (embedded.shape[2], embedded.shape[3])
     # timm's gives (B, N, C), or (B, H, W, C) where image sizes may vary.
-    grid = grid_of(embed, images.shape[2], images.shape[3])
+    grid = timm_grid(embed, images)
     return embedded.reshape(len(images), -1, embedded.shape[-1]), grid
 
 
@@ -128,29 +128,18 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
 
 def _describe(view: LayerView) -> Record:
     """What of one layer does not depend on the image."""
-    maps = view.maps
-    kind = "gpsa" if maps.gate is not None else "sa" if maps.position is None else "psa"
-    record: Record = {
+    maps, v_pos = view.maps, positional_vectors(view.module)
+    focus = (None, None, None) if v_pos is None else measures.positional_focus(v_pos)
+    far = None if maps.position is None else measures.nonlocality(maps.position, maps.key_grid)
+    return {
         "name": view.name,
-        "kind": kind,
+        "kind": "gpsa" if maps.gate is not None else "sa" if maps.position is None else "psa",
         "grid": list(maps.query_grid),
         "key_grid": list(maps.key_grid),
         "heads": maps.mixed.shape[1],
-        "gates": None if maps.gate is None else _plain(maps.gate),
-        "position_nonlocality": None,
-        "centres": None,
-        "strengths": None,
-        "spans": None,
-    }
-    if maps.position is not None:
-        record["position_nonlocality"] = _plain(measures.nonlocality(maps.position, maps.key_grid))
-    v_pos = positional_vectors(view.module)
-    if v_pos is not None:
-        focus = measures.positional_focus(v_pos)
-        record["centres"] = _plain(focus.centre)
-        record["strengths"] = _plain(focus.strength)
-        record["spans"] = _plain(focus.span)
-    return record
+        "gates": _plain(maps.gate),
+        "position_nonlocality": _plain(far),
+    } | dict(zip(("centres", "strengths", "spans"), map(_plain, focus), strict=True))
 
 
 def positional_vectors(module: nn.Module) -> Tensor | None:
@@ -182,8 +171,10 @@ def _deviation(values: Tensor) -> Tensor:
     return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
 
 
-def _plain(values: Tensor) -> Any:
+def _plain(values: Tensor | None) -> Any:
     """Nested lists of numbers, or one number; null for what JSON cannot say (nan, infinity)."""
+    if values is None:
+        return None
 
     def clean(item: Any) -> Any:
         if isinstance(item, list):

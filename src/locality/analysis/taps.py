@@ -6,7 +6,10 @@
 
 The forward pass itself is not touched: a hook sees what goes into each attention module and asks
 the module for its attention in explicit form (`attention_maps`), so logits stay the same bit for
-bit. To keep memory bounded, give `on_layer`: each layer's view is handed to it and then forgotten.
+bit. timm's modules do not show theirs: it is computed here from their weights, queries and keys
+from `qkv` (or ConViT's `qk`), normalised and scaled as the module does.
+
+To keep memory bounded, give `on_layer`: each layer's view is handed to it and then forgotten.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from timm.layers.attention import Attention as TimmAttention
+from timm.models.convit import GPSA, MHSA
 from torch import Tensor, nn
 
-from locality.analysis import timm_attention
 from locality.analysis.measures import Stride
 from locality.errors import UserError
-from locality.layers.attention import AttentionMaps
+from locality.layers.attention import AttentionMaps, prefix_length
 from locality.layers.convolution import ConvolutionalAttention
-from locality.layers.position import Grid
+from locality.layers.position import Grid, positional_attention
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class LayerView:
         return 1, 1
 
 
+_TIMM = (TimmAttention, GPSA, MHSA)
+
+
 class _ShowsAttention(Protocol):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps: ...
 
@@ -75,7 +82,7 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if hasattr(module, "attention_maps") or timm_attention.is_known(module)
+        if hasattr(module, "attention_maps") or isinstance(module, _TIMM)
     ]
     if not found:
         raise UserError(
@@ -88,8 +95,8 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def maps_of(module: nn.Module, x: Tensor, grid: Grid) -> AttentionMaps:
     """The attention of one attention module, ours or timm's, on tokens (B, N, C)."""
-    if timm_attention.is_known(module):
-        return timm_attention.timm_maps(module, x, grid)
+    if isinstance(module, _TIMM):
+        return _timm_maps(module, x, grid)
     return cast(_ShowsAttention, module).attention_maps(x, grid)
 
 
@@ -126,7 +133,7 @@ def capture(
             if torch._C._current_graph_task_id() != -1:
                 return  # a checkpointed block, recomputed in the backward pass: seen before
             x = kwargs["x"] if "x" in kwargs else args[0]
-            if timm_attention.is_known(module):
+            if isinstance(module, _TIMM):
                 _refuse_masks(name, args[1:], kwargs)
                 grid = grids[-1]
             else:
@@ -138,14 +145,18 @@ def capture(
         return hook
 
     with contextlib.ExitStack() as hooks:
-        if any(timm_attention.is_known(module) for _, module in modules):
-            patch_embed = getattr(model, "patch_embed", None)
+        if any(isinstance(module, _TIMM) for _, module in modules):
+            patch_embed: Any = getattr(model, "patch_embed", None)
             if not hasattr(patch_embed, "dynamic_feat_size"):
                 raise UserError(
                     f"{type(model).__name__} does not say what grid its patches lie on (it has no "
                     f"patch_embed with dynamic_feat_size)"
                 )
-            hooks.enter_context(_remember_grid(patch_embed, grids))
+
+            def remember(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                grids[:] = [timm_grid(patch_embed, args[0])]
+
+            hooks.callback(patch_embed.register_forward_pre_hook(remember).remove)
         for index in chosen:
             handle = modules[index][1].register_forward_pre_hook(observe(index), with_kwargs=True)
             hooks.callback(handle.remove)
@@ -153,18 +164,15 @@ def capture(
 
 
 @contextlib.contextmanager
-def _remember_grid(patch_embed: Any, grids: list[Grid]) -> Iterator[None]:
-    """Append the patch grid of every image that timm's patch embedding is given."""
-
-    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        height, width = args[0].shape[-2:]
-        grids[:] = [timm_attention.grid_of(patch_embed, height, width)]
-
-    handle = patch_embed.register_forward_pre_hook(hook)
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients, and back again."""
+    was_training = model.training
+    model.eval()
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
-        handle.remove()
+        model.train(was_training)
 
 
 def _chosen(layers: Sequence[int] | None, depth: int) -> list[int]:
@@ -180,3 +188,43 @@ def _refuse_masks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     # timm's blocks pass attn_mask=None and is_causal=False; anything else changes the attention.
     if any(value is not None and value is not False for value in (*args, *kwargs.values())):
         raise UserError(f"{name} was called with an attention mask, which taps do not read")
+
+
+def _timm_maps(module: nn.Module, x: Tensor, grid: Grid) -> AttentionMaps:
+    """The attention of one of timm's modules on tokens (B, N, C), prefix tokens first."""
+    if isinstance(module, GPSA):
+        return _gated_maps(module, x, grid)
+    assert isinstance(module, (TimmAttention, MHSA))
+    q, k = _split_heads(module.qkv(x), 3, module.num_heads)[:2]
+    if isinstance(module, TimmAttention):
+        q, k = module.q_norm(q), module.k_norm(k)
+    content = _softmax(q, k, module.scale)
+    return AttentionMaps(content, content, None, None, grid, grid, prefix_length(x.shape[1], grid))
+
+
+def timm_grid(patch_embed: Any, images: Tensor) -> Grid:
+    """The grid that timm's patch embedding makes of images (B, C, H, W)."""
+    rows, columns = patch_embed.dynamic_feat_size(tuple(images.shape[-2:]))
+    return rows, columns
+
+
+def _gated_maps(module: GPSA, x: Tensor, grid: Grid) -> AttentionMaps:
+    q, k = _split_heads(module.qk(x), 2, module.num_heads)
+    content = _softmax(q, k, module.scale)
+    # Columns there: along the width, along the height, squared distance. The bias is the same for
+    # every key, so the softmax cancels it.
+    position = positional_attention(module.pos_proj.weight[:, [2, 1, 0]], grid)
+    gate = module.gating_param.sigmoid()
+    weight = gate[:, None, None]
+    mixed = (1 - weight) * content + weight * position
+    return AttentionMaps(mixed, content, position, gate, grid, grid, 0)
+
+
+def _split_heads(projected: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """(B, N, parts·h·d) → `parts` tensors of (B, h, N, d)."""
+    batch, tokens, _ = projected.shape
+    return projected.view(batch, tokens, parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _softmax(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) * scale, dim=-1)

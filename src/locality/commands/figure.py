@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
         raise unknown("figure", options.name, FIGURES)
 
     from locality import checks
-    from locality.analysis.style import save
+    from locality.figures.style import save
 
     checks.integer("heads", options.heads, 1)
     checks.integer("count", options.count, 1)

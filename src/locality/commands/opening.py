@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from locality.analysis.samples import one_of_each
+from locality.analysis.pictures import one_of_each
 from locality.checkpoints import Classifier, Preprocessing, open_model
 from locality.data import BadImage, decode, open_data
 from locality.data.transforms import evaluation_interpolation

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int | None:
     folder = Path(options.output) if options.output else default_folder(config)
     observer = None
     if options.measure_every is not None:
-        from locality.analysis.over_training import OverTraining
+        from locality.analysis.recording import OverTraining
 
         observer = OverTraining(options.measure_every)
     if options.dry_run:

@@ -11,15 +11,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from locality.analysis import kinds
-from locality.analysis.curves import Course, gates_over_training, nonlocality_over_training
-from locality.analysis.pictures import Pictures, take_pictures
-from locality.analysis.samples import Sample, observable, prepared
-from locality.analysis.style import FAMILY_NAMES, family_of
-from locality.analysis.trajectory import trajectory
+from locality.analysis.pictures import Pictures, Sample, observable, prepared, take_pictures
+from locality.analysis.recording import trajectory
 from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.figures import maps as drawn
+from locality.figures.over_training import Course, gates_over_training, nonlocality_over_training
+from locality.figures.style import FAMILY_NAMES
 from locality.models import create_model
+from locality.models.variants import family_of
 from locality.training.config import RunConfig
 from locality.training.runs import RunFolder
 from locality.training.settings import to_dict

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from locality.analysis.style import (
+from locality.figures.style import (
     FAINT,
     INK,
     MAP_COLOURS,

@@ -17,10 +17,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
 
-from locality.analysis.pictures import DECADES, LayerPicture, Pictures, take_pictures
-from locality.analysis.samples import Sample
-from locality.analysis.style import FAINT, GATE_COLOURS, MAP_COLOURS, new_figure, settings
+from locality.analysis.pictures import DECADES, LayerPicture, Pictures, Sample, take_pictures
 from locality.errors import UserError
+from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, new_figure, settings
 from locality.layers.position import Grid
 from locality.models import create_model
 

@@ -118,3 +118,8 @@ _ROWS = [
 ]  # fmt: skip
 
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
+
+
+def family_of(model: str | None) -> str:
+    """The family of a model by its name; "other" for one that is not in the table."""
+    return VARIANTS[model].family if model in VARIANTS else "other"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from locality.analysis.pictures import validation_sample
 from locality.analysis.recording import run_pictures
-from locality.analysis.samples import validation_sample
 from locality.figures import maps
 from locality.models.factory import variant
 from locality.papers.convit import distilled, seeds_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from locality.analysis.trajectory import measure_trajectory
+from locality.analysis.recording import measure_trajectory
 from locality.data import eval_loader, open_data
 from locality.papers.quantities import Measure
 from locality.runner.runs import Run

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from locality.analysis.style import save
 from locality.errors import UserError
 from locality.figures.curves import draw
+from locality.figures.style import save
 from locality.files import write_atomic
 from locality.papers.peers import missing_data
 from locality.papers.records import Record, make_record

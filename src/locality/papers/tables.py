@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from locality.files import render
 from locality.papers.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED
 from locality.papers.records import Record
 
@@ -263,15 +264,10 @@ def _csv_points(record: Record, panel: str, series: Record) -> list[list[Any]]:
 
 def to_html(record: Record) -> str:
     """A page of its own: table or figure, claims, origin."""
-    from jinja2 import Environment, PackageLoader
-
-    environment = Environment(
-        loader=PackageLoader("locality.papers"), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     notes = Notes()
     table = body(record, notes) if record["kind"] == "table" else []
-    return environment.get_template("experiment.html").render(
+    return render(
+        "locality.papers", "experiment.html",
         record=record,
         headings=headings(record) if record["kind"] == "table" else [],
         lines=table,

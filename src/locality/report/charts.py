@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from locality.analysis.measures import token_distances
 from locality.analysis.statistics import Estimate, estimate
-from locality.analysis.style import FAINT, INK, new_figure, settings
+from locality.figures.style import FAINT, INK, new_figure, settings
 from locality.report.runs import Run
 from locality.report.series import Series
 from locality.report.wording import percent

@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from locality.analysis.pictures import DECADES, LayerPicture, Pictures
-from locality.analysis.style import GATE_COLOURS, MAP_COLOURS
+from locality.figures.style import GATE_COLOURS, MAP_COLOURS
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from locality._version import __version__
-from locality.analysis.curves import Course, gates_over_training, nonlocality_over_training
 from locality.analysis.pictures import Pictures
-from locality.analysis.style import inline_svg
-from locality.analysis.trajectory import recorded_trajectory
+from locality.analysis.recording import recorded_trajectory
 from locality.errors import UserError
-from locality.files import write_atomic
+from locality.figures.over_training import Course, gates_over_training, nonlocality_over_training
+from locality.figures.style import inline_svg
+from locality.files import render, write_atomic
 from locality.report import charts, maps, wording
 from locality.report.runs import Run, Unfinished, read_runs
 from locality.report.series import Comparison, Series, compare, group, twins
@@ -64,29 +62,11 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
         raise UserError(f"none of these runs has finished{waiting}; there is nothing to report")
     series = group(runs)
-    html = _environment().get_template("report.html").render(**_context(series, unfinished))
+    html = render("locality.report", "report.html", _FILTERS, **_context(series, unfinished))
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, html)
     return output
-
-
-def _environment() -> jinja2.Environment:
-    templates = resources.files("locality.report") / "templates"
-    loader = jinja2.FunctionLoader(lambda name: (templates / name).read_text(encoding="utf-8"))
-    environment = jinja2.Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["percent"] = wording.percent
-    environment.filters["interval"] = wording.with_interval
-    environment.filters["thousands"] = lambda number: f"{number:,.0f}"
-    environment.filters["millions"] = lambda number: f"{number / 1e6:.2f} M"
-    environment.filters["shown"] = _shown
-    return environment
 
 
 def _context(series: Sequence[Series], unfinished: Sequence[Unfinished]) -> dict[str, Any]:
@@ -320,3 +300,12 @@ def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_shown, value)) or "–"
     return str(value)
+
+
+_FILTERS: dict[str, Any] = {
+    "percent": wording.percent,
+    "interval": wording.with_interval,
+    "thousands": lambda number: f"{number:,.0f}",
+    "millions": lambda number: f"{number / 1e6:.2f} M",
+    "shown": _shown,
+}

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from locality.analysis.pictures import LayerPicture, Pictures
-from locality.analysis.style import MAP_COLOURS, new_figure, save, settings
 from locality.errors import UserError
+from locality.figures.style import MAP_COLOURS, new_figure, save, settings
 from locality.report import charts
 from locality.report.maps import log_scaled
 from locality.report.runs import read_runs

@@ -12,9 +12,9 @@ import yaml
 
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import PICTURES, read_measures
-from locality.analysis.style import family_of
 from locality.checkpoints.reading import read_json
 from locality.errors import UserError
+from locality.models.variants import family_of
 from locality.training.runs import RunFolder, is_run_folder
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from locality.analysis.kinds import INCIDENTAL, in_words, kind, unlike
 from locality.analysis.statistics import Estimate, estimate, paired_difference
-from locality.analysis.style import FAMILY_NAMES, colour_of, marker_of
 from locality.errors import UserError
+from locality.figures.style import FAMILY_NAMES, colour_of, marker_of
 from locality.models import VARIANTS
 from locality.report.runs import Run
 from locality.training.settings import flatten

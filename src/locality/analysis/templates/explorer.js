@@ -96,7 +96,7 @@ function attentionOf(model, index, number, mode = state.mode) {
   if (query < 0 || (mode === "position" && !layer.position)) return null;
   const scores = mode === "position" ? null : heads[model][index][number].scores(query);
   if (mode === "content" || layer.kind === "sa") return softmax(scores);
-  const places = positionalScores(layer.position[number], cellOf(layer), layer.keyGrid);
+  const places = positionalScores(layer.position[number], cellOf(layer), layer.key_grid);
   if (mode === "position") return softmax(places);
   if (layer.kind === "psa") return softmax(scores.map((score, key) => score + places[key]));
   const content = softmax(scores), position = softmax(places), gate = layer.gates[number];
@@ -106,12 +106,12 @@ function attentionOf(model, index, number, mode = state.mode) {
 // How far a row of attention looks on average, in patches, class tokens left out (Eq. 8).
 function distanceOf(layer, attention) {
   if (!attention || state.classToken) return null;
-  const [row, column] = cellOf(layer), [down, right] = layer.keyStride;
+  const [row, column] = cellOf(layer), [down, right] = layer.key_stride;
   let sum = 0, mass = 0;
   for (let k = layer.prefix; k < attention.length; k++) {
     const cell = k - layer.prefix;
-    const y = Math.floor(cell / layer.keyGrid[1]) * down - row;
-    const x = (cell % layer.keyGrid[1]) * right - column;
+    const y = Math.floor(cell / layer.key_grid[1]) * down - row;
+    const x = (cell % layer.key_grid[1]) * right - column;
     sum += attention[k] * Math.hypot(y, x);
     mass += attention[k];
   }
@@ -132,7 +132,7 @@ async function loadImage(image) {
     let at = 0;
     return model.layers.map((layer) => {
       const queries = layer.prefix + layer.grid[0] * layer.grid[1];
-      const keys = layer.prefix + layer.keyGrid[0] * layer.keyGrid[1];
+      const keys = layer.prefix + layer.key_grid[0] * layer.key_grid[1];
       return Array.from({ length: layer.heads }, () => {
         const head = new Head(bytes, at, queries, keys);
         at = head.end;
@@ -165,11 +165,11 @@ const cells = []; // every map on the page
 
 function makeCell(model, index, head, large) {
   const layer = DATA.models[model].layers[index];
-  const canvas = element("canvas", { width: layer.keyGrid[1], height: layer.keyGrid[0] });
+  const canvas = element("canvas", { width: layer.key_grid[1], height: layer.key_grid[0] });
   // Key j of a squeezed grid is centred on query token stride·j; the map lies accordingly.
-  const [down, right] = layer.keyStride, [height, width] = layer.grid;
-  canvas.style.width = `${100 * layer.keyGrid[1] * right / width}%`;
-  canvas.style.height = `${100 * layer.keyGrid[0] * down / height}%`;
+  const [down, right] = layer.key_stride, [height, width] = layer.grid;
+  canvas.style.width = `${100 * layer.key_grid[1] * right / width}%`;
+  canvas.style.height = `${100 * layer.key_grid[0] * down / height}%`;
   canvas.style.left = `${-50 * (right - 1) / width}%`;
   canvas.style.top = `${-50 * (down - 1) / height}%`;
   const query = element("i", { class: "query" });
@@ -296,7 +296,20 @@ function niceTop(value) {
 
 // -- showing ------------------------------------------------------------------------------------
 
-const COLOURS = DATA.colours;
+// viridis, every fifth of its 256 colours; those between lie on a straight line to within 1 of 255.
+const VIRIDIS = (
+  "44015446085c471063481769481d6f482475472a7a46307e453781433d844142873f48893d4e8a" +
+  "3a538b38598c355e8d33638d31688e2e6d8e2c718e2a768e297b8e27808e25848e23898e218e8d" +
+  "20928c1f978b1e9c891fa18821a58524aa8328ae802eb37c35b7793dbc7446c06f50c46a5ac864" +
+  "65cb5e70cf577cd25089d54895d840a2da37b0dd2fbddf26cae11fd8e219e5e419f1e51dfde725"
+).match(/../g).map((pair) => parseInt(pair, 16));
+const COLOURS = Array.from({ length: 256 }, (_, at) => {
+  const low = 3 * Math.floor(at / 5), part = (at % 5) / 5;
+  return [0, 1, 2].map((channel) => {
+    const from = VIRIDIS[low + channel], to = VIRIDIS[low + channel + 3] ?? from;
+    return Math.round(from + (to - from) * part);
+  });
+});
 
 function paint(canvas, attention, prefix) {
   const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
@@ -368,7 +381,7 @@ function readout() {
   const parts = [`${DATA.models[at.model].label}, layer ${at.layer + 1}, head ${at.head + 1}`];
   if (attention && at.key !== undefined) {
     const value = attention[layer.prefix + at.key];
-    const row = Math.floor(at.key / layer.keyGrid[1]), column = at.key % layer.keyGrid[1];
+    const row = Math.floor(at.key / layer.key_grid[1]), column = at.key % layer.key_grid[1];
     parts.push(`${number(100 * value)}% to row ${row + 1}, column ${column + 1}`);
     $("readout").dataset.attention = value;
   }
@@ -394,7 +407,7 @@ function highlight(model, layer, head) {
 function hover(cell, event) {
   if (!cell) return highlight();
   const layer = DATA.models[cell.model].layers[cell.index];
-  const box = cell.canvas.getBoundingClientRect(), [height, width] = layer.keyGrid;
+  const box = cell.canvas.getBoundingClientRect(), [height, width] = layer.key_grid;
   const inside = (share, size) => Math.max(0, Math.min(size - 1, Math.floor(share * size)));
   const row = inside((event.clientY - box.top) / box.height, height);
   const column = inside((event.clientX - box.left) / box.width, width);

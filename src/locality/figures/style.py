@@ -13,7 +13,6 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from locality.files import write_atomic
-from locality.models.variants import VARIANTS
 
 # Wong's palette (Nature Methods 8, 441), told apart under every common colour blindness. Families
 # keep their colour in every figure, and their marker, for those who print in grey.
@@ -117,11 +116,6 @@ def _escape(text: str) -> str:
     for character, entity in (("&", "&amp;"), ('"', "&quot;"), ("<", "&lt;"), ("\\", "")):
         text = text.replace(character, entity)
     return text
-
-
-def family_of(model: str | None) -> str:
-    """The family of a model by its name; "other" for one that is not in the table."""
-    return VARIANTS[model].family if model in VARIANTS else "other"
 
 
 def colour_of(family: str) -> str:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from locality.analysis.curves import Course, gates_over_training, nonlocality_over_training
-from locality.analysis.style import save
 from locality.errors import UserError
+from locality.figures.over_training import Course, gates_over_training, nonlocality_over_training
+from locality.figures.style import save
 
 
 def recorded(steps, shift=0.0, gated=True):

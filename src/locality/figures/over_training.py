@@ -14,9 +14,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from locality.analysis.style import FAINT, INK, MAP_COLOURS, new_figure, settings
 from locality.analysis.summary import Record
 from locality.errors import UserError
+from locality.figures.style import FAINT, INK, MAP_COLOURS, new_figure, settings
 
 Array = npt.NDArray[np.floating]
 
@@ -33,7 +33,7 @@ class Course:
 
     Attributes:
         label: what they are.
-        trajectories: one record of `locality.analysis.trajectory` per seed.
+        trajectories: one record of `locality.analysis.recording` per seed.
     """
 
     label: str
