@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
+from pathlib import Path
 
 
 def processor() -> str:
@@ -12,3 +14,16 @@ def processor() -> str:
         line = next(line for line in file if line.startswith("model name"))
         return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def memory(device_type: str) -> int:
+    """Bytes of memory that a process on a device of this type may use: "cpu", "cuda" or "mps"."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Containers and batch systems allow less than there is.
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

@@ -169,7 +169,7 @@ def test_changed_data_is_refused(tmp_path: Path, stop_before: object) -> None:
     from locality.training.checkpoint import pack, read_checkpoint, write_checkpoint
 
     write_checkpoint(file, pack(read_checkpoint(file) | {"data": "another"}))
-    with pytest.raises(UserError, match="data of run folder"):
+    with pytest.raises(UserError, match="other images, labels or classes"):
         train(tiny(), tmp_path / "run")
 
 

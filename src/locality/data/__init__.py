@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from locality.data.packing import pack
     from locality.data.sources import ArraySource, BadImage, DataSplits, ImageSource
     from locality.data.transforms import eval_transform, normalise, train_transform
+    from locality.data.verifying import ImageRecord, verify
 
 __all__ = [
     "DATASETS",
@@ -32,6 +33,7 @@ __all__ = [
     "DataConfig",
     "DataSplits",
     "Decoding",
+    "ImageRecord",
     "ImageSource",
     "Stream",
     "check",
@@ -46,6 +48,7 @@ __all__ = [
     "seed_generators",
     "train_loader",
     "train_transform",
+    "verify",
 ]
 
 __getattr__ = lazily(
@@ -61,5 +64,6 @@ __getattr__ = lazily(
         ".packing": "pack",
         ".sources": "ArraySource BadImage DataSplits ImageSource",
         ".transforms": "eval_transform normalise train_transform",
+        ".verifying": "ImageRecord verify",
     },
 )

@@ -40,12 +40,14 @@ class ArrowSource(ImageSource):
         labels: npt.ArrayLike,
         name: str,
         decoding: Decoding = AS_PUBLISHED,
+        files: Sequence[tuple[str, str]] = (),
     ) -> None:
         # As Arrow's own cells, which leaves images undecoded and is the fastest way to one row.
         self.rows = rows.select_columns([image_column]).with_format("arrow")
         self.labels = np.asarray(labels, dtype=np.int64)
         self.name = name
         self.decoding = decoding
+        self._files = files
 
     def read(self, index: int) -> Image.Image:
         return decode(self.read_bytes(index), self.decoding)
@@ -62,6 +64,10 @@ class ArrowSource(ImageSource):
         if path is None:
             raise BadImage("the row has no image")
         return read_bytes(path)
+
+    def files(self, indices: npt.NDArray[np.int64]) -> Sequence[tuple[str, str]]:
+        """All of the dataset's files: which of them hold the rows asked for is not known."""
+        return self._files
 
     def _cell(self, index: int) -> Any:
         return self.rows[index].column(0)[0].as_py()
@@ -104,7 +110,9 @@ def open_arrow(
     for part, rows in opened.items():
         _has_columns(rows, columns, part, folder)
         labels = _labels(rows, columns[1], classes, part, folder)
-        sources[part] = ArrowSource(rows, columns[0], labels, f"{folder}/{part}", decoding)
+        files = [(str(path.relative_to(folder)), str(path)) for path in parts[part]]
+        name = f"{folder}/{part}"
+        sources[part] = ArrowSource(rows, columns[0], labels, name, decoding, files)
     return classes, sources["train"], sources.get("val")
 
 

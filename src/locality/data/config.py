@@ -66,6 +66,8 @@ class DataConfig:
         split_seed: seed of that split; not the run's, so that all seeds are judged alike.
         on_bad_image: what to do with a file that cannot be decoded: "error" names it and stops,
             "skip" leaves it out and counts it, "auto" skips while training and stops otherwise.
+        on_changed_images: what to do when a run is resumed and its images are no longer those of
+            its checkpoint: "error" says which changed and stops, "resume" goes on with them.
         max_bad_images: how many different files may be skipped before the run stops.
         max_pixels: images with more pixels are treated as files that cannot be decoded.
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
@@ -85,6 +87,7 @@ class DataConfig:
     val_fraction: float = 0.25
     split_seed: int = 0
     on_bad_image: Literal["auto", "error", "skip"] = "auto"
+    on_changed_images: Literal["error", "resume"] = "error"
     max_bad_images: int = 100
     max_pixels: int = PIXEL_LIMIT
     exif: bool = False
@@ -97,6 +100,7 @@ class DataConfig:
         _known("dataset", self.dataset, DATASETS)
         _known("subset", self.subset, ("balanced", "sorted"))
         _known("on_bad_image", self.on_bad_image, ("auto", "error", "skip"))
+        _known("on_changed_images", self.on_changed_images, ("error", "resume"))
         checks.number("fraction", self.fraction, 0, 1, above=True)
         checks.number("val_fraction", self.val_fraction, 0, 1, above=True, below=True)
         checks.integer("max_bad_images", self.max_bad_images, 0)

@@ -12,11 +12,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import warnings
+from collections.abc import Iterator
 from functools import cache
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -37,9 +40,25 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     Raises:
         BadImage: it cannot be read.
     """
+    with _opened(path) as file:
+        return file.read()
+
+
+def check_header(path: str | os.PathLike[str], decoding: Decoding = AS_PUBLISHED) -> None:
+    """Recognise the image in a file by its first bytes, without decoding it.
+
+    Raises:
+        BadImage: it cannot be read, is empty, is not an image, or is too large.
+    """
+    with _opened(path) as file, _quiet():
+        _recognised(file, decoding)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as file:
-            return file.read()
+            yield file
     except OSError as error:
         if error.errno in _NOT_THE_FILE:
             raise
@@ -62,31 +81,44 @@ def load(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
     Raises:
         BadImage: as `decode`, but for kinds without a meaning in 8 bits.
     """
-    if not data:
-        raise BadImage("the file is empty")
-    with warnings.catch_warnings():
-        # Pillow warns about large images and odd metadata, per file; both are dealt with here.
-        warnings.simplefilter("ignore")
-        try:
-            image = Image.open(io.BytesIO(data), formats=_formats())
-        except Image.DecompressionBombError as error:
-            raise BadImage(
-                f"the image has more than the {decoding.max_pixels:,} pixels that are allowed"
-            ) from error
-        except Image.UnidentifiedImageError as error:
-            raise BadImage("the file is not an image of a known format") from error
-        except Exception as error:
-            raise _damaged(error) from error
-        if image.width * image.height > decoding.max_pixels:
-            raise BadImage(
-                f"the image has {image.width} × {image.height} pixels, more than the "
-                f"{decoding.max_pixels:,} that are allowed"
-            )
+    with _quiet():
+        image = _recognised(io.BytesIO(data), decoding)
         try:
             image.load()
         except Exception as error:
             # Decoders of damaged files raise nearly anything: OSError, SyntaxError, struct.error…
             raise _damaged(error) from error
+    return image
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Pillow's warnings about large images and odd metadata; both are dealt with here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _recognised(file: BinaryIO, decoding: Decoding) -> Image.Image:
+    """The image in `file`, of which only the header has been read."""
+    if not file.read(1):
+        raise BadImage("the file is empty")
+    file.seek(0)
+    try:
+        image = Image.open(file, formats=_formats())
+    except Image.DecompressionBombError as error:
+        raise BadImage(
+            f"the image has more than the {decoding.max_pixels:,} pixels that are allowed"
+        ) from error
+    except Image.UnidentifiedImageError as error:
+        raise BadImage("the file is not an image of a known format") from error
+    except Exception as error:
+        raise _damaged(error) from error
+    if image.width * image.height > decoding.max_pixels:
+        raise BadImage(
+            f"the image has {image.width} × {image.height} pixels, more than the "
+            f"{decoding.max_pixels:,} that are allowed"
+        )
     return image
 
 

@@ -9,7 +9,7 @@ sorted class names number the classes once, and a file is itself or an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import AS_PUBLISHED, Decoding
-from locality.data.decoding import decode, read_bytes
+from locality.data.decoding import check_header, decode, read_bytes
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 
@@ -80,6 +80,14 @@ class FileSource(ImageSource):
     def read_bytes(self, index: int) -> bytes:
         """The file as it is, not decoded."""
         return read_bytes(self.describe(index))
+
+    def check_header(self, index: int) -> None:
+        check_header(self.describe(index), self.decoding)
+
+    def files(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[str, str]]:
+        for index in indices.tolist():
+            path = self.paths[index]
+            yield path, os.path.join(self.root, path)
 
     def describe(self, index: int) -> str:
         return os.path.join(self.root, self.paths[index])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from locality.data.config import Decoding
 from locality.data.folder import FileSource, existing_folder, list_folder, no_images, open_one, some
-from locality.data.sources import ImageSource
 from locality.errors import UserError
 
 _CLASSES = 1000
@@ -51,7 +48,7 @@ def open_imagenet_v2(root: Path | str | None, decoding: Decoding) -> tuple[list[
 
 def open_imagenet_real(
     root: Path | str | None, labels_file: Path | str | None, decoding: Decoding
-) -> tuple[list[str], ImageSource]:
+) -> tuple[list[str], FileSource]:
     """ImageNet's validation images with the reassessed labels (ReaL, Beyer et al., 2020).
 
     An image may have several right answers; those that have none are left out.
@@ -90,22 +87,10 @@ def open_imagenet_real(
         raise UserError(
             f"'{labels_file}' speaks of class {highest}, but '{folder}' has {len(classes)} classes"
         )
-    return classes, SeveralAnswers(source.subset(kept), sets)
-
-
-class SeveralAnswers(ImageSource):
-    """A source whose images may have more than one right answer."""
-
-    def __init__(self, source: ImageSource, label_sets: Sequence[tuple[int, ...]]) -> None:
-        self.source = source
-        self.label_sets = label_sets
-        self.labels = np.array([answers[0] for answers in label_sets], dtype=np.int64)
-
-    def read(self, index: int) -> Image.Image:
-        return self.source.read(index)
-
-    def describe(self, index: int) -> str:
-        return self.source.describe(index)
+    paths, firsts = [source.paths[index] for index in kept], [answers[0] for answers in sets]
+    chosen = FileSource(folder, paths, firsts, decoding)
+    chosen.label_sets = sets
+    return classes, chosen
 
 
 def _class_number(name: str) -> bool:

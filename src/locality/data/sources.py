@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,6 +49,21 @@ class ImageSource(ABC):
     def describe(self, index: int) -> str:
         """What to call image `index` when speaking to a person: a path where there is one."""
 
+    def check_header(self, index: int) -> None:
+        """As far as can be told without decoding, make sure that image `index` can be read.
+
+        Raises:
+            BadImage: it cannot.
+        """
+        self.read(index)
+
+    def files(self, indices: npt.NDArray[np.int64]) -> Iterable[tuple[str, str]]:
+        """The files that hold the images at `indices`: names within the dataset, and paths.
+
+        A name is the same wherever the dataset lies. Empty where images have no files.
+        """
+        return ()
+
     def read_or_name(self, index: int) -> Image.Image:
         """As `read`, for where a damaged image is nobody's to skip.
 
@@ -86,6 +101,12 @@ class Subset(ImageSource):
 
     def describe(self, index: int) -> str:
         return self.source.describe(int(self.indices[index]))
+
+    def check_header(self, index: int) -> None:
+        self.source.check_header(int(self.indices[index]))
+
+    def files(self, indices: npt.NDArray[np.int64]) -> Iterable[tuple[str, str]]:
+        return self.source.files(self.indices[indices])
 
 
 class ArraySource(ImageSource):

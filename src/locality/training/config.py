@@ -113,7 +113,7 @@ class ScheduleConfig:
         cooldown: constant `min_lr` at the end.
         min_lr: where the cosine ends.
         eval_every: between evaluations; the last step is always evaluated.
-        save_every: between checkpoints; None saves after every evaluation. An interruption and the
+        save_every: between checkpoints; None saves before every evaluation. An interruption and the
             end save too.
         snapshot_every: between copies of the weights kept for later analysis; None keeps none.
     """

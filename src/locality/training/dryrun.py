@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from locality import checks
+from locality import checks, machine
+from locality.errors import UserError
 from locality.training.config import RunConfig
 from locality.training.logs import duration
 from locality.training.runs import RunFolder
@@ -73,6 +74,7 @@ class DryRun:
             ("checkpoint", f"{self.checkpoint_bytes / 1e9:.3g} GB"),
             ("arithmetic", f"{flops:.3g} operations"),
             ("time", time),
+            *(("note", note) for note in seen.notes),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -97,15 +99,46 @@ def dry_run(
     seen = preview(config, resumes=run is not None and run.has_begun())
     if run is not None:
         run.check(config)
-    checkpoint = seen.checkpoint_bytes(config)
+    activations = saved_activations(config, seen)
+    _refuse_too_large(config, seen, activations)
     return DryRun(
         config,
         seen,
-        activation_bytes=saved_activations(config, seen),
-        state_bytes=checkpoint + 4 * seen.trainable,
-        checkpoint_bytes=checkpoint,
+        activation_bytes=activations,
+        state_bytes=_state_bytes(config, seen),
+        checkpoint_bytes=seen.checkpoint_bytes(config),
         images_per_second=images_per_second,
     )
+
+
+def check_memory(config: RunConfig, seen: Preview) -> None:
+    """Check that a run fits this machine's memory.
+
+    Activations are only counted where they could be too many: a layer saves no more bytes than it
+    does multiplications, by a wide margin.
+
+    Raises:
+        UserError: if it does not.
+    """
+    if seen.macs * seen.micro_batch > machine.memory(seen.device_type):
+        _refuse_too_large(config, seen, saved_activations(config, seen))
+
+
+def _refuse_too_large(config: RunConfig, seen: Preview, activations: int) -> None:
+    there = machine.memory(seen.device_type)
+    # The processes of one machine share its memory; GPUs have their own.
+    sharing = seen.world_size // config.engine.num_nodes if seen.device_type == "cpu" else 1
+    needed = sharing * (activations + _state_bytes(config, seen))
+    if needed > there:
+        raise UserError(
+            f"a step on {seen.micro_batch:,} images at once needs {needed / 1e9:.3g} GB and there "
+            f"are {there / 1e9:.3g} GB of memory; lower engine.batch_size, raise "
+            f"engine.accumulate, or set engine.grad_checkpointing"
+        )
+
+
+def _state_bytes(config: RunConfig, seen: Preview) -> int:
+    return seen.checkpoint_bytes(config) + 4 * seen.trainable
 
 
 def saved_activations(config: RunConfig, seen: Preview) -> int:

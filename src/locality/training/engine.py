@@ -6,8 +6,6 @@ model for precision and data parallelism; the loop is ours (`locality.training.l
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -18,11 +16,13 @@ import torch
 from lightning_fabric import Fabric
 from timm.utils import ModelEmaV3
 
-from locality.data import DataSplits
+from locality.data import ImageRecord, verify
 from locality.errors import UserError
+from locality.files import write_atomic
 from locality.models import ImageClassifier
 from locality.training.checkpoint import read_checkpoint
 from locality.training.config import RunConfig
+from locality.training.dryrun import check_memory
 from locality.training.failures import DamagedCheckpoint, NonFiniteLoss
 from locality.training.logs import duration
 from locality.training.loop import Loop, Parts
@@ -114,10 +114,11 @@ def _prepare(config: RunConfig, run: RunFolder, quiet: bool) -> tuple[Fabric, Pr
     seen = preview(config, resumes=run.has_begun())
     fabric = create_fabric(config.engine, seen.precision)
     if fabric.global_rank == 0:
+        if config.engine.strategy != "ddp_fork":  # whose processes must be the first to use a GPU
+            check_memory(config, seen)
         run.prepare(config)
         if run.result() is None:
             run.check_space(seen.checkpoint_bytes(config))
-            run.write_json(run.classes_file, seen.splits.classes)
     return fabric, seen
 
 
@@ -163,12 +164,9 @@ def _run(
     observer: Observer | None,
 ) -> dict[str, Any]:
     state, notes = _last_state(fabric, run)
-    fingerprint = data_fingerprint(seen.splits)
-    if state is not None and state["data"] != fingerprint:
-        raise UserError(
-            f"the data of run folder {run.path} has changed since its checkpoint: other images, "
-            f"labels or classes; restore it, or start in a new folder"
-        )
+    fingerprint, looked, refusal = _look_at_images(fabric, config, run, seen, state)
+    if refusal:
+        return {"raised": UserError(refusal)}
     # A resumed run takes its weights from the checkpoint, wherever they once came from.
     classes = len(seen.splits.classes)
     if state is None:
@@ -192,6 +190,7 @@ def _run(
             watch = Watch(observer, run.path, config, seen.plan, seen.splits.val)
         loop = Loop(fabric, config, seen, parts, recorder, interruption, watch)
         loop.data = fingerprint
+        notes += [*seen.notes, *looked]
         if state is not None:
             loop.load(state)
         if fabric.is_global_zero:
@@ -249,12 +248,60 @@ def build_parts(fabric: Fabric, config: RunConfig, seen: Preview, model: ImageCl
     return Parts(model, forward, optimizer, schedule, ema, objective)
 
 
-def data_fingerprint(splits: DataSplits) -> str:
-    """A number that changes when images come, go, or change their label or order."""
-    digest = hashlib.sha256(json.dumps(splits.classes).encode())
-    for source in (splits.train, splits.val):
-        digest.update(source.labels.tobytes() + b"|")
-    return digest.hexdigest()[:16]
+def _look_at_images(
+    fabric: Fabric, config: RunConfig, run: RunFolder, seen: Preview, state: dict[str, Any] | None
+) -> tuple[str, list[str], str]:
+    """The fingerprint of the images, what is to be said about them, and why not to start.
+
+    Rank 0 looks; all ranks hear of it.
+    """
+    fingerprint, notes, refusal = "", [], ""
+    if fabric.is_global_zero:
+        record = ImageRecord.of(seen.splits)
+        fingerprint = record.fingerprint
+        try:
+            if state is not None:
+                notes += _same_images(config, run, seen, state, record)
+            elif config.data.on_bad(training=False) == "error":
+                notes += filter(None, [verify(seen.splits.val)])
+            write_atomic(run.images_file, record.table)
+            run.write_json(run.classes_file, seen.splits.classes)
+        except UserError as error:
+            refusal = str(error)
+    return fabric.broadcast((fingerprint, notes, refusal))
+
+
+def _same_images(
+    config: RunConfig, run: RunFolder, seen: Preview, state: dict[str, Any], record: ImageRecord
+) -> list[str]:
+    """Compare a checkpoint's images with those there are now; notes on what differs.
+
+    Raises:
+        UserError: they differ, and the run was not told to go on with others, or cannot.
+    """
+    before = state["data"]
+    if before == record.fingerprint:
+        return []
+    if before == record.labels:
+        return [
+            "the checkpoint is of a version that kept no record of image files, so only their "
+            "number, labels and classes are known to be the same"
+        ]
+    found = "other images, labels or classes"
+    if run.images_file.exists():
+        found = record.differences(run.images_file.read_bytes()) or found
+    changed = f"the images of run folder {run.path} have changed since its checkpoint ({found})"
+    if config.data.on_changed_images == "error":
+        raise UserError(
+            f"{changed}; restore them, start in a new folder, or go on with them: "
+            f"data.on_changed_images resume"
+        )
+    if run.classes() != seen.splits.classes or state["step"] > seen.plan.steps:
+        raise UserError(
+            f"{changed}, and with them the classes or the number of steps, so that it cannot go "
+            f"on; restore them or start in a new folder"
+        )
+    return [changed]
 
 
 def introduction(

@@ -20,6 +20,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from locality.data import Batch, eval_loader, train_loader
+from locality.errors import UserError
 from locality.models import ImageClassifier
 from locality.training.agreement import Agreement, measured
 from locality.training.config import RunConfig
@@ -115,8 +116,7 @@ class Loop:
             config.seed, fabric.global_rank, config.engine.accumulate, fabric.device
         )
         self.layout = torch.channels_last if config.engine.channels_last else torch.preserve_format
-        # Step of the last checkpoint and of the evaluation it knows of.
-        self._saved = (-1, -1)
+        self._saved = -1  # step of the last checkpoint
         self._eval_loader = eval_loader(
             self.splits.val,
             config.augment,
@@ -151,7 +151,7 @@ class Loop:
         if self.parts.ema is not None:
             self.parts.ema.module.load_state_dict(state["ema"])
         self.parts.optimizer.load_state_dict(state["optimizer"])
-        self._saved = (self.at.step, self.at.evaluated)
+        self._saved = self.at.step
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -170,14 +170,15 @@ class Loop:
         batches: Iterator[Batch] | None = None
         try:
             while True:
+                # Before the evaluation, which may fail.
+                if self._saved != at.step and self.plan.saves(at.step):
+                    self._save()
                 if at.evaluated < at.step and self.plan.evaluates(at.step):
                     self._evaluate()
                 if self.plan.snapshots(at.step):
                     self._snapshot()
                 if self.watch is not None:
                     self.watch(at.step, self._judged())
-                if self._saved != (at.step, at.evaluated) and self.plan.saves(at.step):
-                    self._save()
                 if at.step == self.plan.steps:
                     self.recorder.wait_until_saved()
                     return at.row
@@ -189,6 +190,11 @@ class Loop:
         except EvaluationStopped as stopped:
             self._stop(int(stopped.args[0]))
             raise AssertionError("unreachable") from stopped
+        except UserError:
+            # An image that cannot be read; the step it was for has changed nothing.
+            if self.agreement.alone:
+                self._keep()
+            raise
         finally:
             self._eval_loader.close()
 
@@ -201,7 +207,11 @@ class Loop:
         started = time.perf_counter()
         for micro in range(engine.accumulate):
             last = micro + 1 == engine.accumulate
-            batch = next(batches)
+            try:
+                batch = next(batches)
+            except UserError:
+                self._restore(before)
+                raise
             self.randomness.enter(at.step, micro)
             images = batch.images.to(self.fabric.device, non_blocking=True)
             images = images.to(memory_format=self.layout)
@@ -270,11 +280,17 @@ class Loop:
     def _remembered_buffers(self) -> list[Tensor]:
         """Copies of the model's buffers, if this step may have to be undone.
 
-        A forward pass changes running statistics before anybody knows that its loss is bad.
+        A forward pass changes running statistics before anybody knows that its loss is bad, or that
+        the images of the next pass cannot be read.
         """
-        if not self.config.engine.max_bad_losses:
+        if not self.config.engine.max_bad_losses and self.config.engine.accumulate == 1:
             return []
         return [buffer.clone() for buffer in self.parts.model.buffers()]
+
+    def _restore(self, before: list[Tensor]) -> None:
+        """Put back what `_remembered_buffers` has remembered, if it has anything."""
+        for buffer, value in zip(self.parts.model.buffers(), before, strict=False):
+            buffer.copy_(value)
 
     def _leave_out(self, reason: str, before: list[Tensor]) -> None:
         """Leave an update out if it may be, or stop before it."""
@@ -282,8 +298,7 @@ class Loop:
         allowed = self.config.engine.max_bad_losses
         if at.bad_losses < allowed:
             at.bad_losses += 1
-            for buffer, value in zip(self.parts.model.buffers(), before, strict=True):
-                buffer.copy_(value)
+            self._restore(before)
             self.recorder.say(
                 f"step {at.step + 1}: {reason}; update skipped "
                 f"({at.bad_losses} of {allowed} allowed)"
@@ -291,7 +306,7 @@ class Loop:
             return
         rate = self.parts.optimizer.param_groups[0]["lr"]
         skipped = f" after {at.bad_losses} skipped updates" if allowed else ""
-        saved = self._saved[0]
+        saved = self._saved
         kept = f"the last good checkpoint is that of step {saved}"
         if saved < 0:
             kept = "there is no checkpoint yet"
@@ -340,12 +355,16 @@ class Loop:
         self.agreement.gather(self.at.skipped)
         if self.fabric.is_global_zero:
             self.recorder.save(self.state())
-        self._saved = (self.at.step, self.at.evaluated)
+        self._saved = self.at.step
 
-    def _stop(self, signum: int) -> None:
-        if self._saved != (self.at.step, self.at.evaluated):
+    def _keep(self) -> None:
+        """Have the present state on disk."""
+        if self._saved != self.at.step:
             self._save()
         self.recorder.wait_until_saved()
+
+    def _stop(self, signum: int) -> None:
+        self._keep()
         # Nobody leaves before the checkpoint is on disk: whoever started the processes may end
         # them all when the first is gone.
         self.fabric.barrier()

@@ -61,6 +61,7 @@ class Recorder:
         self._stepping = 0.0
         self._steps = 0
         self._sample: list[float] = []
+        self._skipped = 0
         self._tensorboard: TensorBoard | None = None
         if run is None:
             return
@@ -145,7 +146,13 @@ class Recorder:
         assert self._run is not None
         self._saver.start(state)
         skipped = state["progress"]["skipped"]
-        if skipped:
+        if len(skipped) > self._skipped:
+            self._skipped = len(skipped)
+            image, reason = list(skipped.items())[-1]
+            self.say(
+                f"{len(skipped)} training images could not be read and had others in their place "
+                f"({self._run.skipped_file.name}), the last: {image}: {reason}"
+            )
             text = io.StringIO()
             writer = csv.writer(text, lineterminator="\n")
             writer.writerow(("image", "reason"))

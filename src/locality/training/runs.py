@@ -8,6 +8,7 @@ timing.csv        seconds and images/s: does not
 checkpoints/      last.ckpt and previous.ckpt
 snapshots/        weights kept along the way, if the run keeps any
 tensorboard/      logs
+images.gz         every image file's name, size, and content or time of modification
 skipped.csv       images that could not be read, if there were any
 result.json       written once, at the end
 lock              held while the run is going on
@@ -45,6 +46,7 @@ MAY_CHANGE = frozenset(
         # What to do about damaged images, which may only show once the run is on its way.
         "data.on_bad_image",
         "data.max_bad_images",
+        "data.on_changed_images",
         "engine.accelerator",
         "engine.devices",
         "engine.num_nodes",
@@ -74,6 +76,7 @@ class RunFolder:
         self.result_file = self.path / "result.json"
         self.metrics_file = self.path / "metrics.csv"
         self.timing_file = self.path / "timing.csv"
+        self.images_file = self.path / "images.gz"
         self.skipped_file = self.path / "skipped.csv"
         self.tensorboard = self.path / "tensorboard"
         self.snapshots = self.path / "snapshots"

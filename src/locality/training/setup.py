@@ -7,12 +7,14 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning_fabric.strategies import DDPStrategy
 
 from locality.data import DataSplits, open_data
+from locality.data.folder import some
 from locality.errors import UserError
 from locality.models import ImageClassifier, count_macs, count_parameters, create_model
 from locality.training.config import EngineConfig, RunConfig
@@ -44,6 +46,7 @@ class Preview:
         parameters: of the model; `trainable` of them are trained.
         macs: multiply-accumulates of one image's forward pass.
         buffers: bytes of the model's buffers.
+        notes: what is worth knowing about the data before training on it.
     """
 
     splits: DataSplits
@@ -57,6 +60,7 @@ class Preview:
     macs: int
     buffers: int
     img_size: tuple[int, int]
+    notes: list[str]
 
     def checkpoint_bytes(self, config: RunConfig) -> int:
         """About the size of a checkpoint: weights, average, and two moments of the gradients."""
@@ -86,6 +90,7 @@ def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool =
     if not len(splits.val):
         raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
     plan = make_plan(config, len(splits.train))
+    notes = look_at_classes(splits, plan)
     model = meta_model(config, len(splits.classes))
     device_type = resolve_accelerator(config.engine.accelerator)
     world_size = count_processes(config.engine, device_type)
@@ -108,7 +113,35 @@ def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool =
         macs=macs,
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         img_size=model.img_size,
+        notes=notes,
     )
+
+
+def look_at_classes(splits: DataSplits, plan: Plan) -> list[str]:
+    """What is odd about classes and batches, in sentences.
+
+    Raises:
+        UserError: if there is nothing to tell apart.
+    """
+    if len(splits.classes) < 2:
+        raise UserError(
+            f"dataset '{splits.name}' has {len(splits.classes)} class; a classifier needs at "
+            f"least two: one folder of images per class"
+        )
+    notes = []
+    for source, what in ((splits.train, "training"), (splits.val, "validation")):
+        counts = np.bincount(source.labels, minlength=len(splits.classes))
+        if empty := [splits.classes[label] for label in np.flatnonzero(counts == 0)]:
+            notes.append(
+                f"{len(empty)} of {len(splits.classes):,} classes have no {what} images: "
+                f"{some(empty)}"
+            )
+    if plan.batch_size > len(splits.train):
+        notes.append(
+            f"a batch of {plan.batch_size:,} is larger than the training set: every step sees "
+            f"images of {len(splits.train):,} more than once"
+        )
+    return notes
 
 
 def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:

@@ -1,0 +1,264 @@
+"""Images that are damaged or change: before a run, while it goes on, and before it is resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from locality.data import verifying
+from locality.errors import UserError
+from locality.training import RunConfig, dry_run
+from locality.training import train as train_loudly
+from locality.training.checkpoint import pack, read_checkpoint, write_checkpoint
+from locality.training.loop import Loop
+from locality.training.runs import load_state
+
+from .conftest import assert_same_run, tiny, train, train_interrupted
+
+Stop = Callable[..., None]
+DAMAGED = b"\xff\xd8 no image"
+
+
+def write(path: Path, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Three classes, 12 training and 4 validation images each, all of one size in bytes."""
+    root = tmp_path / "photos"
+    for part, count in (("train", 12), ("val", 4)):
+        for label, name in enumerate(("ant", "bee", "cat")):
+            for number in range(count):
+                seed = 1000 * (part == "val") + 100 * label + number
+                write(root / part / name / f"{number}.bmp", seed)
+    return root
+
+
+def on(photos: Path, **changes: Any) -> RunConfig:
+    return tiny(data__dataset="folder", data__root=str(photos), data__fraction=1.0, **changes)
+
+
+def spoil(file: Path) -> None:
+    file.write_bytes(DAMAGED)
+
+
+# -- damaged images --------------------------------------------------------------------------------
+
+
+def test_a_damaged_validation_image_is_named_before_the_first_step(
+    photos: Path, tmp_path: Path
+) -> None:
+    good = (photos / "val/bee/2.bmp").read_bytes()
+    spoil(photos / "val/bee/2.bmp")
+    with pytest.raises(UserError, match=r"1 of 12 validation images.*val/bee/2\.bmp.*not an image"):
+        train(on(photos), tmp_path / "run")
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    # Repaired, the same command trains in the same folder.
+    (photos / "val/bee/2.bmp").write_bytes(good)
+    assert train(on(photos), tmp_path / "run")["val_images"] == 12
+
+
+def test_many_validation_images_are_recognised_by_their_headers(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(verifying, "DECODED_AT_MOST", 11)
+    train_loudly(on(photos), tmp_path / "run")
+    assert "headers of 12 validation images are whole; more than 11" in capsys.readouterr().err
+    (photos / "val/cat/0.bmp").write_bytes(b"")
+    with pytest.raises(UserError, match=r"cat/0\.bmp.*is empty"):
+        train(on(photos), tmp_path / "other")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("part", "changes"), [("val", {}), ("train", {"data__on_bad_image": "error"})]
+)
+def test_an_image_that_is_damaged_on_the_way_costs_no_step(
+    part: str,
+    changes: dict[str, Any],
+    accumulate: int,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Named, everything up to there saved; repaired, the run ends as the undisturbed one."""
+    config = on(photos, engine__accumulate=accumulate, schedule__save_every=8, **changes)
+    train(config, tmp_path / "undisturbed")
+    file = photos / part / "ant/3.bmp"
+    good, status = file.read_bytes(), file.stat()
+    original = Loop._step
+
+    def step(self: Loop, batches: Any) -> int:
+        if self.at.step == 2:
+            spoil(file)
+        return original(self, batches)
+
+    monkeypatch.setattr(Loop, "_step", step)
+    with pytest.raises(UserError, match=re.escape(f"{part}/ant/3.bmp")):
+        train(config, tmp_path / "run")
+    monkeypatch.setattr(Loop, "_step", original)
+    reached = load_state(tmp_path / "run")["step"]
+    assert reached == 3 if part == "val" else reached >= 2
+    file.write_bytes(good)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_damaged_training_image_is_replaced_and_named(
+    at_start: bool,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    original = Loop._step
+
+    def step(self: Loop, batches: Any) -> int:
+        if self.at.step == 2:
+            spoil(photos / "train/cat/7.bmp")
+        return original(self, batches)
+
+    if at_start:
+        spoil(photos / "train/cat/7.bmp")
+    monkeypatch.setattr(Loop, "_step", step)
+    result = train_loudly(on(photos), tmp_path / "run")
+    assert result["steps"] == 8
+    assert "train/cat/7.bmp" in (tmp_path / "run" / "skipped.csv").read_text()
+    assert "1 training images could not be read" in capsys.readouterr().err
+
+
+# -- images that changed before a run is resumed ---------------------------------------------------
+
+
+def overwritten(photos: Path) -> None:
+    write(photos / "train/bee/4.bmp", seed=5555)
+
+
+def swapped(photos: Path) -> None:
+    one, other, aside = (photos / f"train/{name}.bmp" for name in ("ant/0", "cat/0", "aside"))
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def renamed(photos: Path) -> None:
+    (photos / "train/ant/5.bmp").rename(photos / "train/ant/55.bmp")
+
+
+def truncated(photos: Path) -> None:
+    os.truncate(photos / "val/cat/1.bmp", 100)
+
+
+def replaced(photos: Path) -> None:
+    for number, file in enumerate(sorted((photos / "train").rglob("*.bmp"))):
+        write(file, seed=7000 + number)
+
+
+CHANGES = [
+    (overwritten, r"1 changed: 'train/bee/4\.bmp'"),
+    (swapped, r"2 changed: 'train/ant/0\.bmp', 'train/cat/0\.bmp'"),
+    (renamed, r"1 gone: 'train/ant/5\.bmp'; 1 new: 'train/ant/55\.bmp'"),
+    (truncated, r"1 changed: 'val/cat/1\.bmp'"),
+    (replaced, r"36 changed: 'train/ant/0\.bmp'.* and 31 more"),
+]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(("change", "named"), CHANGES)
+def test_a_run_is_not_resumed_on_other_images_unnoticed(
+    change: Callable[[Path], None],
+    named: str,
+    large: bool,
+    photos: Path,
+    tmp_path: Path,
+    stop_before: Stop,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small datasets are compared by content, large ones by size and time of modification."""
+    if large:
+        monkeypatch.setattr(verifying, "CONTENT_BYTES", 0)
+        for number, file in enumerate(sorted(photos.rglob("*.bmp"))):
+            os.utime(file, (10**9 + number, 10**9 + number))
+    stop_before(5)
+    train_interrupted(on(photos), tmp_path / "run")
+    stop_before(None)
+    change(photos)
+    with pytest.raises(UserError, match=named):
+        train(on(photos), tmp_path / "run")
+    if change is not truncated:
+        config = on(photos, data__on_changed_images="resume")
+        assert train(config, tmp_path / "run")["steps"] == 8
+
+
+def test_a_run_is_resumed_on_a_copy_of_its_images(
+    photos: Path, tmp_path: Path, stop_before: Stop
+) -> None:
+    train(on(photos), tmp_path / "undisturbed")
+    stop_before(5)
+    train_interrupted(on(photos), tmp_path / "run")
+    stop_before(None)
+    shutil.copytree(photos, tmp_path / "copy", copy_function=shutil.copyfile)
+    shutil.rmtree(photos)
+    train(on(tmp_path / "copy"), tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_a_checkpoint_without_a_record_of_images_is_resumed_with_a_word(
+    photos: Path, tmp_path: Path, stop_before: Stop, capsys: pytest.CaptureFixture
+) -> None:
+    stop_before(5)
+    train_interrupted(on(photos), tmp_path / "run")
+    stop_before(None)
+    file = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    state = read_checkpoint(file)
+    write_checkpoint(file, pack(state | {"data": state["data"].partition("-")[0]}))
+    (tmp_path / "run" / "images.gz").unlink()
+    train_loudly(on(photos), tmp_path / "run")
+    assert "kept no record of image files" in capsys.readouterr().err
+
+
+# -- datasets and batches that cannot be meant -----------------------------------------------------
+
+
+def test_one_class_is_refused(photos: Path, tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        for name in ("ant", "bee"):
+            shutil.rmtree(photos / part / name)
+    with pytest.raises(UserError, match=r"has 1 class.*at least two"):
+        train(on(photos), tmp_path / "run")
+
+
+def test_a_class_without_images_and_a_large_batch_are_mentioned(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for part in ("train", "val"):
+        (photos / part / "dog").mkdir()
+    config = on(photos, engine__batch_size=64)
+    train_loudly(config, tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "1 of 4 classes have no training images: 'dog'" in said
+    assert "a batch of 64 is larger than the training set" in said
+    assert "no training images: 'dog'" in str(dry_run(config))
+
+
+@pytest.mark.parametrize("start", [train, lambda config, folder: dry_run(config)])
+def test_a_batch_that_does_not_fit_into_memory_is_refused(
+    start: Callable[..., Any], photos: Path, tmp_path: Path
+) -> None:
+    config = on(photos, engine__batch_size=1_000_000_000)
+    with pytest.raises(UserError, match=r"needs [\d.e+]+ GB and there are [\d.e+]+ GB of memory"):
+        start(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
