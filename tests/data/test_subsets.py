@@ -1,9 +1,9 @@
 """Fractions are balanced, nested and seeded; splits divide every class alike."""
 
-import itertools
-
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from locality.data import DataConfig, open_data
@@ -21,18 +21,33 @@ FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
 LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2, 5], [40, 73, 20, 111]))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_smaller_fraction_lies_within_a_larger_one(seed):
-    subsets = [set(balanced_fraction(LABELS, f, seed).tolist()) for f in FRACTIONS]
-    for smaller, larger in itertools.pairwise(subsets):
-        assert smaller < larger
-    assert subsets[-1] == set(range(len(LABELS)))
+LABELLED = st.lists(st.integers(0, 5), min_size=1, max_size=120).map(np.array)
+FRACTION = st.floats(0.0, 1.0, exclude_min=True)
+SEEDS = st.integers(0, 2**63 - 1)
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
-def test_every_class_keeps_its_share(fraction):
-    kept = np.bincount(LABELS[balanced_fraction(LABELS, fraction, 0)], minlength=6)
-    assert np.abs(kept - np.bincount(LABELS) * fraction).max() <= 0.5
+@given(LABELLED, st.lists(FRACTION, min_size=2, max_size=4), SEEDS)
+def test_a_smaller_fraction_lies_within_a_larger_one(labels, fractions, seed):
+    subsets = [set(range(len(labels)))]
+    for fraction in sorted(fractions, reverse=True):
+        try:
+            subset = balanced_fraction(labels, fraction, seed)
+        except UserError:  # a class would be left empty, and then so it would with any less
+            break
+        assert set(subset.tolist()) <= subsets[-1]
+        subsets.append(set(subset.tolist()))
+
+
+@given(LABELLED, FRACTION, SEEDS)
+def test_every_class_keeps_its_fraction(labels, fraction, seed):
+    counts = np.bincount(labels)
+    wanted = np.floor(counts * fraction + 0.5)
+    if (wanted[counts > 0] == 0).any():
+        with pytest.raises(UserError, match="without images"):
+            balanced_fraction(labels, fraction, seed)
+    else:
+        kept = labels[balanced_fraction(labels, fraction, seed)]
+        assert np.array_equal(np.bincount(kept, minlength=len(counts)), wanted)
 
 
 def test_every_image_is_as_likely():
@@ -84,20 +99,16 @@ def test_classes_that_were_empty_already_do_not_matter():
     assert len(balanced_fraction([], 0.5, 0)) == 0
 
 
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
-def test_a_split_divides_every_class_alike(share):
-    train, val = stratified_split(LABELS, share, 0)
-    assert sorted([*train, *val]) == list(range(len(LABELS)))
-    held_out = np.bincount(LABELS[val], minlength=6)
-    assert np.abs(held_out - np.bincount(LABELS) * share).max() <= 0.5
-
-
-def test_both_sides_of_a_split_get_an_image_where_there_are_two():
-    labels = [0, 1, 1, 2, 2, 2]
-    for share in (0.01, 0.99):
-        train, val = stratified_split(labels, share, 0)
-        assert set(np.array(labels)[val]) == {1, 2}
-        assert set(np.array(labels)[train]) == {0, 1, 2}
+@given(LABELLED, st.floats(0.01, 0.99), SEEDS)
+def test_a_split_divides_every_class_alike(labels, fraction, seed):
+    train, val = stratified_split(labels, fraction, seed)
+    assert sorted([*train, *val]) == list(range(len(labels)))
+    counts = np.bincount(labels)
+    held_out = np.bincount(labels[val], minlength=len(counts))
+    # Both sides get an image where there are two; a single one is trained on.
+    several = counts > 1
+    least, most = several.astype(int), np.where(several, counts - 1, 0)
+    assert np.array_equal(held_out, np.clip(np.floor(counts * fraction + 0.5), least, most))
 
 
 def test_first_classes():

@@ -2,23 +2,39 @@
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from locality.layers import position as P
 
-GRIDS = [(14, 14), (7, 11), (1, 5), (6, 1), (1, 1)]
+
+@st.composite
+def heads_on_a_grid(draw):
+    """Any v_pos of one to three heads, and any grid: (h, 3) float64, (H, W)."""
+    coefficient = st.floats(-100, 100, allow_subnormal=False)
+    v_pos = draw(st.lists(st.tuples(*3 * [coefficient]), min_size=1, max_size=3))
+    grid = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    return torch.tensor(v_pos, dtype=torch.float64), grid
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_separable_equals_dense(grid):
+@given(heads_on_a_grid())
+@example((P.attention_centres(P.kernel_offsets(3).double(), 1.0), (14, 14)))
+def test_separable_equals_dense(case):
+    v_pos, grid = case
+    scores = P.positional_scores(v_pos, grid)
+    dense = scores.softmax(dim=-1)
+    # Scores are exact to some bits of the largest, and so are the logarithms of the attention.
+    tolerance = 1e-14 + 4e-15 * float(scores.abs().max())
+    separable = P.positional_attention(v_pos, grid)
+    torch.testing.assert_close(separable, dense, rtol=0, atol=tolerance)
+    torch.testing.assert_close(separable.sum(-1), torch.ones_like(separable.sum(-1)))
+
     generator = torch.Generator().manual_seed(0)
-    v_pos = torch.randn(9, 3, dtype=torch.float64, generator=generator)
-    dense = P.positional_scores(v_pos, grid).softmax(dim=-1)
-    assert (P.positional_attention(v_pos, grid) - dense).abs().max() <= 1e-12
-
-    values = torch.randn(2, 9, grid[0] * grid[1], 5, dtype=torch.float64, generator=generator)
-    separable = P.attend_to_positions(*P.positional_factors(v_pos, grid), values)
-    assert separable.shape == values.shape
-    assert (separable - dense @ values).abs().max() <= 1e-12
+    shape = (2, len(v_pos), grid[0] * grid[1], 5)
+    values = torch.randn(shape, dtype=torch.float64, generator=generator)
+    attended = P.attend_to_positions(*P.positional_factors(v_pos, grid), values)
+    assert attended.shape == values.shape
+    torch.testing.assert_close(attended, dense @ values, rtol=0, atol=200 * tolerance)
 
 
 @pytest.mark.parametrize("grid", [(5, 5), (3, 7)])
@@ -65,15 +81,17 @@ def test_unit_strength_is_a_gaussian_of_variance_one_half():
     assert (columns[0, 10] * places.square()).sum().item() == pytest.approx(0.5, abs=2e-3)
 
 
-def test_rotating_the_grid_rotates_the_attention():
-    """A quarter turn of the centres and of the grid leaves the attention as it was."""
-    offsets = P.kernel_offsets(3)
-    turned = torch.stack((offsets[:, 1], -offsets[:, 0]), dim=1)  # (down, right) → (right, −down)
-    grid = (4, 6)
-    before = P.positional_attention(P.attention_centres(offsets, 0.7), grid)
-    after = P.positional_attention(P.attention_centres(turned, 0.7), (6, 4))
-    # Token (i, j) of a 4×6 grid becomes token (j, 3 − i) of a 6×4 grid.
-    place = torch.tensor([j * 4 + (3 - i) for i in range(4) for j in range(6)])
+@given(heads_on_a_grid())
+def test_rotating_the_grid_rotates_the_attention(case):
+    """A quarter turn of the scores' direction and of the grid leaves the attention as it was."""
+    v_pos, (height, width) = case
+    turned = torch.stack((v_pos[:, 0], v_pos[:, 2], -v_pos[:, 1]), dim=1)  # (δ₁, δ₂) → (δ₂, −δ₁)
+    before = P.positional_attention(v_pos, (height, width))
+    after = P.positional_attention(turned, (width, height))
+    # Token (i, j) of an H×W grid becomes token (j, H − 1 − i) of a W×H grid.
+    place = torch.tensor(
+        [j * height + (height - 1 - i) for i in range(height) for j in range(width)]
+    )
     torch.testing.assert_close(after[:, place][:, :, place], before)
 
 
