@@ -156,7 +156,8 @@ def test_small_models_are_about_as_large_as_their_convit_and_end_on_its_grid():
             continue
         with torch.device("meta"):
             ours, theirs = create_model(name), create_model(row.twin)
-        assert count_parameters(ours) == pytest.approx(count_parameters(theirs), rel=0.15)
+        close = 0.02 if name == "cvt_nano" else 0.15
+        assert count_parameters(ours) == pytest.approx(count_parameters(theirs), rel=close)
         assert ours.img_size == theirs.img_size and ours.num_classes == theirs.num_classes
         side = theirs.config.img_size // theirs.config.patch_size
         assert ours.config.grids(ours.img_size)[-1] == (side, side)

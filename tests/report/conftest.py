@@ -64,7 +64,7 @@ def make_run(tmp_path, attention):
             json.dumps(
                 {
                     "seed": seed,
-                    "locality": "0.1.0",
+                    "locality": "0.2.0",
                     "commit": "0" * 40,
                     "python": "3.11.7",
                     "packages": {"torch": "2.14.1", "timm": "1.0.31"},

@@ -16,6 +16,7 @@ from locality.checkpoints.preprocessing import Preprocessing
 from locality.errors import UserError
 from locality.models.base import ImageClassifier
 from locality.models.factory import build
+from locality.models.variants import name_today
 
 FORMAT = "locality"
 FORMAT_VERSION = 1
@@ -122,10 +123,11 @@ class Checkpoint:
             isinstance(labels, list) and all(isinstance(label, str) for label in labels)
         ):
             raise UserError("its labels are not a list of names")
+        name, version = content.get("name"), str(content.get("written_by")).partition(" ")[2]
         return cls(
             decode_config(content["architecture"]),
             state,
-            content.get("name"),
+            None if name is None else name_today(name, version),
             None if given is None else decode(Preprocessing, given),
             None if labels is None else tuple(labels),
         )

@@ -109,7 +109,9 @@ _ROWS = [
     _cvt("21",  (64, 192, 384),   (1, 3, 6),   (1, 4, 16), _CVT_TABLE_2, drop_path=0.1),
     _cvt("w24", (192, 768, 1024), (3, 12, 16), (2, 2, 20), _CVT_TABLE_2, drop_path=0.3),
     _cvt("13_nas", (64, 192, 384), (1, 3, 6), (1, 2, 10), _NAS, drop_path=0.1, **_BOTTLENECK),
-    _cvt("nano",  (24, 48, 84), (1, 2, 4), (1, 1, 1), _SMALL, "convit_nano", strides=(1, 2, 1),
+    _cvt("pico",  (24, 48, 84), (1, 2, 4), (1, 1, 1), _SMALL, strides=(1, 2, 1),
+         img_size=8, num_classes=10),
+    _cvt("nano",  (24, 60, 84), (1, 2, 4), (1, 1, 1), _SMALL, "convit_nano", strides=(1, 2, 1),
          img_size=8, num_classes=10),
     _cvt("micro", (48, 96, 192), (1, 2, 4), (1, 2, 3), _SMALL, "convit_micro", strides=(2, 2, 1),
          img_size=32, num_classes=100),
@@ -123,3 +125,12 @@ VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 def family_of(model: str | None) -> str:
     """The family of a model by its name; "other" for one that is not in the table."""
     return VARIANTS[model].family if model in VARIANTS else "other"
+
+
+# Names whose size has changed: what they are called today in files that version 0.1.0 wrote.
+_IN_0_1_0 = {"cvt_nano": "cvt_pico"}
+
+
+def name_today(name: str, version: str | None) -> str:
+    """The name of the model that a file written by `version` calls `name`."""
+    return _IN_0_1_0.get(name, name) if version == "0.1.0" else name

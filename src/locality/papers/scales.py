@@ -223,7 +223,8 @@ DIGITS = Scale(
     name="digits",
     about=(
         f"scikit-learn's handwritten digits (8×8 pixels, 1,346 to train on, 451 to judge by), "
-        f"ConViT and DeiT of 4 layers and width 64, {DIGITS_STEPS} steps of 64 images"
+        f"ConViT and DeiT of 4 layers and width 64, CvT of 175,282 parameters (cvt_pico), "
+        f"{DIGITS_STEPS} steps of 64 images"
     ),
     seeds=(0, 1, 2, 3, 4),
     few_seeds=(0, 1, 2),
@@ -235,7 +236,7 @@ DIGITS = Scale(
         **_twins("B", ("convit_nano", _of_width(108, 9)), ("deit_nano", _of_width(108, 9))),
         # 3×3 kernels need nine heads.
         **_twins("3×3", ("convit_nano", _of_width(54, 9)), ("deit_nano", _of_width(54, 9))),
-        "CvT-13": ("cvt_nano", {}),
+        "CvT-13": ("cvt_pico", {}),
     },
     base=_digits_base,
     small={"fraction": 0.1},

@@ -14,7 +14,7 @@ from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import PICTURES, read_measures
 from locality.checkpoints.reading import read_json
 from locality.errors import UserError
-from locality.models.variants import family_of
+from locality.models.variants import family_of, name_today
 from locality.training.runs import RunFolder, is_run_folder
 
 
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def model(self) -> str:
-        return str(self.result["model"])
+        return name_today(str(self.result["model"]), self.environment.get("locality"))
 
     @property
     def family(self) -> str:

@@ -20,11 +20,13 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality.errors import UserError
 from locality.files import write_atomic
+from locality.models.variants import name_today
 from locality.training import settings
 from locality.training.checkpoint import CheckpointFolder
 from locality.training.config import RunConfig
@@ -172,13 +174,22 @@ class RunFolder:
             text = self.config_file.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
-        return settings.from_yaml(RunConfig, text, str(self.config_file))
+        config = settings.from_yaml(RunConfig, text, str(self.config_file))
+        model = replace(config.model, name=self._name_today(config.model.name))
+        return replace(config, model=model)
 
     def result(self) -> dict[str, Any] | None:
         """The content of result.json, or None while the run is not finished."""
         if not self.result_file.exists():
             return None
-        return json.loads(self.result_file.read_text(encoding="utf-8"))
+        result = json.loads(self.result_file.read_text(encoding="utf-8"))
+        return result | {"model": self._name_today(result["model"])}
+
+    def _name_today(self, model: str) -> str:
+        if not self.environment_file.exists():
+            return model
+        environment = json.loads(self.environment_file.read_text(encoding="utf-8"))
+        return name_today(model, environment.get("locality"))
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.
