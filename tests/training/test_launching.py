@@ -1,11 +1,15 @@
-"""Two processes as a user starts them: torchrun, or one command that starts the other."""
+"""Processes as a user starts them: torchrun, srun, or one command that starts the other."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,35 +17,125 @@ from locality.training.settings import to_yaml
 
 from .conftest import assert_same_run, tiny
 
-LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+RANK = str(Path(__file__).with_name("rank.py"))
 
 
-def locality(
-    *arguments: str, launcher: list[str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(launcher or []), "-m", "locality", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def started(
+    words: list[str], launcher: list[str] | None = None, **environment: str
+) -> subprocess.Popen[str]:
+    command = [sys.executable, *(launcher or []), *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=os.environ | environment, **pipes)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and what was written to stderr."""
+    _, errors = process.communicate(timeout=180)
+    return process.returncode, errors
+
+
+def launch(launcher: str, how: str, words: list[str], folder: Path) -> tuple[list[int], str]:
+    """Train in `folder`; the exit codes of all processes that can be seen, and their errors.
+
+    Checks that every process leaves nothing behind.
+    """
+    reports = folder.with_name(f"{folder.name}-reports")
+    reports.mkdir()
+    words = [*words, "--output", str(folder)]
+    own = [RANK, str(reports), how, *words]
+    if launcher == "srun":
+        # What srun, and through it submitit, tells each of two tasks.
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = str(free.getsockname()[1])
+        shared = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+        shared |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "1"}
+        shared |= {"SLURM_JOB_NAME": "train"}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        tasks = [
+            started(own, **shared, SLURM_PROCID=str(task), SLURM_LOCALID=str(task))
+            for task in range(2)
+        ]
+    elif launcher == "torchrun":
+        tasks = [started(own, TORCHRUN)]
+    else:
+        tasks = [started([*own, "--engine.devices", "1" if launcher == "one" else "2"])]
+    ended = [finished(task) for task in tasks]
+    codes = [code for code, _ in ended]
+    left = [json.loads(report.read_text()) for report in reports.iterdir()]
+    assert len(left) == 1 if launcher == "one" else 2
+    for report in left:
+        codes += report["started"]
+        assert (report["threads"], report["children"], report["shared memory"]) == ([], [], [])
+    return codes, "".join(errors for _, errors in ended)
+
+
+def configuration(folder: Path, **changes: Any) -> list[str]:
+    (folder / "config.yaml").write_text(to_yaml(tiny(**changes)))
+    return ["train", "digits", "--config", str(folder / "config.yaml")]
 
 
 @pytest.mark.slow
 def test_torchrun_and_the_command_alone_train_the_same_in_two_processes(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(to_yaml(tiny(augment__mixup=0.8)))
-    words = ["train", "digits", "--config", str(tmp_path / "config.yaml"), "--output"]
-    outcomes = [
-        locality(*words, str(tmp_path / "torchrun"), launcher=LAUNCHER),
-        locality(*words, str(tmp_path / "alone"), "--engine.devices", "2"),
-    ]
-    for done in outcomes:
-        assert done.returncode == 0, done.stderr
-        assert "2 processes × 1 passes × 8" in done.stderr
-        assert done.stderr.count("finished in") == 1
+    words = configuration(tmp_path, augment__mixup=0.8)
+    for launcher, processes in (("torchrun", 1), ("alone", 2)):
+        folder = tmp_path / launcher
+        codes, errors = launch(launcher, "end", words, folder)
+        assert codes == [0] * processes, errors
+        assert "2 processes × 1 passes × 8" in errors
+        assert errors.count("finished in") == 1
     assert_same_run(tmp_path / "torchrun", tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "how", "codes"),
+    [
+        ("one", "error", [1]),
+        ("one", "SIGINT", [130]),
+        # Fabric watches what it has started, which therefore ends with 0 after a signal.
+        ("alone", "error", [1, 1]),
+        ("alone", "SIGTERM", [143, 0]),
+        ("alone", "SIGINT", [130, 0]),
+        # torchrun's own code for all that is not 0.
+        ("torchrun", "SIGTERM", [1]),
+        ("srun", "end", [0, 0]),
+        ("srun", "error", [1, 1]),
+        ("srun", "SIGTERM", [143, 143]),
+    ],
+)
+def test_nothing_is_left_behind(launcher: str, how: str, codes: list[int], tmp_path: Path) -> None:
+    words = configuration(tmp_path, data__workers=1)
+    seen, errors = launch(launcher, how, words, tmp_path / "run")
+    assert seen == codes, errors
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_run_after_the_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from locality.training import replace, train\n"
+        "from locality.training.config import RunConfig\n"
+        "from locality.training.settings import from_yaml\n"
+        "config = from_yaml(RunConfig, open(sys.argv[1]).read())\n"
+        "for seed in range(2):\n"
+        "    train(replace(config, {'seed': seed}), f'{sys.argv[2]}-{seed}', quiet=True)\n"
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(tiny(engine__devices=2)))
+    for launcher, name in ((None, "alone"), (TORCHRUN, "torchrun")):
+        code, errors = finished(started([str(script), str(config), str(tmp_path / name)], launcher))
+        assert code == 0, errors
+    for seed in range(2):
+        assert_same_run(tmp_path / f"alone-{seed}", tmp_path / f"torchrun-{seed}")
 
 
 @pytest.mark.slow
 def test_torchrun_hears_of_a_refusal_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    words = ("train", "digits", "--output", str(tmp_path / "file"))
-    done = locality(*words, launcher=LAUNCHER)
-    assert done.returncode != 0
-    assert re.search(r"locality: .* is a file; a run needs a folder", done.stderr)
+    words = ["-m", "locality", "train", "digits", "--output", str(tmp_path / "file")]
+    code, errors = finished(started(words, TORCHRUN))
+    assert code != 0
+    assert re.search(r"locality: .* is a file; a run needs a folder", errors)

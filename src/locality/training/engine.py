@@ -6,14 +6,18 @@ model for precision and data parallelism; the loop is ours (`locality.training.l
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import subprocess
+import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from timm.utils import ModelEmaV3
 
 from locality.data import ImageRecord, verify
@@ -33,6 +37,9 @@ from locality.training.recorder import Recorder
 from locality.training.runs import RunFolder
 from locality.training.setup import Preview, build_model, create_fabric, preview, starting_model
 from locality.training.signals import Interrupted, Interruption, forwarded_to_children
+
+# So long a process may take to end by itself; one that waits for a lost GPU would never end.
+_CHILD_SECONDS = 30
 
 
 def train(
@@ -75,7 +82,7 @@ def train(
     try:
         within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
         given = None if config.engine.strategy == "ddp_spawn" else prepared
-        with forwarded_to_children() if within else nullcontext():
+        with forwarded_to_children() if within else contextlib.nullcontext():
             outcome = fabric.launch(
                 partial(_train_here, config, folder, quiet, observer, status, given)
             )
@@ -91,22 +98,62 @@ def train(
     return outcome
 
 
+def _end_processes(fabric: Fabric) -> None:
+    """What a process does last: leave the process group, then outlive those it has started.
+
+    The group's threads hold the tensors of the last operations until they are joined. One that
+    lets go of them when the interpreter has begun to finalise aborts the process. It is too early
+    for this when a run ends: the same processes may go on with another one.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for child in _children_taken_over(fabric):
+        try:
+            child.wait(_CHILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _children_taken_over(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
+    """The processes that Fabric has started, no longer watched by its observer.
+
+    That one kills this process when one of them has failed; ending by itself it can say why.
+    """
+    launcher: Any = fabric.strategy.launcher
+    watched = getattr(launcher, "procs", [])
+    children = watched[:]
+    if children:
+        watched.clear()
+        launcher.procs = children
+    return children
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of the variables that the traceback of an error, and of those before it, hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _exit_code(fabric: Fabric, wanted: int | None) -> int | None:
     """`wanted`, but 0 in processes that Fabric has started by repeating the command line.
 
     It watches those, and kills all processes at any other exit code, the first one included.
     """
-    return 0 if fabric.local_rank > 0 and not _external(fabric) else wanted
+    repeated = isinstance(_environment(fabric), LightningEnvironment) and fabric.local_rank > 0
+    return 0 if repeated else wanted
 
 
-def _external(fabric: Fabric) -> bool:
-    environment = getattr(fabric.strategy, "cluster_environment", None)
-    return environment is not None and environment.creates_processes_externally
+def _environment(fabric: Fabric) -> ClusterEnvironment | None:
+    return getattr(fabric.strategy, "cluster_environment", None)
 
 
 def _waited_for(fabric: Fabric) -> bool:
     """Whether other processes exist already and would wait for this one."""
-    return _external(fabric) and fabric.world_size > 1
+    environment = _environment(fabric)
+    external = environment is not None and environment.creates_processes_externally
+    return external and fabric.world_size > 1
 
 
 def _prepare(config: RunConfig, run: RunFolder, quiet: bool) -> tuple[Fabric, Preview]:
@@ -132,12 +179,13 @@ def _train_here(
     fabric: Fabric,
 ) -> dict[str, Any]:
     """One process's part; what it returns says how it ended."""
-    status = fabric.broadcast(status)
-    if status:
-        return {"raised": UserError(status)}
+    atexit.register(_end_processes, fabric)
     run = RunFolder(folder)
-    run.lock.join()
     try:
+        status = fabric.broadcast(status)
+        if status:
+            return {"raised": UserError(status)}
+        run.lock.join()
         result = run.result()
         if result is not None:
             if fabric.is_global_zero and not quiet:
@@ -146,10 +194,15 @@ def _train_here(
         seen = preview(config, resumes=run.has_begun()) if prepared is None else prepared
         with Interruption().listening() as interruption:
             return _run(fabric, config, run, seen, interruption, quiet, observer)
-    except Interrupted as interrupted:
-        return {"signum": interrupted.signum, "step": interrupted.step}
-    except (NonFiniteLoss, DamagedCheckpoint) as error:
-        return {"raised": error}  # raised on every rank alike
+    except BaseException as error:
+        # Its traceback holds the model, which holds the process group.
+        _forget_locals(error)
+        _children_taken_over(fabric)
+        if isinstance(error, Interrupted):
+            return {"signum": error.signum, "step": error.step}
+        if isinstance(error, (NonFiniteLoss, DamagedCheckpoint)):
+            return {"raised": error}  # raised on every rank alike
+        raise
     finally:
         run.lock.release()
 

@@ -1,0 +1,152 @@
+"""How two processes end: the launch test's two commands, over and over, under pressure.
+
+    python benchmarks/launches.py --runs 50
+    python benchmarks/launches.py --runs 50 --busy
+    python benchmarks/launches.py --runs 20 --delay 600 --output benchmarks/results/launches.json
+
+--busy keeps both cores busy meanwhile. --delay loads a library (built here with `cc`) that makes
+the process group's threads wait up to so many milliseconds at every lock they take after
+result.json is there: with the last broadcast in their hands while the interpreter ends. Where the
+process group is not destroyed before, that aborts the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from locality.files import write_atomic
+from locality.training import recipe, replace
+from locality.training.environment import describe_environment
+from locality.training.settings import to_yaml
+
+RANK = Path(__file__).parents[1] / "tests/training/rank.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+SETTINGS = {
+    "model.overrides": {"depth": 2, "gpsa_layers": 1, "embed_dim": 16},
+    "data.fraction": 0.1,
+    "engine.batch_size": 16,
+    "engine.precision": "fp32",
+    "engine.tensorboard": False,
+    "schedule.steps": 8,
+    "schedule.warmup": 2,
+    "schedule.eval_every": 8,
+}
+DELAY = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+static int (*lock)(pthread_mutex_t *);
+
+int pthread_mutex_lock(pthread_mutex_t *mutex) {
+    static __thread unsigned seed;
+    const char *thread = "pt_gloo_runloop", *file = getenv("DELAY_AFTER");
+    char name[16];
+    if (!lock) lock = dlsym(RTLD_NEXT, "pthread_mutex_lock");
+    if (file && !prctl(PR_GET_NAME, name) && !strcmp(name, thread) && !access(file, F_OK)) {
+        if (!seed) seed = getpid() ^ (unsigned)(size_t)&seed;
+        usleep(20000 + rand_r(&seed) % (1000 * atoi(getenv("DELAY_MS"))));
+    }
+    return lock(mutex);
+}
+"""
+
+
+def built(folder: Path) -> Path:
+    """The library that delays."""
+    source, library = folder / "delay.c", folder / "delay.so"
+    source.write_text(DELAY)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep cores busy within the block."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while 1: 1"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def launched(folder: Path, library: Path | None, delay: int) -> list[str]:
+    """Both commands once; what went wrong."""
+    (folder / "config.yaml").write_text(to_yaml(replace(recipe("digits"), SETTINGS)))
+    wrong = []
+    for name, launcher in (("torchrun", TORCHRUN), ("alone", [])):
+        reports, run = folder / f"{name}-reports", folder / name
+        reports.mkdir()
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        if library is not None:
+            environment |= {"LD_PRELOAD": str(library), "DELAY_AFTER": str(run / "result.json")}
+            environment["DELAY_MS"] = str(delay)
+        words = ["train", "digits", "--config", str(folder / "config.yaml"), "--output", str(run)]
+        command = [sys.executable, *launcher, str(RANK), str(reports), "end", *words]
+        if name == "alone":
+            command += ["--engine.devices", "2"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        told = [json.loads(report.read_text()) for report in sorted(reports.iterdir())]
+        codes = [done.returncode, *(code for report in told for code in report["started"])]
+        left = [report[what] for report in told for what in ("threads", "children")]
+        if any(codes) or len(told) != 2 or any(left) or "finished in" not in done.stderr:
+            aborted = "terminate called" in done.stderr
+            wrong.append(f"{name}: exit codes {codes}, aborted: {aborted}, left behind: {left}")
+    return wrong
+
+
+def survey(runs: int, delay: int, cores: int) -> dict[str, Any]:
+    """Launch `runs` times; what came of it."""
+    failures: list[str] = []
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary, busy(cores):
+        library = built(Path(temporary)) if delay else None
+        for number in range(runs):
+            folder = Path(temporary) / str(number)
+            folder.mkdir()
+            failures += [f"{number}, {wrong}" for wrong in launched(folder, library, delay)]
+            print(f"{number + 1} of {runs}, {len(failures)} failures", file=sys.stderr, flush=True)
+    return {
+        "runs": runs,
+        "commands": 2 * runs,
+        "busy_cores": cores,
+        "delay_ms": delay,
+        "failures": failures,
+        "seconds": round(time.monotonic() - started),
+        "environment": describe_environment(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--busy", action="store_true", help="keep the cores busy meanwhile")
+    parser.add_argument("--delay", type=int, default=0, help="milliseconds, at most, per lock")
+    parser.add_argument("--output", type=Path, help="add the outcome to this JSON file")
+    given = parser.parse_args(arguments)
+    outcome = survey(given.runs, given.delay, (os.cpu_count() or 2) if given.busy else 0)
+    if given.output:
+        before = json.loads(given.output.read_text()) if given.output.exists() else []
+        write_atomic(given.output, json.dumps([*before, outcome], indent=2) + "\n")
+    print(json.dumps(outcome, indent=2))
+    return int(bool(outcome["failures"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""One process of `locality ARGUMENTS`, which tells what it leaves behind.
+
+usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "error", "SIGTERM" or "SIGINT" for what comes
+to the last process at its fourth step. Each process writes REPORTS/rank-N.json when all that Python
+does at exit is done: its exit code, threads and shared memory, and the exit codes of the processes
+it has started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+REPORTS, HOW, ARGUMENTS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+STARTED: list[subprocess.Popen[bytes]] = []
+# A library's own, which only ends with the process.
+LIBRARIES = {"jemalloc_bg_thd"}
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        STARTED.append(self)
+
+
+def tell(outcome: dict[str, Any]) -> None:
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    # Fabric's observer of its processes sleeps until the end.
+    idle = sum(thread.name == "child-process-observer" for thread in threading.enumerate())
+    outcome["threads"] = sorted(name for name in threads if name not in LIBRARIES)[1 + idle :]
+    outcome["children"] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    outcome["shared memory"] = [
+        *(path.name for path in Path("/dev/shm").iterdir() if str(os.getpid()) in path.name),
+        *(line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line),
+    ]
+    outcome["started"] = [process.poll() for process in STARTED if "rank.py" in str(process.args)]
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", "0")))
+    (REPORTS / f"rank-{rank}.json").write_text(json.dumps(outcome))
+
+
+def main() -> None:
+    outcome: dict[str, Any] = {"code": None}
+    # What is registered first is called last.
+    atexit.register(tell, outcome)
+    subprocess.Popen = Popen  # type: ignore[misc]
+    from locality.cli import main as locality
+    from locality.training.loop import Loop
+
+    step = Loop._step
+
+    def struck(self: Loop, batches: Any) -> int:
+        if self.at.step == 4 and self.fabric.global_rank == self.fabric.world_size - 1:
+            if HOW == "error":
+                raise RuntimeError("one process fails")
+            if HOW != "end":
+                os.kill(os.getpid(), getattr(signal, HOW))
+        return step(self, batches)
+
+    Loop._step = struck  # type: ignore[method-assign]
+    outcome["code"] = 1
+    outcome["code"] = locality(ARGUMENTS)
+    sys.exit(outcome["code"])
+
+
+if __name__ == "__main__":
+    main()
