@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import pickle
 
 import pytest
@@ -75,10 +76,22 @@ def test_the_trap_of_these_tests_is_real(tmp_path):
     assert victim.exists()
 
 
-def test_a_namespace_beside_the_weights_is_allowed_and_it_alone(tmp_path):
-    assert set(ALLOWED_CLASSES) == {argparse.Namespace}
+def test_a_namespace_with_paths_beside_the_weights_is_allowed_and_it_alone(tmp_path):
+    """What the authors' submitit script writes; a path is read as a pure one, which has no file."""
+    classes = {entry[0] if isinstance(entry, tuple) else entry for entry in ALLOWED_CLASSES}
+    assert classes == {argparse.Namespace, pathlib.PurePosixPath, pathlib.PureWindowsPath}
     path = tmp_path / "convit_tiny.pth"
-    torch.save({"model": STATE, "args": argparse.Namespace(lr=1e-3, model="convit_tiny")}, path)
+    paths = {
+        "output_dir": pathlib.Path("/checkpoint/user"),
+        "data": pathlib.PureWindowsPath("C:/x"),
+    }
+    args = argparse.Namespace(lr=1e-3, model="convit_tiny", **paths)
+    torch.save({"model": STATE, "args": args}, path)
+    assert_same(read_state(path))
+    torch.save({"model": STATE, "args": args}, path, _use_new_zipfile_serialization=False)
+    written = path.read_bytes()
+    path.write_bytes(written.replace(b"cpathlib\nPosixPath", b"cpathlib._local\nPosixPath"))
+    assert path.read_bytes() != written  # as Python 3.13 calls it
     assert_same(read_state(path))
     assert argparse.Namespace not in torch.serialization.get_safe_globals()
     torch.save({"model": STATE, "args": nn.Linear(2, 2)}, path)

@@ -9,8 +9,14 @@ import timm
 import torch
 from torch import nn
 
-from locality.checkpoints.convit import dropped, from_convit, infer_convit, to_convit
-from locality.checkpoints.deit import from_deit, infer_deit, to_deit
+from locality.checkpoints.vit import (
+    dropped,
+    from_convit,
+    from_deit,
+    infer_vit,
+    to_convit,
+    to_deit,
+)
 from locality.errors import UserError
 from locality.models import VARIANTS, build, create_model, variant
 
@@ -83,7 +89,7 @@ def test_deit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
 
 def test_timm_there_and_back_loses_only_what_the_softmax_cancels(randomise, assert_bitwise):
     reference = timm_convit(randomise).state_dict()
-    config = infer_convit(reference)
+    config = infer_vit(reference, {})
     back = to_convit(from_convit(reference, config), config)
     biases = dropped(config)
     assert biases == [f"blocks.{index}.attn.pos_proj.bias" for index in range(3)]
@@ -97,8 +103,8 @@ def test_timm_there_and_back_loses_only_what_the_softmax_cancels(randomise, asse
 def test_the_architecture_is_read_from_the_shapes(name):
     row = variant(name)
     model = create_model(name)
-    to, infer = (to_convit, infer_convit) if row.family == "convit" else (to_deit, infer_deit)
-    assert infer(to(model.state_dict(), model.config)) == row.config
+    to = to_convit if row.family == "convit" else to_deit
+    assert infer_vit(to(model.state_dict(), model.config), {}) == row.config
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -106,7 +112,7 @@ def test_projection_biases_of_the_gated_layers_are_kept(bias, randomise, assert_
     ours = randomise(create_model("convit_nano", qkv_bias=bias))
     theirs = to_convit(ours.state_dict(), ours.config)
     assert ("blocks.0.attn.qk.bias" in theirs) is bias
-    assert infer_convit(theirs).qkv_bias is bias
+    assert infer_vit(theirs, {}).qkv_bias is bias
     assert_bitwise(from_convit(theirs, ours.config), ours.state_dict())
 
 
@@ -133,7 +139,7 @@ def test_a_distilled_deit_is_refused_by_its_extra_tensors():
 
 def test_a_layout_refuses_the_other_family():
     convit, deit = create_model("convit_nano"), create_model("deit_nano")
-    with pytest.raises(UserError, match="gpsa_layers=0"):
+    with pytest.raises(UserError, match="gpsa_layers=0, embed_class_token=True"):
         to_convit(deit.state_dict(), deit.config)
     with pytest.raises(UserError, match="gpsa_layers=3"):
         to_deit(convit.state_dict(), convit.config)

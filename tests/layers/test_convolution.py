@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from locality.layers.convolution import (
+    PROJECTIONS,
     ConvolutionalAttention,
     ConvolutionalEmbedding,
     Projection,
@@ -109,6 +110,28 @@ def test_average_of_equal_tokens_is_that_token(stride):
     assert out.shape[1] == projection.grid((3, 5))[0] * projection.grid((3, 5))[1]
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_microsofts_average_counts_padding_and_reaches_over_the_border(stride, padding):
+    """Windows that begin inside the grid or its padding; what lies outside both does not count."""
+    projection = Projection(1, "microsoft_avg", 3, stride, padding=padding)
+    image = torch.randn(6, 9)
+    rows, columns = projection.grid((6, 9))
+    padded = F.pad(image, (padding,) * 4)
+    expected = [
+        [
+            padded[stride * i : stride * i + 3, stride * j : stride * j + 3].mean()
+            for j in range(columns)
+        ]
+        for i in range(rows)
+    ]
+    mixed = projection.mix(image.reshape(1, 54, 1), image[None, None])
+    torch.testing.assert_close(mixed.view(rows, columns), torch.tensor(expected))
+    starts = [(rows - 1) * stride, (columns - 1) * stride]
+    assert starts[0] < 6 + padding and starts[1] < 9 + padding
+    assert starts[0] + 3 >= 6 + 2 * padding and starts[1] + 3 >= 9 + 2 * padding
+
+
 def test_linear_projection_keeps_every_token_whatever_the_stride():
     projection = Projection(8, "linear", 3, stride=2)
     x = torch.randn(2, 1 + 12, 8)
@@ -159,7 +182,7 @@ def attention(**options):
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("prefix", [0, 1])
-@pytest.mark.parametrize("kind", ["conv", "linear", "avg"])
+@pytest.mark.parametrize("kind", PROJECTIONS)
 @pytest.mark.parametrize("kv_stride", [1, 2])
 def test_forward_is_the_shown_attention_applied_to_the_values(grid, prefix, kind, kv_stride):
     layer = attention(projection=kind, kv_stride=kv_stride).eval()
@@ -172,7 +195,9 @@ def test_forward_is_the_shown_attention_applied_to_the_values(grid, prefix, kind
     assert (maps.query_grid, maps.prefix_tokens) == (grid, prefix)
     assert maps.mixed.shape[-1] == prefix + maps.key_grid[0] * maps.key_grid[1]
     if kind != "linear":
-        assert maps.key_grid == tuple(-(-side // kv_stride) for side in grid)
+        more = (side % 2 == 0 and kind == "microsoft_avg" and kv_stride == 2 for side in grid)
+        expected_grid = tuple(-(-side // kv_stride) + m for side, m in zip(grid, more, strict=True))
+        assert maps.key_grid == expected_grid
 
 
 def test_scales():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save as to_safetensors
@@ -27,6 +29,7 @@ class Conversion:
         layout, to: the layouts of both.
         model: the name of the architecture, or None if the table has no such row.
         parameters: how many numbers were converted.
+        untold: what weights in the layout `to` do not tell their reader, in a sentence, or "".
     """
 
     source: Path
@@ -35,12 +38,13 @@ class Conversion:
     to: str
     model: str | None
     parameters: int
+    untold: str = ""
 
     def __str__(self) -> str:
         model = self.model or "a model without a name"
         return (
             f"{self.source} ({self.layout}) → {self.target} ({self.to}): {model}, "
-            f"{self.parameters:,} numbers"
+            f"{self.parameters:,} numbers" + f"\n{self.untold}" * bool(self.untold)
         )
 
 
@@ -51,6 +55,7 @@ def convert(
     model: str | None = None,
     entry: str | None = None,
     overwrite: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Conversion:
     """Read weights of any layout and write them in another.
 
@@ -63,6 +68,7 @@ def convert(
             they tell another.
         entry: which state dict to take from a training checkpoint that holds several.
         overwrite: replace `target` if it is there.
+        settings: fields of the model's configuration that stand above what the source says.
 
     Raises:
         FileNotFoundError: if there is no `source`.
@@ -73,10 +79,12 @@ def convert(
     wanted = layout_called(to)
     check_target(target, to, overwrite)
     like = None if model is None else variant(model).config
-    checkpoint = open_weights(source, like=like, entry=entry)
+    checkpoint = open_weights(source, like=like, entry=entry, settings=settings)
     if model is not None:
-        checkpoint = replace(checkpoint, name=_confirmed(model, checkpoint, source))
+        name = identify(checkpoint.config)[0] if settings else _confirmed(model, checkpoint, source)
+        checkpoint = replace(checkpoint, name=name)
     build_check = checkpoint.build()
+    untold = ""
     if to == "locality":
         _write_ours(checkpoint, target)
         size = sum(tensor.numel() for tensor in checkpoint.state.values())
@@ -88,7 +96,12 @@ def convert(
             with atomic_file(target) as file:
                 torch.save(state, file)
         size = sum(tensor.numel() for tensor in state.values())
-    return Conversion(source, target, checkpoint.layout, to, checkpoint.name, size)
+        if settings_untold := wanted.untold(checkpoint.config):
+            untold = (
+                f"weights in this layout do not tell {wanted.listed(settings_untold)}; whoever "
+                f"reads them has to set that"
+            )
+    return Conversion(source, target, checkpoint.layout, to, checkpoint.name, size, untold)
 
 
 def _confirmed(model: str, checkpoint: Checkpoint, source: Path) -> str:

@@ -1,14 +1,20 @@
-"""CvT as microsoft's code and as transformers name it: the same tensors, under other names."""
+"""CvT as Microsoft's code and as transformers name it: the same tensors, under other names.
+
+Both have one setting per stage where ours may have one per block, and some of their code has one
+meaning only. Microsoft's without weights of convolutions has average pooling in their place: with
+linear projections alone it cannot run, and transformers' can with neither.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from locality.checkpoints.keys import State, blank_state, check_keys
-from locality.checkpoints.vit import require_blocks
+from locality.checkpoints.keys import State, blank_state, check_keys, require_blocks
 from locality.errors import UserError
 from locality.layers.block import mlp_ratio_of
 from locality.models.cvt_config import CvTConfig, StageConfig
@@ -16,8 +22,15 @@ from locality.models.cvt_config import CvTConfig, StageConfig
 # Every published CvT has heads of this width; the weights themselves do not tell.
 _HEAD_DIM = 64
 
-DROPPED: frozenset[str] = frozenset()
-"""Nothing: every tensor of theirs has its place in ours."""
+# Our settings that weights do not tell → Microsoft's; transformers' are these in small letters.
+THEIR_SETTINGS = {
+    "num_heads": "NUM_HEADS",
+    "embed_stride": "PATCH_STRIDE",
+    "embed_padding": "PATCH_PADDING",
+    "kv_stride": "STRIDE_KV",
+    "kv_padding": "PADDING_KV",
+    "projection_kernel": "KERNEL_QKV",
+}
 
 _OURS = re.compile(r"stages\.(\d+)\.(?:blocks\.(\d+)\.)?(.+?)(\.[^.]+)?$")
 
@@ -30,12 +43,14 @@ class Names:
         title: whose names these are.
         stage, block: what stands before the names in a stage, and in a block of it.
         modules: our module name → theirs, inside a stage or block, and for the final layers.
+        fixed: our settings of which their code has only these values.
     """
 
     title: str
     stage: str
     block: str
     modules: dict[str, str]
+    fixed: dict[str, tuple[Any, ...]]
 
     def rename(self, name: str) -> str:
         """Our name of a tensor → theirs."""
@@ -49,7 +64,7 @@ class Names:
 
 
 MICROSOFT = Names(
-    "microsoft's",
+    "Microsoft's",
     stage="stage{}.",
     block="blocks.{}.",
     modules={
@@ -66,6 +81,12 @@ MICROSOFT = Names(
         "mlp.fc2": "mlp.fc2",
         "norm": "norm",
         "head": "head",
+    },
+    fixed={
+        "activation": ("quick_gelu",),
+        "attention_scale": ("width",),
+        "projection": ("conv", "microsoft_avg"),
+        "use_pos_embed": (False,),
     },
 )
 
@@ -91,11 +112,18 @@ TRANSFORMERS = Names(
         "norm": "layernorm",
         "head": "classifier",
     },
+    fixed={
+        "activation": ("gelu",),
+        "attention_scale": ("width",),
+        "global_pool": ("token",),
+        "projection": ("conv",),
+        "use_pos_embed": (False,),
+    },
 )
 
 
 def from_microsoft(state: State, config: CvTConfig) -> dict[str, Tensor]:
-    """microsoft's CvT → ours.
+    """Microsoft's CvT → ours.
 
     Raises:
         UserError: if a name is missing or unknown, or a shape differs from `config`'s.
@@ -104,11 +132,10 @@ def from_microsoft(state: State, config: CvTConfig) -> dict[str, Tensor]:
 
 
 def to_microsoft(state: State, config: CvTConfig) -> dict[str, Tensor]:
-    """Ours → microsoft's CvT.
+    """Ours → Microsoft's CvT.
 
     Raises:
-        UserError: if `state` does not fit `config`, or has a position embedding, which their code
-            has no name for.
+        UserError: if `state` does not fit `config`, or their code cannot compute such a model.
     """
     return _to(MICROSOFT, state, config)
 
@@ -125,67 +152,93 @@ def from_transformers(state: State, config: CvTConfig) -> dict[str, Tensor]:
 def to_transformers(state: State, config: CvTConfig) -> dict[str, Tensor]:
     """Ours → the state dict of transformers' `CvtForImageClassification`.
 
-    Their port computes the exact GELU, whatever `config.activation` says.
-
     Raises:
-        UserError: if `state` does not fit `config`, or has a position embedding, which their code
-            has no name for.
+        UserError: if `state` does not fit `config`, or their code cannot compute such a model: it
+            has the exact GELU, always.
     """
+    for index, stage in enumerate(config.stages):
+        if stage.depth <= index:  # it looks up one of the stage's blocks by the stage's number
+            raise UserError(
+                f"transformers' CvT has {index + 1} blocks or more in stage {index + 1}, and this "
+                f"model {stage.depth}"
+            )
     return _to(TRANSFORMERS, state, config)
 
 
-def infer_microsoft(state: State, like: CvTConfig | None = None) -> CvTConfig:
-    """The architecture of weights under microsoft's names; see `infer`."""
-    return infer(MICROSOFT, state, like)
+def infer_microsoft(state: State, settings: Mapping[str, Any]) -> CvTConfig:
+    """The architecture of weights under Microsoft's names; see `infer`."""
+    return infer(MICROSOFT, state, settings)
 
 
-def infer_transformers(state: State, like: CvTConfig | None = None) -> CvTConfig:
+def infer_transformers(state: State, settings: Mapping[str, Any]) -> CvTConfig:
     """The architecture of weights under transformers' names; see `infer`."""
-    return infer(TRANSFORMERS, state, like)
+    return infer(TRANSFORMERS, state, settings)
 
 
-def infer(names: Names, state: State, like: CvTConfig | None = None) -> CvTConfig:
+def infer(names: Names, state: State, settings: Mapping[str, Any]) -> CvTConfig:
     """The architecture, read from the shapes.
 
-    Weights do not tell strides and numbers of heads: they are taken to be the paper's, with heads
-    64 wide, keys and values of stride 2, and embeddings that overlap by half.
+    Weights do not tell strides, padding and numbers of heads: they are taken to be the paper's,
+    with heads 64 wide, keys and values of stride 2, and embeddings that overlap by half.
 
     Args:
         names: whose names the tensors have.
         state: the weights.
-        like: take everything from this configuration but the channels and the classes.
+        settings: fields of the configuration that the reader has set.
 
     Raises:
         UserError: if the tensors that tell are not there, or a width is no multiple of 64.
     """
     stages = require_blocks(state, names.stage.removesuffix("{}."))
-    modules = names.modules
     embeddings = [
-        _tensor(state, f"{names.stage.format(index)}{modules['embed.conv']}.weight")
+        _tensor(state, f"{names.stage.format(index)}{names.modules['embed.conv']}.weight")
         for index in range(stages)
     ]
-    head = state.get(f"{modules['head']}.weight")
-    num_classes, in_chans = 0 if head is None else len(head), embeddings[0].shape[1]
-    if like is not None:
-        return replace(like, num_classes=num_classes, in_chans=in_chans)
+    head = state.get(f"{names.modules['head']}.weight")
     return CvTConfig(
         stages=tuple(
-            _infer_stage(names, state, index, embedding)
+            _infer_stage(names, state, index, embedding, "num_heads" in settings)
             for index, embedding in enumerate(embeddings)
         ),
-        num_classes=num_classes,
-        in_chans=in_chans,
+        num_classes=0 if head is None else len(head),
+        in_chans=embeddings[0].shape[1],
         global_pool="token" if any(key.endswith("cls_token") for key in state) else "avg",
     )
 
 
-def _infer_stage(names: Names, state: State, index: int, embedding: Tensor) -> StageConfig:
+def untold_by_microsoft(config: CvTConfig) -> dict[str, Any]:
+    """The settings that Microsoft's weights do not tell, one value per stage where they differ."""
+    stages = config.stages
+    untold = {
+        "num_heads": tuple(stage.num_heads for stage in stages),
+        "embed_stride": tuple(stage.embed_stride for stage in stages),
+        "embed_padding": tuple(stage.embed_padding for stage in stages),
+        "kv_stride": tuple(stage.kv_strides[0] for stage in stages),
+        "kv_padding": tuple(stage.padding_of_keys for stage in stages),
+    }
+    if any(stage.projection != "conv" for stage in stages):
+        untold["projection_kernel"] = tuple(stage.projection_kernel for stage in stages)
+    return {name: values if len(set(values)) > 1 else values[0] for name, values in untold.items()}
+
+
+def untold_by_transformers(config: CvTConfig) -> dict[str, Any]:
+    """The settings that transformers' weights do not tell, one value per stage."""
+    # The published weights were trained with the authors' activation, those trained by
+    # transformers with its own.
+    return untold_by_microsoft(config) | {"activation": config.activation}
+
+
+def _infer_stage(
+    names: Names, state: State, index: int, embedding: Tensor, heads_set: bool
+) -> StageConfig:
     stage = names.stage.format(index)
     depth = require_blocks(state, stage + names.block.removesuffix("{}."))
     width, kernel = embedding.shape[0], embedding.shape[-1]
-    if width % _HEAD_DIM:
+    heads, rest = (1, 0) if heads_set else divmod(width, _HEAD_DIM)
+    if rest:
         raise UserError(
-            f"the number of heads cannot be told from a CvT of width {width}; give the model's name"
+            f"the number of heads cannot be told from a CvT of width {width}; set num_heads, or "
+            f"give the model's name"
         )
     hidden = [
         len(_tensor(state, f"{stage}{names.block.format(i)}{names.modules['mlp.fc1']}.weight"))
@@ -194,17 +247,22 @@ def _infer_stage(names: Names, state: State, index: int, embedding: Tensor) -> S
     ratios = tuple(mlp_ratio_of(width, each) for each in hidden)
     first = stage + names.block.format(0)
     window = state.get(f"{first}{names.modules['attn.q.conv']}.weight")
+    if window is None and "microsoft_avg" not in names.fixed["projection"]:
+        raise UserError(
+            f"these weights have no convolutions in their projections, and {names.title} code "
+            f"cannot run without"
+        )
     overlapping = kernel % 2 == 1
     stride = (kernel + 1) // 2 if overlapping else kernel
     return StageConfig(
         embed_dim=width,
-        num_heads=width // _HEAD_DIM,
+        num_heads=heads,
         depth=depth,
         embed_kernel=kernel,
         embed_stride=stride,
         embed_padding=stride // 2 if overlapping else 0,
         mlp_ratio=ratios[0] if len(set(ratios)) == 1 else ratios,
-        projection="linear" if window is None else "conv",
+        projection="microsoft_avg" if window is None else "conv",
         projection_kernel=3 if window is None else window.shape[-1],
         qkv_bias=f"{first}{names.modules['attn.q.linear']}.bias" in state,
     )
@@ -212,23 +270,31 @@ def _infer_stage(names: Names, state: State, index: int, embedding: Tensor) -> S
 
 def _from(names: Names, state: State, config: CvTConfig) -> dict[str, Tensor]:
     blank = blank_state(config)
-    ours = {names.rename(name): name for name in _nameable(blank, names)}
-    expected = {theirs: blank[name] for theirs, name in ours.items()}
-    check_keys(state, expected, names.title, DROPPED)
+    if any(stage.use_pos_embed for stage in config.stages):
+        raise UserError(f"{names.title} layout has no name for a position embedding")
+    ours = {names.rename(name): name for name in blank}
+    check_keys(state, {theirs: blank[name] for theirs, name in ours.items()}, names.title)
     return {ours[name]: tensor for name, tensor in state.items()}
 
 
 def _to(names: Names, state: State, config: CvTConfig) -> dict[str, Tensor]:
+    for field in ("kv_strides", "mlp_ratios"):
+        if any(len(set(getattr(stage, field))) > 1 for stage in config.stages):
+            raise UserError(
+                f"{names.title} CvT has the same {field[:-1]} in all blocks of a stage, and this "
+                f"model has not"
+            )
+    for field, values in names.fixed.items():
+        for part in (config, *config.stages):
+            given = getattr(part, field, values[0])
+            if given not in values:
+                only = " or ".join(map(repr, values))
+                raise UserError(
+                    f"{names.title} CvT has {field}={only} alone, and this model {given!r}; to "
+                    f"write its weights for what that code computes, set {field}={values[0]}"
+                )
     check_keys(state, blank_state(config), "locality's")
-    return {names.rename(name): tensor for name, tensor in _nameable(state, names).items()}
-
-
-def _nameable(state: State, names: Names) -> State:
-    if any(name.endswith("pos_embed") for name in state):
-        raise UserError(
-            f"this CvT has a position embedding, and {names.title} layout has no name for one"
-        )
-    return state
+    return {names.rename(name): tensor for name, tensor in state.items()}
 
 
 def _tensor(state: State, name: str) -> Tensor:

@@ -139,7 +139,7 @@ def _has_room(config: CvTConfig, side: int) -> bool:
     """Whether queries and keys of every block lie on at least 2×2 places."""
     grids = config.grids((side, side))
     return all(
-        -(-grid[0] // max(stage.kv_strides)) >= 2
+        min(*grid, *stage.kv_grid(grid, max(stage.kv_strides))) >= 2
         for grid, stage in zip(grids, config.stages, strict=True)
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -58,6 +59,22 @@ def check_keys(
         faults.append(f"of another shape: {shorten(wrong)}")
     if faults:
         raise UserError(f"these weights do not fit the model ({layout} names); {'; '.join(faults)}")
+
+
+def require_blocks(state: State, prefix: str) -> int:
+    """How many blocks `prefix0`, `prefix1`, … there are.
+
+    Raises:
+        UserError: if their numbers have gaps, or there are none.
+    """
+    pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.")
+    found = {int(match[1]) for name in state if (match := pattern.match(name))}
+    if not found or found != set(range(len(found))):
+        raise UserError(
+            f"these weights have the blocks {sorted(found)}; they have to be numbered from 0 "
+            f"without gaps"
+        )
+    return len(found)
 
 
 def check_finite(state: State) -> None:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from locality.checkpoints.convit import from_convit, infer_convit, to_convit
 from locality.checkpoints.cvt import (
+    THEIR_SETTINGS,
     from_microsoft,
     from_transformers,
     infer_microsoft,
     infer_transformers,
     to_microsoft,
     to_transformers,
+    untold_by_microsoft,
+    untold_by_transformers,
 )
-from locality.checkpoints.deit import from_deit, infer_deit, to_deit
+from locality.checkpoints.description import decode_config, encode_config
 from locality.checkpoints.keys import Adapter, State, blank_state, check_keys, shorten
-from locality.checkpoints.vit import infer_like, rename_to_timm
+from locality.checkpoints.vit import (
+    from_convit,
+    from_deit,
+    infer_vit,
+    size_like,
+    to_convit,
+    to_deit,
+    untold_by_convit,
+    untold_by_deit,
+)
 from locality.errors import UserError, unknown
 from locality.layers.block import hidden_width
 from locality.models.cvt_config import CvTConfig, StageConfig
+from locality.models.factory import configure
 from locality.models.variants import VARIANTS
 from locality.models.vit import ViTConfig
 
@@ -38,8 +51,9 @@ class Layout:
         family: of the models it holds, as in the table of variants; "" for all.
         marks: parts of tensor names that only this layout has; all of them are there.
         absent: parts that this layout's tensors never have.
-        infer: (state, like) → configuration; see `infer_convit`.
-        to_ours, from_ours: the two directions.
+        infer: (state, settings) → configuration; see `infer_vit`.
+        untold: configuration → the settings that weights in this layout do not tell.
+        to_ours, adapt: the two directions.
     """
 
     name: str
@@ -47,9 +61,10 @@ class Layout:
     family: str
     marks: tuple[str, ...]
     absent: tuple[str, ...]
-    infer: Callable[[State, Any], Any]
+    infer: Callable[[State, Mapping[str, Any]], Any]
+    untold: Callable[[Any], dict[str, Any]]
     to_ours: Adapter
-    from_ours: Adapter
+    adapt: Adapter
 
     def recognises(self, state: State) -> bool:
         """Whether the tensors' names are this layout's."""
@@ -60,8 +75,15 @@ class Layout:
 
         return all(map(has, self.marks)) and not any(map(has, self.absent))
 
-    def configuration(self, state: State, like: Any = None) -> Any:
+    def configuration(
+        self, state: State, like: Any = None, settings: Mapping[str, Any] | None = None
+    ) -> Any:
         """The architecture of weights in this layout, taken from `like` where one is given.
+
+        Args:
+            state: the weights.
+            like: the configuration of the model they are for.
+            settings: fields of the configuration that stand above both.
 
         Raises:
             UserError: if the weights do not tell it, or `like` is of the other family.
@@ -69,7 +91,78 @@ class Layout:
         # Our own names say by themselves which family they are of.
         cvt = self.family == "cvt" or any(name.startswith("stages.") for name in state)
         check_family(CvTConfig if cvt else ViTConfig, like)
-        return self.infer(state, like)
+        settings = _our_names(settings or {})
+        found = self.infer(state, settings) if like is None else _like(state, like)
+        return with_settings(found, settings)
+
+    def from_ours(self, state: State, config: Any) -> dict[str, Tensor]:
+        """Our weights in this layout.
+
+        Raises:
+            UserError: if it cannot hold such a model, or `state` does not fit `config`.
+        """
+        cvt = isinstance(config, CvTConfig)
+        if self.family and cvt != (self.family == "cvt"):
+            raise UserError(
+                f"the layout '{self.name}' holds {_KINDS[ViTConfig if cvt else CvTConfig]}, and "
+                f"this model is {_KINDS[type(config)]}"
+            )
+        return self.adapt(state, config)
+
+    def listed(self, settings: Mapping[str, Any]) -> str:
+        """Settings and their values, each with the name it has in the layout's own code."""
+        words = []
+        for name, value in settings.items():
+            shown = json.dumps(value, separators=(",", ":")).replace('"', "")
+            theirs = self.their_name(name)
+            words.append(f"{name}={shown}" + f" ({theirs})" * (theirs != name))
+        return ", ".join(words)
+
+    def their_name(self, setting: str) -> str:
+        """What the code of whose layout this is calls one of our settings."""
+        theirs = THEIR_SETTINGS.get(setting, setting) if self.family == "cvt" else setting
+        return theirs if self.name == "cvt-microsoft" else theirs.lower()
+
+
+def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
+    """`config` with some of its fields set, under our names or Microsoft's, each of its type.
+
+    Raises:
+        UserError: for an unknown field, with the nearest, or a value that it cannot have.
+    """
+    if not settings:
+        return config
+    changed = configure(config, _our_names(settings))
+    # What comes from a command line is of any type; the description's reader knows the right one.
+    return decode_config(json.loads(json.dumps(encode_config(changed))))
+
+
+def _our_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    ours = {theirs: name for name, theirs in THEIR_SETTINGS.items()}
+    return {ours.get(name, name): value for name, value in settings.items()}
+
+
+def _like(state: State, like: Any) -> Any:
+    """`like`, with the ends that the weights have."""
+    ends: dict[str, Any] = {"num_classes": 0}
+    for name, tensor in state.items():
+        if name in ("head.weight", "classifier.weight"):
+            ends["num_classes"] = len(tensor)
+        elif name in _STEMS:
+            ends["in_chans"] = tensor.shape[1]
+    if isinstance(like, ViTConfig):
+        ends["img_size"] = size_like(state, like)
+    return dataclasses.replace(like, **ends)
+
+
+# The first convolution, as the layouts call it.
+_STEMS = (
+    "patch_embed.weight",
+    "patch_embed.proj.weight",
+    "stages.0.embed.conv.weight",
+    "stage0.patch_embed.proj.weight",
+    "cvt.encoder.stages.0.embedding.convolution_embeddings.projection.weight",
+)
 
 
 def _checked(state: State, config: Any) -> dict[str, Tensor]:
@@ -77,18 +170,12 @@ def _checked(state: State, config: Any) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _infer_own(state: State, like: Any) -> Any:
-    """`like`, with the ends that the weights have; our files say the rest themselves."""
-    if like is None:
-        raise UserError("these weights do not say which model they are of; give the model's name")
-    if isinstance(like, ViTConfig):
-        return infer_like({rename_to_timm(name): tensor for name, tensor in state.items()}, like)
-    head, stem = state.get("head.weight"), state.get("stages.0.embed.conv.weight")
-    return dataclasses.replace(
-        like,
-        num_classes=0 if head is None else len(head),
-        in_chans=like.in_chans if stem is None else stem.shape[1],
-    )
+def _infer_own(state: State, settings: Mapping[str, Any]) -> Any:
+    raise UserError("these weights do not say which model they are of; give the model's name")
+
+
+def _nothing_untold(config: Any) -> dict[str, Any]:
+    return {}
 
 
 _ROWS = [
@@ -99,8 +186,9 @@ _ROWS = [
         marks=(".norm1.", ".attn."),
         absent=(".patch_embed.proj.", ".stage0.", ".cvt."),
         infer=_infer_own,
+        untold=_nothing_untold,
         to_ours=_checked,
-        from_ours=_checked,
+        adapt=_checked,
     ),
     Layout(
         "convit",
@@ -108,9 +196,10 @@ _ROWS = [
         "convit",
         marks=(".patch_embed.proj.", ".attn.gating_param."),
         absent=(".stage0.",),
-        infer=infer_convit,
+        infer=infer_vit,
+        untold=untold_by_convit,
         to_ours=from_convit,
-        from_ours=to_convit,
+        adapt=to_convit,
     ),
     Layout(
         "deit",
@@ -118,19 +207,21 @@ _ROWS = [
         "deit",
         marks=(".patch_embed.proj.", ".blocks.0.attn.qkv.", ".cls_token."),
         absent=(".attn.gating_param.", ".stage0."),
-        infer=infer_deit,
+        infer=infer_vit,
+        untold=untold_by_deit,
         to_ours=from_deit,
-        from_ours=to_deit,
+        adapt=to_deit,
     ),
     Layout(
         "cvt-microsoft",
-        "microsoft's CvT",
+        "Microsoft's CvT",
         "cvt",
         marks=(".stage0.patch_embed.", ".attn.proj_q."),
         absent=(),
         infer=infer_microsoft,
+        untold=untold_by_microsoft,
         to_ours=from_microsoft,
-        from_ours=to_microsoft,
+        adapt=to_microsoft,
     ),
     Layout(
         "cvt-transformers",
@@ -139,8 +230,9 @@ _ROWS = [
         marks=(".cvt.encoder.stages.0.embedding.",),
         absent=(),
         infer=infer_transformers,
+        untold=untold_by_transformers,
         to_ours=from_transformers,
-        from_ours=to_transformers,
+        adapt=to_transformers,
     ),
 ]
 
@@ -255,6 +347,7 @@ def _architecture(config: Any) -> dict[str, Any]:
         linear = config.projection == "linear"
         fields["kv_stride"] = None if linear else config.kv_strides
         fields["projection_kernel"] = None if linear else config.projection_kernel
+        fields["kv_padding"] = None if linear else config.padding_of_keys
     else:
         fields["mlp_ratio"] = hidden_width(config.embed_dim, config.mlp_ratio)
         if not config.gpsa_layers:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from locality.checkpoints.checkpoint import Checkpoint
 from locality.checkpoints.keys import check_finite
-from locality.checkpoints.layouts import identify, recognise
+from locality.checkpoints.layouts import identify, recognise, with_settings
 from locality.checkpoints.native import CONFIG, FORMAT, WEIGHTS, read_file, read_folder
 from locality.checkpoints.reading import is_safetensors, read_json, read_state, safetensors_metadata
 from locality.errors import UserError
+
+_log = logging.getLogger("locality")
 
 # What others call the weights in a folder.
 _FOREIGN_WEIGHTS = (WEIGHTS, "pytorch_model.bin", "pytorch_model.pth")
 
 
-def open_weights(path: Path | str, like: Any = None, entry: str | None = None) -> Checkpoint:
+def open_weights(
+    path: Path | str,
+    like: Any = None,
+    entry: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """Read weights of any known layout, recognised from the names of the tensors.
+
+    What they do not tell is taken to be as in the published models, and the log says so.
 
     Args:
         path: one of our folders, a folder as model hubs keep them, a `.safetensors` file or a
@@ -25,6 +37,7 @@ def open_weights(path: Path | str, like: Any = None, entry: str | None = None) -
         like: the configuration of the model they are for, where the weights alone cannot tell it
             or a particular one is wanted; image size, channels and classes may differ.
         entry: which state dict to take from a training checkpoint that holds several.
+        settings: fields of the model's configuration, above what file and `like` say.
 
     Raises:
         FileNotFoundError: if there is nothing at `path`.
@@ -34,23 +47,32 @@ def open_weights(path: Path | str, like: Any = None, entry: str | None = None) -
     path = Path(path)
     if path.is_dir():
         if _is_ours(path):
-            checkpoint = read_folder(path)
-            return _finite(checkpoint, path / WEIGHTS)
+            return _finite(read_folder(path), path / WEIGHTS, settings)
         path = _foreign_file(path)
     if path.exists() and path.stat().st_size and is_safetensors(path):
         if FORMAT in safetensors_metadata(path):
-            return _finite(read_file(path), path)
+            return _finite(read_file(path), path, settings)
         if path.name == WEIGHTS and _is_ours(path.parent):
-            return _finite(read_folder(path.parent), path)
+            return _finite(read_folder(path.parent), path, settings)
     state = read_state(path, entry)
     try:
         layout = recognise(state)
-        config = layout.configuration(state, like)
+        config = layout.configuration(state, like, settings)
         name, config = identify(config) if like is None else (None, config)
         ours = layout.to_ours(state, config)
         check_finite(ours)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    assumed = {
+        setting: value
+        for setting, value in layout.untold(config).items()
+        if like is None and not {setting, layout.their_name(setting)} & (settings or {}).keys()
+    }
+    if assumed:
+        _log.warning(
+            f"{path}: these weights do not tell {layout.listed(assumed)}, which are assumed here; "
+            f"set what is otherwise (--set NAME=VALUE, or settings={{...}} in Python)"
+        )
     return Checkpoint(config, ours, name, layout=layout.name)
 
 
@@ -68,9 +90,12 @@ def _foreign_file(folder: Path) -> Path:
     )
 
 
-def _finite(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+def _finite(checkpoint: Checkpoint, path: Path, settings: Mapping[str, Any] | None) -> Checkpoint:
     try:
         check_finite(checkpoint.state)
+        if settings:
+            name, config = identify(with_settings(checkpoint.config, settings))
+            checkpoint = replace(checkpoint, config=config, name=name)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return checkpoint

@@ -2,8 +2,9 @@
 
 A PyTorch file is a pickle, and a pickle is a program. Files are therefore read with
 `weights_only=True`, always: torch's own unpickler, which knows tensors and containers and calls
-nothing else. One class is allowed beside them, `argparse.Namespace`, since the ConViT authors'
-files carry their command line in one; it only holds values.
+nothing else. Two classes are allowed beside them, since the ConViT authors' files carry their
+command line: `argparse.Namespace`, which only holds values, and paths, which are read as pure ones
+and touch no file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -27,8 +28,17 @@ from locality.errors import UserError
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
 
-ALLOWED_CLASSES = (argparse.Namespace,)
-"""The classes that a pickle may name beside torch's own tensors and containers."""
+ALLOWED_CLASSES: tuple[Any, ...] = (
+    argparse.Namespace,
+    *(
+        (kind, f"{module}.{name}")
+        for module in ("pathlib", "pathlib._local")  # Python 3.13 writes the second
+        for kind in (PurePosixPath, PureWindowsPath)
+        for name in (kind.__name__, kind.__name__.removeprefix("Pure"))
+    ),
+)
+"""The classes that a pickle may name beside torch's own tensors and containers, with the name it
+may give them where that is not their own."""
 
 # Training wrappers add these in front of every name.
 _WRAPPERS = ("module.", "_orig_mod.", "model.")

@@ -1,16 +1,27 @@
-"""What the ConViT and DeiT layouts share: timm's names for a plain vision transformer."""
+"""ConViT and DeiT as their authors and timm write them: timm's names for a vision transformer.
+
+ConViT's gated layers split the projection in two, `attn.qk` and `attn.v`; ours is one, [q; k; v].
+Their `attn.pos_proj` is a linear layer from (δ along the width, δ along the height, ‖δ‖²) to a
+score per head; our `attn.v_pos` is its weight with the columns in the paper's order (‖δ‖², δ₁, δ₂).
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from locality.checkpoints.keys import State
+import torch
+from torch import Tensor
+
+from locality.checkpoints.keys import State, blank_state, check_keys, require_blocks
 from locality.errors import UserError
 from locality.layers.block import mlp_ratio_of
 from locality.models.vit import ViTConfig, token_grid
+
+# Where no gates tell the number of heads: the width of DeiT's, and of a ConViT's without gates.
+_HEAD_DIM, _CONVIT_HEAD_DIM = 64, 48
 
 
 def rename_from_timm(name: str) -> str:
@@ -23,74 +34,218 @@ def rename_to_timm(name: str) -> str:
     return re.sub(r"^patch_embed\.", "patch_embed.proj.", name)
 
 
-def require_blocks(state: State, prefix: str) -> int:
-    """How many blocks `prefix0`, `prefix1`, … there are.
+def dropped(config: ViTConfig) -> list[str]:
+    """ConViT's tensors that mean nothing, and that ours therefore lack.
+
+    The bias of `pos_proj` adds the same number to the score of every key, and the softmax over keys
+    cancels it.
+    """
+    return [f"blocks.{index}.attn.pos_proj.bias" for index in range(config.gpsa_layers)]
+
+
+def from_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
+    """The authors' or timm's ConViT → ours.
 
     Raises:
-        UserError: if their numbers have gaps, or there are none.
+        UserError: if a name is missing or unknown, a shape differs from `config`'s, or their code
+            computes something else than ours with this configuration.
     """
-    pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.")
-    found = {int(match[1]) for name in state if (match := pattern.match(name))}
-    if not found or found != set(range(len(found))):
+    _require_convit(config)
+    drop = dropped(config)
+    check_keys(state, _as_convit(blank_state(config), config), "ConViT's authors' or timm's", drop)
+    ours = {}
+    for name, tensor in state.items():
+        if name in drop:
+            continue
+        block, _, leaf = name.rpartition(".attn.")
+        if leaf == "pos_proj.weight":
+            ours[f"{block}.attn.v_pos"] = tensor.flip(1)
+        elif leaf == "gating_param":
+            ours[f"{block}.attn.gating"] = tensor
+        elif leaf.startswith("qk."):
+            kind = leaf.removeprefix("qk.")
+            values = state[f"{block}.attn.v.{kind}"]
+            ours[f"{block}.attn.qkv.{kind}"] = torch.cat((tensor, values))
+        elif not leaf.startswith("v."):
+            ours[rename_from_timm(name)] = tensor
+    return ours
+
+
+def to_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
+    """Ours → the authors' and timm's ConViT. The bias that the softmax cancels is written as zero.
+
+    Raises:
+        UserError: if `state` does not fit `config`, or their code cannot compute such a model.
+    """
+    _require_convit(config)
+    check_keys(state, blank_state(config), "locality's")
+    return _as_convit(state, config)
+
+
+def from_deit(state: State, config: ViTConfig) -> dict[str, Tensor]:
+    """The authors' or timm's DeiT, or a ConViT without gated layers, → ours.
+
+    Raises:
+        UserError: if a name is missing or unknown, or a shape differs from `config`'s.
+    """
+    expected = {rename_to_timm(name): tensor for name, tensor in blank_state(config).items()}
+    check_keys(state, expected, "DeiT's authors' or timm's")
+    return {rename_from_timm(name): tensor for name, tensor in state.items()}
+
+
+def to_deit(state: State, config: ViTConfig) -> dict[str, Tensor]:
+    """Ours → the authors' and timm's DeiT.
+
+    Raises:
+        UserError: if `state` does not fit `config`, or their code cannot compute such a model.
+    """
+    if config.gpsa_layers:
         raise UserError(
-            f"these weights have the blocks {sorted(found)}; they have to be numbered from 0 "
-            f"without gaps"
+            f"the DeiT layout holds models without positional layers; this one has "
+            f"gpsa_layers={config.gpsa_layers}"
         )
-    return len(found)
+    if not (config.use_pos_embed and config.embed_class_token):
+        raise UserError(
+            "the DeiT layout holds models whose class token has an entry in the position "
+            "embedding, and this one's has none; the ConViT layout holds it"
+        )
+    check_keys(state, blank_state(config), "locality's")
+    return {rename_to_timm(name): tensor for name, tensor in state.items()}
 
 
-def infer_like(state: State, like: ViTConfig) -> ViTConfig:
-    """`like`, with the image size, channels and classes that the weights have.
-
-    The image size stays as it is where the position embedding has that many patches, whatever
-    their shape; otherwise it is read as a square.
-    """
-    rows, columns = token_grid(like.img_size, like.patch_size)
-    entries = rows * columns + like.embed_class_token
-    fits = "pos_embed" not in state or state["pos_embed"].shape[1] == entries
-    found = infer_common(
-        {name: tensor for name, tensor in state.items() if not (fits and name == "pos_embed")},
-        num_heads=1,
-        depth=like.depth,
-        embed_class_token=like.embed_class_token,
-    )
-    size = like.img_size if fits else found.img_size
-    return replace(like, img_size=size, in_chans=found.in_chans, num_classes=found.num_classes)
-
-
-def infer_common(state: State, **fields: Any) -> ViTConfig:
-    """The configuration of a vision transformer under timm's names, read from the shapes.
-
-    The image is taken to be square, as all published weights have it.
+def infer_vit(state: State, settings: Mapping[str, Any]) -> ViTConfig:
+    """The architecture of weights under timm's names, read from the shapes.
 
     Args:
-        fields: what the caller has read already.
+        state: the weights.
+        settings: fields of the configuration that the reader has set. Where they are not, images
+            are taken to be square, and heads without gates 64 wide (48 in a ConViT).
 
     Raises:
-        UserError: if a tensor that tells is missing.
+        UserError: if a tensor that tells is missing, or the weights do not tell enough.
     """
+    depth = require_blocks(state, "blocks.")
+    gated = [index for index in range(depth) if f"blocks.{index}.attn.gating_param" in state]
+    if gated != list(range(len(gated))):
+        raise UserError(
+            f"the gated layers have to be the first of the {depth} blocks; these weights have them "
+            f"at {gated}"
+        )
     try:
         width, in_chans, patch_size, _ = state["patch_embed.proj.weight"].shape
         hidden = len(state["blocks.0.mlp.fc1.weight"])
     except (KeyError, ValueError) as error:
         raise UserError(f"these weights have no {error}, which tells the architecture") from error
-    class_entry = int(fields.get("embed_class_token", False))
-    side = 14
-    if "pos_embed" in state:
-        patches = state["pos_embed"].shape[1] - class_entry
-        side = math.isqrt(patches)
-        if side * side != patches:
+    img_size, class_entry = _positions(state, patch_size, not gated, settings.get("img_size"))
+    if gated:
+        heads = len(state["blocks.0.attn.gating_param"])
+    else:
+        convit = not class_entry and width % _CONVIT_HEAD_DIM == 0
+        heads, rest = divmod(width, _CONVIT_HEAD_DIM if convit else _HEAD_DIM)
+        if "num_heads" in settings:
+            heads = 1  # until it is set
+        elif rest:
             raise UserError(
-                f"the position embedding has {patches} patches, which is no square; give the "
-                f"model's name and img_size"
+                f"the number of heads cannot be told from a width of {width}; set num_heads, or "
+                f"give the model's name"
             )
+    qkv = "qk" if gated else "qkv"
     return ViTConfig(
         embed_dim=width,
-        in_chans=in_chans,
+        num_heads=heads,
+        depth=depth,
+        img_size=img_size,
         patch_size=patch_size,
-        img_size=side * patch_size,
-        mlp_ratio=mlp_ratio_of(width, hidden),
+        in_chans=in_chans,
         num_classes=len(state["head.weight"]) if "head.weight" in state else 0,
+        mlp_ratio=mlp_ratio_of(width, hidden),
+        qkv_bias=f"blocks.0.attn.{qkv}.bias" in state,
+        gpsa_layers=len(gated),
         use_pos_embed="pos_embed" in state,
-        **fields,
+        embed_class_token=class_entry,
     )
+
+
+def size_like(state: State, like: ViTConfig) -> int | tuple[int, int]:
+    """The image size of `like` where the position embedding has that many patches, whatever their
+    shape; otherwise that of a square."""
+    held = math.prod(token_grid(like.img_size, like.patch_size)) + like.embed_class_token
+    if "pos_embed" not in state or state["pos_embed"].shape[1] == held:
+        return like.img_size
+    return _positions(state, like.patch_size, like.embed_class_token, None)[0]
+
+
+def untold_by_convit(config: ViTConfig) -> dict[str, Any]:
+    """The settings that a ConViT's weights do not tell."""
+    if not config.gpsa_layers:
+        return untold_by_deit(config)
+    return {} if config.use_pos_embed else {"img_size": config.img_size}
+
+
+def untold_by_deit(config: ViTConfig) -> dict[str, Any]:
+    """The settings that a DeiT's weights do not tell."""
+    return {"num_heads": config.num_heads, "img_size": config.img_size}
+
+
+def _positions(
+    state: State, patch_size: int, may_hold_class: bool, img_size: Any
+) -> tuple[int | tuple[int, int], bool]:
+    """The image size, and whether the class token has an entry in the position embedding."""
+    if "pos_embed" not in state:
+        return 14 * patch_size if img_size is None else img_size, False
+    entries = state["pos_embed"].shape[1]
+    if img_size is not None:
+        return img_size, entries == math.prod(token_grid(img_size, patch_size)) + 1
+    for class_entry in (False, True)[: 1 + may_hold_class]:
+        side = math.isqrt(entries - class_entry)
+        if side**2 == entries - class_entry:
+            return side * patch_size, class_entry
+    raise UserError(
+        f"the position embedding has {entries} entries, which make no square of patches; set "
+        f"img_size to the height and width of the images, such as img_size=[224,448]"
+    )
+
+
+def _as_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
+    theirs = {}
+    for name, tensor in state.items():
+        block, _, leaf = name.rpartition(".attn.")
+        if leaf == "v_pos":
+            theirs[f"{block}.attn.pos_proj.weight"] = tensor.flip(1)
+            theirs[f"{block}.attn.pos_proj.bias"] = tensor.new_zeros(config.num_heads)
+        elif leaf == "gating":
+            theirs[f"{block}.attn.gating_param"] = tensor
+        elif leaf.startswith("qkv.") and f"{block}.attn.v_pos" in state:
+            kind = leaf.removeprefix("qkv.")
+            queries_keys, values = tensor.split([2 * config.embed_dim, config.embed_dim])
+            # Copies, since formats that store each tensor once refuse two views of the same memory.
+            theirs[f"{block}.attn.qk.{kind}"] = queries_keys.clone()
+            theirs[f"{block}.attn.v.{kind}"] = values.clone()
+        else:
+            theirs[rename_to_timm(name)] = tensor
+    return theirs
+
+
+def _require_convit(config: ViTConfig) -> None:
+    """Refuse what the authors' code cannot compute, or computes otherwise."""
+    if config.gpsa_layers and config.positional_attention != "gpsa":
+        raise UserError(
+            f"the ConViT layout holds models with gated positional layers; this one has "
+            f"positional_attention='{config.positional_attention}'"
+        )
+    if config.embed_class_token and config.use_pos_embed:
+        raise UserError(
+            f"the ConViT layout holds models whose class token has no entry in the position "
+            f"embedding; this one has gpsa_layers={config.gpsa_layers}, embed_class_token=True"
+        )
+    if config.gpsa_layers == config.depth:
+        raise UserError(
+            f"with all {config.depth} blocks gated the ConViT authors' model reads its first patch "
+            f"in the class token's place, and no model here does; such weights cannot be converted"
+        )
+    rows, columns = token_grid(config.img_size, config.patch_size)
+    if config.gpsa_layers and rows != columns:
+        raise UserError(
+            f"the ConViT authors' and timm's code has square grids of patches only, and this model "
+            f"one of {rows}×{columns}; keep it in our own format"
+        )

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from locality.commands.parsing import Parser
+from locality.commands.parsing import Parser, add_settings, read_settings
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -28,9 +28,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--to", default="locality", help=f"one of: {', '.join(_names(LAYOUTS))}")
     parser.add_argument("--model", default=None, help="architecture, if the weights do not tell")
     parser.add_argument("--entry", default=None, help="which state dict, if the file has several")
+    add_settings(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the target")
     options = parser.read(arguments)
-    choices = {"model": options.model, "entry": options.entry, "overwrite": options.overwrite}
+    choices = {
+        "model": options.model,
+        "entry": options.entry,
+        "overwrite": options.overwrite,
+        "settings": read_settings(options),
+    }
     if not is_run_folder(options.source):
         print(convert(options.source, options.target, options.to, **choices))
         return

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser as _JsonArgumentParser
 from jsonargparse import Namespace
 
@@ -59,6 +60,36 @@ class Parser(_JsonArgumentParser):
             given = f" is {value}; it" if value is not None else ""
             return UserError(f"{name}{given} has to be: {expected}")
         return UserError(f"{message}; see {self.prog} --help")
+
+
+def add_settings(parser: Parser) -> None:
+    """Add `--set NAME=VALUE`, which may be repeated; `read_settings` reads it."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        type=str,
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the model, where the weights do not tell it: kv_stride=1",
+    )
+
+
+def read_settings(options: Namespace) -> dict[str, Any]:
+    """The settings that `--set` gave, values as YAML has them.
+
+    Raises:
+        UserError: for words that are no NAME=VALUE.
+    """
+    settings = {}
+    for word in options.set:
+        name, equals, value = word.partition("=")
+        try:
+            settings[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals or not name.strip():
+            raise UserError(f"--set takes NAME=VALUE, such as --set kv_stride=1, not '{word}'")
+    return settings
 
 
 def with_aliases(arguments: Iterable[str], aliases: dict[str, str]) -> list[str]:

@@ -23,10 +23,10 @@ from locality.layers.attention import AttentionMaps, prefix_length
 from locality.layers.linear import Linear
 from locality.layers.position import Grid
 
-ProjectionKind = Literal["conv", "linear", "avg"]
+ProjectionKind = Literal["conv", "linear", "avg", "microsoft_avg"]
 AttentionScale = Literal["width", "head"]
 
-PROJECTIONS: tuple[ProjectionKind, ...] = ("conv", "linear", "avg")
+PROJECTIONS: tuple[ProjectionKind, ...] = ("conv", "linear", "avg", "microsoft_avg")
 ATTENTION_SCALES: tuple[AttentionScale, ...] = ("width", "head")
 
 
@@ -43,6 +43,19 @@ def image_to_tokens(image: Tensor) -> Tensor:
 def convolved_size(size: int, kernel: int, stride: int, padding: int) -> int:
     """The length that a convolution makes of a length of `size` (Eq. 1)."""
     return (size + 2 * padding - kernel) // stride + 1
+
+
+def projected_grid(grid: Grid, kind: ProjectionKind, kernel: int, stride: int, pad: int) -> Grid:
+    """The grid that projections of a `grid` of tokens lie on."""
+    if kind == "linear":
+        return grid
+    height, width = (convolved_size(size, kernel, stride, pad) for size in grid)
+    if kind == "microsoft_avg":  # rounded up, but no window begins beyond the grid
+        height, width = (
+            min(-(-(size + 2 * pad - kernel) // stride), (size + pad - 1) // stride) + 1
+            for size in grid
+        )
+    return height, width
 
 
 class ConvolutionalEmbedding(nn.Module):
@@ -91,6 +104,8 @@ class Projection(nn.Module):
     "conv": depth-wise convolution → BatchNorm → linear, a depth-wise separable convolution (Eq. 2).
         Stride 2 squeezes keys and values (Fig. 3c). The class token takes the linear part alone.
     "avg": the mean over each window in the convolution's place; padding does not count.
+    "microsoft_avg": the same as in Microsoft's code, where padding counts as zeros and a last
+        window may reach over the border. Only keys and values are averaged there.
     "linear": every token by itself, as in ViT (Table 8). It keeps all tokens, whatever the stride.
 
     Args:
@@ -99,6 +114,7 @@ class Projection(nn.Module):
         kernel_size: odd side of the window.
         stride: of the window.
         bias: bias of the linear part.
+        padding: of the grid of tokens; half the window, which gives ⌈size / stride⌉, if None.
 
     Raises:
         UserError: for an unknown kind, an even kernel or a stride below 1.
@@ -111,6 +127,7 @@ class Projection(nn.Module):
         kernel_size: int = 3,
         stride: int = 1,
         bias: bool = True,
+        padding: int | None = None,
     ) -> None:
         super().__init__()
         checks.choice("projection", kind, PROJECTIONS)
@@ -120,12 +137,14 @@ class Projection(nn.Module):
             raise UserError(f"the stride of a projection has to be at least 1, not {stride}")
         self.kind = kind
         self.stride = 1 if kind == "linear" else stride
-        padding = kernel_size // 2
+        padding = kernel_size // 2 if padding is None else padding
+        self.window = (kernel_size, stride, padding)
         if kind == "conv":
-            self.conv = nn.Conv2d(dim, dim, kernel_size, stride, padding, groups=dim, bias=False)
+            self.conv = nn.Conv2d(dim, dim, *self.window, groups=dim, bias=False)
             self.norm: nn.Module = nn.BatchNorm2d(dim)
-        elif kind == "avg":
-            self.pool = nn.AvgPool2d(kernel_size, stride, padding, count_include_pad=False)
+        elif kind != "linear":
+            theirs = kind == "microsoft_avg"
+            self.pool = nn.AvgPool2d(*self.window, ceil_mode=theirs, count_include_pad=theirs)
         self.linear = Linear(dim, dim, bias=bias)
         nn.init.trunc_normal_(self.linear.weight, std=0.02)
         if bias:
@@ -133,8 +152,7 @@ class Projection(nn.Module):
 
     def grid(self, grid: Grid) -> Grid:
         """The grid that the projections of a `grid` of tokens lie on."""
-        # With a window of 2r + 1, padded by r, Eq. 1 gives ⌈size / stride⌉.
-        return -(-grid[0] // self.stride), -(-grid[1] // self.stride)
+        return projected_grid(grid, self.kind, *self.window)
 
     def forward(self, x: Tensor, image: Tensor, observe: bool = False) -> Tensor:
         """Tokens (B, p + N, C) → projections (B, p + N', C).
@@ -151,7 +169,7 @@ class Projection(nn.Module):
         """What the linear part is given: neighbours mixed, the class token as it is."""
         if self.kind == "linear":
             return x
-        mixed = self.pool(image) if self.kind == "avg" else self._convolve(image, observe)
+        mixed = self._convolve(image, observe) if self.kind == "conv" else self.pool(image)
         patches = image_to_tokens(mixed)
         prefix = prefix_length(x.shape[1], (image.shape[2], image.shape[3]))
         return torch.cat((x[:, :prefix], patches), dim=1) if prefix else patches
@@ -195,6 +213,7 @@ class ConvolutionalAttention(nn.Module):
         kv_stride: stride of keys and values; queries have stride 1.
         qkv_bias: bias of the projections' linear parts.
         scale: "width" for C^−½, "head" for d^−½.
+        kv_padding: of keys and values; half the window if None.
         proj_drop: dropout after the output projection.
 
     Raises:
@@ -210,6 +229,7 @@ class ConvolutionalAttention(nn.Module):
         kv_stride: int = 2,
         qkv_bias: bool = True,
         scale: AttentionScale = "width",
+        kv_padding: int | None = None,
         proj_drop: float = 0.0,
     ) -> None:
         super().__init__()
@@ -222,9 +242,10 @@ class ConvolutionalAttention(nn.Module):
         self.dim = dim
         self.num_heads = num_heads
         self.scale = (dim if scale == "width" else dim // num_heads) ** -0.5
-        self.q = Projection(dim, projection, kernel_size, 1, qkv_bias)
-        self.k = Projection(dim, projection, kernel_size, kv_stride, qkv_bias)
-        self.v = Projection(dim, projection, kernel_size, kv_stride, qkv_bias)
+        queries: ProjectionKind = "linear" if projection == "microsoft_avg" else projection
+        self.q = Projection(dim, queries, kernel_size, 1, qkv_bias)
+        self.k = Projection(dim, projection, kernel_size, kv_stride, qkv_bias, kv_padding)
+        self.v = Projection(dim, projection, kernel_size, kv_stride, qkv_bias, kv_padding)
         self.proj = Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
         nn.init.trunc_normal_(self.proj.weight, std=0.02)

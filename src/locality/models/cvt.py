@@ -108,6 +108,7 @@ class Stage(nn.Module):
                     kv_stride=kv_stride,
                     qkv_bias=config.qkv_bias,
                     scale=model.attention_scale,
+                    kv_padding=config.kv_padding,
                     proj_drop=model.proj_drop_rate,
                 ),
                 mlp_ratio=mlp_ratio,

@@ -15,6 +15,7 @@ from locality.layers.convolution import (
     AttentionScale,
     ProjectionKind,
     convolved_size,
+    projected_grid,
 )
 from locality.layers.position import Grid
 from locality.models.base import POOLS
@@ -48,8 +49,9 @@ class StageConfig:
         mlp_ratio: hidden width of the MLPs over C; one number, or one per block.
         kv_stride: stride of the key and value projections; one number, or one per block (Table 7).
             Linear projections keep every token and have none.
-        projection: "conv", "linear" (Table 8) or "avg".
+        projection: "conv", "linear" (Table 8), "avg" or "microsoft_avg"; see `Projection`.
         projection_kernel: side of the projections' window.
+        kv_padding: padding of the key and value projections; half the window if None.
         qkv_bias: bias of the projections' linear parts.
         use_pos_embed: add a learned position embedding to the stage's patches (Table 5).
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the stage's blocks.
@@ -68,6 +70,7 @@ class StageConfig:
     kv_stride: int | tuple[int, ...] = 2
     projection: ProjectionKind = "conv"
     projection_kernel: int = 3
+    kv_padding: int | None = None
     qkv_bias: bool = True
     use_pos_embed: bool = False
     drop_path_rate: float = 0.0
@@ -101,6 +104,8 @@ class StageConfig:
             raise UserError(
                 f"projection_kernel has to be odd and above 0, not {self.projection_kernel}"
             )
+        if self.kv_padding is not None:
+            checks.integer("kv_padding", self.kv_padding, 0, self.projection_kernel // 2)
         checks.number("drop_path_rate", self.drop_path_rate, 0, 1, below=True)
 
     @property
@@ -112,6 +117,17 @@ class StageConfig:
     def kv_strides(self) -> tuple[int, ...]:
         """The stride of keys and values in each block."""
         return _per_block(self.kv_stride, self.depth)
+
+    def kv_grid(self, grid: Grid, kv_stride: int) -> Grid:
+        """The grid that the keys and values of a `grid` of tokens lie on."""
+        return projected_grid(
+            grid, self.projection, self.projection_kernel, kv_stride, self.padding_of_keys
+        )
+
+    @property
+    def padding_of_keys(self) -> int:
+        """The padding of keys and values, as a number."""
+        return self.projection_kernel // 2 if self.kv_padding is None else self.kv_padding
 
     @property
     def drop_path_rates(self) -> tuple[float, ...]:
@@ -188,6 +204,8 @@ class CvTConfig:
         """The shortest side of an image, in pixels, that leaves every stage a token."""
         side = 1
         for stage in reversed(self.stages):
+            if stage.projection != "linear":
+                side = max(side, stage.projection_kernel - 2 * stage.padding_of_keys)
             needed = (side - 1) * stage.embed_stride + stage.embed_kernel - 2 * stage.embed_padding
             side = max(1, needed)
         return side

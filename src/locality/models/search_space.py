@@ -234,9 +234,7 @@ def _block_cost(stage: StageConfig, grid: Grid, tokens: int, stride: int, ratio:
     """One block: three projections, attention, the output projection and the MLP."""
     width, hidden = stage.embed_dim, hidden_width(stage.embed_dim, ratio)
     patches = grid[0] * grid[1]
-    keys = patches
-    if stage.projection != "linear":
-        keys = -(-grid[0] // stride) * -(-grid[1] // stride)
+    keys = math.prod(stage.kv_grid(grid, stride))
     convolved = stage.projection_kernel**2 * width if stage.projection == "conv" else 0
     all_keys = keys + tokens - patches
 

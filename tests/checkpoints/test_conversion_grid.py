@@ -1,0 +1,379 @@
+"""Every family × every option × every layout: the same function, or one sentence.
+
+The other side's function is computed by its own code where that is installed (timm, transformers),
+and for Microsoft's layout by a reference written from the description of its files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import CvtConfig, CvtForImageClassification
+
+from locality.checkpoints import LAYOUTS, open_weights, save
+from locality.checkpoints.reading import read_state
+from locality.cli import main
+from locality.models import create_model
+from locality.models.cvt_config import CvTConfig
+
+CVT = {
+    "embed_dim": (16, 32, 48),
+    "num_heads": (1, 2, 3),
+    "depth": (1, 2, 3),
+    "img_size": 56,
+    "num_classes": 10,
+    "embed_stride": (2, 2, 2),
+    "embedding": "conv",
+}
+VIT_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"qkv_bias": True},
+    {"qkv_bias": False},
+    {"use_pos_embed": False},
+    {"img_size": (8, 16)},
+    {"img_size": (4, 16)},  # 2×8 patches, as many as in a square of 4×4
+    {"img_size": 12},
+    {"patch_size": 4},
+    {"mlp_ratio": 2.5},
+    {"num_classes": 0},
+    {"in_chans": 1},
+    {"gpsa_layers": 0, "embed_class_token": False},
+    {"gpsa_layers": 0, "embed_class_token": True},
+    {"gpsa_layers": 0, "embed_class_token": True, "use_pos_embed": False},
+    {"gpsa_layers": 1, "embed_class_token": False},
+    {"positional_attention": "psa"},
+    {"positional_attention": "conv"},
+    {"num_heads": 2},
+    {"freeze_gating": True, "locality_strength": 3.0, "conv_init": False},
+]
+CVT_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"activation": "gelu"},
+    {"attention_scale": "head"},
+    {"global_pool": "avg"},
+    {"projection": "linear"},
+    {"projection": "avg"},
+    {"projection": "microsoft_avg"},
+    {"projection": ("conv", "microsoft_avg", "conv")},
+    {"projection": "microsoft_avg", "kv_stride": 1},
+    {"projection": "microsoft_avg", "kv_padding": 0},
+    {"projection": "microsoft_avg", "projection_kernel": 5, "kv_stride": 3},
+    {"projection_kernel": 5},
+    {"kv_stride": 1},
+    {"kv_stride": (1, 2, 3)},
+    {"kv_stride": (2, (2, 1), 2)},
+    {"kv_padding": 0},
+    {"kv_padding": (0, 1, 1), "activation": "gelu"},
+    {"mlp_ratio": (2.0, (2.0, 4.0), 4.0)},
+    {"mlp_ratio": (2.0, 3.0, 4.0)},
+    {"qkv_bias": False},
+    {"position": "every"},
+    {"position": "first"},
+    {"embedding": "patch"},
+    {"num_heads": 1},
+    {"num_classes": 0},
+    {"in_chans": 1},
+    {"depth": (2, 2, 2)},
+    {"img_size": (48, 64)},
+]
+
+
+def models(family: str):
+    """The family's options, with the model of each."""
+    if family == "cvt":
+        for fields in CVT_OPTIONS:
+            for activation in ("quick_gelu", "gelu"):
+                options = {"activation": activation} | fields
+                merged = CVT | options
+                yield options, create_model("cvt_13", **merged)
+    else:
+        for fields in VIT_OPTIONS:
+            if family == "deit" and {"gpsa_layers", "positional_attention"} & fields.keys():
+                continue
+            yield fields, create_model(f"{family}_nano", **fields)
+
+
+def convit(state: dict[str, Tensor], images: Tensor, config: Any) -> Tensor:
+    model = timm.models.ConVit(
+        embed_dim=config.embed_dim // config.num_heads,
+        local_up_to_layer=config.gpsa_layers,
+        use_pos_embed=config.use_pos_embed,
+        **_vit(config),
+    )
+    model.load_state_dict(state, strict=True)
+    return model.eval()(images)
+
+
+def deit(state: dict[str, Tensor], images: Tensor, config: Any) -> Tensor:
+    model = timm.models.VisionTransformer(embed_dim=config.embed_dim, **_vit(config))
+    model.load_state_dict(state, strict=True)
+    return model.eval()(images)
+
+
+def _vit(config: Any) -> dict[str, Any]:
+    names = ("img_size", "patch_size", "in_chans", "num_classes", "depth", "num_heads")
+    return {name: getattr(config, name) for name in (*names, "mlp_ratio", "qkv_bias")}
+
+
+def transformers(state: dict[str, Tensor], images: Tensor, config: CvTConfig) -> Tensor:
+    stages = config.stages
+    model = CvtForImageClassification(
+        CvtConfig(
+            num_channels=config.in_chans,
+            num_labels=config.num_classes,
+            patch_sizes=[stage.embed_kernel for stage in stages],
+            patch_stride=[stage.embed_stride for stage in stages],
+            patch_padding=[stage.embed_padding for stage in stages],
+            embed_dim=[stage.embed_dim for stage in stages],
+            num_heads=[stage.num_heads for stage in stages],
+            depth=[stage.depth for stage in stages],
+            mlp_ratio=[stage.mlp_ratios[0] for stage in stages],
+            qkv_bias=[stage.qkv_bias for stage in stages],
+            kernel_qkv=[stage.projection_kernel for stage in stages],
+            padding_q=[stage.projection_kernel // 2 for stage in stages],
+            padding_kv=[stage.padding_of_keys for stage in stages],
+            stride_kv=[stage.kv_strides[0] for stage in stages],
+            drop_path_rate=[0.0] * len(stages),
+        )
+    )
+    model.load_state_dict(state, strict=True)
+    return model.eval()(images).logits
+
+
+def microsoft(state: dict[str, Tensor], images: Tensor, config: CvTConfig) -> Tensor:
+    """What Microsoft's code computes: its settings are those of each stage, never a block's."""
+    x = images
+    for s, stage in enumerate(config.stages):
+        layer = _Layers(state, f"stage{s}.")
+        width, heads = stage.embed_dim, stage.num_heads
+        weight, bias = layer["patch_embed.proj.weight"], layer["patch_embed.proj.bias"]
+        x = F.conv2d(x, weight, bias, stage.embed_stride, stage.embed_padding)
+        grid = x.shape[-2:]
+        tokens = layer.norm("patch_embed.norm", x.flatten(2).mT)
+        first = f"stage{s}.cls_token" in state
+        if first:
+            tokens = torch.cat((layer["cls_token"].expand(len(tokens), -1, -1), tokens), 1)
+        for b in range(stage.depth):
+            block = _Layers(state, f"stage{s}.blocks.{b}.")
+            y = block.norm("norm1", tokens)
+            token, image = y[:, : int(first)], y[:, int(first) :].mT.unflatten(2, grid)
+            q, k, v = (
+                block.linear(
+                    f"attn.proj_{part}",
+                    torch.cat((token, block.project(part, image, stage).flatten(2).mT), 1),
+                )
+                .unflatten(2, (heads, -1))
+                .transpose(1, 2)
+                for part in "qkv"
+            )
+            attention = (q @ k.mT / math.sqrt(width)).softmax(-1)
+            tokens = tokens + block.linear("attn.proj", (attention @ v).transpose(1, 2).flatten(2))
+            hidden = block.linear("mlp.fc1", block.norm("norm2", tokens))
+            tokens = tokens + block.linear("mlp.fc2", hidden * torch.sigmoid(1.702 * hidden))
+        x = tokens[:, int(first) :].mT.unflatten(2, grid)
+    final = _Layers(state, "")
+    features = final.norm("norm", tokens[:, :1] if first else tokens).mean(1)
+    return final.linear("head", features) if config.num_classes else features
+
+
+class _Layers:
+    """The tensors below a prefix, and the layers that they are of."""
+
+    def __init__(self, state: dict[str, Tensor], prefix: str) -> None:
+        self.state, self.prefix = state, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.state[self.prefix + name]
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self[f"{name}.weight"], self[f"{name}.bias"], 1e-5)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self[f"{name}.weight"], self.state.get(f"{self.prefix}{name}.bias"))
+
+    def project(self, part: str, image: Tensor, stage: Any) -> Tensor:
+        kernel = stage.projection_kernel
+        stride, padding = (stage.kv_strides[0], stage.padding_of_keys)
+        if part == "q":
+            stride, padding = 1, kernel // 2
+        name = f"attn.conv_proj_{part}."
+        if f"{self.prefix}{name}conv.weight" in self.state:
+            weight = self[f"{name}conv.weight"]
+            mixed = F.conv2d(image, weight, None, stride, padding, groups=len(weight))
+            mean, variance = self[f"{name}bn.running_mean"], self[f"{name}bn.running_var"]
+            return F.batch_norm(
+                mixed, mean, variance, self[f"{name}bn.weight"], self[f"{name}bn.bias"]
+            )
+        if part == "q":
+            return image
+        return F.avg_pool2d(image, kernel, stride, padding, ceil_mode=True)
+
+
+REFERENCES = {
+    "convit": convit,
+    "deit": deit,
+    "cvt-microsoft": microsoft,
+    "cvt-transformers": transformers,
+}
+
+
+def check(model, to: str, folder: Path, capsys, seen: dict[str, int]) -> None:
+    """One cell: convert, compare with the other side's function, read back."""
+    source, target = save(model, folder / "ours"), folder / f"{to}.pth"
+    target = target if to != "locality" else folder / "again"
+    code = main(["convert", str(source), str(target), "--to", to, "--overwrite"])
+    out, err = capsys.readouterr()
+    if code:
+        assert code == 2 and err.startswith("locality: ") and err.count("\n") == 1, err
+        seen["refused"] += 1
+        return
+    images = torch.randn(2, model.in_chans, *model.img_size)
+    expected = model(images)
+    untold = LAYOUTS[to].untold(model.config)
+    assert all(f"{name}=" in out for name in untold), out
+    if to in REFERENCES:
+        state = read_state(target)
+        torch.testing.assert_close(
+            REFERENCES[to](state, images, model.config), expected, atol=1e-5, rtol=1e-5
+        )
+    back = open_weights(target, settings=json.loads(json.dumps(untold))).build()
+    torch.testing.assert_close(back(images), expected, atol=1e-6, rtol=1e-6)
+    seen["equal"] += 1
+
+
+# How many of a family's options a layout can hold; all others are refused.
+EQUAL = {
+    ("convit", "locality"): 19,
+    ("convit", "convit"): 14,
+    ("convit", "deit"): 1,
+    ("deit", "locality"): 13,
+    ("deit", "convit"): 1,
+    ("deit", "deit"): 12,
+    ("cvt", "locality"): 56,
+    ("cvt", "cvt-microsoft"): 19,
+    ("cvt", "cvt-transformers"): 17,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", LAYOUTS)
+@pytest.mark.parametrize("family", ["convit", "deit", "cvt"])
+def test_every_option_is_equal_or_refused(family, to, tmp_path, randomise, capsys):
+    seen = {"equal": 0, "refused": 0}
+    with torch.no_grad():
+        for options, model in models(family):
+            try:
+                check(randomise(model), to, tmp_path, capsys, seen)
+            except Exception as error:
+                raise AssertionError(f"{family} with {options} → {to}") from error
+    assert seen["equal"] == EQUAL.get((family, to), 0), seen
+
+
+# The other direction: files that their own code wrote.
+
+
+def written(folder: Path, state: dict[str, Tensor]) -> Path:
+    torch.save(state, folder / "theirs.pth")
+    return folder / "theirs.pth"
+
+
+@pytest.mark.parametrize("use_pos_embed", [True, False])
+@pytest.mark.parametrize("layers", [0, 2])
+def test_timms_convit_of_any_gated_layers_is_read(layers, use_pos_embed, randomise, tmp_path):
+    """The authors' option `local_up_to_layer`: without gates nothing tells the heads."""
+    given = {"local_up_to_layer": layers, "use_pos_embed": use_pos_embed, "num_classes": 10}
+    theirs = timm.models.ConVit(img_size=32, embed_dim=48, depth=3, num_heads=4, **given)
+    randomise(theirs)
+    settings = {"num_heads": 4, "img_size": 32}
+    ours = open_weights(written(tmp_path, theirs.state_dict()), settings=settings).build()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=1e-5)
+
+
+def test_a_convit_with_every_layer_gated_is_refused(tmp_path, capsys):
+    theirs = timm.models.ConVit(img_size=32, embed_dim=16, depth=3, num_heads=4)
+    source = written(tmp_path, theirs.state_dict())
+    assert main(["convert", str(source), str(tmp_path / "ours")]) == 2
+    assert "reads its first patch" in capsys.readouterr().err
+
+
+def test_deits_heads_and_image_are_said_to_be_assumed(tmp_path, randomise, caplog):
+    theirs = randomise(
+        timm.models.VisionTransformer((32, 128), 16, embed_dim=128, depth=2, num_heads=4)
+    )
+    source = written(tmp_path, theirs.state_dict())
+    assert open_weights(source).config.img_size == 64  # as many patches as 2×8
+    assert "num_heads=2, img_size=64" in caplog.text
+    settings = {"num_heads": 4, "img_size": [32, 128]}
+    ours = open_weights(source, settings=settings).build()
+    images = torch.randn(2, 3, 32, 128)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"projection": "microsoft_avg"},
+        {"kv_padding": 0, "kv_stride": (1, 2, 1)},
+        {"projection": "microsoft_avg", "kv_padding": 0},
+        {"embed_stride": (3, 2, 1), "embed_padding": (1, 0, 1)},
+    ],
+)
+def test_microsofts_weights_and_settings_give_microsofts_logits(
+    options, randomise, tmp_path, capsys, caplog
+):
+    """Given under Microsoft's own names; without them what is assumed is said."""
+    fields = {name: value for name, value in CVT.items() if name != "embedding"} | options
+    model = randomise(create_model("cvt_13", **fields))
+    images = torch.randn(2, 3, *model.img_size)
+    state = LAYOUTS["cvt-microsoft"].from_ours(model.state_dict(), model.config)
+    untold = LAYOUTS["cvt-microsoft"].untold(model.config)
+    words = [
+        f"--set={LAYOUTS['cvt-microsoft'].their_name(name)}={json.dumps(value)}"
+        for name, value in untold.items()
+    ]
+    source = str(written(tmp_path, state))
+    assert main(["convert", source, str(tmp_path / "ours"), *words]) == 0
+    assert not caplog.text
+    with torch.no_grad():
+        expected = microsoft(state, images, model.config)
+        ours = open_weights(tmp_path / "ours").build()
+        torch.testing.assert_close(ours(images), expected, atol=1e-5, rtol=1e-5)
+    assert main(["convert", source, str(tmp_path / "other"), words[0]]) == 0
+    assert "kv_stride=2 (STRIDE_KV), kv_padding=1 (PADDING_KV)" in caplog.text
+    assert "NUM_HEADS" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--set", "kv_strid=1"], "did you mean kv_stride"),
+        (["--set", "kv_stride"], "--set takes NAME=VALUE"),
+        (["--set", "kv_stride=two"], "kv_stride"),
+        (["--set", "kv_padding=2"], "kv_padding is 2"),
+        (["--set", "num_heads=5"], "cannot be divided"),
+        (["--set", "qkv_bias=maybe"], "qkv_bias is 'maybe'"),
+        (["--set", "activation=relu"], "activation='relu'"),
+        (["--set", "patch_size=4"], "has no patch_size"),
+    ],
+)
+def test_settings_that_no_model_has_are_refused(words, sentence, tmp_path, capsys):
+    model = create_model("cvt_nano")
+    state = LAYOUTS["cvt-microsoft"].from_ours(model.state_dict(), model.config)
+    source = written(tmp_path, state)
+    words = ["--set", "num_heads=1", *words]
+    assert main(["convert", str(source), str(tmp_path / "ours"), *words]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+    assert not (tmp_path / "ours").exists()
