@@ -318,14 +318,15 @@ def test_timm_adapts_head_channels_and_size_on_the_way(convit_file):
 
 
 def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
-    source = create_model("cvt_13", **SMALL_CVT).eval()
+    held = SMALL_CVT | {"depth": (1, 2, 3), "activation": "gelu"}  # as its code demands
+    source = create_model("cvt_13", **held).eval()
     state = LAYOUTS["cvt-transformers"].from_ours(source.state_dict(), source.config)
     save_file(state, tmp_path / "model.safetensors")
     model = timm.create_model(
         "locality_cvt_13",
         pretrained=True,
         pretrained_cfg_overlay={"file": str(tmp_path / "model.safetensors")},
-        **SMALL_CVT,
+        **held,
     ).eval()
     x = torch.randn(1, 3, 48, 48)
     with torch.no_grad():
