@@ -115,7 +115,6 @@ TRANSFORMERS = Names(
     fixed={
         "activation": ("gelu",),
         "attention_scale": ("width",),
-        "global_pool": ("token",),
         "projection": ("conv",),
         "use_pos_embed": (False,),
     },
@@ -156,6 +155,8 @@ def to_transformers(state: State, config: CvTConfig) -> dict[str, Tensor]:
         UserError: if `state` does not fit `config`, or their code cannot compute such a model: it
             has the exact GELU, always.
     """
+    if not config.has_class_token:
+        raise UserError("transformers' code cannot run a CvT without a class token")
     for index, stage in enumerate(config.stages):
         if stage.depth <= index:  # it looks up one of the stage's blocks by the stage's number
             raise UserError(
@@ -293,6 +294,12 @@ def _to(names: Names, state: State, config: CvTConfig) -> dict[str, Tensor]:
                     f"{names.title} CvT has {field}={only} alone, and this model {given!r}; to "
                     f"write its weights for what that code computes, set {field}={values[0]}"
                 )
+    if config.global_pool != ("token" if config.has_class_token else "avg"):
+        raise UserError(
+            f"{names.title} CvT reads its class token if it has one, else the mean over patches; "
+            f"this model has global_pool='{config.global_pool}' and class_token="
+            f"{config.has_class_token}"
+        )
     check_keys(state, blank_state(config), "locality's")
     return {names.rename(name): tensor for name, tensor in state.items()}
 

@@ -339,6 +339,8 @@ def _architecture(config: Any) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if field.name not in (*_INTERFACE, *_TRAINING, "stages")
     }
+    if not isinstance(config, StageConfig):
+        fields["class_token"] = config.has_class_token
     if isinstance(config, CvTConfig):
         for index, stage in enumerate(config.stages):
             fields |= {f"stages.{index}.{name}": x for name, x in _architecture(stage).items()}

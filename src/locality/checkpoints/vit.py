@@ -38,9 +38,10 @@ def dropped(config: ViTConfig) -> list[str]:
     """ConViT's tensors that mean nothing, and that ours therefore lack.
 
     The bias of `pos_proj` adds the same number to the score of every key, and the softmax over keys
-    cancels it.
+    cancels it. Where every block is gated no class token joins, and the first patch is read.
     """
-    return [f"blocks.{index}.attn.pos_proj.bias" for index in range(config.gpsa_layers)]
+    biases = [f"blocks.{index}.attn.pos_proj.bias" for index in range(config.gpsa_layers)]
+    return biases if config.has_class_token else ["cls_token", *biases]
 
 
 def from_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
@@ -72,7 +73,7 @@ def from_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
 
 
 def to_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
-    """Ours → the authors' and timm's ConViT. The bias that the softmax cancels is written as zero.
+    """Ours → the authors' and timm's ConViT. What means nothing there is written as zero.
 
     Raises:
         UserError: if `state` does not fit `config`, or their code cannot compute such a model.
@@ -108,6 +109,11 @@ def to_deit(state: State, config: ViTConfig) -> dict[str, Tensor]:
         raise UserError(
             "the DeiT layout holds models whose class token has an entry in the position "
             "embedding, and this one's has none; the ConViT layout holds it"
+        )
+    if config.global_pool != "token":
+        raise UserError(
+            f"the DeiT layout holds models whose classifier reads the class token; this one has "
+            f"global_pool='{config.global_pool}'"
         )
     check_keys(state, blank_state(config), "locality's")
     return {rename_to_timm(name): tensor for name, tensor in state.items()}
@@ -163,6 +169,7 @@ def infer_vit(state: State, settings: Mapping[str, Any]) -> ViTConfig:
         gpsa_layers=len(gated),
         use_pos_embed="pos_embed" in state,
         embed_class_token=class_entry,
+        class_token=False if len(gated) == depth else None,
     )
 
 
@@ -177,9 +184,10 @@ def size_like(state: State, like: ViTConfig) -> int | tuple[int, int]:
 
 def untold_by_convit(config: ViTConfig) -> dict[str, Any]:
     """The settings that a ConViT's weights do not tell."""
+    pool = {} if config.global_pool == "token" else {"global_pool": config.global_pool}
     if not config.gpsa_layers:
-        return untold_by_deit(config)
-    return {} if config.use_pos_embed else {"img_size": config.img_size}
+        return untold_by_deit(config) | pool
+    return pool if config.use_pos_embed else {"img_size": config.img_size} | pool
 
 
 def untold_by_deit(config: ViTConfig) -> dict[str, Any]:
@@ -208,6 +216,8 @@ def _positions(
 
 def _as_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
     theirs = {}
+    if not config.has_class_token:
+        theirs["cls_token"] = state["patch_embed.weight"].new_zeros(1, 1, config.embed_dim)
     for name, tensor in state.items():
         block, _, leaf = name.rpartition(".attn.")
         if leaf == "v_pos":
@@ -238,10 +248,16 @@ def _require_convit(config: ViTConfig) -> None:
             f"the ConViT layout holds models whose class token has no entry in the position "
             f"embedding; this one has gpsa_layers={config.gpsa_layers}, embed_class_token=True"
         )
-    if config.gpsa_layers == config.depth:
+    gated = config.gpsa_layers == config.depth
+    if config.global_pool not in (("token",) if gated else ("token", "avg")):
         raise UserError(
-            f"with all {config.depth} blocks gated the ConViT authors' model reads its first patch "
-            f"in the class token's place, and no model here does; such weights cannot be converted"
+            f"the ConViT layout holds no model of {config.gpsa_layers} gated blocks of "
+            f"{config.depth} with global_pool='{config.global_pool}'"
+        )
+    if config.has_class_token == gated:
+        raise UserError(
+            "the ConViT layout holds models with a class token behind their gated blocks, and "
+            "this one has none"
         )
     rows, columns = token_grid(config.img_size, config.patch_size)
     if config.gpsa_layers and rows != columns:
