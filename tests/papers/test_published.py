@@ -14,11 +14,11 @@ FRACTIONS = ("5%", "10%", "30%", "50%", "100%")
 
 
 def number(place: str, row: str, metric: str) -> float:
-    return value(*place.split("/"), row, metric).value
+    return value(place, row, metric).value
 
 
 def test_every_number_stands_in_one_place_only():
-    places = [(item.paper, item.where, item.row, item.metric) for item in PUBLISHED]
+    places = [(item.place, item.row, item.metric) for item in PUBLISHED]
     assert len(set(places)) == len(places)
 
 
@@ -30,18 +30,18 @@ def test_every_number_has_a_protocol_and_percentages_are_percentages():
 
 
 def test_an_unknown_place_names_the_nearest():
-    with pytest.raises(UserError, match=r"convit/table-2/ConViT-S 5%/top1"):
-        value("convit", "table-2", "ConViT-S 5 %", "top1")
+    with pytest.raises(UserError, match=r"convit/table-2/5%/ConViT-S/top1"):
+        value("convit/table-2", "5 %", "ConViT-S/top1")
     with pytest.raises(UserError, match="convit/table-2"):
-        rows("convit", "table-22")
+        rows("convit/table-22")
 
 
 @pytest.mark.parametrize("metric", ["top1", "top5"])
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_convit_table_2_prints_the_gaps_of_its_own_columns(fraction, metric):
-    deit = number("convit/table-2", f"DeiT-S {fraction}", metric)
-    convit = number("convit/table-2", f"ConViT-S {fraction}", metric)
-    printed = number("convit/table-2", f"gap {fraction}", metric)
+    deit = number("convit/table-2", fraction, f"DeiT-S/{metric}")
+    convit = number("convit/table-2", fraction, f"ConViT-S/{metric}")
+    printed = number("convit/table-2", fraction, f"gap/{metric}")
     # The columns are rounded to a tenth, the gap to a whole per cent, each from the exact value.
     lowest = 100 * (convit - 0.05 - deit - 0.05) / (deit + 0.05)
     highest = 100 * (convit + 0.05 - deit + 0.05) / (deit - 0.05)
@@ -51,14 +51,14 @@ def test_convit_table_2_prints_the_gaps_of_its_own_columns(fraction, metric):
 
 def test_convit_table_2_falls_with_less_data_and_convit_falls_less():
     for metric in ("top1", "top5"):
-        gaps = [number("convit/table-2", f"gap {f}", metric) for f in FRACTIONS]
+        gaps = [number("convit/table-2", f, f"gap/{metric}") for f in FRACTIONS]
         assert gaps == sorted(gaps, reverse=True)
         for model in ("DeiT-S", "ConViT-S"):
-            column = [number("convit/table-2", f"{model} {f}", metric) for f in FRACTIONS]
+            column = [number("convit/table-2", f, f"{model}/{metric}") for f in FRACTIONS]
             assert column == sorted(column)
 
 
-@pytest.mark.parametrize("row", [r for r in rows("convit", "text") if " over " in r])
+@pytest.mark.parametrize("row", [r for r in rows("convit/text") if " over " in r])
 def test_convit_text_says_the_differences_of_table_3(row):
     rows_compared, _, column = row.partition(", ")
     first, _, second = rows_compared.partition(" over ")
@@ -68,7 +68,7 @@ def test_convit_text_says_the_differences_of_table_3(row):
 
 
 def test_cvt_text_differs_from_its_tables_only_where_a_note_says_so():
-    for row, metrics in rows("cvt", "text").items():
+    for row, metrics in rows("cvt/text").items():
         if "difference" not in metrics:
             continue
         first, _, second = row.partition(" over ")
@@ -137,15 +137,15 @@ def test_a_model_in_several_tables_has_one_accuracy_unless_a_note_says_so():
         assert len(printed) == 1, (model, printed)
     # The exceptions, each with its note.
     for model, metric in (("DeiT-S", "top1"), ("ConViT-S", "top1"), ("ConViT-S", "top5")):
-        other = number("convit/table-2", f"{model} 100%", metric)
-        first = value("convit", "table-1", model, metric)
+        other = number("convit/table-2", "100%", f"{model}/{metric}")
+        first = value("convit/table-1", model, metric)
         assert f"Table 2 prints {other:g}" in first.note
         assert first.value != other
     assert number("convit/table-1", "DeiT-S+", "top1") == 79.0
     assert number("convit/table-3", "e", "full") == 79.1
     for model in ("DeiT-S", "ConViT-S"):
         said = number("convit/text", f"{model} 10%", "top1")
-        assert f"the text says {said:g}" in value("convit", "table-2", f"{model} 10%", "top1").note
+        assert f"the text says {said:g}" in value("convit/table-2", "10%", f"{model}/top1").note
 
 
 def test_cvt_tables_agree_on_parameters_and_flops():
@@ -166,7 +166,7 @@ def test_parameters_of_the_models_built_here(row, name):
     with torch.device("meta"):
         built = count_parameters(create_model(name)) / 1e6
     for place in ("convit/table-1", "cvt/table-2", "cvt/table-3"):
-        printed = rows(*place.split("/")).get(row, {}).get("parameters")
+        printed = rows(place).get(row, {}).get("parameters")
         if printed is not None:
             assert abs(built - printed.value) <= max(1.05, 0.01 * printed.value), place
 

@@ -18,10 +18,10 @@ from locality.checkpoints.native import WEIGHTS
 from locality.errors import UserError
 from locality.layers import GatedPositionalSelfAttention, LocalConvolution
 from locality.models import ImageClassifier
-from locality.papers.measures import TOP1
-from locality.papers.quantities import Absent, Measured, Quantity, difference
+from locality.papers.convit import percent
+from locality.papers.measures import TOP1, Quantity, measured
 from locality.papers.scales import Scale
-from locality.papers.specs import Cell, Claim, Column, Row, Table, experiment
+from locality.papers.specs import Claim, Column, Row, Table, experiment
 from locality.runner.runs import Run
 from locality.training import RunConfig, load_run, train
 from locality.training.runs import RunFolder
@@ -83,7 +83,7 @@ def start_from_convolutions(
         whole: copy everything else too, and start as the convolution rather than softly.
 
     Returns:
-        for each layer, the share of the kernel's energy (squared Frobenius norm) that its heads
+        for each layer, the fraction of the kernel's energy (squared Frobenius norm) that its heads
         could carry.
 
     Raises:
@@ -106,77 +106,70 @@ def start_from_convolutions(
     return carried
 
 
-def _continued(s: Scale, nets: tuple[Run, ...], task: str, fraction: float, label: str) -> Quantity:
-    """Top-1 of ConViTs that each start from the net of their own seed."""
-    runs: list[Run] = []
-    for net in nets:
-        runs += s.runs(
-            "ConViT-3×3",
-            fraction=fraction,
-            seeds=(net.config.seed,),
-            needs=(net,),
-            task=task,
-            label=label,
-            model__weights=str(net.folder),
-        )
-    return Measured(tuple(runs), TOP1)
+RANDOM = "ConViT, random convolutions (the paper's)"
+LONGER = "ConViT, random convolutions, trained twice as long"
+GATED = "ConViT, gated layers from it"
+EVERYTHING = "ConViT, everything from it"
 
 
-def _twice_as_long(s: Scale, fraction: float) -> Quantity:
-    config = s.config("ConViT-3×3", fraction=fraction)
-    schedule = config.schedule
-    length = {f"schedule__{schedule.unit}": type(schedule.length)(2 * schedule.length)}
-    return s.measured(TOP1, "ConViT-3×3", fraction=fraction, **length)
+def _cells(s: Scale, fraction: float) -> dict[str, Quantity]:
+    """Top-1 by row on a fraction of the data."""
+    nets = s.runs("ConViT-3×3", fraction=fraction, fields={"positional_attention": "conv"})
+    schedule = nets[0].config.schedule
+    twice = {f"schedule__{schedule.unit}": type(schedule.length)(2 * schedule.length)}
+
+    def started(task: str, label: str) -> Quantity:
+        """ConViTs that each start from the net of their own seed."""
+        runs: list[Run] = []
+        for net in nets:
+            runs += s.runs(
+                "ConViT-3×3",
+                fraction=fraction,
+                seeds=(net.config.seed,),
+                needs=(net,),
+                task=task,
+                label=label,
+                model__weights=str(net.folder),
+            )
+        return measured(tuple(runs), TOP1)
+
+    return {
+        "DeiT": s.measured(TOP1, "DeiT-3×3", fraction=fraction),
+        RANDOM: s.measured(TOP1, "ConViT-3×3", fraction=fraction),
+        LONGER: s.measured(TOP1, "ConViT-3×3", fraction=fraction, **twice),
+        "the convolutional net itself": measured(nets, TOP1),
+        GATED: started(FROM_ATTENTION, "gated layers from trained convolutions"),
+        EVERYTHING: started(FROM_EVERYTHING, "from a trained convolutional net"),
+    }
 
 
 @experiment("beyond/trained-convolutions", "Gated layers that start as trained convolutions")
 def trained_convolutions(s: Scale) -> Table:
     """Against random convolutions, twice the training, the net itself, and DeiT."""
-    conv: dict[str, Any] = {"model__overrides__positional_attention": "conv"}
-    rows: dict[str, list[Quantity]] = {}
-    for fraction in FRACTIONS:
-        try:
-            nets = s.runs("ConViT-3×3", fraction=fraction, **conv)
-        except UserError as error:
-            nets = ()
-            reason = Absent(str(error))
-        cells: dict[str, Quantity] = {
-            "DeiT": s.measured(TOP1, "DeiT-3×3", fraction=fraction),
-            "ConViT, random convolutions (the paper's)": s.measured(
-                TOP1, "ConViT-3×3", fraction=fraction
-            ),
-            "ConViT, random convolutions, trained twice as long": _twice_as_long(s, fraction),
-            "the convolutional net itself": Measured(nets, TOP1) if nets else reason,
-            "ConViT, gated layers from it": _continued(
-                s, nets, FROM_ATTENTION, fraction, "gated layers from trained convolutions"
-            ),
-            "ConViT, everything from it": _continued(
-                s, nets, FROM_EVERYTHING, fraction, "from a trained convolutional net"
-            ),
-        }
-        for row, quantity in cells.items():
-            rows.setdefault(row, []).append(quantity)
-    columns = tuple(Column(f"{100 * fraction:g}% of the data") for fraction in FRACTIONS)
-    names = list(rows)
-    random, longer, attention, everything = (rows[names[index]] for index in (1, 2, 4, 5))
+    found = {percent(fraction): _cells(s, fraction) for fraction in FRACTIONS}
     claims = []
-    for index, fraction in enumerate(FRACTIONS):
-        percent = f"{100 * fraction:g}%"
+    for part, top1 in found.items():
         claims += [
-            Claim(f"{percent}: gated layers from trained convolutions are above random ones",
-                  difference(attention[index], random[index])),
-            Claim(f"{percent}: a whole trained start is above random convolutions",
-                  difference(everything[index], random[index])),
-            Claim(f"{percent}: … and above random ones trained as long in all",
-                  difference(everything[index], longer[index])),
-        ]  # fmt: skip
+            Claim(
+                f"{part}: gated layers from trained convolutions are above random ones",
+                top1[GATED] - top1[RANDOM],
+            ),
+            Claim(
+                f"{part}: a whole trained start is above random convolutions",
+                top1[EVERYTHING] - top1[RANDOM],
+            ),
+            Claim(
+                f"{part}: … and above random ones trained as long in all",
+                top1[EVERYTHING] - top1[LONGER],
+            ),
+        ]
+    rows = tuple(
+        Row(label, {part: top1[label] for part, top1 in found.items()})
+        for label in next(iter(found.values()))
+    )
     about = (
         "Not in the papers. The net is trained on the same images for the same number of steps; "
         "`init_from_conv2d_` then keeps as much of each kernel as the heads can carry."
     )
-    return Table(
-        about,
-        columns,
-        tuple(Row(row, tuple(Cell(quantity) for quantity in cells)) for row, cells in rows.items()),
-        tuple(claims),
-    )
+    columns = {part: Column(f"{part} of the data") for part in found}
+    return Table(about, columns, rows, tuple(claims))

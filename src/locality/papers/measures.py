@@ -1,35 +1,194 @@
-"""What experiments measure on a finished run: its result, its curves, its weights under masks."""
+"""What is measured on finished runs, and the numbers, seed by seed, that an experiment makes of it.
+
+A number that cannot be had is empty for a reason, which stands in its place wherever it is shown.
+"""
 
 from __future__ import annotations
 
 import csv
-import time
-from collections.abc import Callable
+import json
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from locality.analysis.recording import measure_trajectory
-from locality.data import eval_loader, open_data
-from locality.papers.quantities import Measure
+from locality.analysis.statistics import Estimate, estimate
+from locality.benchmark.measure import inference, interleave
+from locality.data import open_data
+from locality.errors import UserError
+from locality.files import write_atomic
 from locality.runner.runs import Run
-from locality.training import evaluate, load_run
+from locality.training import load_run
+from locality.training.evaluation_of_runs import evaluate_on
 from locality.training.setup import resolve_accelerator
 
-Curve = dict[str, list[float]]
+MEASURED = "experiments.json"
+"""Where the measures of a run are kept, in its folder, so that none is taken twice."""
 
-_EVAL_BATCH = 256
-# The batch at which the paper gives its speeds.
-_SPEED_BATCH, _SPEED_REPEATS = 128, 7
+Failures = Mapping[Path, str]
+"""Why runs failed, by folder."""
+
+# The batch at which ConViT's paper gives its speeds.
+_SPEED_BATCH, _SPEED_ROUNDS = 128, 7
+_TRAJECTORY_IMAGES = 256
+
+
+class Empty(Exception):
+    """A quantity that has no value; the message says why, for people."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Something that can be measured on a finished run.
+
+    Attributes:
+        name: says all that the value depends on, since it is what the value is kept under.
+        function: the run → a number, or a list or dictionary of numbers for a curve.
+        kept: keep the value in the run folder, because taking it costs forward passes.
+    """
+
+    name: str
+    function: Callable[[Run], Any] = field(compare=False)
+    kept: bool = True
+
+    def __call__(self, run: Run) -> Any:
+        """The value on a finished run, measured now unless it was before."""
+        if not self.kept:
+            return self.function(run)
+        path = run.folder / MEASURED
+        known = read_kept(path)
+        if self.name not in known:
+            # Read again: another measure of the same run may have been added meanwhile.
+            value = self.function(run)
+            known = read_kept(path) | {self.name: value}
+            write_atomic(path, json.dumps(known, allow_nan=False) + "\n")
+        return known[self.name]
+
+
+def read_kept(path: Path) -> dict[str, Any]:
+    """The values that a file keeps by name; none if there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a quantity came to.
+
+    Attributes:
+        by_seed: seed → value.
+        problems: why seeds are missing, one sentence each.
+    """
+
+    by_seed: dict[int, Any]
+    problems: tuple[str, ...] = ()
+
+    def estimate(self) -> Estimate:
+        """Mean and 95% interval over seeds."""
+        return estimate(list(self.by_seed.values()))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number, or a curve {"x": […], "y": […]}, for each seed. `a - b` is taken seed by seed.
+
+    Attributes:
+        runs: what it is measured on.
+        evaluate: failures → values; raises `Empty`, which says why, if there are none.
+        unit: of its differences; those of accuracies are in points.
+    """
+
+    runs: tuple[Run, ...]
+    evaluate: Callable[[Failures], Values]
+    unit: str = "points"
+
+    def __sub__(self, other: Quantity) -> Quantity:
+        return combined(operator.sub, self, other, unit=self.unit)
+
+
+def measured(runs: tuple[Run, ...], measure: Measure) -> Quantity:
+    """A measure of the finished ones of some runs that differ in their seed alone."""
+
+    def evaluate(failures: Failures) -> Values:
+        found, problems = {}, {}
+        for run in runs:
+            reason = failures.get(run.folder)
+            if reason is None and not run.is_finished():
+                reason = "not run yet"
+            if reason is None:
+                try:
+                    found[run.config.seed] = measure(run)
+                except (UserError, FileNotFoundError) as error:
+                    reason = str(error)
+            if reason is not None:
+                problems[run.name] = reason
+        sentences = [f"{name}: {reason}" for name, reason in problems.items()]
+        if not found:
+            common = len(set(problems.values())) == 1
+            raise Empty(next(iter(problems.values())) if common else sentences[0])
+        return Values(found, tuple(sentences))
+
+    return Quantity(runs, evaluate)
+
+
+def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
+    """A function of quantities, computed for every seed that all of them have.
+
+    What a seed does to all of them (split, order) cancels in a difference.
+    """
+
+    def evaluate(failures: Failures) -> Values:
+        values = [part.evaluate(failures) for part in parts]
+        seeds = set.intersection(*(set(each.by_seed) for each in values))
+        if not seeds:
+            raise Empty("no seed is common to what it is computed from")
+        return Values(
+            {seed: function(*(each.by_seed[seed] for each in values)) for seed in sorted(seeds)},
+            tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
+        )
+
+    return Quantity(tuple(run for part in parts for run in part.runs), evaluate, unit)
+
+
+def computed(function: Callable[[], Any]) -> Quantity:
+    """A number that needs no run, such as the parameters of a model: that of seed 0."""
+
+    def evaluate(_: Failures) -> Values:
+        try:
+            return Values({0: function()})
+        except (UserError, FileNotFoundError) as error:
+            raise Empty(str(error)) from error
+
+    return Quantity((), evaluate)
+
+
+def absent(reason: str) -> Quantity:
+    """What stays empty, and why."""
+
+    def refuse() -> Any:
+        raise UserError(reason)
+
+    return computed(refuse)
+
+
+def relative_gain(convit: Quantity, deit: Quantity) -> Quantity:
+    """How much ConViT is above DeiT, in per cent of DeiT (ConViT Table 2's "gap")."""
+    unit = "% of DeiT's accuracy"
+    return combined(lambda a, b: 100 * (a - b) / b, convit, deit, unit=unit)
+
+
+def all_runs(quantities: Iterable[Quantity]) -> list[Run]:
+    """The runs of some quantities, each folder once."""
+    return list({run.folder: run for item in quantities for run in item.runs}.values())
 
 
 def _of_result(name: str) -> Measure:
-    def read(run: Run) -> float:
-        return float((run.result() or {})[name])
-
-    return Measure(name, read, kept=False)
+    return Measure(name, lambda run: float((run.result() or {})[name]), kept=False)
 
 
 TOP1 = _of_result("top1")
@@ -37,96 +196,71 @@ TOP5 = _of_result("top5")
 PARAMETERS = _of_result("parameters")
 
 
-def _read_curve(run: Run) -> Curve:
+def _read_curve(run: Run) -> dict[str, list[float]]:
     with open(run.folder / "metrics.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     return {
-        "x": [float(row["epoch"]) for row in rows],
-        "y": [float(row["top1"]) for row in rows],
+        name: [float(row[key]) for row in rows] for name, key in (("x", "epoch"), ("y", "top1"))
     }
 
 
-def _over_share(run: Run) -> Curve:
+def _over_fraction(run: Run) -> dict[str, list[float]]:
     curve = _read_curve(run)
     return {"x": [100 * epoch / curve["x"][-1] for epoch in curve["x"]], "y": curve["y"]}
 
 
-# Epochs of a fraction of the data are shorter; shares of the training compare.
-CURVE_OVER_SHARE = Measure("top-1 over the share of training", _over_share, kept=False)
 LEARNING_CURVE = Measure("top-1 over epochs", _read_curve, kept=False)
+BEST_TOP1 = Measure("best top1", lambda run: max(_read_curve(run)["y"]), kept=False)
+"""The highest top-1 of all evaluations; Fig. 11 compares these."""
+# Epochs on a part of the data are shorter; the same fraction of the training compares.
+CURVE_OVER_FRACTION = Measure("top-1 over the fraction of training", _over_fraction, kept=False)
 
 
-def top1_at(share: float) -> Measure:
-    """Top-1 at the evaluation nearest to a share of the training, from 0 to 1."""
+def top1_at(fraction: float) -> Measure:
+    """Top-1 at the evaluation nearest to a fraction of the training, from 0 to 1."""
 
     def read(run: Run) -> float:
         curve = _read_curve(run)
         end = curve["x"][-1]
-        nearest = min(range(len(curve["x"])), key=lambda i: abs(curve["x"][i] / end - share))
-        return curve["y"][nearest]
+        return min(
+            zip(curve["x"], curve["y"], strict=True), key=lambda at: abs(at[0] / end - fraction)
+        )[1]
 
-    return Measure(f"top1 after {share:g} of training", read, kept=False)
+    return Measure(f"top1 after {fraction:g} of training", read, kept=False)
 
 
-BEST_TOP1 = Measure("best top1", lambda run: max(_read_curve(run)["y"]), kept=False)
-"""The highest top-1 of all evaluations; Fig. 11 compares these."""
-
-TRAJECTORY_IMAGES = 256
 TRAJECTORY = Measure(
-    f"attention over training on {TRAJECTORY_IMAGES} images",
-    lambda run: measure_trajectory(run.folder, TRAJECTORY_IMAGES),
+    f"attention over training on {_TRAJECTORY_IMAGES} images",
+    lambda run: measure_trajectory(run.folder, _TRAJECTORY_IMAGES),
 )
 """Nonlocality and gates of every layer over the snapshots of a run."""
 
 
-Mask = Callable[[nn.Module], AbstractContextManager[Any]]
-
-
-def masked_top1(name: str, mask: Mask) -> Measure:
+def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[Any]]) -> Measure:
     """Top-1 of the trained model with part of it masked.
 
     Args:
         name: of the mask, with its parameters.
         mask: a context manager that is given the model.
     """
-    return Measure(f"top1, {name}", lambda run: judge(run, mask)["top1"])
+
+    def read(run: Run) -> float:
+        model, config = load_run(run.folder)
+        splits = open_data(config.data, config.seed)
+        with mask(model):
+            return evaluate_on(model, splits, config.data, config.augment, model.img_size)["top1"]
+
+    return Measure(f"top1, {name}", read)
 
 
-@torch.no_grad()
-def judge(run: Run, mask: Mask | None = None) -> dict[str, Any]:
-    """Top-1, top-5 and loss of a run's model on its own validation images, under a mask."""
-    model, config = load_run(run.folder)
-    splits = open_data(config.data, config.seed)
-    device = torch.device(resolve_accelerator("auto"))
-    loader = eval_loader(
-        splits.val,
-        config.augment,
-        model.img_size,
-        batch_size=_EVAL_BATCH,
-        workers=config.data.workers,
-        on_bad_image=config.data.on_bad(training=False),
-    )
-    with nullcontext() if mask is None else mask(model):
-        return evaluate(model.to(device), loader, device, label_sets=splits.val.label_sets)
-
-
-@torch.no_grad()
-def _inference_speed(run: Run) -> float:
+def _images_per_second(run: Run) -> float:
     model, _ = load_run(run.folder)
     device = torch.device(resolve_accelerator("auto"))
-    model = model.to(device)
-    height, width = model.img_size
-    images = torch.randn(_SPEED_BATCH, 3, height, width, device=device)
-    seconds = []
-    for _ in range(_SPEED_REPEATS):
-        begin = time.perf_counter()
-        model(images)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
+    images = torch.randn(_SPEED_BATCH, 3, *model.img_size, device=device)
+    work = {"": inference(model.to(device), images, nullcontext)}
+    seconds = interleave(work, device, _SPEED_ROUNDS, warmup=0).seconds[""]
     return round(_SPEED_BATCH / min(seconds), 1)
 
 
-def inference_speed() -> Measure:
-    """Images per second of inference at batch 128 on this machine, the best of a few."""
-    return Measure("inference images per second", _inference_speed)
+INFERENCE_SPEED = Measure("inference images per second", _images_per_second)
+"""At batch 128 on this machine, the best of a few."""

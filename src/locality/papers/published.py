@@ -6,7 +6,7 @@ Transformers", ICCV 2021 (arXiv:2103.15808v1).
 
 A number is found by the table or figure it stands in, its row, and what it measures:
 
-    value("convit", "table-2", "ConViT-S 5%", "top1")  →  Published(…, value=47.8, unit="%", …)
+    value("convit/table-2", "5%", "ConViT-S/top1")  →  Published(…, value=47.8, unit="%", …)
 
 Numbers from running text stand under "text". Where a paper contradicts itself both numbers are
 here, and `note` says so.
@@ -14,7 +14,7 @@ here, and `note` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from locality.errors import unknown
@@ -27,8 +27,7 @@ class Published:
     """One number in a paper.
 
     Attributes:
-        paper: "convit" or "cvt".
-        where: "table-2", "figure-11", "text".
+        place: "convit/table-2", "cvt/text".
         row: which line of it, in the paper's words.
         metric: what was measured: "top1", "top5", "parameters", "flops", "speed", …
         value: as printed.
@@ -37,8 +36,7 @@ class Published:
         note: what it contradicts, or what else has to be known.
     """
 
-    paper: str
-    where: str
+    place: str
     row: str
     metric: str
     value: float
@@ -47,39 +45,28 @@ class Published:
     note: str = ""
 
 
-_UNITS = {
-    "top1": "%",
-    "top5": "%",
-    "real": "%",
-    "v2": "%",
-    "cifar10": "%",
-    "cifar100": "%",
-    "pets": "%",
-    "flowers102": "%",
-    "parameters": "M",
-    "flops": "G",
-    "speed": "images/s",
-}
+# Everything else is in per cent.
+_UNITS = {"parameters": "M", "flops": "G", "speed": "images/s"} | dict.fromkeys(
+    ("heads", "embed_dim", "image_size"), ""
+)
 
 Rows = Mapping[str, tuple[float | None, ...]]
 
 
 def _table(
-    where: str,
+    place: str,
     metrics: str,
     rows: Rows,
     protocol: str,
     notes: Mapping[tuple[str, str], str] | None = None,
-    unit: str | None = None,
 ) -> Iterator[Published]:
     """One record per number: `metrics` names the columns, None is a cell the paper leaves open."""
-    paper, _, place = where.partition("/")
     for row, values in rows.items():
         for metric, number in zip(metrics.split(), values, strict=True):
             if number is not None:
                 note = (notes or {}).get((row, metric), "")
-                shown = _UNITS.get(metric, "") if unit is None else unit
-                yield Published(paper, place, row, metric, number, shown, protocol, note)
+                unit = _UNITS.get(metric, "%")
+                yield Published(place, row, metric, number, unit, protocol, note)
 
 
 def _convit() -> Iterator[Published]:
@@ -114,28 +101,18 @@ def _convit() -> Iterator[Published]:
     subsets = "fraction f of each class's images, epochs times 1/f; otherwise " + _DEIT
     yield from _table(
         "convit/table-2",
-        "top1 top5",
+        "DeiT-S/top1 ConViT-S/top1 gap/top1 DeiT-S/top5 ConViT-S/top5 gap/top5",
         {
-            "DeiT-S 5%": (34.8, 57.8),
-            "ConViT-S 5%": (47.8, 70.7),
-            "gap 5%": (37, 22),
-            "DeiT-S 10%": (48.0, 71.5),
-            "ConViT-S 10%": (59.6, 80.3),
-            "gap 10%": (24, 12),
-            "DeiT-S 30%": (66.1, 86.0),
-            "ConViT-S 30%": (73.7, 90.7),
-            "gap 30%": (12, 5),
-            "DeiT-S 50%": (74.6, 91.8),
-            "ConViT-S 50%": (78.2, 93.8),
-            "gap 50%": (5, 2),
-            "DeiT-S 100%": (79.9, 95.0),
-            "ConViT-S 100%": (81.4, 95.8),
-            "gap 100%": (2, 1),
+            "5%": (34.8, 47.8, 37, 57.8, 70.7, 22),
+            "10%": (48.0, 59.6, 24, 71.5, 80.3, 12),
+            "30%": (66.1, 73.7, 12, 86.0, 90.7, 5),
+            "50%": (74.6, 78.2, 5, 91.8, 93.8, 2),
+            "100%": (79.9, 81.4, 2, 95.0, 95.8, 1),
         },
         subsets,
         {
-            ("DeiT-S 10%", "top1"): "the text says 46.5",
-            ("ConViT-S 10%", "top1"): "the text says 59.5",
+            ("10%", "DeiT-S/top1"): "the text says 46.5",
+            ("10%", "ConViT-S/top1"): "the text says 59.5",
         },
     )
     yield from _table(
@@ -156,28 +133,24 @@ def _convit() -> Iterator[Published]:
             ("f", "full"): "the text calls this row [e]",
             ("g", "full"): "the text calls this row [f]",
         },
-        unit="%",
     )
     yield from _table(
         "convit/table-4",
         "none hard",
         {"DeiT-S": (79.8, 80.9), "DeiT-B": (81.8, 83.0), "ConViT-S+": (82.2, 82.9)},
         "top-1 without and with hard distillation from RegNetY-16GF (84M); " + _DEIT,
-        unit="%",
     )
     yield from _table(
         "convit/table-5",
         "masked unmasked",
         {"DeiT-Ti": (38.3, 72.2), "ConViT-Ti": (67.1, 73.1)},
         "top-1 with and without the position embedding at test time; " + _DEIT,
-        unit="%",
     )
     yield from _table(
         "convit/table-6",
         "content position none",
         {"3": (62.3, 63.5, 73.1), "5": (35.0, 53.1, 73.1), "10": (1.3, 46.8, 73.1)},
         "top-1 of ConViT-Ti with content or positional attention masked in the first layers",
-        unit="%",
     )
     yield from _table(
         "convit/text",
@@ -214,7 +187,6 @@ def _convit() -> Iterator[Published]:
             "f over e, 10%": (6.5,),
         },
         "section 4, on Table 3",
-        unit="%",
     )
 
 
@@ -365,11 +337,31 @@ def _cvt() -> Iterator[Published]:
             ("table-6 c over d", "difference"): "by Table 6 it is −0.2",
             ("table-7 b over a", "difference"): "by Table 7 it is −0.7",
         },
-        unit="%",
     )
 
 
-PUBLISHED: tuple[Published, ...] = (*_convit(), *_cvt())
+COMPUTED = "computed from the table"
+"""The note of differences that our tables show and the paper leaves to the reader."""
+
+
+def _differences(printed: Iterable[Published]) -> Iterator[Published]:
+    at = {(item.place, item.row, item.metric): item for item in printed}
+
+    def less(place: str, row: str, metric: str, first: str, second: str, of: str) -> Published:
+        one, other = at[place, row, first], at[place, of, second]
+        difference = round(one.value - other.value, 2)
+        return Published(place, row, metric, difference, "%", one.protocol, COMPUTED)
+
+    for row in "abcdfg":
+        for part in ("full", "10%"):
+            yield less("convit/table-3", row, f"{part} over e", part, part, of="e")
+    for row in ("DeiT-S", "DeiT-B", "ConViT-S+"):
+        yield less("convit/table-4", row, "gain", "hard", "none", of=row)
+    for row in ("DeiT-Ti", "ConViT-Ti"):
+        yield less("convit/table-5", row, "loss", "unmasked", "masked", of=row)
+
+
+PUBLISHED: tuple[Published, ...] = (*_convit(), *_cvt(), *_differences(_convit()))
 
 MODELS: dict[str, str] = {
     "DeiT-Ti": "deit_tiny",
@@ -391,24 +383,27 @@ MODELS: dict[str, str] = {
 }
 """The papers' names of models, and ours."""
 
-_INDEX = {(item.paper, item.where, item.row, item.metric): item for item in PUBLISHED}
+_INDEX = {(item.place, item.row, item.metric): item for item in PUBLISHED}
 
 
-def value(paper: str, where: str, row: str, metric: str) -> Published:
+def find(place: str, row: str, metric: str) -> Published | None:
+    """The number that stands at this place, if the paper prints one."""
+    return _INDEX.get((place, row, metric))
+
+
+def value(place: str, row: str, metric: str) -> Published:
     """The number that stands at this place.
 
     Raises:
         UserError: if the paper prints none there, with the nearest that it does.
     """
-    try:
-        return _INDEX[paper, where, row, metric]
-    except KeyError:
-        raise unknown(
-            "published number", "/".join((paper, where, row, metric)), map("/".join, _INDEX)
-        ) from None
+    found = find(place, row, metric)
+    if found is None:
+        raise unknown("published number", "/".join((place, row, metric)), map("/".join, _INDEX))
+    return found
 
 
-def rows(paper: str, where: str) -> dict[str, dict[str, Published]]:
+def rows(place: str) -> dict[str, dict[str, Published]]:
     """A whole table: row → metric → number, in the paper's order.
 
     Raises:
@@ -416,9 +411,8 @@ def rows(paper: str, where: str) -> dict[str, dict[str, Published]]:
     """
     found: dict[str, dict[str, Published]] = {}
     for item in PUBLISHED:
-        if (item.paper, item.where) == (paper, where):
+        if item.place == place:
             found.setdefault(item.row, {})[item.metric] = item
     if not found:
-        places = sorted({f"{item.paper}/{item.where}" for item in PUBLISHED})
-        raise unknown("table of a paper", f"{paper}/{where}", places)
+        raise unknown("table of a paper", place, {item.place for item in PUBLISHED})
     return found

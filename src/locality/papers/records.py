@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from locality._version import __version__
 from locality.analysis.statistics import Estimate, estimate
-from locality.papers.claims import judged
-from locality.papers.quantities import Empty, Quantity, Values
+from locality.papers import published
+from locality.papers.measures import Empty, Failures, Quantity
+from locality.papers.published import Published
 from locality.papers.scales import Scale
-from locality.papers.specs import Cell, Experiment, Figure, Panel, Series, Spec, Table
+from locality.papers.specs import Claim, Experiment, Figure, Panel, Series, Spec, Table
 from locality.runner.runs import Run
 
 Record = dict[str, Any]
 
+HOLDS = "holds"
+FAILS = "does not hold"
+UNDECIDED = "cannot tell at this scale"
+NOT_RUN = "not run"
+VERDICTS = (HOLDS, FAILS, UNDECIDED, NOT_RUN)
+LEAST_SEEDS = 3
 
-def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Mapping[Path, str]) -> Record:
+
+def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Failures) -> Record:
     """Evaluate a spec on the runs that are finished.
 
     Args:
@@ -42,68 +49,58 @@ def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Mapping[Pa
         "about": spec.about,
     }
     if isinstance(spec, Table):
-        record["columns"] = [vars(column) for column in spec.columns]
+        record["columns"] = [vars(column) for column in spec.columns.values()]
         record["rows"] = [
-            {"label": row.label, "cells": [_cell(cell, failures) for cell in row.cells]}
+            {
+                "label": row.label,
+                "cells": [
+                    _cell(
+                        row.cells.get(metric),
+                        published.find(item.name, row.printed_row, metric),
+                        failures,
+                    )
+                    for metric in spec.columns
+                ],
+            }
             for row in spec.rows
         ]
     else:
         record["panels"] = [_panel(panel, failures) for panel in spec.panels]
         record["empty"] = _why_not_drawn(spec, failures)
-    record["claims"] = [judged(claim, failures) for claim in spec.claims]
+    record["claims"] = [decided(claim, failures) for claim in spec.claims]
     record["provenance"] = provenance(spec.runs)
     return record
 
 
-def _cell(cell: Cell | None, failures: Mapping[Path, str]) -> Record | None:
-    if cell is None:
+def _cell(
+    quantity: Quantity | None, printed: Published | None, failures: Failures
+) -> Record | None:
+    if quantity is None:
         return None
-    printed = cell.published
-    content: Record = {
-        "paper": None
-        if printed is None
-        else {"value": printed.value, "protocol": printed.protocol, "note": printed.note}
-    }
-    return content | _number(cell.quantity, failures)
-
-
-def _number(quantity: Quantity, failures: Mapping[Path, str]) -> Record:
+    names = ("value", "protocol", "note")
+    paper = None if printed is None else {name: getattr(printed, name) for name in names}
     try:
         values = quantity.evaluate(failures)
     except Empty as error:
-        return {"empty": str(error)}
-    return described(values.estimate(), values) | {"empty": None}
-
-
-def described(found: Estimate, values: Values) -> Record:
-    """An estimate and the values it comes from."""
+        return {"paper": paper, "empty": str(error)}
+    found = values.estimate()
     return {
+        "paper": paper,
         "mean": found.mean,
         "half_width": found.half_width,
         "n": found.n,
         "by_seed": {str(seed): value for seed, value in values.by_seed.items()},
         "problems": list(values.problems),
+        "empty": None,
     }
 
 
-def _panel(panel: Panel, failures: Mapping[Path, str]) -> Record:
-    return {
-        "title": panel.title,
-        "x_label": panel.x_label,
-        "y_label": panel.y_label,
-        "log_x": panel.log_x,
-        "scatter": panel.scatter,
-        "series": [_series(series, failures) for series in panel.series],
-    }
+def _panel(panel: Panel, failures: Failures) -> Record:
+    return vars(panel) | {"series": [_series(series, failures) for series in panel.series]}
 
 
-def _series(series: Series, failures: Mapping[Path, str]) -> Record:
-    line: Record = {
-        "label": series.label,
-        "colour": series.colour,
-        "dashed": series.dashed,
-        "band": series.band,
-    }
+def _series(series: Series, failures: Failures) -> Record:
+    line = {name: value for name, value in vars(series).items() if name != "quantity"}
     try:
         values = series.quantity.evaluate(failures)
     except Empty as error:
@@ -120,19 +117,57 @@ def _series(series: Series, failures: Mapping[Path, str]) -> Record:
     }
 
 
-def _why_not_drawn(spec: Figure, failures: Mapping[Path, str]) -> str | None:
+def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
     """For a drawing: what is missing for it."""
-    if spec.drawing is None:
-        return None
-    for run in spec.drawing.runs:
-        if run.folder in failures:
-            return f"{run.name}: {failures[run.folder]}"
-        if not run.is_finished():
-            return f"{run.name}: not run yet"
+    for run in spec.drawing.runs if spec.drawing is not None else ():
+        reason = failures.get(run.folder) or (None if run.is_finished() else "not run yet")
+        if reason is not None:
+            return f"{run.name}: {reason}"
     return None
 
 
-def provenance(runs: list[Run]) -> Record:
+def decided(claim: Claim, failures: Failures) -> Record:
+    """A claim with its verdict and the number it rests on, as plain values."""
+    content: Record = {
+        "text": claim.text,
+        "expects": "above" if claim.margin is None else "equal",
+        "margin": claim.margin or 0.0,
+        "unit": claim.quantity.unit,
+    }
+    try:
+        found = claim.quantity.evaluate(failures).estimate()
+    except Empty as error:
+        return content | {"verdict": NOT_RUN, "empty": str(error)}
+    return content | {
+        "verdict": verdict(claim, found),
+        "mean": found.mean,
+        "half_width": found.half_width,
+        "n": found.n,
+        "empty": None,
+    }
+
+
+def verdict(claim: Claim, found: Estimate) -> str:
+    """Whether a claim of a paper holds here: by a rule, not by eye.
+
+    A claim is about one number: a difference that should be above 0, or one that should be within
+    ± a margin of it. The number has a mean and a 95% interval over seeds, differences taken seed by
+    seed. "Above 0" holds if the whole interval is above 0 and does not hold if the whole interval
+    is below; "within the margin" holds if the whole interval is inside and does not hold if the
+    whole interval is outside. Everything else cannot be told at this scale, and neither can
+    anything from fewer than three seeds.
+    """
+    low, high, margin = found.low, found.high, claim.margin
+    if low is None or high is None or found.n < LEAST_SEEDS:
+        return UNDECIDED
+    if margin is None:
+        return HOLDS if low > 0 else FAILS if high < 0 else UNDECIDED
+    if -margin <= low and high <= margin:
+        return HOLDS
+    return FAILS if low > margin or high < -margin else UNDECIDED
+
+
+def provenance(runs: Sequence[Run]) -> Record:
     """With what, where and when some runs were computed, from what they left in their folders."""
     finished = [run for run in runs if run.is_finished()]
     environments = [_environment(run) for run in finished]

@@ -1,4 +1,4 @@
-"""`locality reproduce`: a table or figure by name, from its runs to its files."""
+"""Every table and figure by name, and `locality reproduce`: from its runs to its files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from locality.errors import UserError
+from locality.errors import UserError, unknown
 from locality.figures.curves import draw
 from locality.figures.style import save
 from locality.files import write_atomic
-from locality.papers.peers import missing_data
+from locality.papers import beyond, convit, convit_figures, cvt  # noqa: F401 (they register)
+from locality.papers.measures import Failures
+from locality.papers.pages import markdown, to_csv, to_html
 from locality.papers.records import Record, make_record
-from locality.papers.scales import SCALES, Scale, get_scale
-from locality.papers.specs import Experiment, Figure, Spec, experiments, find
-from locality.papers.tables import markdown, to_csv, to_html
+from locality.papers.scales import Scale, get_scale
+from locality.papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
 from locality.runner.cost import span
 from locality.runner.executors import Executor
 from locality.runner.runs import Run, with_needs
@@ -24,6 +25,26 @@ from locality.runner.schedule import Plan, run_all
 
 RUNS = "runs/reproduce"
 """Where run folders go unless told otherwise, apart from those of `locality train`."""
+
+
+def experiments() -> dict[str, Experiment]:
+    """All experiments by name, in the papers' order."""
+    return {name: REGISTRY[name] for name in sorted(REGISTRY, key=papers_order)}
+
+
+def find(name: str) -> list[Experiment]:
+    """The experiment called `name`, or all of a paper ("convit", "cvt"), or "all".
+
+    Raises:
+        UserError: if there is none, with the nearest names.
+    """
+    known = experiments()
+    if name == "all":
+        return list(known.values())
+    chosen = [item for key, item in known.items() if name in (key, key.partition("/")[0])]
+    if not chosen:
+        raise unknown("experiment", name, [*known, "all"])
+    return chosen
 
 
 def reproduce(
@@ -106,7 +127,7 @@ def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str],
     failures: dict[Path, str] = {}
     ready: list[Run] = []
     for run in wanted:
-        reason = None if run.is_finished() else missing_data(scale, run)
+        reason = None if run.is_finished() else scale.missing_data(run)
         needed = next((each.folder for each in run.needs if each.folder in failures), None)
         if reason is None and needed is not None:
             reason = failures[needed]
@@ -118,7 +139,7 @@ def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str],
 
 
 def write_experiment(
-    item: Experiment, spec: Spec, scale: Scale, failures: Mapping[Path, str], folder: Path
+    item: Experiment, spec: Spec, scale: Scale, failures: Failures, folder: Path
 ) -> Record:
     """Evaluate one experiment and write its files.
 
@@ -146,7 +167,7 @@ def write_experiment(
     return record
 
 
-def _show(records: Sequence[Record], failures: Mapping[Path, str], folder: Path) -> None:
+def _show(records: Sequence[Record], failures: Failures, folder: Path) -> None:
     if len(records) == 1:
         print("\n" + markdown(records[0]))
     for record in records if len(records) > 1 else ():
@@ -205,6 +226,3 @@ def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
             f"  {row['title']}"
         )
     return "\n".join(lines)
-
-
-__all__ = ["SCALES", "list_experiments", "reproduce", "show_list", "write_experiment"]

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from locality.errors import UserError, unknown
-from locality.models import variant
-from locality.papers.quantities import Absent, Measure, Measured, Quantity
+from locality.models import configure, variant
+from locality.papers.measures import Measure, Quantity, absent, computed, measured
+from locality.runner.cost import forward_macs, parameters, train_images
 from locality.runner.runs import TRAIN, Run, content_folder
 from locality.runner.teachers import TRAIN_TIMM, teacher_in
 from locality.training import RunConfig, recipe, replace
+from locality.training.config import ModelConfig
 
 EARLY = 0.1
 """The share of training that counts as early: 30 of the papers' 300 epochs."""
@@ -81,6 +83,7 @@ class Scale:
         needs: tuple[Run, ...] = (),
         task: str = TRAIN,
         label: str = "",
+        fields: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> tuple[Run, ...]:
         """The runs of a role, one per seed.
@@ -93,18 +96,20 @@ class Scale:
                 unless told otherwise, other runs do not.
             needs, task: see `Run`.
             label: to be told apart by, where the changes do not say it.
-            changes: settings by dotted name with "__" for dots: `model__overrides__conv_init`.
+            fields: of the model's configuration that differ from the role's.
+            changes: other settings by dotted name with "__" for dots: `data__dataset`.
 
         Raises:
             UserError: if no model has this role at this scale.
         """
         if role not in self.models:
             raise UserError(f"scale '{self.name}' has no model in the place of {role}")
-        name, overrides = self.models[role]
+        name, own = self.models[role]
         base = self.base(role, name)
-        settings: dict[str, Any] = {f"model.overrides.{k}": v for k, v in overrides.items()}
-        given = {key.replace("__", "."): value for key, value in changes.items()}
+        given = {f"model.overrides.{field}": value for field, value in (fields or {}).items()}
+        given |= {key.replace("__", "."): value for key, value in changes.items()}
         dataset = given.get("data.dataset", base.data.dataset)
+        settings = {f"model.overrides.{field}": value for field, value in own.items()}
         settings |= {"data.fraction": fraction, "data.root": self.root_of(dataset)}
         if fraction < 1 and base.schedule.unit == "epochs":
             settings["schedule.constant_images"] = True
@@ -113,42 +118,27 @@ class Scale:
         if keep_weights:
             settings["schedule.snapshot_every"] = base.schedule.length / self.snapshots
         config = replace(base, settings | given)
+        words = [name, _words(own), f"{100 * fraction:g}%", label or _words(given)]
         return tuple(
-            self._run(
+            self.run(
                 dataclasses.replace(config, seed=seed),
-                label or _words(given),
-                overrides,
+                " ".join([*filter(None, words), f"seed {seed}"]),
                 needs,
                 task,
             )
             for seed in (self.seeds if seeds is None else seeds)
         )
 
-    def _run(
-        self,
-        config: RunConfig,
-        label: str,
-        size: Mapping[str, Any],
-        needs: tuple[Run, ...],
-        task: str,
+    def run(
+        self, config: RunConfig, name: str, needs: tuple[Run, ...] = (), task: str = TRAIN
     ) -> Run:
-        words = [config.model.name, _words(size), f"{100 * config.data.fraction:g}%", label]
-        name = " ".join([*filter(None, words), f"seed {config.seed}"])
+        """A run among this scale's, in the folder of its content."""
         return Run(name, config, content_folder(self.root, config, task), needs, task)
 
     def root_of(self, dataset: str) -> str | None:
         """The folder of a dataset; ImageNet-100 is a part of ImageNet's."""
         alias = "imagenet" if dataset == "imagenet100" else dataset
         return self.data.get(dataset, self.data.get(alias))
-
-    def cifar_settings(self) -> dict[str, Any]:
-        """The choices of runs on CIFAR-100 at this scale's image size (Fig. 11, left)."""
-        return {
-            "data__dataset": "cifar100",
-            "schedule__epochs": 3000.0,
-            "schedule__eval_every": 30.0,
-            "seeds": self.few_seeds,
-        }
 
     def teacher_runs(self) -> tuple[Run, ...]:
         """The run that trains the teacher; none where public weights are one."""
@@ -173,17 +163,53 @@ class Scale:
     def measured(self, measure: Measure, role: str, **choices: Any) -> Quantity:
         """A measure of a role's runs, or an empty quantity if the scale has no such model."""
         try:
-            return Measured(self.runs(role, **choices), measure)
+            return measured(self.runs(role, **choices), measure)
         except UserError as error:
-            return Absent(str(error))
+            return absent(str(error))
 
-    def config(self, role: str, **changes: Any) -> RunConfig:
-        """The configuration of a role's first run.
+    def counted(self, role: str, **choices: Any) -> dict[str, Quantity]:
+        """Millions of parameters and billions of multiply-accumulates of a role's model."""
 
-        Raises:
-            UserError: as `runs`.
-        """
-        return self.runs(role, seeds=(0,), **changes)[0].config
+        def model() -> tuple[ModelConfig, int]:
+            config = self.runs(role, seeds=(0,), **choices)[0].config
+            return config.model, train_images(config)[1]
+
+        return counted(model)
+
+    def architecture(self, role: str) -> Any:
+        """The configuration of a role's model, which knows its depth and heads."""
+        name, own = self.models[role]
+        return configure(variant(name).config, dict(own))
+
+    @property
+    def sizes(self) -> list[str]:
+        """The sizes of ConViT's Table 1 that are models of their own here."""
+        distinct: dict[str, str] = {}
+        for size in ("Ti", "Ti+", "S", "S+", "B", "B+"):
+            if f"ConViT-{size}" in self.models:
+                distinct.setdefault(str(self.models[f"ConViT-{size}"]), size)
+        return list(distinct.values())
+
+    def seeds_of(self, size: str) -> tuple[int, ...]:
+        """The seeds of a size of Table 1: all where Table 2 needs them too."""
+        return self.seeds if size.startswith("S") else self.few_seeds
+
+    def missing_data(self, run: Run) -> str | None:
+        """Why a run's data cannot be had, known before anything starts; None if it may be."""
+        data = run.config.data
+        if data.dataset == "digits" or data.root is not None:
+            return None
+        name = "imagenet" if data.dataset == "imagenet100" else data.dataset
+        name = "imagenet22k" if run.config.recipe == "cvt_22k" else name
+        return f"needs the folder of {name}; say where with --data.{name} PATH"
+
+
+def counted(model: Callable[[], tuple[ModelConfig, int]]) -> dict[str, Quantity]:
+    """Millions of parameters and billions of multiply-accumulates of a model by its settings."""
+    return {
+        "parameters": computed(lambda: parameters(*model()) / 1e6),
+        "flops": computed(lambda: forward_macs(*model()) / 1e9),
+    }
 
 
 def _words(changes: Mapping[str, Any]) -> str:
@@ -191,7 +217,7 @@ def _words(changes: Mapping[str, Any]) -> str:
     return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in changes.items())
 
 
-def _twins(size: str, convit: Model, deit: Model) -> dict[str, Model]:
+def _pair(size: str, convit: Model, deit: Model) -> dict[str, Model]:
     return {f"ConViT-{size}": convit, f"DeiT-{size}": deit}
 
 
@@ -218,7 +244,7 @@ def _digits_base(role: str, model: str) -> RunConfig:
     )
 
 
-_NANO = _twins("S", ("convit_nano", {}), ("deit_nano", {}))
+_NANO = _pair("S", ("convit_nano", {}), ("deit_nano", {}))
 DIGITS = Scale(
     name="digits",
     about=(
@@ -229,13 +255,13 @@ DIGITS = Scale(
     seeds=(0, 1, 2, 3, 4),
     few_seeds=(0, 1, 2),
     models={
-        **_twins("Ti", ("convit_nano", _of_width(40, 4)), ("deit_nano", _of_width(40, 4))),
+        **_pair("Ti", ("convit_nano", _of_width(40, 4)), ("deit_nano", _of_width(40, 4))),
         **_NANO,
         # One model stands for both sizes, so that their tables share runs.
         **{f"{role}+": model for role, model in _NANO.items()},
-        **_twins("B", ("convit_nano", _of_width(108, 9)), ("deit_nano", _of_width(108, 9))),
+        **_pair("B", ("convit_nano", _of_width(108, 9)), ("deit_nano", _of_width(108, 9))),
         # 3×3 kernels need nine heads.
-        **_twins("3×3", ("convit_nano", _of_width(54, 9)), ("deit_nano", _of_width(54, 9))),
+        **_pair("3×3", ("convit_nano", _of_width(54, 9)), ("deit_nano", _of_width(54, 9))),
         "CvT-13": ("cvt_pico", {}),
     },
     base=_digits_base,
@@ -251,7 +277,7 @@ def _cifar_base(role: str, model: str) -> RunConfig:
     return recipe("cifar", model=model)
 
 
-_MICRO = _twins("S", ("convit_micro", {}), ("deit_micro", {}))
+_MICRO = _pair("S", ("convit_micro", {}), ("deit_micro", {}))
 CIFAR100 = Scale(
     name="cifar100",
     about=(
@@ -261,11 +287,11 @@ CIFAR100 = Scale(
     seeds=(0, 1, 2, 3, 4),
     few_seeds=(0, 1, 2),
     models={
-        **_twins("Ti", ("convit_micro", _of_width(96, 4)), ("deit_micro", _of_width(96, 4))),
+        **_pair("Ti", ("convit_micro", _of_width(96, 4)), ("deit_micro", _of_width(96, 4))),
         **_MICRO,
         **{f"{role}+": model for role, model in _MICRO.items()},
-        **_twins("B", ("convit_micro", _of_width(256, 16)), ("deit_micro", _of_width(256, 16))),
-        **_twins("3×3", ("convit_micro", {}), ("deit_micro", {})),
+        **_pair("B", ("convit_micro", _of_width(256, 16)), ("deit_micro", _of_width(256, 16))),
+        **_pair("3×3", ("convit_micro", {}), ("deit_micro", {})),
         "CvT-13": ("cvt_micro", {}),
     },
     base=_cifar_base,
@@ -283,7 +309,7 @@ _PAPER_MODELS: dict[str, Model] = {
         for short, size in (("Ti", "tiny"), ("S", "small"), ("B", "base"))
         for plus in ("", "+")
     },
-    **_twins("3×3", ("convit_small_plus", {}), ("deit_small_plus", {})),
+    **_pair("3×3", ("convit_small_plus", {}), ("deit_small_plus", {})),
     "CvT-13": ("cvt_13", {}),
     "CvT-21": ("cvt_21", {}),
     "CvT-W24": ("cvt_w24", {}),

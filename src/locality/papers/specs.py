@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from locality.errors import unknown
-from locality.papers.published import Published
-from locality.papers.quantities import Quantity, all_runs
+from locality.papers.measures import Quantity, all_runs
+from locality.papers.scales import Scale
 from locality.runner.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
-
-    from locality.papers.scales import Scale
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One number of a table: ours, and the paper's if it prints one."""
-
-    quantity: Quantity
-    published: Published | None = None
 
 
 @dataclass(frozen=True)
@@ -36,12 +25,28 @@ class Column:
     signed: bool = False
 
 
+PARAMETERS_COLUMN = Column("parameters (M)", "M", 2)
+MACS_COLUMN = Column("GMACs", "G", 3)
+TOP1_COLUMN = Column("top-1")
+
+
 @dataclass(frozen=True)
 class Row:
-    """One line of a table, with a cell (or None for nothing) per column."""
+    """One line of a table.
+
+    Attributes:
+        label: shown before it.
+        cells: our number of each column that has one.
+        printed: the paper's name of the row; what stands before the label's colon unless given.
+    """
 
     label: str
-    cells: tuple[Cell | None, ...]
+    cells: Mapping[str, Quantity]
+    printed: str = ""
+
+    @property
+    def printed_row(self) -> str:
+        return self.printed or self.label.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -50,39 +55,35 @@ class Claim:
 
     Attributes:
         text: what the paper says.
-        quantity: for "above": what has to be above 0. For "equal": what has to lie within
-            ± `margin`.
-        expects: which of the two.
-        margin: of "equal", in the quantity's unit.
-        unit: of the quantity.
+        quantity: what has to be above 0 or, with a margin, within ± the margin.
+        margin: in the quantity's unit; None for a claim that something is above 0.
     """
 
     text: str
     quantity: Quantity
-    expects: Literal["above", "equal"] = "above"
-    margin: float = 0.0
-    unit: str = "points"
+    margin: float | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as it is to be filled.
+    """A table as it is to be filled; the paper's numbers are found by its name, row and column.
 
     Attributes:
         about: what is compared, and under which protocol at this scale.
-        columns, rows: its cells.
+        columns: by the metric that the published numbers have in it.
+        rows: its cells.
         claims: what the paper concludes from it.
     """
 
     about: str
-    columns: tuple[Column, ...]
+    columns: Mapping[str, Column]
     rows: tuple[Row, ...]
     claims: tuple[Claim, ...] = ()
 
     @property
     def runs(self) -> list[Run]:
         """All runs it needs, each once."""
-        cells = [cell.quantity for row in self.rows for cell in row.cells if cell is not None]
+        cells = [quantity for row in self.rows for quantity in row.cells.values()]
         return all_runs([*cells, *(claim.quantity for claim in self.claims)])
 
 
@@ -173,50 +174,22 @@ class Experiment:
         return self.name.replace("/", "-")
 
 
-_REGISTRY: dict[str, Experiment] = {}
+REGISTRY: dict[str, Experiment] = {}
 
 
 def experiment(name: str, title: str) -> Callable[[Callable[[Scale], Spec]], Callable]:
     """Register a function as the experiment `name`."""
 
     def register(build: Callable[[Scale], Spec]) -> Callable[[Scale], Spec]:
-        _REGISTRY[name] = Experiment(name, title, build)
+        REGISTRY[name] = Experiment(name, title, build)
         return build
 
     return register
 
 
-def experiments() -> dict[str, Experiment]:
-    """All experiments by name, in the papers' order."""
-    from locality.papers import (  # noqa: F401
-        beyond,
-        convit,
-        convit_attention,
-        convit_curves,
-        cvt,
-    )
-
-    return dict(sorted(_REGISTRY.items(), key=lambda item: _order(item[0])))
-
-
-def _order(name: str) -> tuple[bool, bool, bool, int, str]:
-    """ConViT, CvT, what is beyond them; tables before figures, by number."""
+def papers_order(name: str) -> tuple[bool, bool, bool, int, str]:
+    """Sorts experiments: ConViT, CvT, what is beyond them; tables before figures, by number."""
     paper, _, place = name.partition("/")
     kind, _, number = place.partition("-")
     digits = "".join(filter(str.isdigit, number))
     return paper != "convit", paper != "cvt", kind != "table", int(digits or 0), number
-
-
-def find(name: str) -> list[Experiment]:
-    """The experiment called `name`, or all of a paper ("convit", "cvt"), or "all".
-
-    Raises:
-        UserError: if there is none, with the nearest names.
-    """
-    known = experiments()
-    if name == "all":
-        return list(known.values())
-    chosen = [item for key, item in known.items() if name in (key, key.partition("/")[0])]
-    if not chosen:
-        raise unknown("experiment", name, [*known, "all"])
-    return chosen

@@ -8,16 +8,17 @@ import pytest
 
 from locality.analysis.statistics import Estimate
 from locality.errors import UserError
-from locality.papers.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED, judged, verdict
-from locality.papers.quantities import (
-    Absent,
-    Computed,
+from locality.papers.measures import (
     Empty,
     Measure,
-    Measured,
-    difference,
+    Quantity,
+    Values,
+    absent,
+    computed,
+    measured,
     relative_gain,
 )
+from locality.papers.records import FAILS, HOLDS, NOT_RUN, UNDECIDED, decided, verdict
 from locality.papers.specs import Claim
 from locality.runner.schedule import run_all
 
@@ -33,26 +34,18 @@ def finished(tmp_path, tiny_run, here):
     return runs
 
 
-class Fixed:
+def fixed(**values):
     """A quantity with given values."""
-
-    runs = ()
-
-    def __init__(self, **values):
-        self.found = {int(seed[1:]): value for seed, value in values.items()}
-
-    def evaluate(self, failures):
-        from locality.papers.quantities import Values
-
-        return Values(self.found)
+    found = {int(seed[1:]): value for seed, value in values.items()}
+    return Quantity((), lambda _: Values(found))
 
 
 def test_a_kept_measure_is_taken_once(finished):
     taken = []
     measure = Measure("counted", lambda run: taken.append(run) or 1.5)
-    quantity = Measured(finished["convit_nano"], measure)
+    quantity = measured(finished["convit_nano"], measure)
     assert quantity.evaluate({}).by_seed == {0: 1.5, 1: 1.5}
-    assert Measured(finished["convit_nano"], measure).evaluate({}).by_seed == {0: 1.5, 1: 1.5}
+    assert measured(finished["convit_nano"], measure).evaluate({}).by_seed == {0: 1.5, 1: 1.5}
     assert len(taken) == 2
     other = Measure("another", lambda run: 2.5)
     assert other(finished["convit_nano"][0]) == 2.5
@@ -63,11 +56,11 @@ def test_missing_runs_leave_their_reason(tmp_path, finished, tiny_run):
     runs = (*finished["convit_nano"], tiny_run(tmp_path, seed=2), tiny_run(tmp_path, seed=3))
     failures = {runs[3].folder: "it broke"}
     measure = Measure("seed", lambda run: run.config.seed, kept=False)
-    values = Measured(runs, measure).evaluate(failures)
+    values = measured(runs, measure).evaluate(failures)
     assert values.by_seed == {0: 0, 1: 1}
     assert values.problems == ("convit_nano 2: not run yet", "convit_nano 3: it broke")
     with pytest.raises(Empty, match="it broke"):
-        Measured(runs[3:], measure).evaluate(failures)
+        measured(runs[3:], measure).evaluate(failures)
 
 
 def test_a_measure_that_cannot_be_taken_leaves_its_reason(finished):
@@ -75,24 +68,24 @@ def test_a_measure_that_cannot_be_taken_leaves_its_reason(finished):
         raise UserError("no such part")
 
     with pytest.raises(Empty, match=r"^no such part$"):
-        Measured(finished["deit_nano"], Measure("x", refuse)).evaluate({})
+        measured(finished["deit_nano"], Measure("x", refuse)).evaluate({})
 
 
 def test_differences_are_taken_seed_by_seed():
-    first, second = Fixed(s0=10.0, s1=20.0, s2=33.0), Fixed(s0=8.0, s1=17.0, s5=1.0)
-    assert difference(first, second).evaluate({}).by_seed == {0: 2.0, 1: 3.0}
+    first, second = fixed(s0=10.0, s1=20.0, s2=33.0), fixed(s0=8.0, s1=17.0, s5=1.0)
+    assert (first - second).evaluate({}).by_seed == {0: 2.0, 1: 3.0}
     gains = relative_gain(first, second).evaluate({}).by_seed
     assert gains == {0: 25.0, 1: pytest.approx(100 * 3 / 17)}
     with pytest.raises(Empty, match="no seed is common"):
-        difference(Fixed(s0=1.0), Fixed(s1=1.0)).evaluate({})
+        (fixed(s0=1.0) - fixed(s1=1.0)).evaluate({})
 
 
 def test_computed_and_absent():
-    assert Computed(lambda: 3.5).evaluate({}).estimate().mean == 3.5
+    assert computed(lambda: 3.5).evaluate({}).estimate().mean == 3.5
     with pytest.raises(Empty, match="because"):
-        Absent("because").evaluate({})
+        absent("because").evaluate({})
     with pytest.raises(Empty, match="because"):
-        difference(Fixed(s0=1.0), Absent("because")).evaluate({})
+        (fixed(s0=1.0) - absent("because")).evaluate({})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +100,7 @@ def test_computed_and_absent():
     ],
 )
 def test_above_holds_if_the_whole_interval_is_above_zero(mean, half, n, expected):
-    assert verdict(Claim("", Absent("")), Estimate(mean, half, n)) == expected
+    assert verdict(Claim("", absent("")), Estimate(mean, half, n)) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,17 +114,17 @@ def test_above_holds_if_the_whole_interval_is_above_zero(mean, half, n, expected
     ],
 )
 def test_equal_holds_if_the_whole_interval_is_within_the_margin(mean, half, expected):
-    claim = Claim("", Absent(""), "equal", margin=1.0)
+    claim = Claim("", absent(""), margin=1.0)
     assert verdict(claim, Estimate(mean, half, 5)) == expected
 
 
 def test_a_claim_without_runs_was_not_run():
-    found = judged(Claim("x", Absent("no data")), {})
+    found = decided(Claim("x", absent("no data")), {})
     assert (found["verdict"], found["empty"]) == (NOT_RUN, "no data")
 
 
 def test_an_estimate_is_students_t_over_seeds():
-    found = judged(Claim("x", Fixed(s0=1.0, s1=2.0, s2=3.0)), {})
+    found = decided(Claim("x", fixed(s0=1.0, s1=2.0, s2=3.0)), {})
     assert found["mean"] == 2.0
     # t(0.975, 2) = 4.3027 times s/√n = 1/√3.
     assert found["half_width"] == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
