@@ -4,8 +4,94 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from locality.errors import UserError, unknown
+
+# The largest models that are built. The published ones have widths to 1,024, depths to 24, images
+# to 384 pixels and 0.3 billion parameters; what lies far beyond is a mistake or a hostile file.
+LARGEST = {
+    "embed_dim": 32_768,
+    "num_heads": 1024,
+    "depth": 512,
+    "mlp_ratio": 64,
+    "img_size": 8192,
+    "patch_size": 1024,
+    "in_chans": 1024,
+    "num_classes": 1_000_000,
+    "embed_kernel": 1024,
+    "embed_stride": 1024,
+    "kv_stride": 1024,
+    "projection_kernel": 1023,
+}
+MOST_PARAMETERS = 4_000_000_000
+
+
+def shaped(where: str, value: object, wanted: Any) -> None:
+    """A value read from a file has to be built as another program will use it.
+
+    Args:
+        where: whose value, for the message.
+        value: of JSON or YAML.
+        wanted: a type (float: any finite number); [what each item of a list is]; or
+            {name: what the entry of that name is}, where more names may be there. A name that ends
+            in "?" may be missing, or its value be null.
+
+    Raises:
+        UserError: if it is not, naming the place.
+    """
+    if isinstance(wanted, dict) and isinstance(value, dict):
+        for name, part in wanted.items():
+            key = name.removesuffix("?")
+            if value.get(key) is not None or key == name:
+                shaped(f"{where}: {key}", value.get(key), part)
+    elif isinstance(wanted, list) and isinstance(value, list):
+        for item in value:
+            shaped(where, item, wanted[0])
+    elif wanted is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise UserError(f"{where} is {value!r}; a finite number belongs there")
+    elif not isinstance(wanted, type) or not isinstance(value, wanted):
+        names = {dict: "an object", list: "a list", str: "text", float: "a number"}
+        kind = wanted if isinstance(wanted, type) else type(wanted)
+        given = "missing" if value is None else repr(value)
+        raise UserError(f"{where} is {given}; {names.get(kind, kind.__name__)} belongs there")
+
+
+def size(setting: str, value: object, low: int = 1) -> None:
+    """`value` has to be a whole number from `low` to the setting's `LARGEST`.
+
+    Raises:
+        UserError: if it is not.
+    """
+    integer(setting, value, low, LARGEST[setting])
+
+
+def image_size(value: object) -> None:
+    """`value` has to be a side in pixels, or a pair of them.
+
+    Raises:
+        UserError: if it is not.
+    """
+    sides = value if isinstance(value, (tuple, list)) else (value, value)
+    if len(sides) != 2:
+        raise UserError(f"img_size is {value!r}; give one number, or (height, width)")
+    for side in sides:
+        size("img_size", side)
+
+
+def parameters(width: int, depth: int, mlp_ratio: float, others: int) -> None:
+    """A transformer of `depth` blocks, with `others` around them, must not exceed all bounds.
+
+    Raises:
+        UserError: if it has more than `MOST_PARAMETERS`.
+    """
+    count = depth * width * width * (4 + 2 * mlp_ratio) + others
+    if count > MOST_PARAMETERS:
+        raise UserError(
+            f"embed_dim={width} and depth={depth} make a model of about {count:.2g} parameters; "
+            f"at most {MOST_PARAMETERS:.2g} are built"
+        )
 
 
 def one_of(setting: str, given: str, accepted: Iterable[str]) -> None:

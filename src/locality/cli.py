@@ -6,13 +6,15 @@ when it is called, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from locality._version import __version__
-from locality.errors import unknown
+from locality.errors import one_line, printable, unknown
 
 # name → (module in locality.commands, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -56,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[0] not in COMMANDS:
             raise unknown("command", given[0], COMMANDS)
         module = importlib.import_module(f"locality.commands.{COMMANDS[given[0]][0]}")
-        code = module.main(given[1:]) or 0
-        sys.stdout.flush()
+        with contextlib.redirect_stdout(_Printable(sys.stdout)):
+            code = module.main(given[1:]) or 0
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         # Whoever read the output, such as `head`, has seen enough. Python would flush once more.
@@ -90,7 +93,14 @@ def usage() -> str:
     )
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks, naming the file of an OSError."""
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
+class _Printable:
+    """Standard output, on which names of files that hold control characters are spelt out."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text, keep="\n"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

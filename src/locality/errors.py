@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# Letters of a message: no sentence is longer, but what it quotes may be.
+_LONGEST = 2000
+
 
 class UserError(ValueError):
     """Something the user gave cannot be used; the message says what, and what to do instead.
@@ -15,6 +18,23 @@ class UserError(ValueError):
 
 class UnknownSetting(UserError, TypeError):
     """A setting by a name that does not exist: to Python and timm, an unexpected argument."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """`text` as a terminal may show it: control characters, as file names may have, spelt out."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks and control characters, shortened in its middle."""
+    text = printable(" ".join(str(error).split())) or type(error).__name__
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
 
 def unknown(

@@ -254,7 +254,7 @@ def test_unreadable(tmp_path, monkeypatch):
 
 
 def test_troubles_of_the_machine_are_not_the_files(tmp_path, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("builtins.open", fail)

@@ -350,7 +350,7 @@ def test_drop_path_grows_linearly():
         ({"gpsa_layers": 4}, "could attend to the patches; lower gpsa_layers or give global_pool"),
         ({"gpsa_layers": 4, "global_pool": "avg", "class_token": True}, "without class_token"),
         ({"embed_dim": 66, "num_heads": 4}, "multiple"),
-        ({"depth": 0}, "at least 1"),
+        ({"depth": 0}, "from 1"),
         ({"positional_attention": "psi"}, "'gpsa', 'psa'"),
         ({"locality_strength": 0.0}, "above 0"),
         ({"locality_strength": float("nan")}, "locality_strength is nan"),
@@ -359,7 +359,7 @@ def test_drop_path_grows_linearly():
         ({"depth": 2.5}, "depth is 2.5; give a whole number"),
         ({"drop_path_rate": 1.0}, "below 1"),
         ({"embed_class_token": True}, "gpsa_layers=0"),
-        ({"num_classes": -1}, "0 \\(features only\\)"),
+        ({"num_classes": -1}, "num_classes is -1; give a whole number, from 0"),
         ({"gpsa_layer": 2}, "did you mean gpsa_layers"),
     ],
 )

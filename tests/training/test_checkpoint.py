@@ -33,7 +33,14 @@ from .conftest import assert_same, assert_same_run, tiny, train
 def state(step: int, size: int = 50) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(step)
     weights = torch.randn(size, size, generator=generator)
-    return {"step": step, "model": {"weight": weights, "count": torch.tensor(step)}, "ema": None}
+    return {
+        "step": step,
+        "model": {"weight": weights, "count": torch.tensor(step)},
+        "ema": None,
+        "optimizer": {},
+        "progress": {"step": step},
+        "data": "",
+    }
 
 
 def packed(step: int, size: int = 50) -> Packed:

@@ -32,10 +32,9 @@ from locality.analysis.pictures import (
     validation_sample,
 )
 from locality.analysis.summary import Record, measure_model
-from locality.checkpoints.reading import read_json
 from locality.data import open_data
 from locality.errors import UserError
-from locality.files import write_atomic
+from locality.files import read_json, write_atomic
 from locality.training.observer import Moment
 from locality.training.plan import make_plan
 from locality.training.runs import RunFolder, initial_model, load_run

@@ -111,7 +111,8 @@ class Checkpoint:
         Raises:
             UserError: if the description is not one, is newer than this version, or is wrong.
         """
-        if content.get("format") != FORMAT or not isinstance(content.get("architecture"), dict):
+        known = isinstance(content, dict) and content.get("format") == FORMAT
+        if not known or not isinstance(content.get("architecture"), dict):
             raise UserError("it does not describe a model of this library")
         if content.get("version") != FORMAT_VERSION:
             raise UserError(

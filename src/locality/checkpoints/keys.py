@@ -67,12 +67,12 @@ def require_blocks(state: State, prefix: str) -> int:
     Raises:
         UserError: if their numbers have gaps, or there are none.
     """
-    pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.")
+    pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
     found = {int(match[1]) for name in state if (match := pattern.match(name))}
     if not found or found != set(range(len(found))):
         raise UserError(
-            f"these weights have the blocks {sorted(found)}; they have to be numbered from 0 "
-            f"without gaps"
+            f"these weights have the blocks {shorten(map(str, sorted(found)))}; they have to be "
+            f"numbered from 0 without gaps"
         )
     return len(found)
 

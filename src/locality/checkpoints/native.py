@@ -18,9 +18,9 @@ from locality.checkpoints.card import model_card
 from locality.checkpoints.checkpoint import FORMAT, Checkpoint
 from locality.checkpoints.keys import State
 from locality.checkpoints.preprocessing import Preprocessing
-from locality.checkpoints.reading import read_json, read_safetensors
+from locality.checkpoints.reading import read_safetensors
 from locality.errors import UserError
-from locality.files import write_atomic
+from locality.files import parse_json, read_json, write_atomic
 from locality.models.base import ImageClassifier
 
 WEIGHTS = "model.safetensors"
@@ -144,7 +144,7 @@ def read_file(path: Path) -> Checkpoint:
             f"{path} does not say which model it is of; load it with its {CONFIG} beside it, or "
             f"give the model's name"
         )
-    return _described(json.loads(metadata[FORMAT]), state, path)
+    return _described(parse_json(metadata[FORMAT], f"the description in {path}"), state, path)
 
 
 def _described(description: dict[str, Any], state: dict[str, Any], path: Path) -> Checkpoint:

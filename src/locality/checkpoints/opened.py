@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from locality.checkpoints.pretrained import open_pretrained
 from locality.checkpoints.reading import SUFFIXES
 from locality.checkpoints.sources import SOURCES
 from locality.errors import UserError, unknown
+from locality.files import parse_json
 from locality.models.base import ImageClassifier
 from locality.models.factory import variant
 from locality.models.variants import VARIANTS
@@ -74,12 +74,14 @@ class Classifier:
             model,
         )
 
-    def __call__(self, images: Sequence[Image.Image]) -> Tensor:
+    def __call__(self, images: Iterable[Image.Image]) -> Tensor:
         """PIL images → probabilities (B, classes), each row summing to one."""
         return self.logits(self.prepare(images)).softmax(dim=-1)
 
-    def prepare(self, images: Sequence[Image.Image]) -> Tensor:
+    def prepare(self, images: Iterable[Image.Image]) -> Tensor:
         """PIL images as the model wants them, (B, C, H, W) normalised, on its device.
+
+        Of images that are decoded as they are asked for, one at a time is in memory.
 
         Raises:
             UserError: if it wants neither grey images nor coloured ones.
@@ -88,7 +90,12 @@ class Classifier:
         if channels not in _MODES:
             raise UserError(f"{self.name} takes {channels} channels, and pictures have 1 or 3")
         transform = self.preprocessing.transform()
-        batch = torch.stack([transform(image.convert(_MODES[channels])) for image in images])
+
+        def prepared(image: Image.Image) -> Tensor:
+            return transform(image.convert(_MODES[channels]))
+
+        # A loop's variable would keep each image while the next one is decoded.
+        batch = torch.stack(list(map(prepared, images)))
         return batch if self.model is None else batch.to(next(self.model.parameters()).device)
 
     def label(self, index: int) -> str:
@@ -208,7 +215,7 @@ def _fitting(
 
 def _read_description(text: str, path: Path) -> Checkpoint:
     try:
-        return Checkpoint.from_description(json.loads(text), {})
+        return Checkpoint.from_description(parse_json(text, "its description"), {})
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 

@@ -12,8 +12,9 @@ from locality.checkpoints.checkpoint import Checkpoint
 from locality.checkpoints.keys import check_finite
 from locality.checkpoints.layouts import identify, recognise, with_settings
 from locality.checkpoints.native import CONFIG, FORMAT, WEIGHTS, read_file, read_folder
-from locality.checkpoints.reading import is_safetensors, read_json, read_state, safetensors_metadata
+from locality.checkpoints.reading import is_safetensors, read_state, safetensors_metadata
 from locality.errors import UserError
+from locality.files import read_json
 
 _log = logging.getLogger("locality")
 
@@ -63,6 +64,10 @@ def open_weights(
         check_finite(ours)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: its tensors are named as those of a model, but have other shapes"
+        ) from error
     assumed = {
         setting: value
         for setting, value in layout.untold(config).items()

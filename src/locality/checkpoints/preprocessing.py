@@ -11,6 +11,8 @@ from timm.data import create_transform
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
+from locality import checks
+from locality.data.config import INTERPOLATIONS
 from locality.errors import UserError
 
 
@@ -34,11 +36,13 @@ class Preprocessing:
     crop_mode: Literal["center", "squash"] = "center"
 
     def __post_init__(self) -> None:
+        checks.image_size(self.img_size)
+        checks.one_of("interpolation", self.interpolation, INTERPOLATIONS)
         if not 0 < self.crop_pct <= 1:
             raise UserError(f"crop_pct has to lie in (0, 1], not {self.crop_pct}")
         if self.crop_mode not in ("center", "squash"):
             raise UserError(f"crop_mode='{self.crop_mode}' is not one of 'center', 'squash'")
-        if len(self.mean) != len(self.std) or min(self.std) <= 0:
+        if not 0 < len(self.mean) == len(self.std) or min(self.std) <= 0:
             raise UserError(
                 f"mean={self.mean} and std={self.std} have to have one value per channel, "
                 f"std above 0"

@@ -5,18 +5,23 @@ A PyTorch file is a pickle, and a pickle is a program. Files are therefore read 
 nothing else. Two classes are allowed beside them, since the ConViT authors' files carry their
 command line: `argparse.Namespace`, which only holds values, and paths, which are read as pure ones
 and touch no file.
+
+That unpickler can still be made to take hours or all memory. So the program is looked through
+first: its length, and the names in it. Nor may an archive hold more than its own size, or a tensor
+more numbers than the file has for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import pickle
+import pickletools
 import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +29,7 @@ from torch import Tensor
 
 from locality.checkpoints.keys import shorten
 from locality.errors import UserError
+from locality.files import open_file
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
@@ -43,6 +49,14 @@ may give them where that is not their own."""
 # Training wrappers add these in front of every name.
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 _NAMED_GLOBAL = re.compile(r"GLOBAL (\S+)")
+# What torch would call on the file's word, and what takes as much memory as the file says.
+_GREEDY = ("bytearray", "Tensor")
+# A tensor takes some 25 operations and 200 bytes; safetensors describes one in 100 bytes.
+_MOST_OPERATIONS = 500_000
+_LARGEST_PROGRAM = 16 << 20
+_LARGEST_HEADER = 16 << 20
+# A legacy file begins with five pickles: magic number, version, system, content, storages.
+_LEGACY_PICKLES = 5
 
 
 def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
@@ -62,9 +76,13 @@ def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
     kind = _kind(path)
     if kind == "safetensors":
         return read_safetensors(path)[0]
-    state = _pick(_unpickle(path), entry, path)
+    with open_file(path) as file:
+        state = _pick(unpickle(file, path), entry, path)
     if not state:
         raise UserError(f"{path} holds no tensors")
+    for name, tensor in state.items():
+        if not _is_whole(tensor):
+            raise UserError(f"{path}: the file does not hold all numbers of the tensor {name}")
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in state):
             state = {name.removeprefix(wrapper): tensor for name, tensor in state.items()}
@@ -88,6 +106,10 @@ def safetensors_metadata(path: Path | str) -> dict[str, str]:
     Raises:
         UserError: if the file is damaged or truncated.
     """
+    with open_file(path) as opened:
+        header = int.from_bytes(opened.read(8), "little")
+    if header > _LARGEST_HEADER:
+        raise UserError(f"{path} is damaged: its header would be {header:,} bytes long")
     try:
         with safe_open(str(path), framework="pt") as file:
             return file.metadata() or {}
@@ -110,7 +132,7 @@ def _kind(path: Path) -> str:
         raise UserError(f"{path} is a folder, not a weight file")
     if not path.exists():
         raise FileNotFoundError(f"there is no weight file {path}")
-    with path.open("rb") as file:
+    with open_file(path) as file:
         start = file.read(512)
     if not start:
         raise UserError(f"{path} is empty")
@@ -131,10 +153,21 @@ def _kind(path: Path) -> str:
     raise UserError(f"{path} is neither a safetensors nor a PyTorch file")
 
 
-def _unpickle(path: Path) -> Any:
+def unpickle(file: IO[bytes], path: Path | str) -> Any:
+    """What a PyTorch file holds, on the CPU.
+
+    Args:
+        file: open at its beginning. (torch looks at the ending of a path.)
+        path: what to call it.
+
+    Raises:
+        UserError: if it is none, is damaged, wants to run code, or would take more memory than
+            it has a size.
+    """
+    names = _look_through(file, path)
+    file.seek(0)
     try:
-        # A file object, since torch looks at the ending of a path.
-        with torch.serialization.safe_globals([*ALLOWED_CLASSES]), path.open("rb") as file:
+        with torch.serialization.safe_globals([*ALLOWED_CLASSES]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         wanted = _NAMED_GLOBAL.search(str(error))
@@ -151,24 +184,76 @@ def _unpickle(path: Path) -> Any:
             raise UserError(
                 f"{path} is a TorchScript program, not weights; save the model's state_dict instead"
             ) from error
-        if _is_exported(path):
+        if "models/model.json" in names or "serialized_exported_program.json" in names:
             raise UserError(
                 f"{path} is a program of torch.export, not weights; run it with torch.export.load"
             ) from error
         raise UserError(f"{path} is damaged or truncated: {_sentence(error)}") from error
     # The reader meets arbitrary bytes here; whatever it stumbles over, they are no weights.
-    except (EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except (
+        *(AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError),
+        *(TypeError, ValueError),
+    ) as error:
         raise UserError(f"{path} is damaged or truncated: {type(error).__name__}") from error
 
 
-def _is_exported(path: Path) -> bool:
-    """Whether a file is what `torch.export.save` writes: a graph beside its weights."""
+def _look_through(file: IO[bytes], path: Path | str) -> set[str]:
+    """Refuse a pickle that would take long or much memory; the names of an archive's entries."""
+    size, names = file.seek(0, io.SEEK_END), set[str]()
+    file.seek(0)
+    if file.read(4) == b"PK\x03\x04":
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+                if sum(entry.file_size for entry in entries) > size:
+                    raise UserError(
+                        f"{path} was refused: its entries are larger than the file itself, and "
+                        f"weights are not compressed"
+                    )
+                names = {entry.filename.partition("/")[2] for entry in entries}
+                programs = [e for e in entries if e.filename.partition("/")[2] == "data.pkl"]
+                program = b"".join(archive.read(entry) for entry in programs)
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError):
+            return names  # torch reads archives in its own way, and says what is wrong
+    else:
+        file.seek(0)
+        program = file.read(_LARGEST_PROGRAM)
+    _check_program(program, path, size)
+    return names
+
+
+def _check_program(program: bytes, path: Path | str, size: int) -> None:
+    count, stream = 0, io.BytesIO(program)
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name.partition("/")[2] for name in archive.namelist()]
-    except zipfile.BadZipFile:
-        return False
-    return "models/model.json" in names or "serialized_exported_program.json" in names
+        for _ in range(_LEGACY_PICKLES):
+            for code, argument, _ in pickletools.genops(stream):
+                count += 1
+                if count > _MOST_OPERATIONS:
+                    raise UserError(
+                        f"{path} was refused: it is a pickle of more than {_MOST_OPERATIONS:,} "
+                        f"operations, which no model's weights need"
+                    )
+                if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_GREEDY):
+                    name = str(argument).replace(" ", ".")
+                    raise UserError(
+                        f"{path} was refused, and nothing in it was run: it wants to call {name}, "
+                        f"and weights are read only from files that hold nothing but tensors"
+                    )
+    except UserError:
+        raise
+    except Exception as error:
+        # Not a pickle from here on: the numbers begin, or torch says what is wrong.
+        if stream.tell() == _LARGEST_PROGRAM < size:
+            raise UserError(
+                f"{path} was refused: it is a pickle of more than {_LARGEST_PROGRAM:,} bytes "
+                f"beside its tensors"
+            ) from error
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    dense = plain and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return dense and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def _pick(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
@@ -214,19 +299,3 @@ def _is_text(start: bytes) -> bool:
 def _sentence(error: Exception) -> str:
     """The first sentence of a library's message."""
     return re.split(r"\. |\n", str(error))[0].rstrip(".")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        UserError: if it is not JSON, or not an object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object")
-    return content

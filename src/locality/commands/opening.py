@@ -10,6 +10,7 @@ from PIL import Image
 from locality.analysis.pictures import one_of_each
 from locality.checkpoints import Classifier, Preprocessing, open_model
 from locality.data import BadImage, decode, open_data
+from locality.data.decoding import read_bytes
 from locality.data.transforms import evaluation_interpolation
 from locality.errors import UserError
 from locality.training import RunFolder, load_run
@@ -74,7 +75,7 @@ def read_image(file: Path) -> Image.Image:
         UserError: if it cannot be decoded, naming the file.
     """
     try:
-        return decode(file.read_bytes())
+        return decode(read_bytes(file))
     except BadImage as error:
         raise UserError(f"{file}: {error}") from error
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locality.commands.parsing import Parser
+from locality.errors import printable
 
 _AT_ONCE = 32
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     results: list[tuple[Path, dict[str, float]]] = []
     for start in range(0, len(files), _AT_ONCE):
         some = files[start : start + _AT_ONCE]
-        probabilities = classifier([read_image(file) for file in some])
+        probabilities = classifier(map(read_image, some))
         best = probabilities.topk(min(options.top, probabilities.shape[1]))
         for file, values, indices in zip(
             some, best.values.tolist(), best.indices.tolist(), strict=True
@@ -46,4 +47,5 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(listed, indent=2))
         return
     for file, classes in results:
-        print(f"{file}: " + "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items()))
+        shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
+        print(f"{printable(str(file))}: {printable(shown)}")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality.commands.parsing import Parser, with_aliases
-from locality.errors import UserError, unknown
+from locality.errors import UserError, one_line, unknown
+from locality.files import read_yaml
 
 if TYPE_CHECKING:
     from locality.training import RunConfig
@@ -29,7 +30,7 @@ CHOICES = {
 def main(arguments: Sequence[str]) -> int | None:
     """Train, resume, or say what a run would cost."""
     config, options = read_run(arguments)
-    from locality.training import Interrupted, RunFailed, dry_run, train
+    from locality.training import DamagedCheckpoint, Interrupted, RunFailed, dry_run, train
 
     folder = Path(options.output) if options.output else default_folder(config)
     observer = None
@@ -43,11 +44,11 @@ def main(arguments: Sequence[str]) -> int | None:
     try:
         train(config, folder, quiet=options.quiet, observer=observer)
     except Interrupted as interruption:
-        print(f"locality: {interruption}", file=sys.stderr)
+        print(f"locality: {one_line(interruption)}", file=sys.stderr)
         return interruption.exit_code
     except RunFailed as failure:
-        print(f"locality: {failure}", file=sys.stderr)
-        return 1
+        print(f"locality: {one_line(failure)}", file=sys.stderr)
+        return 2 if isinstance(failure, DamagedCheckpoint) else 1
     if options.record:
         from locality.analysis.recording import record
 
@@ -72,6 +73,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     words = with_aliases(arguments, ALIASES)
     name, words = _recipe_first(words, RECIPES)
     words = _one_length(words)
+    _check_files(words)
     parser = Parser(
         f"train [{'|'.join(RECIPES)}]",
         "Train a model, or resume the run in a folder. The recipe (default: digits) gives every "
@@ -194,6 +196,16 @@ def _by_option(values: dict[str, Any]) -> dict[str, Any]:
         else:
             flat[group] = value
     return flat
+
+
+def _check_files(words: list[str]) -> None:
+    """Read every file of `--config` with its limits; jsonargparse's own reader has none."""
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == "--config" and (equals or place + 1 < len(words)):
+            path = value if equals else words[place + 1]
+            if not isinstance(read_yaml(path) or {}, dict):
+                raise UserError(f"{path} does not hold settings by name")
 
 
 def _one_length(words: list[str]) -> list[str]:

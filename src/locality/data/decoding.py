@@ -17,28 +17,39 @@ import errno
 import io
 import os
 import warnings
+import zlib
 from collections.abc import Iterator
 from functools import cache
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from locality import files
 from locality.data.config import AS_PUBLISHED, Decoding
 from locality.data.sources import BadImage
+from locality.errors import UserError
 
 # Formats by content, whatever the file's name. Not all that Pillow reads: some of the others run
 # programs (EPS), or are no photographs.
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
+# More than the largest image that is decoded would take uncompressed.
+LARGEST_FILE = 400_000_000
+# Of an interlaced PNG's passes: first column and row, steps to the next.
+_ADAM7 = (
+    *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
+    *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
+)
+_BLOCK_BYTES = 1 << 20
 # The machine's troubles, not the file's: skipping images for them would make runs differ.
 _NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of a file.
+    """The content of an image file.
 
     Raises:
-        BadImage: it cannot be read.
+        BadImage: it cannot be read, is no regular file, or is too large.
     """
     with _opened(path) as file:
         return file.read()
@@ -55,10 +66,12 @@ def check_header(path: str | os.PathLike[str], decoding: Decoding = AS_PUBLISHED
 
 
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     try:
-        with open(path, "rb") as file:
+        with files.open_file(path, LARGEST_FILE) as file:
             yield file
+    except UserError as error:
+        raise BadImage(str(error)) from error
     except OSError as error:
         if error.errno in _NOT_THE_FILE:
             raise
@@ -88,6 +101,8 @@ def load(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
         except Exception as error:
             # Decoders of damaged files raise nearly anything: OSError, SyntaxError, struct.error…
             raise _damaged(error) from error
+    if image.format == "PNG":
+        _check_png(data, image)
     return image
 
 
@@ -99,7 +114,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _recognised(file: BinaryIO, decoding: Decoding) -> Image.Image:
+def _recognised(file: IO[bytes], decoding: Decoding) -> Image.Image:
     """The image in `file`, of which only the header has been read."""
     if not file.read(1):
         raise BadImage("the file is empty")
@@ -120,6 +135,43 @@ def _recognised(file: BinaryIO, decoding: Decoding) -> Image.Image:
             f"{decoding.max_pixels:,} that are allowed"
         )
     return image
+
+
+def _check_png(data: bytes, image: Image.Image) -> None:
+    """Refuse what Pillow accepts: wrong checksums, and fewer rows than the header announces.
+
+    Raises:
+        BadImage: if the file is not as it was written.
+    """
+    place, compressed, interlaced, kind = 8, [], False, b""
+    while kind != b"IEND" and len(data) >= place + 12:
+        size = int.from_bytes(data[place : place + 4], "big")
+        kind, end = data[place + 4 : place + 8], place + 8 + size
+        if zlib.crc32(data[place + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            raise BadImage("the image is damaged (a checksum in it is wrong)")
+        if kind == b"IHDR":
+            bits = data[place + 16] * {2: 3, 4: 2, 6: 4}.get(data[place + 17], 1)
+            interlaced = bool(data[place + 20])
+        elif kind == b"IDAT":
+            compressed.append(data[place + 8 : end])
+        place = end + 4
+    # Rows that are missing stay black. Where the last one is not, inflating twice is saved.
+    last = image.crop((0, image.height - 1, image.width, image.height))
+    if not interlaced and last.getbbox(alpha_only=False) is not None:
+        return
+    passes = _ADAM7 if interlaced else ((0, 0, 1, 1),)
+    expected = 0
+    for left, top, right, down in passes:
+        columns = -(-(image.width - left) // right)
+        rows = -(-(image.height - top) // down)
+        expected += rows * (1 + (columns * bits + 7) // 8) if columns > 0 and rows > 0 else 0
+    inflate, length, block = zlib.decompressobj(), 0, b""
+    for piece in compressed:
+        while length < expected and (piece or len(block) == _BLOCK_BYTES):
+            block = inflate.decompress(piece, _BLOCK_BYTES)
+            length, piece = length + len(block), inflate.unconsumed_tail
+    if length < expected:
+        raise BadImage("the image is damaged (rows are missing at its end)")
 
 
 def to_rgb(image: Image.Image, decoding: Decoding = AS_PUBLISHED) -> Image.Image:

@@ -80,7 +80,7 @@ class StageConfig:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("embed_dim", "num_heads", "depth", "embed_kernel", "embed_stride"):
-            checks.integer(name, getattr(self, name), 1)
+            checks.size(name, getattr(self, name))
         if self.embed_dim % self.num_heads:
             raise UserError(
                 f"embed_dim={self.embed_dim} cannot be divided between num_heads="
@@ -96,11 +96,12 @@ class StageConfig:
                     f"give one number or one per block"
                 )
         for stride in self.kv_strides:
-            checks.integer("kv_stride", stride, 1)
+            checks.size("kv_stride", stride)
         for ratio in self.mlp_ratios:
-            checks.number("mlp_ratio", ratio, 0, above=True)
+            checks.number("mlp_ratio", ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
         checks.choice("projection", self.projection, PROJECTIONS)
-        if self.projection_kernel < 1 or self.projection_kernel % 2 == 0:
+        checks.size("projection_kernel", self.projection_kernel)
+        if self.projection_kernel % 2 == 0:
             raise UserError(
                 f"projection_kernel has to be odd and above 0, not {self.projection_kernel}"
             )
@@ -185,14 +186,23 @@ class CvTConfig:
             object.__setattr__(self, "img_size", tuple(self.img_size))
         if not stages:
             raise UserError("stages has to hold at least one StageConfig, not none")
-        checks.integer("in_chans", self.in_chans, 1)
+        checks.size("in_chans", self.in_chans)
+        checks.size("num_classes", self.num_classes, 0)
+        checks.image_size(self.img_size)
         checks.choice("activation", self.activation, ACTIVATIONS)
         checks.choice("attention_scale", self.attention_scale, ATTENTION_SCALES)
         checks.choice("global_pool", self.global_pool, POOLS)
         for name in ("drop_rate", "proj_drop_rate"):
             checks.number(name, getattr(self, name), 0, 1, below=True)
         size = self.img_size
-        self.grids((size, size) if isinstance(size, int) else size)
+        grids = self.grids((size, size) if isinstance(size, int) else size)
+        channels = self.in_chans
+        for stage, (rows, columns) in zip(stages, grids, strict=True):
+            entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
+            entries += 3 * stage.depth * stage.projection_kernel**2 + self.num_classes
+            ratio = max(stage.mlp_ratios)
+            checks.parameters(stage.embed_dim, stage.depth, ratio, stage.embed_dim * entries)
+            channels = stage.embed_dim
 
     @property
     def has_class_token(self) -> bool:

@@ -94,13 +94,15 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         for name in ("embed_dim", "num_heads", "depth", "patch_size", "in_chans"):
-            checks.integer(name, getattr(self, name), 1)
+            checks.size(name, getattr(self, name))
+        checks.size("num_classes", self.num_classes, 0)
+        checks.image_size(self.img_size)
         if self.embed_dim % self.num_heads:
             raise UserError(
                 f"embed_dim={self.embed_dim} cannot be divided between num_heads={self.num_heads}; "
                 f"choose a multiple"
             )
-        checks.number("mlp_ratio", self.mlp_ratio, 0, above=True)
+        checks.number("mlp_ratio", self.mlp_ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
         checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
         checks.choice("positional_attention", self.positional_attention, ("gpsa", "psa", "conv"))
         checks.number("locality_strength", self.locality_strength, 0, above=True)
@@ -120,7 +122,10 @@ class ViTConfig:
                 "embed_class_token=True needs a class token and gpsa_layers=0: with positional "
                 "layers the class token joins after the position embedding has been added"
             )
-        token_grid(self.img_size, self.patch_size)
+        rows, columns = token_grid(self.img_size, self.patch_size)
+        entries = rows * columns * self.use_pos_embed + self.num_classes
+        entries += self.in_chans * self.patch_size**2
+        checks.parameters(self.embed_dim, self.depth, self.mlp_ratio, self.embed_dim * entries)
 
     @property
     def has_class_token(self) -> bool:

@@ -164,7 +164,7 @@ def _courses(series: Sequence[Series]) -> list[Panel]:
 
 
 def _measured_images(runs: Sequence[Run]) -> int | None:
-    counts = {run.measures["after"]["images"] for run in runs if run.measures}
+    counts = {record["images"] for run in runs if (record := (run.measures or {}).get("after"))}
     return max(counts) if counts else None
 
 

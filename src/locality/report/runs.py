@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from locality import checks
 from locality.analysis.pictures import Pictures, load_pictures
-from locality.analysis.recording import PICTURES, read_measures
-from locality.checkpoints.reading import read_json
+from locality.analysis.recording import MEASURES, PICTURES, read_measures
 from locality.errors import UserError
+from locality.files import read_json, read_rows, read_yaml
 from locality.models.variants import family_of, name_today
 from locality.training.runs import RunFolder, is_run_folder
+
+# What the report reads in the files of a run, which anyone may have edited.
+_RESULT = dict.fromkeys(("model", "dataset"), str) | dict.fromkeys(
+    ("fraction", "seed", "top1", "parameters", "train_images", "val_images"), float
+)
+_CONFIG = {"model": {"name": str}}
+_ENVIRONMENT = {"starts?": [dict]}
+_LAYER = {"name": str, "kind": str, "grid": [int], "gates?": [float]}
+_RECORD = {"images": int, "layers": [_LAYER]}
+_MEASURES = {"before?": _RECORD, "after?": _RECORD}
 
 
 @dataclass(frozen=True)
@@ -128,33 +136,28 @@ def _children(folder: Path) -> Sequence[Path]:
 
 def _read_run(folder: Path) -> Run:
     files, pictures = RunFolder(folder), folder / PICTURES
-    return Run(
+    run = Run(
         folder=folder,
         result=read_json(files.result_file),
-        config=_yaml(files.config_file),
+        config=read_yaml(files.config_file),
         environment=read_json(files.environment_file),
         curve=_curve(files.metrics_file),
         measures=read_measures(folder) or None,
         pictures_file=pictures if pictures.exists() else None,
     )
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    checks.shaped(str(files.result_file), run.result, _RESULT)
+    checks.shaped(str(files.config_file), run.config, _CONFIG)
+    checks.shaped(str(files.environment_file), run.environment, _ENVIRONMENT)
+    checks.shaped(str(folder / MEASURES), run.measures or {}, _MEASURES)
+    return run
 
 
 def _curve(path: Path) -> list[dict[str, float]]:
     """Rows of a CSV file as numbers; empty cells are left out."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        try:
-            return [
-                {name: float(cell) for name, cell in row.items() if name and cell}
-                for row in csv.DictReader(file)
-            ]
-        except ValueError as error:
-            raise UserError(f"{path} holds something that is not a number: {error}") from error
+    rows = read_rows(path)
+    try:
+        return [{name: float(cell) for name, cell in row.items() if name and cell} for row in rows]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} holds something that is not a number: {error}") from error

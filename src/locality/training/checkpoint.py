@@ -21,12 +21,15 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from locality.files import atomic_file
+from locality.checkpoints.reading import unpickle
+from locality.errors import UserError
+from locality.files import atomic_file, open_file
 from locality.training.failures import CheckpointNotSaved, DamagedCheckpoint, NonFiniteWeights
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
 
+_PARTS = {"step", "progress", "model", "optimizer", "ema", "data"}
 _MAGIC = "locality checkpoint 1"
 _HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
 _BLOCK_BYTES = 1 << 20
@@ -114,7 +117,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         DamagedCheckpoint: if a single bit of the file is not as it was written.
         FileNotFoundError: if there is no such file.
     """
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         header = file.read(_HEADER_BYTES)
         digest = hashlib.sha256()
         size = 0
@@ -123,10 +126,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             size += len(block)
         if header != _header(digest.hexdigest(), size):
             raise DamagedCheckpoint(_what_is_wrong(path, header, size))
-        content = torch.load(
-            cast(IO[bytes], _Payload(file, _HEADER_BYTES)), map_location="cpu", weights_only=True
-        )
-    return unpack(content["tree"], content["buffers"])
+        try:
+            content = unpickle(cast(IO[bytes], _Payload(file, _HEADER_BYTES)), path)
+            state = unpack(content["tree"], content["buffers"])
+            if not state.keys() >= _PARTS:
+                raise KeyError(*_PARTS - state.keys())
+            return state
+        except UserError as error:
+            raise DamagedCheckpoint(str(error)) from error
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(
+                f"checkpoint {path} holds something else than the state of a run"
+            ) from error
 
 
 def _header(digest: str, size: int) -> bytes:
@@ -245,7 +256,7 @@ class CheckpointFolder:
         Raises:
             DamagedCheckpoint: if there are checkpoints and none is whole.
         """
-        self._remove_leftovers()
+        killed_while_saving = self._remove_leftovers()
         passed_over = []
         for name in (LAST, PREVIOUS):
             path = self.path / name
@@ -258,6 +269,8 @@ class CheckpointFolder:
                 os.replace(path, path.with_suffix(".ckpt.damaged"))
                 continue
             self.saved_step = state["step"]
+            if name == PREVIOUS and not passed_over and not killed_while_saving:
+                passed_over = [f"checkpoint {self.path / LAST} is missing"]
             return state, name, passed_over
         if passed_over:
             raise DamagedCheckpoint(
@@ -266,7 +279,9 @@ class CheckpointFolder:
             )
         return None, "", []
 
-    def _remove_leftovers(self) -> None:
-        """Temporary files of a process that was killed while saving."""
-        for leftover in self.path.glob(".*.tmp"):
+    def _remove_leftovers(self) -> bool:
+        """Whether there were temporary files, of a process that was killed while saving."""
+        leftovers = list(self.path.glob(".*.tmp"))
+        for leftover in leftovers:
             leftover.unlink(missing_ok=True)
+        return bool(leftovers)

@@ -223,7 +223,8 @@ def _run(
     # A resumed run takes its weights from the checkpoint, wherever they once came from.
     classes = len(seen.splits.classes)
     if state is None:
-        model, notes = starting_model(config, classes)
+        model, changes = starting_model(config, classes)
+        notes += changes
     else:
         model = build_model(config, classes)
     parts = build_parts(fabric, config, seen, model)
@@ -268,6 +269,10 @@ def _last_state(fabric: Fabric, run: RunFolder) -> tuple[dict[str, Any] | None, 
         try:
             state, name, passed_over = run.checkpoints.load()
             notes = [f"{reason}; going on from the one before it" for reason in passed_over]
+            if state is None and run.metrics_file.exists():
+                notes.append(f"{run.path} has measurements and no checkpoint: starting again")
+            elif state is not None and not run.metrics_file.exists():
+                notes.append(f"{run.metrics_file} is missing: the curve begins here")
         except DamagedCheckpoint as error:
             failure = str(error)
     name, failure = fabric.broadcast((name, failure))

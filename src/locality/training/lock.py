@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from locality.errors import UserError
+from locality.files import read_json
 
 # Data workers of a killed run notice within 5 s that it is gone; the lock is theirs until then.
 LEFTOVER_SECONDS = 20.0
@@ -97,11 +97,10 @@ class FolderLock:
         return True
 
     def _holder(self) -> dict[str, object]:
-        with contextlib.suppress(ValueError):
-            holder = json.loads(self.path.read_text(encoding="utf-8"))
-            if isinstance(holder, dict):
-                return holder
-        return {}
+        try:
+            return read_json(self.path)
+        except UserError:
+            return {}
 
     def _holder_lives(self) -> bool:
         """Whether the main process is known to be alive."""

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from locality.files import write_atomic
+from locality.errors import UserError, printable
+from locality.files import read_rows, write_atomic
 
 # One row per evaluation. Everything in metrics.csv repeats exactly; what depends on the day and
 # the machine is in timing.csv.
@@ -52,9 +53,10 @@ class Table:
         """
         rows = []
         if self.path.exists():
-            text = self.path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]
-            rows = [row for row in csv.DictReader(io.StringIO(whole)) if int(row["step"]) <= step]
+            try:
+                rows = [row for row in read_rows(self.path) if int(row["step"]) <= step]
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{self.path} is not a table of a run's steps: {error}") from error
         buffer = io.StringIO()
         writer = csv.DictWriter(buffer, self.columns, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
@@ -119,6 +121,7 @@ class Progress:
         """A line of its own."""
         if self.quiet:
             return
+        text = printable(text, keep="\n")
         with self._as_long_as_somebody_reads():
             if self._bar is not None:
                 self._bar.write(text, file=sys.stderr)

@@ -25,7 +25,7 @@ from locality.models import ImageClassifier
 from locality.training.agreement import Agreement, measured
 from locality.training.config import RunConfig
 from locality.training.evaluation import EvaluationStopped, evaluate
-from locality.training.failures import NonFiniteLoss
+from locality.training.failures import DamagedCheckpoint, NonFiniteLoss
 from locality.training.objective import Objective
 from locality.training.observer import Watch
 from locality.training.randomness import StepRandomness
@@ -145,12 +145,20 @@ class Loop:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go back to where `state` was taken."""
-        self.at = Progressed(**state["progress"])
-        self.parts.model.load_state_dict(state["model"])
-        if self.parts.ema is not None:
-            self.parts.ema.module.load_state_dict(state["ema"])
-        self.parts.optimizer.load_state_dict(state["optimizer"])
+        """Go back to where `state` was taken.
+
+        Raises:
+            DamagedCheckpoint: if it is another model's.
+        """
+        try:
+            self.at = Progressed(**state["progress"])
+            self.parts.model.load_state_dict(state["model"])
+            if self.parts.ema is not None:
+                self.parts.ema.module.load_state_dict(state["ema"])
+            self.parts.optimizer.load_state_dict(state["optimizer"])
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error
         self._saved = self.at.step
 
     # -- the loop ---------------------------------------------------------------------------

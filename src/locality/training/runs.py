@@ -24,8 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locality.checkpoints.keys import check_keys
 from locality.errors import UserError
-from locality.files import write_atomic
+from locality.files import parse_json, read_json, read_text, write_atomic
 from locality.models.variants import name_today
 from locality.training import settings
 from locality.training.checkpoint import CheckpointFolder
@@ -171,7 +172,7 @@ class RunFolder:
             UserError: if this is not a run folder, or its configuration cannot be read.
         """
         try:
-            text = self.config_file.read_text(encoding="utf-8")
+            text = read_text(self.config_file)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
         config = settings.from_yaml(RunConfig, text, str(self.config_file))
@@ -182,14 +183,15 @@ class RunFolder:
         """The content of result.json, or None while the run is not finished."""
         if not self.result_file.exists():
             return None
-        result = json.loads(self.result_file.read_text(encoding="utf-8"))
-        return result | {"model": self._name_today(result["model"])}
+        result = read_json(self.result_file)
+        if "model" not in result:
+            raise UserError(f"{self.result_file} does not say which model the run had")
+        return result | {"model": self._name_today(str(result["model"]))}
 
     def _name_today(self, model: str) -> str:
         if not self.environment_file.exists():
             return model
-        environment = json.loads(self.environment_file.read_text(encoding="utf-8"))
-        return name_today(model, environment.get("locality"))
+        return name_today(model, read_json(self.environment_file).get("locality"))
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.
@@ -199,7 +201,10 @@ class RunFolder:
         """
         if not self.classes_file.exists():
             raise UserError(f"run folder {self.path} has no classes.json: the run never started")
-        return json.loads(self.classes_file.read_text(encoding="utf-8"))
+        names = parse_json(read_text(self.classes_file), str(self.classes_file))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{self.classes_file} is not a list of class names")
+        return names
 
     def write_json(self, path: Path, content: Any) -> None:
         """Write one of the folder's JSON files, atomically."""
@@ -209,7 +214,7 @@ class RunFolder:
         """Add this start to environment.json."""
         starts = []
         if self.environment_file.exists():
-            starts = json.loads(self.environment_file.read_text(encoding="utf-8"))["starts"]
+            starts = read_json(self.environment_file).get("starts", [])
         environment = describe_environment()
         command = environment.pop("command")
         start = {
@@ -263,13 +268,20 @@ def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
     Raises:
         UserError: if the folder is no run folder or has no checkpoint.
     """
-    from locality.training.setup import build_model
+    from locality.training.setup import build_model, meta_model
 
     run = RunFolder(folder)
     config = run.config()
     state = load_state(folder)
-    model = build_model(config, len(run.classes()))
-    model.load_state_dict(state["ema"] if state["ema"] is not None else state["model"])
+    classes = len(run.classes())
+    weights = state["ema"] if state["ema"] is not None else state["model"]
+    try:
+        # Before anything of the size that the configuration says is built.
+        check_keys(weights, meta_model(config, classes).state_dict(), "locality's")
+    except UserError as error:
+        raise UserError(f"run folder {folder}: {error}") from error
+    model = build_model(config, classes)
+    model.load_state_dict(weights)
     return model.eval(), config
 
 

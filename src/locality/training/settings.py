@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from locality.errors import UserError, unknown
+from locality.files import YamlLoader, parse_yaml
 
 T = TypeVar("T")
 
@@ -137,18 +138,11 @@ def from_yaml(kind: type[T], text: str, where: str = "the configuration") -> T:
     Raises:
         UserError: if it is not YAML, or as `from_dict`.
     """
-    try:
-        values = _Loader(text).get_single_data()
-    except yaml.YAMLError as error:
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    values = parse_yaml(text, where, _Loader)
     return from_dict(kind, {} if values is None else values)
 
 
-# libyaml's parser where PyYAML comes with it: ten times as fast, for hundreds of run folders.
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_SafeLoader):
+class _Loader(YamlLoader):
     """YAML 1.2's idea of a number: PyYAML takes 1e-3 for text."""
 
 
