@@ -1,4 +1,4 @@
-"""How two processes end: the launch test's two commands, over and over, under pressure.
+"""How two processes end: launched by torchrun and by the command alone, in turn, under pressure.
 
     python benchmarks/launches.py --runs 50
     python benchmarks/launches.py --runs 50 --busy
@@ -30,7 +30,10 @@ from locality.training.environment import describe_environment
 from locality.training.settings import to_yaml
 
 RANK = Path(__file__).parents[1] / "tests/training/rank.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "alone": [],
+}
 SETTINGS = {
     "model.overrides": {"depth": 2, "gpsa_layers": 1, "embed_dim": 16},
     "data.fraction": 0.1,
@@ -86,46 +89,48 @@ def busy(processes: int) -> Iterator[None]:
             loop.wait()
 
 
-def launched(folder: Path, library: Path | None, delay: int) -> list[str]:
-    """Both commands once; what went wrong."""
+def launched(launcher: str, folder: Path, library: Path | None, delay: int) -> str:
+    """Train once in two processes; what went wrong, or ""."""
     (folder / "config.yaml").write_text(to_yaml(replace(recipe("digits"), SETTINGS)))
-    wrong = []
-    for name, launcher in (("torchrun", TORCHRUN), ("alone", [])):
-        reports, run = folder / f"{name}-reports", folder / name
-        reports.mkdir()
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
-        if library is not None:
-            environment |= {"LD_PRELOAD": str(library), "DELAY_AFTER": str(run / "result.json")}
-            environment["DELAY_MS"] = str(delay)
-        words = ["train", "digits", "--config", str(folder / "config.yaml"), "--output", str(run)]
-        command = [sys.executable, *launcher, str(RANK), str(reports), "end", *words]
-        if name == "alone":
-            command += ["--engine.devices", "2"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-        told = [json.loads(report.read_text()) for report in sorted(reports.iterdir())]
-        codes = [done.returncode, *(code for report in told for code in report["started"])]
-        left = [report[what] for report in told for what in ("threads", "children")]
-        if any(codes) or len(told) != 2 or any(left) or "finished in" not in done.stderr:
-            aborted = "terminate called" in done.stderr
-            wrong.append(f"{name}: exit codes {codes}, aborted: {aborted}, left behind: {left}")
-    return wrong
+    reports, run = folder / "reports", folder / "run"
+    reports.mkdir()
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if library is not None:
+        environment |= {"LD_PRELOAD": str(library), "DELAY_AFTER": str(run / "result.json")}
+        environment |= {"DELAY_MS": str(delay)}
+    words = ["train", "digits", "--config", str(folder / "config.yaml"), "--output", str(run)]
+    command = [sys.executable, *LAUNCHERS[launcher], str(RANK), str(reports), "end", *words]
+    if launcher == "alone":
+        command += ["--engine.devices", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    told = [json.loads(report.read_text()) for report in sorted(reports.iterdir())]
+    codes = [done.returncode, *(code for report in told for code in report["started"])]
+    left = [report[what] for report in told for what in ("threads", "children", "shared memory")]
+    if not any(codes) and len(told) == 2 and not any(left) and "finished in" in done.stderr:
+        return ""
+    aborted = "terminate called" in done.stderr
+    return f"{launcher}: exit codes {codes}, aborted: {aborted}, left behind: {left}"
 
 
 def survey(runs: int, delay: int, cores: int) -> dict[str, Any]:
     """Launch `runs` times; what came of it."""
     failures: list[str] = []
+    load = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary, busy(cores):
         library = built(Path(temporary)) if delay else None
         for number in range(runs):
             folder = Path(temporary) / str(number)
             folder.mkdir()
-            failures += [f"{number}, {wrong}" for wrong in launched(folder, library, delay)]
+            launcher = list(LAUNCHERS)[number % len(LAUNCHERS)]
+            if wrong := launched(launcher, folder, library, delay):
+                failures.append(wrong)
+            load.append(os.getloadavg()[0])
             print(f"{number + 1} of {runs}, {len(failures)} failures", file=sys.stderr, flush=True)
     return {
         "runs": runs,
-        "commands": 2 * runs,
         "busy_cores": cores,
+        "load_average": round(sum(load) / len(load), 1),
         "delay_ms": delay,
         "failures": failures,
         "seconds": round(time.monotonic() - started),
