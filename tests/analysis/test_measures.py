@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from locality.analysis import measures
-from locality.layers.position import (
-    attention_centres,
-    kernel_offsets,
-    positional_attention,
-    relative_encodings,
-)
+from locality.layers.conv_init import attention_centres, kernel_offsets
+from locality.layers.position import positional_attention, relative_encodings
 
 GRIDS = [(14, 14), (7, 11), (1, 5)]
 

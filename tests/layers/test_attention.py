@@ -10,8 +10,9 @@ from locality.layers import (
     SelfAttention,
     truncated_kernel,
 )
-from locality.layers.content import content_attention
-from locality.layers.position import kernel_offsets, positional_attention, positional_scores
+from locality.layers.attention import gated_sum
+from locality.layers.conv_init import kernel_offsets
+from locality.layers.position import positional_attention, positional_scores
 
 GRID = (5, 7)
 LAYERS = [SelfAttention, PositionalSelfAttention, GatedPositionalSelfAttention]
@@ -44,11 +45,20 @@ def test_forward_is_its_attention_maps_times_values(layer_class):
 
 
 def test_gpsa_mixes_content_and_position_by_the_gate():
-    layer = GatedPositionalSelfAttention(36, 9, gating_init=-0.3)
-    maps = layer.attention_maps(tokens(), GRID)
-    share = torch.sigmoid(torch.tensor(-0.3))
-    torch.testing.assert_close(maps.mixed, (1 - share) * maps.content + share * maps.position)
+    """Eq. 7 as printed, on attention and on values."""
+    layer = GatedPositionalSelfAttention(36, 9, gating_init=-0.3).double()
+    x = tokens(dtype=torch.float64)
+    maps = layer.attention_maps(x, GRID)
+    gate = layer.gating.detach().sigmoid()[0]
+    assert gate == pytest.approx(0.4255575)
+    torch.testing.assert_close(maps.mixed, (1 - gate) * maps.content + gate * maps.position)
     torch.testing.assert_close(maps.position, positional_attention(layer.v_pos, GRID))
+    values = layer.qkv(x)[..., 72:].unflatten(2, (9, 4)).transpose(1, 2)
+    content, position = maps.content @ values, maps.position @ values
+    mixed = (1 - gate) * content + gate * position
+    torch.testing.assert_close(gated_sum(content, position, gate), mixed)
+    expected = layer.proj(mixed.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, GRID), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_closed_gate_is_self_attention():
@@ -184,19 +194,3 @@ def test_self_attention_computes_the_first_token_alone():
     layer = SelfAttention(36, 9, qkv_bias=True)
     x = tokens()
     torch.testing.assert_close(layer(x, GRID, class_token_only=True), layer(x, GRID)[:, :1])
-
-
-def test_content_attention_is_the_same_by_either_way():
-    """bf16 without gradients goes through plain products; the result differs by rounding."""
-    q, k, v = torch.randn(3, 2, 4, 30, 16).unbind(0)
-    exact = (q @ k.transpose(-2, -1) / 4).softmax(dim=-1) @ v
-    torch.testing.assert_close(content_attention(q, k, v), exact)
-    torch.testing.assert_close(
-        content_attention(q, k, v, scale=0.5), (q @ k.transpose(-2, -1) / 2).softmax(dim=-1) @ v
-    )
-    rough = [part.bfloat16() for part in (q, k, v)]
-    with torch.no_grad():
-        without = content_attention(*rough)
-    assert without.dtype == torch.bfloat16 and without.shape == exact.shape
-    torch.testing.assert_close(without.float(), exact, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(content_attention(*rough).float(), exact, rtol=0.05, atol=0.05)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from locality.layers import conv_init as C
 from locality.layers import position as P
 
 
@@ -18,7 +19,7 @@ def heads_on_a_grid(draw):
 
 
 @given(heads_on_a_grid())
-@example((P.attention_centres(P.kernel_offsets(3).double(), 1.0), (14, 14)))
+@example((C.attention_centres(C.kernel_offsets(3).double(), 1.0), (14, 14)))
 def test_separable_equals_dense(case):
     v_pos, grid = case
     scores = P.positional_scores(v_pos, grid)
@@ -60,8 +61,8 @@ def test_encodings_are_squared_distance_then_rows_then_columns():
 
 def test_large_locality_strength_is_one_hot_at_the_offset():
     """α → ∞: head h looks at i + Δ_h and nowhere else (Eq. 5)."""
-    offsets = P.kernel_offsets(3)
-    attention = P.positional_attention(P.attention_centres(offsets, 200.0), (5, 6))
+    offsets = C.kernel_offsets(3)
+    attention = P.positional_attention(C.attention_centres(offsets, 200.0), (5, 6))
     middle = 2 * 6 + 3
     for head, (down, right) in enumerate(offsets.int().tolist()):
         expected = torch.zeros(30)
@@ -71,7 +72,7 @@ def test_large_locality_strength_is_one_hot_at_the_offset():
 
 def test_unit_strength_is_a_gaussian_of_variance_one_half():
     """α = 1, Δ = 0: a discrete Gaussian of variance ½ per axis."""
-    centre = P.attention_centres(torch.zeros(1, 2, dtype=torch.float64), 1.0)
+    centre = C.attention_centres(torch.zeros(1, 2, dtype=torch.float64), 1.0)
     rows, columns = P.positional_factors(centre, (21, 21))
     places = torch.arange(21, dtype=torch.float64) - 10
     gaussian = torch.exp(-places.square() / (2 * 0.5))
@@ -97,11 +98,11 @@ def test_rotating_the_grid_rotates_the_attention(case):
 
 @pytest.mark.parametrize(("heads", "side"), [(1, 1), (3, 1), (4, 2), (9, 3), (15, 3), (16, 4)])
 def test_kernel_side_is_the_floor_of_the_root(heads, side):
-    assert P.kernel_size(heads) == side
+    assert C.kernel_size(heads) == side
 
 
 def test_even_kernels_have_half_integer_centres():
-    assert P.kernel_offsets(2).tolist() == [[-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]]
+    assert C.kernel_offsets(2).tolist() == [[-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]]
     for kernel in (1, 2, 3, 4):
-        assert P.kernel_offsets(kernel).shape == (kernel**2, 2)
-        assert P.kernel_offsets(kernel).mean(dim=0).abs().max() == 0
+        assert C.kernel_offsets(kernel).shape == (kernel**2, 2)
+        assert C.kernel_offsets(kernel).mean(dim=0).abs().max() == 0

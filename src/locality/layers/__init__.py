@@ -1,31 +1,13 @@
 """The layers of both papers: attention with and without position, convolution, and the block."""
 
-from locality.layers.attention import (
-    AttentionMaps,
-    GatedPositionalSelfAttention,
-    PositionalSelfAttention,
-    SelfAttention,
-)
-from locality.layers.block import Block
-from locality.layers.convolution import (
-    ConvolutionalAttention,
-    ConvolutionalEmbedding,
-    Projection,
-)
-from locality.layers.kernels import truncated_kernel
-from locality.layers.local import LocalConvolution
-from locality.layers.position import Grid
-
-__all__ = [
-    "AttentionMaps",
-    "Block",
-    "ConvolutionalAttention",
-    "ConvolutionalEmbedding",
-    "GatedPositionalSelfAttention",
-    "Grid",
-    "LocalConvolution",
-    "PositionalSelfAttention",
-    "Projection",
-    "SelfAttention",
-    "truncated_kernel",
-]
+from locality.layers.attention import AttentionMaps as AttentionMaps
+from locality.layers.attention import GatedPositionalSelfAttention as GatedPositionalSelfAttention
+from locality.layers.attention import PositionalSelfAttention as PositionalSelfAttention
+from locality.layers.attention import SelfAttention as SelfAttention
+from locality.layers.block import Block as Block
+from locality.layers.conv_init import truncated_kernel as truncated_kernel
+from locality.layers.convolution import ConvolutionalAttention as ConvolutionalAttention
+from locality.layers.convolution import ConvolutionalEmbedding as ConvolutionalEmbedding
+from locality.layers.convolution import LocalConvolution as LocalConvolution
+from locality.layers.convolution import Projection as Projection
+from locality.layers.position import Grid as Grid

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from locality.layers.content import content_attention
-from locality.layers.kernels import kernel_svd, same_padding_offsets
-from locality.layers.linear import Linear, fast_linear
+from locality.layers.conv_init import (
+    as_convolution,
+    as_random_convolution,
+    plain,
+    same_padding_offsets,
+)
+from locality.layers.cpu import Linear, attend, linear
 from locality.layers.position import (
     Grid,
     attend_to_positions,
-    attention_centres,
-    kernel_offsets,
-    kernel_size,
     positional_attention,
     positional_factors,
     positional_scores,
@@ -34,14 +36,14 @@ from locality.layers.position import (
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """What every head looks at, for one layer and one batch of inputs.
+    """What every head attends to, for one layer and one batch of inputs.
 
     Attributes:
         mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one.
         content: its content part, softmax(QKᵀ/√d), same shape; None where the layer has one softmax
             over the sum of both terms.
         position: its positional part, (h, N, N); None for layers without one.
-        gate: σ(λ), the share of the positional part, (h,); None for layers without a gate.
+        gate: σ(λ), the fraction of the positional part, (h,); None for layers without a gate.
         query_grid, key_grid: the grids that queries and keys lie on.
         prefix_tokens: how many rows and columns (class tokens) come before the patches.
     """
@@ -101,14 +103,8 @@ class _Attention(nn.Module):
         self.qkv = Linear(dim, num_heads * (2 * self.head_dim + self.value_dim), bias=qkv_bias)
         self.proj = Linear(num_heads * self.value_dim, self.out_dim)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """Truncated normal (std 0.02) for every weight, zero for every bias."""
-        for linear in (self.qkv, self.proj):
-            nn.init.trunc_normal_(linear.weight, std=0.02)
-            if linear.bias is not None:
-                nn.init.zeros_(linear.bias)
+        plain(self.qkv)
+        plain(self.proj)
 
     @property
     def value_weight(self) -> Tensor:
@@ -133,8 +129,10 @@ class _Attention(nn.Module):
         """Concatenate the heads' outputs, (B, h, N, d_v), and project them to (B, N, C_out)."""
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
-    def _content_attention(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)).softmax(dim=-1)
+    def _content_scores(self, x: Tensor) -> Tensor:
+        """QKᵀ/√d: (B, N, C) → (B, h, N, N)."""
+        q, k, _ = self._queries_keys_values(x)
+        return q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}"
@@ -149,26 +147,22 @@ class SelfAttention(_Attention):
         The grid is not used: content attention ignores position.
         """
         split = self._first_query_keys_values if class_token_only else self._queries_keys_values
-        return self._project(content_attention(*split(x)))
+        return self._project(attend(*split(x)))
 
     def _first_query_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `_queries_keys_values`, with the query of the first token alone."""
-        weights = self.qkv.weight.split([self.dim, 2 * self.dim])
-        biases = (
-            (None, None) if self.qkv.bias is None else self.qkv.bias.split([self.dim, 2 * self.dim])
-        )
-        q = fast_linear(x[:, :1], weights[0], biases[0]).unflatten(2, (self.num_heads, -1))
-        kv = fast_linear(x, weights[1], biases[1]).unflatten(2, (2, self.num_heads, -1))
+        sizes, bias = [self.dim, 2 * self.dim], self.qkv.bias
+        weights = self.qkv.weight.split(sizes)
+        biases = (None, None) if bias is None else bias.split(sizes)
+        q = linear(x[:, :1], weights[0], biases[0]).unflatten(2, (self.num_heads, -1))
+        kv = linear(x, weights[1], biases[1]).unflatten(2, (2, self.num_heads, -1))
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
         return q.transpose(1, 2), k, v
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses."""
-        q, k, _ = self._queries_keys_values(x)
-        content = self._content_attention(q, k)
-        return AttentionMaps(
-            content, content, None, None, grid, grid, prefix_length(x.shape[1], grid)
-        )
+        content, prefix = self._content_scores(x).softmax(dim=-1), prefix_length(x.shape[1], grid)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix)
 
 
 class _PositionedAttention(_Attention):
@@ -176,39 +170,26 @@ class _PositionedAttention(_Attention):
 
     Args:
         locality_strength: α of Eq. 5, how sharply heads focus on their centre at initialisation.
-        conv_init: initialise as a random convolution (Eq. 5); otherwise v_pos and the values are
-            drawn like every other weight.
+        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values are drawn
+            like every other weight.
+        shared: as of `SelfAttention`.
     """
 
     def __init__(
         self,
         dim: int,
         num_heads: int,
-        qkv_bias: bool = False,
-        proj_drop: float = 0.0,
         locality_strength: float = 1.0,
         conv_init: bool = True,
-        **widths: int,
+        **shared: Any,
     ) -> None:
+        super().__init__(dim, num_heads, **shared)
         self.locality_strength = locality_strength
         self.conv_init = conv_init
-        super().__init__(dim, num_heads, qkv_bias, proj_drop, **widths)
-
-    def init_weights(self) -> None:
-        """The plain initialisation, then Eq. 5 on top of it if asked for.
-
-        With h heads the k² offsets of a k×k kernel, k = ⌊√h⌋, go to the first k² heads in row-major
-        order; heads beyond k² keep their plain initialisation. W_qry and W_key keep theirs too: the
-        gate makes zeroing them needless.
-        """
-        super().init_weights()
-        self.v_pos = nn.Parameter(torch.empty(self.num_heads, 3))
+        self.v_pos = nn.Parameter(torch.empty(num_heads, 3))
         nn.init.trunc_normal_(self.v_pos, std=0.02)
-        if self.conv_init:
-            offsets = kernel_offsets(kernel_size(self.num_heads))
-            with torch.no_grad():
-                self.v_pos[: len(offsets)] = attention_centres(offsets, self.locality_strength)
-                nn.init.eye_(self.value_weight)
+        if conv_init:
+            as_random_convolution(self.v_pos, self.value_weight, locality_strength)
 
     def extra_repr(self) -> str:
         return (
@@ -242,18 +223,10 @@ class PositionalSelfAttention(_PositionedAttention):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and what each term alone would give."""
         self._check_grid(x, grid)
-        q, k, _ = self._queries_keys_values(x)
-        scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+        scores = self._content_scores(x)
         mixed = (scores + positional_scores(self.v_pos, grid)).softmax(dim=-1)
-        return AttentionMaps(
-            mixed,
-            scores.softmax(dim=-1),
-            positional_attention(self.v_pos, grid),
-            None,
-            grid,
-            grid,
-            0,
-        )
+        content, position = scores.softmax(dim=-1), positional_attention(self.v_pos, grid)
+        return AttentionMaps(mixed, content, position, None, grid, grid, 0)
 
 
 class GatedPositionalSelfAttention(_PositionedAttention):
@@ -261,54 +234,45 @@ class GatedPositionalSelfAttention(_PositionedAttention):
 
         A = (1 − σ(λ)) softmax(QKᵀ/√d) + σ(λ) softmax(v_pos·r),   one gate λ per head.
 
-    Both terms have rows that sum to one, so the paper's `normalize` changes nothing. Content goes
-    through `scaled_dot_product_attention`; position costs O(N·(H+W)) (see `position.py`).
+    Both terms have rows that sum to one, so the paper's `normalize` changes nothing.
 
     Args:
         gating_init: initial λ of every head (the paper's 1).
+        positioned: as of `PositionalSelfAttention`.
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        qkv_bias: bool = False,
-        proj_drop: float = 0.0,
-        locality_strength: float = 1.0,
-        conv_init: bool = True,
-        gating_init: float = 1.0,
-        **widths: int,
+        self, dim: int, num_heads: int, gating_init: float = 1.0, **positioned: Any
     ) -> None:
-        self.gating_init = gating_init
-        super().__init__(
-            dim, num_heads, qkv_bias, proj_drop, locality_strength, conv_init, **widths
-        )
-
-    def init_weights(self) -> None:
-        """Eq. 5 for the positional part, λ = `gating_init` for every gate."""
-        super().init_weights()
-        self.gating = nn.Parameter(torch.full((self.num_heads,), float(self.gating_init)))
+        super().__init__(dim, num_heads, **positioned)
+        self.gating = nn.Parameter(torch.full((num_heads,), float(gating_init)))
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N, C_out) with N = H·W."""
+        """(B, N, C) → (B, N, C_out) with N = H·W; Eq. 7 applied to the values.
+
+        What makes it fast: `attend` never forms the N×N matrix, `_attend_to_positions` costs
+        O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
+        """
         self._check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
-        rows, columns = positional_factors(self.v_pos, grid)
-        position = attend_to_positions(rows.to(v.dtype), columns.to(v.dtype), v)
-        content = content_attention(q, k, v)
         gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
-        return self._project(torch.lerp(content, position, gate))
+        content = attend(q, k, v)  # softmax(QKᵀ/√d) V
+        position = self._attend_to_positions(v, grid)  # softmax(v_pos·r) V
+        # (1 - gate) * content + gate * position
+        return self._project(gated_sum(content, position, gate))
+
+    def _attend_to_positions(self, v: Tensor, grid: Grid) -> Tensor:
+        rows, columns = positional_factors(self.v_pos, grid)
+        return attend_to_positions(rows.to(v.dtype), columns.to(v.dtype), v)
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
-        """The attention that `forward(x, grid)` uses, and its two parts."""
+        """The attention that `forward(x, grid)` uses, and its two parts (Eq. 7 as printed)."""
         self._check_grid(x, grid)
-        q, k, _ = self._queries_keys_values(x)
-        content = self._content_attention(q, k)
+        gate = self.gating.sigmoid()[:, None, None]
+        content = self._content_scores(x).softmax(dim=-1)
         position = positional_attention(self.v_pos, grid)
-        gate = self.gating.sigmoid()
-        share = gate[:, None, None]
-        mixed = (1 - share) * content + share * position
-        return AttentionMaps(mixed, content, position, gate, grid, grid, 0)
+        mixed = (1 - gate) * content + gate * position
+        return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, 0)
 
     @classmethod
     def from_conv2d(
@@ -316,7 +280,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
     ) -> GatedPositionalSelfAttention:
         """The layer that computes a given convolution (Cordonnier et al.'s construction).
 
-        One head per kernel offset, k² in all, each looking at exactly one neighbour. A head's
+        One head per kernel offset, k² in all, each attending to exactly one neighbour. A head's
         values are as wide as the convolution's output: in a head of width C/h they could carry no
         more than rank C/h of the kernel at that offset.
 
@@ -328,34 +292,25 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         Args:
             conv: k×k, stride 1, same padding, neither dilated nor grouped.
             locality_strength: α of Eq. 5; the attention to the centre's neighbours is e^−α each.
-            gating: λ of every head; content attention keeps a share of σ(−λ). Lower it for a
+            gating: λ of every head; content attention keeps a fraction of σ(−λ). Lower it for a
                 layer that shall learn to leave the convolution: the gradient of λ shrinks with
-                that share.
+                that fraction.
 
         Raises:
             ValueError: if `conv` is not such a convolution.
         """
-        offsets = same_padding_offsets(conv)
-        heads, width = len(offsets), conv.out_channels
+        heads, width = len(same_padding_offsets(conv)), conv.out_channels
         layer = cls(
             conv.in_channels,
             heads,
             locality_strength=locality_strength,
-            gating_init=gating,
             head_dim=max(1, conv.in_channels // heads),
             value_dim=width,
             out_dim=width,
         ).to(conv.weight)
-        with torch.no_grad():
-            layer.v_pos.copy_(attention_centres(offsets.to(layer.v_pos), locality_strength))
-            # (C_out, C_in, k, k) → one (C_out, C_in) matrix per offset, below each other.
-            layer.value_weight.copy_(conv.weight.flatten(2).permute(2, 0, 1).flatten(0, 1))
-            layer.proj.weight.copy_(torch.eye(width).repeat(1, heads))
-            if conv.bias is not None:
-                layer.proj.bias.copy_(conv.bias)
+        layer.init_from_conv2d_(conv, gating=gating)
         return layer
 
-    @torch.no_grad()
     def init_from_conv2d_(
         self,
         conv: nn.Conv2d,
@@ -382,33 +337,10 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         Raises:
             ValueError: if `conv` is not such a convolution.
         """
-        offsets = same_padding_offsets(conv)
-        if len(offsets) > self.num_heads:
-            raise ValueError(
-                f"a {conv.kernel_size[0]}×{conv.kernel_size[1]} kernel needs {len(offsets)} heads, "
-                f"this layer has {self.num_heads}"
-            )
-        if (conv.in_channels, conv.out_channels) != (self.dim, self.out_dim):
-            raise ValueError(
-                f"the convolution maps {conv.in_channels} to {conv.out_channels} channels, "
-                f"this layer {self.dim} to {self.out_dim}; they have to agree"
-            )
-        left, scales, right = kernel_svd(conv.weight)
-        rank = min(self.value_dim, scales.shape[-1])
-        root = scales[:, :rank].sqrt()
-        values = self.value_weight.view(self.num_heads, self.value_dim, self.dim)
-        outputs = self.proj.weight.view(self.out_dim, self.num_heads, self.value_dim)
-        outputs.zero_()
-        for head in range(len(offsets)):
-            values[head, :rank] = root[head, :, None] * right[head, :rank]
-            outputs[:, head, :rank] = left[head, :, :rank] * root[head]
         strength = self.locality_strength if locality_strength is None else locality_strength
-        self.v_pos[: len(offsets)] = attention_centres(offsets.to(self.v_pos), strength)
-        if self.qkv.bias is not None:
-            nn.init.zeros_(self.qkv.bias)
-        nn.init.zeros_(self.proj.bias)
-        if conv.bias is not None:
-            self.proj.bias.copy_(conv.bias)
-        if gating is not None:
-            self.gating.fill_(gating)
-        return scales[:, rank:]
+        return as_convolution(self, conv, strength, gating)
+
+
+def gated_sum(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
+    """(1 − gate) · content + gate · position, in one pass over memory instead of three."""
+    return torch.lerp(content, position, gate)

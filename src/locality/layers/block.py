@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from timm.layers import DropPath, Mlp
+from timm.layers import DropPath
 from torch import Tensor, nn
 
-from locality.layers.linear import use_fast_linears
+from locality.layers.conv_init import plain
+from locality.layers.cpu import Linear
 from locality.layers.position import Grid
 
 
@@ -21,6 +22,28 @@ def mlp_ratio_of(dim: int, hidden: int) -> float:
     ratio = hidden / dim
     # The division may round down, and then the product falls short of the whole number.
     return ratio if hidden_width(dim, ratio) == hidden else math.nextafter(ratio, math.inf)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with an activation between them.
+
+    Args:
+        dim: token width C.
+        hidden: width between the layers.
+        act_layer: the activation.
+        drop: dropout after each layer.
+    """
+
+    def __init__(self, dim: int, hidden: int, act_layer: type[nn.Module], drop: float) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = Linear(dim, hidden), Linear(hidden, dim)
+        self.act, self.drop = act_layer(), nn.Dropout(drop)
+        plain(self.fc1)
+        plain(self.fc2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) → (..., C)."""
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
 
 class Block(nn.Module):
@@ -50,14 +73,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = attn
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer=act_layer, drop=proj_drop)
-        use_fast_linears(self.mlp)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer, proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-        for name, parameter in self.mlp.named_parameters():
-            if name.endswith("weight"):
-                nn.init.trunc_normal_(parameter, std=0.02)
-            else:
-                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
         """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone: less work, equal values.

@@ -9,7 +9,7 @@ other is a view, and the convolutions here work on that view. Nothing is ever tr
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from locality import checks
 from locality.errors import UserError
 from locality.layers.attention import AttentionMaps, prefix_length
-from locality.layers.linear import Linear
+from locality.layers.conv_init import plain
+from locality.layers.cpu import Linear
 from locality.layers.position import Grid
 
 ProjectionKind = Literal["conv", "linear", "avg", "microsoft_avg"]
@@ -98,6 +99,23 @@ class ConvolutionalEmbedding(nn.Module):
         return self.norm(image_to_tokens(self.conv(image)))
 
 
+class BatchNorm(nn.BatchNorm2d):
+    """`nn.BatchNorm2d`; a batch without statistics to train on is refused in a sentence."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, C, H, W).
+
+        Raises:
+            UserError: for a single value per channel in training.
+        """
+        if self.training and image.shape[0] * image.shape[2] * image.shape[3] == 1:
+            raise UserError(
+                "a batch of 1 whose projection is a grid of 1×1 has no statistics for BatchNorm "
+                "to train on; use a larger batch or larger images"
+            )
+        return super().forward(image)
+
+
 class Projection(nn.Module):
     """The projection of tokens to queries, keys or values (§3.2).
 
@@ -120,6 +138,9 @@ class Projection(nn.Module):
         UserError: for an unknown kind, an even kernel or a stride below 1.
     """
 
+    conv: nn.Module
+    norm: nn.Module
+
     def __init__(
         self,
         dim: int,
@@ -141,59 +162,46 @@ class Projection(nn.Module):
         self.window = (kernel_size, stride, padding)
         if kind == "conv":
             self.conv = nn.Conv2d(dim, dim, *self.window, groups=dim, bias=False)
-            self.norm: nn.Module = nn.BatchNorm2d(dim)
+            self.norm = BatchNorm(dim)
         elif kind != "linear":
             theirs = kind == "microsoft_avg"
-            self.pool = nn.AvgPool2d(*self.window, ceil_mode=theirs, count_include_pad=theirs)
-        self.linear = Linear(dim, dim, bias=bias)
-        nn.init.trunc_normal_(self.linear.weight, std=0.02)
-        if bias:
-            nn.init.zeros_(self.linear.bias)
+            self.conv = nn.AvgPool2d(*self.window, ceil_mode=theirs, count_include_pad=theirs)
+            self.norm = nn.Identity()
+        self.linear = plain(Linear(dim, dim, bias=bias))
 
     def grid(self, grid: Grid) -> Grid:
         """The grid that the projections of a `grid` of tokens lie on."""
         return projected_grid(grid, self.kind, *self.window)
 
-    def forward(self, x: Tensor, image: Tensor, observe: bool = False) -> Tensor:
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
         """Tokens (B, p + N, C) → projections (B, p + N', C).
 
         Args:
             x: the tokens.
             image: their patches as an image (B, C, H, W). Given apart because queries, keys and
                 values share it.
-            observe: leave the running statistics of BatchNorm alone.
         """
-        return self.linear(self.mix(x, image, observe))
+        return self.linear(self.mix(x, image))
 
-    def mix(self, x: Tensor, image: Tensor, observe: bool = False) -> Tensor:
-        """What the linear part is given: neighbours mixed, the class token as it is."""
+    def mix(self, x: Tensor, image: Tensor) -> Tensor:
+        """What the linear part is given: patches convolved (Eq. 2), the class token as it is."""
         if self.kind == "linear":
             return x
-        mixed = self._convolve(image, observe) if self.kind == "conv" else self.pool(image)
-        patches = image_to_tokens(mixed)
+        patches = image_to_tokens(self.norm(self.conv(image)))
         prefix = prefix_length(x.shape[1], (image.shape[2], image.shape[3]))
         return torch.cat((x[:, :prefix], patches), dim=1) if prefix else patches
 
-    def _convolve(self, image: Tensor, observe: bool) -> Tensor:
-        mixed = self.conv(image)
-        if not self.training:
-            return self.norm(mixed)
-        if mixed.shape[0] * mixed.shape[2] * mixed.shape[3] == 1:
-            raise UserError(
-                "a batch of 1 whose projection is a grid of 1×1 has no statistics for BatchNorm "
-                "to train on; use a larger batch or larger images"
-            )
-        if observe:
-            assert isinstance(self.norm, nn.BatchNorm2d)
-            weight, bias, eps = self.norm.weight, self.norm.bias, self.norm.eps
-            return F.batch_norm(mixed, None, None, weight, bias, training=True, eps=eps)
-        return self.norm(mixed)
+    def observe(self, x: Tensor, image: Tensor) -> Tensor:
+        """As `forward`; BatchNorm's running statistics stay as they are."""
+        copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        return torch.func.functional_call(self, copies, (x, image))
 
     @torch.no_grad()
     def fold_batch_norm(self) -> None:
         """Fold BatchNorm, as it is in evaluation, into the convolution before it. In place."""
-        if self.kind == "conv" and isinstance(self.norm, nn.BatchNorm2d):
-            self.conv = fuse_conv_bn_eval(self.conv.eval(), self.norm.eval())
+        if self.kind == "conv" and isinstance(self.norm, BatchNorm):
+            convolution = cast(nn.Conv2d, self.conv.eval())
+            self.conv = fuse_conv_bn_eval(convolution, self.norm.eval())
             self.norm = nn.Identity()
 
 
@@ -246,10 +254,8 @@ class ConvolutionalAttention(nn.Module):
         self.q = Projection(dim, queries, kernel_size, 1, qkv_bias)
         self.k = Projection(dim, projection, kernel_size, kv_stride, qkv_bias, kv_padding)
         self.v = Projection(dim, projection, kernel_size, kv_stride, qkv_bias, kv_padding)
-        self.proj = Linear(dim, dim)
+        self.proj = plain(Linear(dim, dim))
         self.proj_drop = nn.Dropout(proj_drop)
-        nn.init.trunc_normal_(self.proj.weight, std=0.02)
-        nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
         """(B, p + N, C) → (B, p + N, C), or (B, 1, C) for the class token alone."""
@@ -264,7 +270,7 @@ class ConvolutionalAttention(nn.Module):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses. BatchNorm's statistics stay as they are."""
         image = self._image(x, grid)
-        q, k = (self._split_heads(part(x, image, observe=True)) for part in (self.q, self.k))
+        q, k = (self._split_heads(part.observe(x, image)) for part in (self.q, self.k))
         content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
         prefix = prefix_length(x.shape[1], grid)
         return AttentionMaps(content, content, None, None, grid, self.k.grid(grid), prefix)
@@ -288,3 +294,36 @@ class ConvolutionalAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_heads={self.num_heads}, scale={self.scale:.4g}"
+
+
+@register_notrace_module
+class LocalConvolution(nn.Module):
+    """A dense k×k convolution over the token grid, stride 1, same padding.
+
+    What a gated layer is at initialisation if its heads attend to exactly one neighbour each, but
+    with full rank at every offset and no way to leave it. `init_from_conv2d_` turns it back.
+
+    Args:
+        dim: token width C.
+        kernel_size: side k of the kernel, odd or even.
+    """
+
+    def __init__(self, dim: int, kernel_size: int) -> None:
+        super().__init__()
+        # As wide as the output projections of attention: with W_val = I (ConViT Eq. 5) those are
+        # what a random convolution consists of.
+        self.conv = plain(nn.Conv2d(dim, dim, kernel_size, padding="same"))
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """(B, N, C) → (B, N, C) with N = H·W.
+
+        Raises:
+            ValueError: if there are other tokens than the grid's.
+        """
+        if x.shape[1] != grid[0] * grid[1]:
+            raise ValueError(
+                f"a convolution got {x.shape[1]} tokens for a grid of {grid[0]}×{grid[1]} patches; "
+                f"class tokens have to be added after the last of them"
+            )
+        image = x.transpose(1, 2).unflatten(2, grid)
+        return self.conv(image).flatten(2).transpose(1, 2)

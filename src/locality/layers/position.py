@@ -15,8 +15,6 @@ those who ask to look at it (`positional_attention`).
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -90,26 +88,3 @@ def attend_to_positions(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor
     v = v.view(heads, breadth, height, batch * width).transpose(1, 2)
     v = torch.bmm(rows, v.reshape(heads, height, breadth * batch * width))
     return v.view(heads, tokens, batch, width).permute(2, 0, 1, 3)
-
-
-def kernel_size(num_heads: int) -> int:
-    """The side k of the largest k×k kernel that `num_heads` heads can represent, ⌊√h⌋."""
-    return math.isqrt(num_heads)
-
-
-def kernel_offsets(kernel: int) -> Tensor:
-    """The offsets Δ of a k×k kernel from its centre: (k², 2) as (down, right), row-major (Eq. 5).
-
-    Even kernels have half-integer centres, so their offsets are ±½, ±3/2, …
-    """
-    places = torch.arange(kernel, dtype=torch.float32) - (kernel - 1) / 2
-    return torch.cartesian_prod(places, places).view(-1, 2)
-
-
-def attention_centres(offsets: Tensor, strength: float) -> Tensor:
-    """The v_pos that centres attention on `offsets`: (n, 2) → (n, 3), −α (1, −2Δ₁, −2Δ₂) (Eq. 5).
-
-    The attention is then a discrete Gaussian around i + Δ, of variance 1/(2α) along each axis.
-    """
-    ones = torch.ones(len(offsets), 1, dtype=offsets.dtype, device=offsets.device)
-    return -strength * torch.cat((ones, -2 * offsets), dim=1)

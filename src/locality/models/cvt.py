@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp
 from torch import Tensor, nn
 
 from locality.errors import UserError
-from locality.layers.block import Block
+from locality.layers.block import Block, Mlp
 from locality.layers.convolution import (
     ConvolutionalAttention,
     ConvolutionalEmbedding,

@@ -25,7 +25,7 @@ from locality.layers import (
     PositionalSelfAttention,
     SelfAttention,
 )
-from locality.layers.position import kernel_size
+from locality.layers.conv_init import kernel_size
 from locality.models.base import (
     POOLS,
     ImageClassifier,

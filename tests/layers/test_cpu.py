@@ -3,17 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from locality.layers import linear
-from locality.layers.linear import Linear, fast_linear, use_fast_linears
+from locality.layers import cpu
+from locality.layers.cpu import Linear, attend, linear
 
 
 @pytest.fixture
 def through_convolution(monkeypatch):
     """Take the convolution's way whatever the processor, and whatever the size."""
-    monkeypatch.setattr(linear, "_MKL_FALLS_SHORT", True)
-    monkeypatch.setattr(linear, "_WORTHWHILE", 0)
+    monkeypatch.setattr(cpu, "_MKL_FALLS_SHORT", True)
+    monkeypatch.setattr(cpu, "_WORTHWHILE", 0)
 
 
 @pytest.mark.parametrize("shape", [(70, 24), (3, 5, 24), (1, 1, 24), (2, 3, 4, 24)])
@@ -24,7 +23,7 @@ def test_equals_f_linear_with_its_gradients(through_convolution, shape, with_bia
     given = [torch.randn(shape), weight, *([bias] if with_bias else [])]
     ours = [tensor.clone().requires_grad_() for tensor in given]
     theirs = [tensor.clone().requires_grad_() for tensor in given]
-    out, expected = fast_linear(*ours), F.linear(*theirs)
+    out, expected = linear(*ours), F.linear(*theirs)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(expected)
     out.backward(upstream)
@@ -35,12 +34,12 @@ def test_equals_f_linear_with_its_gradients(through_convolution, shape, with_bia
 
 def test_takes_the_convolution_only_where_it_pays(monkeypatch):
     """Large fp32 inputs on the processors it is meant for; everything else is F.linear."""
-    monkeypatch.setattr(linear, "_MKL_FALLS_SHORT", True)
+    monkeypatch.setattr(cpu, "_MKL_FALLS_SHORT", True)
     weight = torch.randn(8, 64)
 
     def convolves(x):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            fast_linear(x, weight.to(x.dtype))
+            linear(x, weight.to(x.dtype))
         return any(event.key == "aten::conv2d" for event in profile.key_averages())
 
     large, small = torch.randn(2048, 64), torch.randn(16, 64)
@@ -49,7 +48,7 @@ def test_takes_the_convolution_only_where_it_pays(monkeypatch):
     assert not convolves(large.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not convolves(large)
-    monkeypatch.setattr(linear, "_MKL_FALLS_SHORT", False)
+    monkeypatch.setattr(cpu, "_MKL_FALLS_SHORT", False)
     assert not convolves(large)
 
 
@@ -59,13 +58,14 @@ def test_an_exported_graph_says_linear(through_convolution):
     assert targets == ["aten.linear.default"]
 
 
-def test_replacing_keeps_parameters_names_and_mode():
-    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2, bias=False))).eval()
-    before, parameters = net(torch.ones(1, 3)), dict(net.named_parameters())
-    use_fast_linears(net)
-    assert isinstance(net[0], Linear) and isinstance(net[1][0], Linear)
-    after = dict(net.named_parameters())
-    assert list(after) == list(parameters)
-    assert all(after[name] is parameter for name, parameter in parameters.items())
-    assert not net[0].training and (net[0].in_features, net[1][0].out_features) == (3, 2)
-    torch.testing.assert_close(net(torch.ones(1, 3)), before)
+def test_content_attention_is_the_same_by_either_way():
+    """bf16 without gradients goes through plain products; the result differs by rounding."""
+    q, k, v = torch.randn(3, 2, 4, 30, 16).unbind(0)
+    exact = (q @ k.transpose(-2, -1) / 4).softmax(dim=-1) @ v
+    torch.testing.assert_close(attend(q, k, v), exact)
+    rough = [part.bfloat16() for part in (q, k, v)]
+    with torch.no_grad():
+        without = attend(*rough)
+    assert without.dtype == torch.bfloat16 and without.shape == exact.shape
+    torch.testing.assert_close(without.float(), exact, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(attend(*rough).float(), exact, rtol=0.05, atol=0.05)
