@@ -16,8 +16,8 @@ from torch import Tensor
 
 from locality.checkpoints.adapt import resample_positions
 from locality.checkpoints.layouts import recognise
-from locality.checkpoints.preprocessing import Preprocessing
 from locality.checkpoints.sources import SOURCES, Source
+from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
 from locality.models.factory import create_model

@@ -97,7 +97,7 @@ def open_page(browser):
 
 @torch.no_grad()
 def maps_of(subject, image):
-    batch = subject.preprocessing.transform()(image)[None].double()
+    batch = subject.prepare([image]).double()
     model = copy.deepcopy(subject.model).double()
     with capture(model) as views:
         model(batch)
@@ -252,7 +252,7 @@ def test_keys_sliders_and_switches(open_page, file):
 @needs_browser
 def test_plots_show_the_measures(open_page, file, subjects, images):
     page = open_page(file)
-    batch = torch.stack([SMALL.transform()(image) for image in images])
+    batch = subjects[0].prepare(images)
     dots = page.evaluate(
         """() => [...document.querySelectorAll(".dot")].map((dot) =>
             ["model", "layer", "head", "value"].map((name) => Number(dot.dataset[name])))"""

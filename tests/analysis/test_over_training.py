@@ -45,7 +45,7 @@ def test_measured_before_now_and_then_and_after(run):
 def test_the_last_record_is_that_of_the_finished_model(run):
     model, settings = load_run(run)
     val = open_data(settings.data, settings.seed).val
-    chosen = sample(val, settings.augment, model.img_size, 20)
+    chosen = sample(val, settings.input.at(model.img_size), 20)
     assert read_history(run)[-1]["layers"] == measure_model(model, chosen.images)["layers"]
 
 

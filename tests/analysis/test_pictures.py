@@ -11,7 +11,7 @@ from locality.analysis.pictures import (
     take_pictures,
 )
 from locality.analysis.taps import capture
-from locality.data import ArraySource, AugmentConfig, DataConfig, open_data
+from locality.data import ArraySource, DataConfig, Preprocessing, open_data
 from locality.errors import UserError
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -68,8 +68,8 @@ def test_samples_go_round_the_classes():
 
 def test_sample_is_what_evaluation_shows_the_model():
     val = open_data(DataConfig(), seed=0).val
-    augment = AugmentConfig(mean=(0.5,) * 3, std=(0.25,) * 3, crop_pct=1.0)
-    chosen = sample(val, augment, 8, 20)
+    prepared = Preprocessing(8, mean=(0.5,) * 3, std=(0.25,) * 3, crop_pct=1.0)
+    chosen = sample(val, prepared, 20)
     assert chosen.labels == [str(digit) for digit in range(10)] * 2
     for row, index in enumerate(one_of_each(val.labels, 20)):
         np.testing.assert_array_equal(chosen.shown[row], np.asarray(val.read(int(index))))
@@ -80,4 +80,4 @@ def test_sample_is_what_evaluation_shows_the_model():
 def test_nothing_to_choose_from_is_refused():
     empty = ArraySource(np.zeros((0, 8, 8, 3), dtype=np.uint8), [], "empty")
     with pytest.raises(UserError, match="cannot choose"):
-        sample(empty, AugmentConfig(), 8, 4)
+        sample(empty, Preprocessing(8), 4)

@@ -25,7 +25,7 @@ def test_record_measures_the_initial_and_the_trained_model(run):
     content = record(run, images=20, pictures=2)
     assert content == json.loads((run / "measures.json").read_text()) == read_measures(run)
     model, config = load_run(run)
-    chosen = sample(open_data(config.data, config.seed).val, config.augment, model.img_size, 20)
+    chosen = sample(open_data(config.data, config.seed).val, config.input.at(model.img_size), 20)
     assert content["after"] == measure_model(model, chosen.images)
     first = content["before"]["layers"][0]
     assert first["gates"] == pytest.approx([0.7310586] * 4)

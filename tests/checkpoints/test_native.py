@@ -172,7 +172,7 @@ def change_config(folder, **changes):
         ({"labels": ["a", "b"]}, "2 class names for 10 classes"),
         ({"labels": "abc"}, "labels are not a list"),
         ({"input": {"img_size": 8, "crop": 1}}, "did you mean crop_pct"),
-        ({"input": {"crop_pct": 1.5}}, "crop_pct has to lie in"),
+        ({"input": {"crop_pct": 1.5}}, "crop_pct is 1.5"),
     ],
 )
 def test_a_wrong_description_is_refused_by_name(tmp_path, changes, cause):

@@ -155,7 +155,7 @@ def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "hf_hub_download", download)
     opened = open_model("convit_tiny.fb_in1k")
     assert asked == [("timm/convit_tiny.fb_in1k", "model.safetensors")]
-    assert opened.name == "convit_tiny" and opened.preprocessing == Preprocessing()
+    assert opened.name == "convit_tiny" and opened.preprocessing == Preprocessing(224)
     assert torch.equal(opened.model.head.weight, tiny_state[1]["head.weight"])
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from locality.data import DATASETS, AugmentConfig, DataConfig
+from locality.data import DATASETS, AugmentConfig, DataConfig, Preprocessing
 from locality.data.catalog import _OPENERS
 from locality.errors import UserError
 
@@ -48,13 +48,10 @@ def test_data_settings(settings, message):
         ({"cutmix": -1}, r"cutmix is -1"),
         ({"mixup_prob": 2}, r"mixup_prob is 2"),
         ({"color_jitter": -0.4}, r"color_jitter is -0.4"),
-        ({"crop_pct": 0.0}, r"crop_pct is 0.0"),
         ({"scale": (0.5, 0.1)}, r"scale is \(0.5, 0.1\); give two numbers with 0 < low ≤ high ≤ 1"),
         ({"scale": (0.5, 1.1)}, r"scale is"),
         ({"ratio": (0.0, 1.0)}, r"ratio is"),
         ({"ratio": (1.0,)}, r"ratio is"),
-        ({"mean": (0.5, 0.5)}, r"mean has 2 values"),
-        ({"std": (0.5, 0.0, 0.5)}, r"std is 0.0; give a finite number above 0"),
         ({"auto_augment": "random-m9"}, r"auto_augment is 'random-m9'; give one of timm's"),
         ({"auto_augment": "rand-9"}, r"'9' is not a setting"),
         ({"auto_augment": "rand-m"}, r"'m' is not a setting"),
@@ -63,6 +60,24 @@ def test_data_settings(settings, message):
 def test_augment_settings(settings, message):
     with pytest.raises(UserError, match=message):
         AugmentConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"crop_pct": 0.0}, r"crop_pct is 0.0"),
+        ({"crop_mode": "centre"}, r"unknown crop_mode 'centre'; did you mean center"),
+        ({"interpolation": "random"}, r"unknown interpolation 'random'"),
+        ({"mean": (0.5, 0.5)}, r"mean has 2 values and std 3"),
+        ({"std": (0.5, 0.0, 0.5)}, r"std is 0.0; give a finite number above 0"),
+        ({"img_size": 0}, r"img_size is 0"),
+        ({"img_size": (8, -8)}, r"img_size is -8"),
+        ({"img_size": (8, 8, 8)}, r"img_size is \(8, 8, 8\); give one number, or"),
+    ],
+)
+def test_preprocessing_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        Preprocessing(**settings)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from locality.data import ArraySource, AugmentConfig, eval_loader
+from locality.data import ArraySource, Preprocessing, eval_loader
 from locality.training import evaluate
 from locality.training.evaluation import EvaluationStopped
 
 IMAGES, CLASSES = 50, 7
-PLAIN = AugmentConfig(crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+PLAIN = Preprocessing(4, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
 class Lookup(nn.Module):
@@ -40,7 +40,7 @@ def logits() -> Tensor:
 
 
 def loader(source: ArraySource, rank: int = 0, world_size: int = 1):  # type: ignore[no-untyped-def]
-    return eval_loader(source, PLAIN, 4, batch_size=16, rank=rank, world_size=world_size)
+    return eval_loader(source, PLAIN, batch_size=16, rank=rank, world_size=world_size)
 
 
 def test_accuracy_and_loss_are_those_counted_by_hand(source: ArraySource, logits: Tensor) -> None:

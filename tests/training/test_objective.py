@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from locality.data import AugmentConfig
+from locality.data import AugmentConfig, Preprocessing
 from locality.data.keyed import seed_generators
 from locality.errors import UserError
 from locality.training import ObjectiveConfig
@@ -138,7 +138,7 @@ def test_a_timm_teacher_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "teacher.pth"
     torch.save(model.state_dict(), file)
     config = ObjectiveConfig(teacher="convit_tiny", teacher_weights=str(file))
-    loaded = load_teacher(config, AugmentConfig(), 1000)
+    loaded = load_teacher(config, Preprocessing(), 1000)
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         expected = model.eval()(images)
@@ -148,9 +148,9 @@ def test_a_timm_teacher_is_read_from_a_file(tmp_path: Path) -> None:
 def test_a_run_can_be_the_teacher(tmp_path: Path) -> None:
     train(tiny(schedule__steps=2), tmp_path / "run")
     config = ObjectiveConfig(teacher=str(tmp_path / "run"))
-    assert load_teacher(config, tiny().augment, 10)(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    assert load_teacher(config, tiny().input, 10)(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
     with pytest.raises(UserError, match="same classes"):
-        load_teacher(config, tiny().augment, 11)
+        load_teacher(config, tiny().input, 11)
 
 
 def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:

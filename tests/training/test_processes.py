@@ -33,7 +33,7 @@ def samples(world_size: int, accumulate: int) -> list[list[int]]:
         loader = train_loader(
             source,
             config.augment,
-            8,
+            config.input.at(8),
             batch_size=16,
             seed=0,
             stop_step=4,

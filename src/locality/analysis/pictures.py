@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
 from locality.data import open_data
-from locality.data.config import AugmentConfig
+from locality.data.config import Preprocessing
+from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import ImageSource
-from locality.data.transforms import eval_transform, normalise
 from locality.errors import UserError
 from locality.files import write_atomic
 from locality.layers.position import Grid
@@ -78,8 +78,7 @@ def one_of_each(labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int
 
 def sample(
     source: ImageSource,
-    augment: AugmentConfig,
-    img_size: int | tuple[int, int],
+    preprocessing: Preprocessing,
     count: int,
     classes: Sequence[str] = (),
 ) -> Sample:
@@ -91,17 +90,17 @@ def sample(
     if len(source) == 0 or count < 1:
         raise UserError(f"cannot choose {count} images out of {len(source)}")
     indices = one_of_each(source.labels, count)
-    transform: Any = eval_transform(augment, img_size)
+    transform: Any = eval_transform(preprocessing)
     pixels = torch.stack([transform(source.read_or_name(int(index))) for index in indices])
     shown = pixels.permute(0, 2, 3, 1).contiguous().numpy()
     labels = [classes[label] if classes else str(label) for label in source.labels[indices]]
-    return Sample(normalise(pixels, augment), shown, labels, classes)
+    return Sample(normalise(pixels, preprocessing), shown, labels, classes)
 
 
 def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count: int) -> Sample:
     """`count` validation images of a run, at the size its model takes."""
     splits = open_data(config.data, config.seed)
-    return sample(splits.val, config.augment, img_size, count, splits.classes)
+    return sample(splits.val, config.input.at(img_size), count, splits.classes)
 
 
 def prepared(subject: Classifier, images: Sequence[Image.Image]) -> Sample:

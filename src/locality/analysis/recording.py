@@ -134,7 +134,7 @@ class OverTraining:
         started = time.perf_counter()
         if moment.folder not in self._seen:
             _cut(moment.folder)
-            chosen = sample(moment.val, moment.config.augment, moment.model.img_size, self.images)
+            chosen = sample(moment.val, moment.config.input.at(moment.model.img_size), self.images)
             device = next(moment.model.parameters()).device
             self._seen[moment.folder] = chosen.images.to(device)
         measured = measure_model(moment.model, self._seen[moment.folder])
@@ -218,7 +218,7 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
     splits = open_data(config.data, config.seed)
     model = initial_model(folder)
     plan = make_plan(config, len(splits.train))
-    chosen = sample(splits.val, config.augment, model.img_size, images)
+    chosen = sample(splits.val, config.input.at(model.img_size), images)
 
     def measured() -> Iterable[Record]:
         for file in files:

@@ -9,9 +9,9 @@ from locality.checkpoints.layouts import LAYOUTS, Layout, recognise
 from locality.checkpoints.native import load, save
 from locality.checkpoints.opened import Classifier, open_model
 from locality.checkpoints.opening import open_weights
-from locality.checkpoints.preprocessing import Preprocessing
 from locality.checkpoints.pretrained import create_model, load_weights
 from locality.checkpoints.sources import SOURCES, Source, list_pretrained, source
+from locality.data.config import Preprocessing
 
 __all__ = [
     "LAYOUTS",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from locality._version import __version__
 from locality.checkpoints.description import decode, decode_config, encode_config
 from locality.checkpoints.keys import blank_state, check_finite, check_keys
-from locality.checkpoints.preprocessing import Preprocessing
+from locality.data.config import Preprocessing
 from locality.errors import UserError
 from locality.models.base import ImageClassifier
 from locality.models.factory import build
@@ -70,6 +70,8 @@ class Checkpoint:
         check_keys(state, blank_state(config), "locality's")
         check_finite(state)
         names = None if classes is None else tuple(classes)
+        if preprocessing is not None:
+            preprocessing = preprocessing.completed(config.img_size)
         return cls(config, state, model.variant, preprocessing, names)
 
     def build(self) -> ImageClassifier:
@@ -100,7 +102,7 @@ class Checkpoint:
             "written_by": f"locality {__version__}",
             "name": self.name,
             "architecture": encode_config(self.config),
-            "input": None if self.preprocessing is None else self.preprocessing.to_json(),
+            "input": None if self.preprocessing is None else asdict(self.preprocessing),
             "labels": None if self.classes is None else list(self.classes),
         }
 
@@ -125,11 +127,12 @@ class Checkpoint:
         ):
             raise UserError("its labels are not a list of names")
         name, version = content.get("name"), str(content.get("written_by")).partition(" ")[2]
+        config = decode_config(content["architecture"])
         return cls(
-            decode_config(content["architecture"]),
+            config,
             state,
             None if name is None else name_today(name, version),
-            None if given is None else decode(Preprocessing, given),
+            None if given is None else decode(Preprocessing, given).completed(config.img_size),
             None if labels is None else tuple(labels),
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from locality.checkpoints.checkpoint import FORMAT, Checkpoint
-from locality.checkpoints.preprocessing import Preprocessing
+from locality.data.config import Preprocessing
 from locality.errors import UserError, unknown
 from locality.files import atomic_file, write_atomic
 from locality.models.base import ImageClassifier
@@ -77,6 +77,7 @@ def export(
     if format == "onnx":
         _require("onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)
+    preprocessing = checkpoint.preprocessing
     copy = checkpoint.build()
     axes = _open_axes(copy.config)
     _check_size(copy, axes)

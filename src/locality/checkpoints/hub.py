@@ -17,7 +17,7 @@ from locality.checkpoints.native import (
     read_folder,
     save,
 )
-from locality.checkpoints.preprocessing import Preprocessing
+from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from locality.checkpoints.card import model_card
 from locality.checkpoints.checkpoint import FORMAT, Checkpoint
 from locality.checkpoints.keys import State
-from locality.checkpoints.preprocessing import Preprocessing
 from locality.checkpoints.reading import read_safetensors
+from locality.data.config import Preprocessing
 from locality.errors import UserError
 from locality.files import parse_json, read_json, write_atomic
 from locality.models.base import ImageClassifier

@@ -17,10 +17,11 @@ from locality.checkpoints.exporting import INPUT, OUTPUT
 from locality.checkpoints.hub import TrainedModel
 from locality.checkpoints.native import build_from
 from locality.checkpoints.opening import open_weights
-from locality.checkpoints.preprocessing import Preprocessing
 from locality.checkpoints.pretrained import open_pretrained
 from locality.checkpoints.reading import SUFFIXES
 from locality.checkpoints.sources import SOURCES
+from locality.data.config import Preprocessing
+from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import UserError, unknown
 from locality.files import parse_json
 from locality.models.base import ImageClassifier
@@ -89,13 +90,13 @@ class Classifier:
         channels = len(self.preprocessing.mean)
         if channels not in _MODES:
             raise UserError(f"{self.name} takes {channels} channels, and pictures have 1 or 3")
-        transform = self.preprocessing.transform()
+        transform = eval_transform(self.preprocessing)
 
         def prepared(image: Image.Image) -> Tensor:
             return transform(image.convert(_MODES[channels]))
 
         # A loop's variable would keep each image while the next one is decoded.
-        batch = torch.stack(list(map(prepared, images)))
+        batch = normalise(torch.stack(list(map(prepared, images))), self.preprocessing)
         return batch if self.model is None else batch.to(next(self.model.parameters()).device)
 
     def label(self, index: int) -> str:
@@ -210,7 +211,9 @@ def _fitting(
             f"the preprocessing has mean and std of {len(given.mean)} channels, and the model "
             f"takes {in_chans}"
         )
-    return given or Preprocessing.imagenet(img_size, in_chans)
+    if given is None:
+        return Preprocessing.imagenet(img_size, in_chans)
+    return given.completed(img_size)
 
 
 def _read_description(text: str, path: Path) -> Checkpoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from locality.checkpoints.preprocessing import Preprocessing
+from locality.data.config import Preprocessing
 from locality.errors import UserError, unknown
 
 
@@ -51,7 +51,7 @@ def _convit(size: str, top1: float) -> Source:
         layout="convit",
         repo=f"timm/convit_{size}.fb_in1k",
         url=f"https://dl.fbaipublicfiles.com/convit/convit_{size}.pth",
-        preprocessing=Preprocessing(),
+        preprocessing=Preprocessing(224),
         top1=top1,
         published="ConViT Table 1",
     )

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
 def _evaluate_weights(options: Any, data: DataConfig) -> dict[str, Any]:
     """Accuracy of opened weights on a dataset, with the preprocessing that belongs to them."""
     from locality.commands.opening import open_anything
-    from locality.data import AugmentConfig, open_data
+    from locality.data import open_data
     from locality.training import evaluate_on
 
     opened = open_anything(options.weights, options.variant)
@@ -76,20 +76,11 @@ def _evaluate_weights(options: Any, data: DataConfig) -> dict[str, Any]:
             f"{options.weights} tells {opened.model.num_classes} classes apart and dataset "
             f"'{data.dataset}' has {len(splits.classes)}; give --data.dataset with the same ones"
         )
-    prepared = opened.preprocessing
-    augment = AugmentConfig(
-        mean=prepared.mean,  # type: ignore[arg-type]
-        std=prepared.std,  # type: ignore[arg-type]
-        interpolation=prepared.interpolation,
-        crop_pct=prepared.crop_pct,
-        crop_mode=prepared.crop_mode,
-    )
     return evaluate_on(
         opened.model,
         splits,
         data,
-        augment,
-        prepared.size if options.img_size is None else (options.img_size,) * 2,
+        opened.preprocessing.at(options.img_size or opened.preprocessing.size),
         batch_size=options.batch_size,
         precision=options.precision,
     )

@@ -8,10 +8,9 @@ from pathlib import Path
 from PIL import Image
 
 from locality.analysis.pictures import one_of_each
-from locality.checkpoints import Classifier, Preprocessing, open_model
+from locality.checkpoints import Classifier, open_model
 from locality.data import BadImage, decode, open_data
 from locality.data.decoding import read_bytes
-from locality.data.transforms import evaluation_interpolation
 from locality.errors import UserError
 from locality.training import RunFolder, load_run
 from locality.training.runs import is_run_folder
@@ -32,15 +31,7 @@ def open_anything(what: str, model: str | None = None) -> Classifier:
 
 def _open_run(folder: Path) -> Classifier:
     model, config = load_run(folder)
-    augment = config.augment
-    preprocessing = Preprocessing(
-        img_size=model.img_size,
-        mean=augment.mean,
-        std=augment.std,
-        interpolation=evaluation_interpolation(augment),
-        crop_pct=augment.crop_pct,
-        crop_mode=augment.crop_mode,
-    )
+    preprocessing = config.input.at(model.img_size)
     return Classifier.of(model, folder.name, preprocessing, RunFolder(folder).classes())
 
 

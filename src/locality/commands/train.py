@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,14 +67,14 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     """
     from jsonargparse import ActionConfigFile
 
-    from locality.training.config import RunConfig
+    from locality.training.config import MOVED, RunConfig
     from locality.training.recipes import RECIPES
     from locality.training.settings import from_dict
 
-    words = with_aliases(arguments, ALIASES)
+    moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
+    words = with_aliases(arguments, ALIASES | moved)
     name, words = _recipe_first(words, RECIPES)
-    words = _one_length(words)
-    _check_files(words)
+    words = _read_files(_one_length(words))
     parser = Parser(
         f"train [{'|'.join(RECIPES)}]",
         "Train a model, or resume the run in a folder. The recipe (default: digits) gives every "
@@ -198,14 +199,24 @@ def _by_option(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _check_files(words: list[str]) -> None:
-    """Read every file of `--config` with its limits; jsonargparse's own reader has none."""
-    for place, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if flag == "--config" and (equals or place + 1 < len(words)):
-            path = value if equals else words[place + 1]
-            if not isinstance(read_yaml(path) or {}, dict):
+def _read_files(words: list[str]) -> list[str]:
+    """Read every file of `--config` with its limits; jsonargparse's own reader has none.
+
+    Returns:
+        `words`, with files of an earlier version replaced by their content under today's names.
+    """
+    from locality.training.config import RunConfig
+
+    result = list(words)
+    for at, word in enumerate(words):
+        path = word.removeprefix("--config=")
+        if path != word or words[:at][-1:] == ["--config"]:
+            values = read_yaml(path) or {}
+            if not isinstance(values, dict):
                 raise UserError(f"{path} does not hold settings by name")
+            if (renamed := RunConfig.upgraded(values)) != values:
+                result[at] = word.removesuffix(path) + json.dumps(renamed)
+    return result
 
 
 def _one_length(words: list[str]) -> list[str]:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from locality.data.batches import Batch
     from locality.data.catalog import open_data
     from locality.data.checking import CheckReport, check
-    from locality.data.config import DATASETS, AugmentConfig, DataConfig, Decoding
+    from locality.data.config import DATASETS, AugmentConfig, DataConfig, Decoding, Preprocessing
     from locality.data.decoding import decode
     from locality.data.keyed import Stream, keys, preserved_generators, seed_generators
     from locality.data.loader import BatchLoader, eval_loader, train_loader
     from locality.data.packing import pack
+    from locality.data.preprocessing import eval_transform, normalise, train_transform
     from locality.data.sources import ArraySource, BadImage, DataSplits, ImageSource
-    from locality.data.transforms import eval_transform, normalise, train_transform
     from locality.data.verifying import ImageRecord, verify
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Decoding",
     "ImageRecord",
     "ImageSource",
+    "Preprocessing",
     "Stream",
     "check",
     "decode",
@@ -57,13 +58,13 @@ __getattr__ = lazily(
         ".batches": "Batch",
         ".catalog": "open_data",
         ".checking": "CheckReport check",
-        ".config": "DATASETS AugmentConfig DataConfig Decoding",
+        ".config": "DATASETS AugmentConfig DataConfig Decoding Preprocessing",
         ".decoding": "decode",
         ".keyed": "Stream keys preserved_generators seed_generators",
         ".loader": "BatchLoader eval_loader train_loader",
         ".packing": "pack",
+        ".preprocessing": "eval_transform normalise train_transform",
         ".sources": "ArraySource BadImage DataSplits ImageSource",
-        ".transforms": "eval_transform normalise train_transform",
         ".verifying": "ImageRecord verify",
     },
 )

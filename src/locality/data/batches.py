@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from locality.data.config import AugmentConfig
+from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.keyed import (
     Indices,
     Stream,
@@ -26,8 +26,8 @@ from locality.data.keyed import (
     sample_order,
     seed_generators,
 )
+from locality.data.preprocessing import erasing, eval_transform, normalise, train_transform
 from locality.data.sources import BadImage, ImageSource
-from locality.data.transforms import ImageTransform, erasing, normalise
 
 OnBad = Literal["error", "skip"]
 
@@ -98,8 +98,8 @@ class TrainBatches(Dataset):
     def __init__(
         self,
         source: ImageSource,
-        transform: ImageTransform,
         augment: AugmentConfig,
+        preprocessing: Preprocessing,
         batch_size: int,
         seed: int,
         rank: int,
@@ -108,8 +108,9 @@ class TrainBatches(Dataset):
         on_bad: OnBad,
     ) -> None:
         self.source = source
-        self.transform = transform
+        self.transform = train_transform(augment, preprocessing)
         self.augment = augment
+        self.preprocessing = preprocessing
         self.erasing = erasing(augment)
         self.batch_size = batch_size
         self.seed = seed
@@ -136,7 +137,7 @@ class TrainBatches(Dataset):
                     pixels, indices = self._from_files(positions, indices, skipped)
             except _Stop as error:
                 return Parcel(None, error=str(error))
-            images = normalise(pixels, self.augment)
+            images = normalise(pixels, self.preprocessing)
             self._erase(images, positions)
         targets = torch.from_numpy(self.source.labels[indices])
         return Parcel(Batch(images, targets, indices, positions, step, micro), tuple(skipped))
@@ -210,16 +211,15 @@ class EvalBatches(Dataset):
     def __init__(
         self,
         source: ImageSource,
-        transform: ImageTransform,
-        augment: AugmentConfig,
+        preprocessing: Preprocessing,
         batch_size: int,
         rank: int,
         world_size: int,
         on_bad: OnBad,
     ) -> None:
         self.source = source
-        self.transform = transform
-        self.augment = augment
+        self.transform = eval_transform(preprocessing)
+        self.preprocessing = preprocessing
         self.batch_size = batch_size
         self.own = np.arange(rank, len(source), world_size, dtype=np.int64)
         self.on_bad = on_bad
@@ -248,7 +248,7 @@ class EvalBatches(Dataset):
                 return Parcel(None, tuple(skipped))
             stacked, indices = torch.stack(images), np.array(used, dtype=np.int64)
         targets = torch.from_numpy(self.source.labels[indices])
-        batch = Batch(normalise(stacked, self.augment), targets, indices, indices, number, 0)
+        batch = Batch(normalise(stacked, self.preprocessing), targets, indices, indices, number, 0)
         return Parcel(batch, tuple(skipped))
 
 

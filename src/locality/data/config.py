@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from locality import checks
@@ -29,7 +29,7 @@ DATASETS: dict[str, str] = {
     "imagenet_real": "ImageNet's val/ with the ReaL labels (evaluation only)",
     "arrow": "a folder of Parquet or Arrow files, such as `locality data pack` writes",
 }
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming", "random")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,65 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes a model's input wherever nothing is random, in timm's terms.
+
+    Attributes:
+        img_size: pixels of the result, a number or (height, width); None is the model's own.
+        mean, std: normalisation of each channel, on the 0 … 1 scale.
+        interpolation: of every resize.
+        crop_pct: the shorter side is resized to image size / crop_pct before the centre is cut;
+            0.875 is 256 → 224.
+        crop_mode: "center" cuts the centre; "squash" resizes both sides to the image size instead,
+            whatever the aspect ratio.
+    """
+
+    img_size: int | tuple[int, int] | None = None
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    interpolation: str = "bicubic"
+    crop_pct: float = 0.875
+    crop_mode: Literal["center", "squash"] = "center"
+
+    def __post_init__(self) -> None:
+        if self.img_size is not None:
+            checks.image_size(self.img_size)
+        _known("interpolation", self.interpolation, INTERPOLATIONS)
+        _known("crop_mode", self.crop_mode, ("center", "squash"))
+        checks.number("crop_pct", self.crop_pct, 0, 1, above=True)
+        if not len(self.mean) == len(self.std) > 0:
+            raise UserError(
+                f"mean has {len(self.mean)} values and std {len(self.std)}; give one per channel"
+            )
+        for name in ("mean", "std"):
+            for value in getattr(self, name):
+                checks.number(name, value, 0, above=name == "std")
+
+    @classmethod
+    def imagenet(cls, img_size: int | tuple[int, int], in_chans: int = 3) -> Preprocessing:
+        """ImageNet's, for a model that does not say; without colours, the mean over ImageNet's."""
+        if in_chans == 3:
+            return cls(img_size)
+        mean, std = (sum(of) / 3 for of in (IMAGENET_MEAN, IMAGENET_STD))
+        return cls(img_size, (mean,) * in_chans, (std,) * in_chans)
+
+    def at(self, img_size: int | tuple[int, int]) -> Preprocessing:
+        """The same for images of another size."""
+        return replace(self, img_size=img_size)
+
+    def completed(self, img_size: int | tuple[int, int]) -> Preprocessing:
+        """The same, with a model's image size where none is given."""
+        return self.at(img_size) if self.img_size is None else self
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the result, in pixels."""
+        if self.img_size is None:
+            raise UserError("the preprocessing has no image size; give img_size")
+        return self.img_size if isinstance(self.img_size, tuple) else (self.img_size,) * 2
+
+
+@dataclass(frozen=True)
 class AugmentConfig:
     """How training images are changed. The defaults change little; recipes state everything.
 
@@ -139,12 +198,8 @@ class AugmentConfig:
             when `auto_augment` is set.
         auto_augment: timm's policy string, such as "rand-m9-mstd0.5-inc1".
         random_erasing: probability of erasing one rectangle with noise.
-        interpolation: for every resize; "random" picks bilinear or bicubic (training only).
-        mean, std: normalisation per channel, on the 0 … 1 scale.
-        crop_pct: evaluation resizes the shorter side to image size / crop_pct before cutting the
-            centre; 0.875 is 256 → 224.
-        crop_mode: "center" cuts the centre in evaluation; "squash" resizes both sides to the image
-            size instead, whatever the aspect ratio.
+        interpolation: of the "resized" crop; "random" picks bilinear or bicubic; None is that of
+            evaluation.
         mixup, cutmix: strength (α of the Beta distribution); applied to batches by training.
         mixup_prob: probability that a batch is mixed at all.
         mixup_switch_prob: probability of cutmix where both are on.
@@ -159,11 +214,7 @@ class AugmentConfig:
     color_jitter: float = 0.0
     auto_augment: str | None = None
     random_erasing: float = 0.0
-    interpolation: str = "bicubic"
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-    crop_pct: float = 0.875
-    crop_mode: Literal["center", "squash"] = "center"
+    interpolation: str | None = None
     mixup: float = 0.0
     cutmix: float = 0.0
     mixup_prob: float = 1.0
@@ -172,23 +223,16 @@ class AugmentConfig:
 
     def __post_init__(self) -> None:
         _known("crop", self.crop, ("resized", "pad", "none"))
-        _known("crop_mode", self.crop_mode, ("center", "squash"))
-        _known("interpolation", self.interpolation, INTERPOLATIONS)
+        if self.interpolation is not None:
+            _known("interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
         checks.integer("pad", self.pad, 0)
         checks.integer("repeats", self.repeats, 1)
         for name in ("hflip", "random_erasing", "mixup_prob", "mixup_switch_prob"):
             checks.number(name, getattr(self, name), 0, 1)
         for name in ("color_jitter", "mixup", "cutmix"):
             checks.number(name, getattr(self, name), 0)
-        checks.number("crop_pct", self.crop_pct, 0, 1, above=True)
         _range("scale", self.scale, 1.0)
         _range("ratio", self.ratio, math.inf)
-        for name in ("mean", "std"):
-            values = getattr(self, name)
-            if len(values) != 3:
-                raise UserError(f"{name} has {len(values)} values; give one per colour channel, 3")
-            for value in values:
-                checks.number(name, value, 0, above=name == "std")
         if self.auto_augment is not None:
             _policy(self.auto_augment)
 

@@ -14,9 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from locality.data.batches import Batch, EvalBatches, OnBad, Parcel, TrainBatches
-from locality.data.config import AugmentConfig
+from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.sources import ImageSource
-from locality.data.transforms import Size, eval_transform, train_transform
 from locality.errors import UserError
 
 _OURS = (signal.SIGINT, signal.SIGTERM)
@@ -101,7 +100,7 @@ class BatchLoader:
 def train_loader(
     source: ImageSource,
     augment: AugmentConfig,
-    img_size: int | Size,
+    preprocessing: Preprocessing,
     *,
     batch_size: int,
     seed: int,
@@ -121,7 +120,7 @@ def train_loader(
     Args:
         source: the images to train on.
         augment: how they are changed; mixup and cutmix are left to training.
-        img_size: side of the square, or (H, W), in pixels.
+        preprocessing: how they are resized and normalised.
         batch_size: images per optimiser step over all processes and micro-batches.
         seed: of the order and the augmentation.
         stop_step: the step after the last; start_step: the first.
@@ -151,8 +150,8 @@ def train_loader(
         raise UserError(f"steps from {start_step} to {stop_step} are no range")
     batches = TrainBatches(
         source,
-        train_transform(augment, img_size),
         augment,
+        preprocessing,
         batch_size,
         seed,
         rank,
@@ -173,8 +172,7 @@ def train_loader(
 
 def eval_loader(
     source: ImageSource,
-    augment: AugmentConfig,
-    img_size: int | Size,
+    preprocessing: Preprocessing,
     *,
     batch_size: int,
     rank: int = 0,
@@ -200,8 +198,7 @@ def eval_loader(
         raise UserError(f"batch_size is {batch_size}; give at least 1")
     batches = EvalBatches(
         source,
-        eval_transform(augment, img_size),
-        augment,
+        preprocessing,
         batch_size,
         rank,
         world_size,

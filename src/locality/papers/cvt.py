@@ -8,7 +8,7 @@ from typing import Any
 import timm
 from huggingface_hub import try_to_load_from_cache
 
-from locality.data import AugmentConfig, DataConfig, open_data
+from locality.data import DataConfig, Preprocessing, open_data
 from locality.errors import UserError
 from locality.files import write_atomic
 from locality.papers import published
@@ -175,10 +175,8 @@ def _evaluate_public(name: str, data: DataConfig) -> float:
     model = timm.create_model(name, pretrained=True).eval()
     wanted: dict[str, Any] = timm.data.resolve_model_data_config(model)
     names = ("mean", "std", "crop_pct", "interpolation")
-    augment = AugmentConfig(**{name: wanted[name] for name in names})
-    size = (wanted["input_size"][-1],) * 2
-    splits = open_data(data, 0)
-    return float(evaluate_on(model, splits, data, augment, size, batch_size=64)["top1"])
+    prepared = Preprocessing(wanted["input_size"][-1], **{name: wanted[name] for name in names})
+    return float(evaluate_on(model, open_data(data, 0), data, prepared, batch_size=64)["top1"])
 
 
 def pretrained(s: Scale, role: str, seed: int) -> Run:

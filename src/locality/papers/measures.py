@@ -248,7 +248,8 @@ def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[An
         model, config = load_run(run.folder)
         splits = open_data(config.data, config.seed)
         with mask(model):
-            return evaluate_on(model, splits, config.data, config.augment, model.img_size)["top1"]
+            prepared = config.input.at(model.img_size)
+            return evaluate_on(model, splits, config.data, prepared)["top1"]
 
     return Measure(f"top1, {name}", read)
 

@@ -96,8 +96,8 @@ def _build(config: RunConfig, splits: DataSplits) -> nn.Module:
     size = _size(config)
     model.pretrained_cfg = dict(model.pretrained_cfg) | {  # type: ignore[arg-type, assignment]
         "input_size": (3, size, size),
-        "mean": config.augment.mean,
-        "std": config.augment.std,
+        "mean": config.input.mean,
+        "std": config.input.std,
         "num_classes": len(splits.classes),
     }
     return model
@@ -110,7 +110,7 @@ def _fit(model: nn.Module, config: RunConfig, splits: DataSplits, device: torch.
     loader = train_loader(
         splits.train,
         config.augment,
-        _size(config),
+        config.input.at(_size(config)),
         batch_size=config.engine.batch_size,
         seed=config.seed,
         stop_step=plan.steps,
@@ -129,5 +129,5 @@ def _fit(model: nn.Module, config: RunConfig, splits: DataSplits, device: torch.
 def _judge(
     model: nn.Module, config: RunConfig, splits: DataSplits, device: torch.device
 ) -> dict[str, Any]:
-    loader = eval_loader(splits.val, config.augment, _size(config), batch_size=_EVAL_BATCH)
+    loader = eval_loader(splits.val, config.input.at(_size(config)), batch_size=_EVAL_BATCH)
     return evaluate(model, loader, device)

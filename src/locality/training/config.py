@@ -8,11 +8,12 @@ them as YAML.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from locality import checks
-from locality.data.config import AugmentConfig, DataConfig
+from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
 
 
@@ -275,6 +276,10 @@ class EngineConfig:
         return self.batch_size // parts
 
 
+MOVED = ("mean", "std", "crop_pct", "crop_mode")
+"""Settings of `input` that earlier versions had in `augment`."""
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """A training run, complete.
@@ -288,6 +293,7 @@ class RunConfig:
     seed: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    input: Preprocessing = field(default_factory=Preprocessing)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -296,6 +302,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         checks.integer("seed", self.seed, 0, 2**63 - 1)
+        if self.input.img_size is not None:
+            raise UserError("input.img_size is the model's; give model.img_size instead")
+        if len(self.input.mean) != 3:
+            raise UserError(
+                f"input.mean has {len(self.input.mean)} values; give one per colour channel, 3"
+            )
         if self.mixes and self.engine.micro_batch(1) % 2:
             raise UserError(
                 f"mixup and cutmix mix pairs, so engine.batch_size / engine.accumulate has to be "
@@ -314,3 +326,15 @@ class RunConfig:
     def mixes(self) -> bool:
         """Whether batches go through mixup or cutmix."""
         return (self.augment.mixup > 0 or self.augment.cutmix > 0) and self.augment.mixup_prob > 0
+
+    @classmethod
+    def upgraded(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of any version by today's names: MOVED, and one interpolation for all."""
+        old = values.get("augment")
+        if "input" in values or not isinstance(old, Mapping):
+            return values
+        moved = {name: old[name] for name in MOVED if name in old}
+        augment = {name: value for name, value in old.items() if name not in MOVED}
+        if old.get("interpolation") not in (None, "random"):
+            moved["interpolation"] = augment.pop("interpolation")
+        return {**values, "input": moved, "augment": augment}

@@ -300,7 +300,7 @@ def build_parts(fabric: Fabric, config: RunConfig, seen: Preview, model: ImageCl
     teacher = None
     if config.objective.teacher is not None:
         with fabric.rank_zero_first(local=True):
-            teacher = load_teacher(config.objective, config.augment, classes).to(fabric.device)
+            teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
     objective = Objective(config.objective, config.augment, classes, teacher, fabric.autocast)
     model.train()
     return Parts(model, forward, optimizer, schedule, ema, objective)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from locality import checks
-from locality.data import AugmentConfig, DataConfig, DataSplits, eval_loader, open_data
+from locality.data import DataConfig, DataSplits, Preprocessing, eval_loader, open_data
 from locality.errors import UserError
 from locality.models import ImageClassifier
 from locality.training.evaluation import evaluate
@@ -59,8 +59,7 @@ def evaluate_run(
         model,
         splits,
         data,
-        config.augment,
-        size,
+        config.input.at(size),
         batch_size=batch_size,
         precision=precision,
         accelerator=accelerator,
@@ -71,8 +70,7 @@ def evaluate_on(
     model: nn.Module,
     splits: DataSplits,
     data: DataConfig,
-    augment: AugmentConfig,
-    size: tuple[int, int],
+    preprocessing: Preprocessing,
     *,
     batch_size: int = 256,
     precision: str = "fp32",
@@ -84,8 +82,7 @@ def evaluate_on(
         model: images → logits, moved to the device; one of ours if the precision is "auto".
         splits: what `open_data(data)` gives.
         data: says how images are loaded and what happens to damaged ones.
-        augment: says how images are resized and normalised.
-        size: (H, W) of the images.
+        preprocessing: what the images go through.
         batch_size, precision, accelerator: as `evaluate_run`.
 
     Raises:
@@ -98,8 +95,7 @@ def evaluate_on(
     device = torch.device(resolve_accelerator(accelerator))
     loader = eval_loader(
         splits.val,
-        augment,
-        size,
+        preprocessing,
         batch_size=batch_size,
         workers=data.workers,
         on_bad_image=data.on_bad(training=False),
@@ -107,7 +103,9 @@ def evaluate_on(
         pin_memory=device.type == "cuda",
     )
     # Only an open choice depends on the model's cost.
-    macs = count_macs(cast(ImageClassifier, model), size) if precision == "auto" else 0
+    macs = (
+        count_macs(cast(ImageClassifier, model), preprocessing.size) if precision == "auto" else 0
+    )
     chosen = choose_precision(precision, device, macs)
     with torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bf16-mixed"):
         result = evaluate(model.to(device), loader, device, label_sets=splits.val.label_sets)

@@ -119,8 +119,7 @@ class Loop:
         self._saved = -1  # step of the last checkpoint
         self._eval_loader = eval_loader(
             self.splits.val,
-            config.augment,
-            self.img_size,
+            config.input.at(self.img_size),
             batch_size=self._eval_batch(),
             rank=fabric.global_rank,
             world_size=fabric.world_size,
@@ -395,7 +394,7 @@ class Loop:
         loader = train_loader(
             self.splits.train,
             config.augment,
-            self.img_size,
+            config.input.at(self.img_size),
             batch_size=self.plan.batch_size,
             seed=config.seed,
             start_step=self.at.step,

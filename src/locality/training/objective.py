@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
-from locality.data.config import AugmentConfig
+from locality.data.config import AugmentConfig, Preprocessing
 from locality.errors import UserError, unknown
 from locality.training.config import ObjectiveConfig
 
@@ -138,7 +138,7 @@ def _channels(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
 
 
-def load_teacher(config: ObjectiveConfig, augment: AugmentConfig, num_classes: int) -> Teacher:
+def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: int) -> Teacher:
     """The teacher that a configuration names: a run folder's model or timm's.
 
     Raises:
@@ -155,7 +155,7 @@ def load_teacher(config: ObjectiveConfig, augment: AugmentConfig, num_classes: i
             f"teacher '{config.teacher}' tells {classes} classes apart and the data has "
             f"{num_classes}; distillation needs a teacher for the same classes"
         )
-    return Teacher(model, student_mean=augment.mean, student_std=augment.std, **settings)
+    return Teacher(model, student_mean=student.mean, student_std=student.std, **settings)
 
 
 def check_teacher(config: ObjectiveConfig) -> None:
@@ -184,7 +184,7 @@ def _teacher_of_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 
     model, config = load_run(folder)
     size = model.img_size
-    return model, {"mean": config.augment.mean, "std": config.augment.std, "size": size}
+    return model, {"mean": config.input.mean, "std": config.input.std, "size": size}
 
 
 def _teacher_of_timm(config: ObjectiveConfig) -> tuple[nn.Module, dict[str, Any]]:

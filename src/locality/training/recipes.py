@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from locality.data.config import AugmentConfig, DataConfig
+from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError, unknown
 from locality.training.config import (
     EngineConfig,
@@ -34,8 +34,6 @@ DEIT_AUGMENT = AugmentConfig(
     color_jitter=0.4,
     auto_augment="rand-m9-mstd0.5-inc1",
     random_erasing=0.25,
-    interpolation="bicubic",
-    crop_pct=0.875,
     mixup=0.8,
     cutmix=1.0,
     mixup_prob=1.0,
@@ -57,9 +55,8 @@ def digits(model: str = "convit_nano", fraction: float = 1.0, seed: int = 0) -> 
         seed=seed,
         model=ModelConfig(model),
         data=DataConfig("digits", fraction=fraction),
-        augment=AugmentConfig(
-            crop="pad", pad=1, hflip=0.0, crop_pct=1.0, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)
-        ),
+        input=Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
+        augment=AugmentConfig(crop="pad", pad=1, hflip=0.0),
         optim=OptimConfig("adamw", lr=2e-3, weight_decay=0.05),
         schedule=ScheduleConfig(
             steps=1500, warmup=100, warmup_lr=1e-6, min_lr=1e-5, eval_every=150
@@ -81,7 +78,8 @@ def cifar(model: str = "convit_micro", dataset: str = "cifar100", seed: int = 0)
         seed=seed,
         model=ModelConfig(model, img_size=32, overrides={"drop_path_rate": 0.1}),
         data=DataConfig(dataset, workers=4),
-        augment=dataclasses.replace(DEIT_AUGMENT, crop="pad", pad=4, crop_pct=1.0, repeats=1),
+        input=Preprocessing(crop_pct=1.0),
+        augment=dataclasses.replace(DEIT_AUGMENT, crop="pad", pad=4, repeats=1),
         optim=OptimConfig("adamw", lr=1e-3, lr_batch=512, weight_decay=0.05),
         schedule=ScheduleConfig(
             epochs=200, steps=None, warmup=10, warmup_lr=1e-6, min_lr=1e-5, eval_every=5
@@ -308,7 +306,8 @@ def finetune_384(
         seed=seed,
         model=ModelConfig(model, img_size=384, weights=weights),
         data=DataConfig(dataset, workers=8),
-        augment=AugmentConfig(crop="resized", scale=(0.25, 1.0), hflip=0.5, crop_pct=1.0),
+        input=Preprocessing(crop_pct=1.0),
+        augment=AugmentConfig(crop="resized", scale=(0.25, 1.0), hflip=0.5),
         optim=OptimConfig("sgd", lr=0.01, weight_decay=0.0, momentum=0.9, clip_grad=1.0),
         schedule=ScheduleConfig(
             steps=steps, warmup=steps // 40, warmup_lr=0.0, min_lr=0.0, eval_every=steps / 20

@@ -48,6 +48,7 @@ def from_dict(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
+    values = getattr(kind, "upgraded", dict)(values)
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     given: dict[str, Any] = {}
@@ -90,7 +91,10 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
         options = typing.get_args(hint)
         if value is None and type(None) in options:
             return None
-        return _typed(next(option for option in options if option is not type(None)), value, path)
+        # Of several types the one that a value of several parts, or of one, can be.
+        several = isinstance(value, (list, tuple))
+        fitting = [o for o in options if (typing.get_origin(o) is tuple) == several]
+        return _typed(next(o for o in [*fitting, *options] if o is not type(None)), value, path)
     if origin is Literal:
         choices = typing.get_args(hint)
         if value not in choices:
@@ -98,6 +102,8 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
         return value
     if origin is tuple:
         parts = typing.get_args(hint)
+        if parts[1:] == (...,) and isinstance(value, (list, tuple)):
+            parts = parts[:1] * len(value)
         if not isinstance(value, (list, tuple)) or len(value) != len(parts):
             raise UserError(f"{path} is {value!r}; give {len(parts)} values in a list")
         return tuple(_typed(part, item, path) for part, item in zip(parts, value, strict=True))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_transform
@@ -20,8 +19,7 @@ from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybePILToTensor
 from torchvision import transforms
 
-from locality.data.config import AugmentConfig
-from locality.errors import UserError
+from locality.data.config import AugmentConfig, Preprocessing
 
 Size = tuple[int, int]
 Step = Callable[[Any], Any]
@@ -57,12 +55,12 @@ class ImageTransform:
         return pixels
 
 
-def train_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransform:
+def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> ImageTransform:
     """The random transform of training; draws from the three global generators.
 
     Random erasing is not part of it: it follows normalisation, see `erasing`.
     """
-    size = as_size(img_size)
+    size = preprocessing.size
     primary, secondary, _ = create_transform(
         size,
         is_training=True,
@@ -72,9 +70,9 @@ def train_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransf
         # timm adds a jitter step of strength 0 unless it is given nothing at all.
         color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
         auto_augment=augment.auto_augment,
-        interpolation=augment.interpolation,
-        mean=augment.mean,
-        std=augment.std,
+        interpolation=augment.interpolation or preprocessing.interpolation,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
         normalize=False,
         separate=True,
     )
@@ -87,29 +85,24 @@ def train_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransf
     windows: list[Step] = []
     if augment.crop == "pad" and augment.pad > 0:
         windows = [transforms.RandomCrop(size, padding=augment.pad)]
-    resize = eval_transform(replace(augment, crop_pct=1.0), size).steps
+    resize = eval_transform(replace(preprocessing, crop_pct=1.0)).steps
     on_tensors = None if secondary.transforms else [*windows, *flips]
     return ImageTransform(size, [*resize, *windows, *flips, *secondary.transforms], on_tensors)
 
 
-def eval_transform(augment: AugmentConfig, img_size: int | Size) -> ImageTransform:
+def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
     """The fixed transform of evaluation: resize and cut the centre, or squash, by `crop_mode`."""
-    size = as_size(img_size)
-    resized = (math.floor(size[0] / augment.crop_pct), math.floor(size[1] / augment.crop_pct))
+    size = preprocessing.size
+    resized = tuple(math.floor(side / preprocessing.crop_pct) for side in size)
     pipeline = create_transform(
         size,
         is_training=False,
-        interpolation=evaluation_interpolation(augment),
-        crop_pct=augment.crop_pct,
-        crop_mode=augment.crop_mode,
+        interpolation=preprocessing.interpolation,
+        crop_pct=preprocessing.crop_pct,
+        crop_mode=preprocessing.crop_mode,
         normalize=False,
     )
     return ImageTransform(size, pipeline.transforms[:-1], [] if resized == size else None)
-
-
-def evaluation_interpolation(augment: AugmentConfig) -> str:
-    """How images are resized to be judged; "random" is for training alone."""
-    return "bicubic" if augment.interpolation == "random" else augment.interpolation
 
 
 def erasing(augment: AugmentConfig) -> RandomErasing | None:
@@ -119,19 +112,11 @@ def erasing(augment: AugmentConfig) -> RandomErasing | None:
     return RandomErasing(augment.random_erasing, mode="pixel", max_count=1, device="cpu")
 
 
-def normalise(pixels: torch.Tensor, augment: AugmentConfig) -> torch.Tensor:
-    """(B, 3, H, W) uint8 → float32, (x / 255 − mean) / std per channel."""
-    mean = torch.tensor(augment.mean).view(3, 1, 1)
-    std = torch.tensor(augment.std).view(3, 1, 1)
+def normalise(pixels: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
+    """(B, C, H, W) uint8 → float32, (x / 255 − mean) / std per channel."""
+    mean = torch.tensor(preprocessing.mean).view(-1, 1, 1)
+    std = torch.tensor(preprocessing.std).view(-1, 1, 1)
     return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
-
-
-def as_size(img_size: int | Size) -> Size:
-    """(H, W) from one number or two."""
-    size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
-    if len(size) != 2 or not all(isinstance(side, (int, np.integer)) and side > 0 for side in size):
-        raise UserError(f"image size is {img_size!r}; give one whole number or (height, width)")
-    return int(size[0]), int(size[1])
 
 
 class _Posterize:
