@@ -1,19 +1,23 @@
 """Figures by name, from real runs, models and images."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from locality.analysis.recording import OverTraining
+from locality.analysis.runs import RecordedRun, group
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError
-from locality.figures import by_name as figures
-from locality.figures.by_name import FIGURES
+from locality.figures import FIGURES
 from locality.figures.style import save
 from locality.models import create_model
 from locality.training import recipe, replace, train
+from locality.training.settings import to_dict
 
 SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 
@@ -50,35 +54,50 @@ def titles(figure):
     return [axes.get_title(loc="left") for axes in figure.axes if axes.lines]
 
 
-def test_runs_of_a_kind_share_a_panel(runs):
-    figure = figures.nonlocality([runs / "deit-0", runs / "deit-1", runs / "convit"])
-    assert titles(figure) == ["DeiT", "ConViT"]
+def test_runs_that_differ_in_seed_alone_share_a_panel(runs):
+    figure = FIGURES["nonlocality"].draw([runs / "deit-0", runs / "deit-1", runs / "convit"])
+    assert titles(figure) == ["ConViT", "DeiT"]
 
 
 def test_distillation_is_told_apart(runs):
-    figure = figures.nonlocality([runs / "deit-0", runs / "taught"])
-    assert titles(figure) == ["DeiT, no distillation", "DeiT, distilled"]
+    figure = FIGURES["nonlocality"].draw([runs / "deit-0", runs / "taught"])
+    assert titles(figure) == ["deit_nano (no distillation)", "deit_nano (distilled)"]
 
 
-def test_runs_of_other_settings_are_no_seeds_of_each_other():
+def test_runs_of_other_settings_are_no_seeds_of_each_other(tmp_path):
     changes = {"slow": {"optim.lr": 1e-4}, "fast": {}, "again": {"seed": 1, "engine.devices": 2}}
-    configs = [replace(recipe("digits"), change) for change in changes.values()]
-    slow, fast, again = map(figures._kind, configs)
-    assert fast == again != slow
-    labels = [figures._label(config, configs) for config in configs]
-    assert labels == ["ConViT (lr=0.0001)", "ConViT (lr=0.002)", "ConViT (lr=0.002)"]
+    runs = [
+        RecordedRun(tmp_path / name, to_dict(replace(recipe("digits"), change)))
+        for name, change in changes.items()
+    ]
+    assert [(one.label, len(one.runs)) for one in group(runs)] == [
+        ("convit_nano (lr=0.0001)", 1),
+        ("convit_nano (lr=0.002)", 2),
+    ]
+
+
+def test_runs_of_other_settings_have_no_common_gates(runs):
+    again = yaml.safe_load((runs / "convit" / "config.yaml").read_text())
+    with pytest.raises(
+        UserError, match=r"differ in more than their seed: ConViT, 5%.* ConViT, 10%"
+    ):
+        again["data"]["fraction"] = 0.1
+        other = runs.parent / "other"
+        shutil.copytree(runs / "convit", other)
+        (other / "config.yaml").write_text(yaml.safe_dump(again))
+        FIGURES["gates"].draw([runs / "convit", other])
 
 
 def test_gates_are_those_of_the_convit(runs):
-    figure = figures.gates([runs / "deit-0", runs / "convit"])
+    figure = FIGURES["gates"].draw([runs / "deit-0", runs / "convit"])
     assert len([axes for axes in figure.axes if axes.lines]) == 3
     with pytest.raises(UserError, match="only ConViT"):
-        figures.gates([runs / "deit-0"])
+        FIGURES["gates"].draw([runs / "deit-0"])
 
 
 def test_maps_of_models_side_by_side(shaken, pictures, tmp_path):
     models = [subject(shaken, name) for name in ("deit_nano", "convit_nano")]
-    figure = figures.maps(models, pictures, layers=[0, 3], heads=3, place=(0.1, 0.9))
+    figure = FIGURES["maps"].draw(models, pictures, layers=[0, 3], heads=3, place=(0.1, 0.9))
     assert sum(bool(axes.images) for axes in figure.axes) == 1 + 2 * 2 * 3
     text = save(figure, tmp_path / "maps")[1].read_text()
     assert "deit_nano" in text and "layer 4" in text
@@ -86,7 +105,7 @@ def test_maps_of_models_side_by_side(shaken, pictures, tmp_path):
 
 def test_mean_maps_are_the_mean(shaken, pictures):
     model = subject(shaken, "deit_nano")
-    figure = figures.mean_maps([model], pictures, layers=[1], heads=4, place=(0.0, 0.5))
+    figure = FIGURES["mean-maps"].draw([model], pictures, layers=[1], heads=4, place=(0.0, 0.5))
     shown = np.array([axes.images[0].get_array() for axes in figure.axes if axes.images])
     with torch.no_grad(), capture(model.model, layers=[1]) as views:
         model.model(model.prepare(pictures))
@@ -98,7 +117,7 @@ def test_mean_maps_are_the_mean(shaken, pictures):
 
 def test_initial_maps_are_local_with_psa_and_nearly_even_without():
     picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8))
-    figure = figures.initial_maps([picture], strengths=(2.0,))
+    figure = FIGURES["initial-maps"].draw([picture], strengths=(2.0,))
     shown = [axes.images[0].get_array() for axes in figure.axes if axes.images][1:]
     assert len(shown) == 8
     even, local = np.array(shown[:4]), np.array(shown[4:])
@@ -108,11 +127,11 @@ def test_initial_maps_are_local_with_psa_and_nearly_even_without():
 
 def test_layers_that_are_not_there(shaken, pictures):
     with pytest.raises(UserError, match="no layer 5; the model has 4"):
-        figures.maps([subject(shaken, "deit_nano")], pictures, layers=[4])
+        FIGURES["maps"].draw([subject(shaken, "deit_nano")], pictures, layers=[4])
     with pytest.raises(UserError, match="at least one image"):
-        figures.maps([subject(shaken, "deit_nano")], [])
+        FIGURES["maps"].draw([subject(shaken, "deit_nano")], [])
     with pytest.raises(UserError, match="at least one model"):
-        figures.mean_maps([], pictures)
+        FIGURES["mean-maps"].draw([], pictures)
 
 
 def test_every_figure_is_registered_with_its_papers():
@@ -123,6 +142,6 @@ def test_every_figure_is_registered_with_its_papers():
 def test_models_are_left_as_they_were(shaken, pictures):
     model = subject(shaken, "convit_nano")
     before = {name: value.clone() for name, value in model.model.state_dict().items()}
-    figures.maps([model], pictures)
-    figures.mean_maps([model], pictures)
+    FIGURES["maps"].draw([model], pictures)
+    FIGURES["mean-maps"].draw([model], pictures)
     assert all((value == before[name]).all() for name, value in model.model.state_dict().items())

@@ -1,10 +1,9 @@
 """Curves over training: means over seeds, panels and lines as many as there is to show."""
 
-import numpy as np
 import pytest
 
 from locality.errors import UserError
-from locality.figures.over_training import Course, gates_over_training, nonlocality_over_training
+from locality.figures.curves import gates_over_training, nonlocality_over_training
 from locality.figures.style import save
 
 
@@ -37,31 +36,35 @@ def recorded(steps, shift=0.0, gated=True):
 
 
 def test_seeds_are_averaged_where_all_of_them_were_measured():
-    course = Course("ConViT", [recorded([0, 5, 10]), recorded([0, 10], shift=0.2)])
-    assert course.epochs.tolist() == [0, 1]
-    assert course.nonlocality(0) == pytest.approx([0.1, 1.1])
-    np.testing.assert_allclose(course.gates(0)[-1], [0.7, 0.6, 0.4])
-    assert course.gated_layers() == [0] and course.depth == 2
+    seeds = [recorded([0, 5, 10]), recorded([0, 10], shift=0.2)]
+    figure = nonlocality_over_training([("ConViT", seeds)])
+    line = figure.axes[0].lines[0]
+    assert line.get_xdata().tolist() == [0, 1]
+    assert line.get_ydata() == pytest.approx([0.1, 1.1])
+    heads = gates_over_training("ConViT", seeds).axes[0].lines[:3]
+    assert [head.get_ydata()[-1] for head in heads] == pytest.approx([0.7, 0.6, 0.4])
 
 
-def test_a_panel_per_course_and_a_line_per_layer(tmp_path):
-    courses = [Course("DeiT", [recorded([0, 10], gated=False)]), Course("C", [recorded([0, 10])])]
-    figure = nonlocality_over_training(courses)
+def test_a_panel_per_kind_of_run_and_a_line_per_layer(tmp_path):
+    measured = [("DeiT", [recorded([0, 10], gated=False)]), ("C", [recorded([0, 10])])]
+    figure = nonlocality_over_training(measured)
     panels = [axes for axes in figure.axes if axes.lines]
     assert [len(axes.lines) for axes in panels] == [2, 2]
     assert panels[0].lines[0].get_ydata() == pytest.approx([0, 1])
+    # Both panels show the same layers: one legend says which line is which.
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["layer 1", "layer 2"]
     png, svg = save(figure, tmp_path / "nonlocality")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "nonlocality (patches)" in svg.read_text()
 
 
 def test_gates_of_heads_and_their_mean():
-    figure = gates_over_training(Course("ConViT", [recorded([0, 10])]))
-    lines = figure.axes[0].lines
-    values = [line.get_ydata()[-1] for line in lines[:4]]
+    figure = gates_over_training("ConViT", [recorded([0, 10])])
+    values = [line.get_ydata()[-1] for line in figure.axes[0].lines]
     assert values == pytest.approx([0.7, 0.6, 0.5, 0.6])
     with pytest.raises(UserError, match="no gates"):
-        gates_over_training(Course("DeiT", [recorded([0], gated=False)]))
+        gates_over_training("DeiT", [recorded([0], gated=False)])
 
 
 def test_nothing_to_draw_is_said():

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from locality.errors import UserError
-from locality.report import build_report, draw_summary, picture
+from locality.report import build_report, draw_summary
+from locality.report import page as report_page
 
 
 class Links(html.parser.HTMLParser):
@@ -78,7 +79,7 @@ def test_every_section_is_there(page):
         "Where single heads look",
         "layer 4",
         "head 4",
-        "Apart from model, share of the data and seed, all runs have the same settings",
+        "Apart from model, fraction of the data and seed, all runs have the same settings",
         "schedule.steps",
         "torch 2.14.1, timm 1.0.31",
         "a processor",
@@ -248,7 +249,7 @@ def test_summary_picture(twin_runs, tmp_path):
 
 def test_differences_stand_at_their_own_share_of_the_data(make_run, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(picture, "save", lambda figure, output: drawn.append(figure))
+    monkeypatch.setattr(report_page, "save", lambda figure, output: drawn.append(figure))
     runs = [make_run("convit_nano", part) for part in (0.05, 1.0)] + [make_run("deit_nano")]
     draw_summary(runs, tmp_path / "summary.png")
     notes = [note for note in drawn[0].subfigs[0].axes[0].texts if "points" in note.get_text()]
@@ -262,5 +263,5 @@ def test_summary_needs_both_models_measured(make_run, tmp_path):
     with pytest.raises(UserError, match="instruments did not run"):
         draw_summary(blind, tmp_path / "s.png")
     apart = [make_run("convit_nano", 0.05), make_run("deit_nano", folder="whole")]
-    with pytest.raises(UserError, match="no fraction"):
+    with pytest.raises(UserError, match="one fraction"):
         draw_summary(apart, tmp_path / "s.png")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import locality
+from locality.analysis.runs import read_runs
 from locality.errors import UserError
 from locality.models import count_parameters
-from locality.report.runs import read_runs
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
 from locality.training.loop import Progressed
@@ -121,7 +121,7 @@ def test_a_run_of_an_earlier_version_is_of_the_size_it_was(tmp_path: Path) -> No
         )
     model, found = load_run(tmp_path / "run")
     assert found.model.name == "cvt_pico" and count_parameters(model) == 175_282
-    (reported,), _ = read_runs([tmp_path / "run"])
+    (reported,) = read_runs([tmp_path / "run"])
     assert reported.model == "cvt_pico"
     with pytest.raises(UserError, match=r'model\.name: "cvt_pico" there, "cvt_nano" now'):
         train(replace(config, {"model.name": "cvt_nano"}), tmp_path / "run")

@@ -13,12 +13,12 @@ from locality.errors import unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from locality.figures.by_name import FigureKind
+    from locality.figures import NamedFigure
 
 
 def main(arguments: Sequence[str]) -> None:
     """Draw the figure and print the paths of its PNG and SVG."""
-    from locality.figures.by_name import FIGURES
+    from locality.figures import FIGURES
 
     kinds = "; ".join(
         f"{name}: {kind.about}, from {kind.takes} ({kind.papers})" for name, kind in FIGURES.items()
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
         "--place",
         type=tuple[float, float],
         default=(0.5, 0.5),
-        help="where to look from, as shares of height and width",
+        help="where to look from, as fractions of height and width",
     )
     parser.add_argument("--count", type=int, default=100, help="how many images at most")
     parser.add_argument("--output", default=None, help="path without suffix; the name unless given")
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
         print(path)
 
 
-def _draw(kind: FigureKind, options: Any) -> Figure:
+def _draw(kind: NamedFigure, options: Any) -> Figure:
     from locality.commands.opening import image_files, open_anything, read_image, run_images
 
     if kind.takes == "runs":

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     if options.record:
         from locality.analysis.recording import MEASURES, record
-        from locality.report.runs import run_folders
+        from locality.analysis.runs import run_folders
 
         for folder in run_folders(options.runs):
             if (folder / "result.json").exists() and not (folder / MEASURES).exists():

@@ -1,16 +1,19 @@
-"""Records of panels and their curves as matplotlib figures."""
+"""Curves in panels: from plain records, and from what was measured over training."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from locality.errors import UserError
 from locality.figures.style import (
     FAINT,
     INK,
@@ -28,20 +31,32 @@ _MOST_COLUMNS = 4
 _PANEL = (3.4, 2.9)
 
 
-def draw(record: Record) -> Figure | None:
-    """The panels of a figure's record; None if there is nothing to show in any of them."""
-    panels = [panel for panel in record["panels"] if _filled(panel)]
+def draw(panels: Sequence[Record], title: str | None = None) -> Figure | None:
+    """Panels side by side; None if there is nothing to show in any of them.
+
+    Args:
+        panels: each with `title`, `x_label`, `y_label`, `log_x`, `scatter` (points with names
+            instead of lines), perhaps `y_range` (which all panels then share), and `series`:
+            `label`, `colour` (see `colour_named`), `dashed`, `band`, `empty` (why there is
+            nothing, or None), `x`, `mean` and `half_width`.
+        title: above all of them.
+    """
+    panels = [panel for panel in panels if _filled(panel)]
     if not panels:
         return None
     columns = min(len(panels), _MOST_COLUMNS)
     rows = math.ceil(len(panels) / columns)
     with settings():
         figure = new_figure(_PANEL[0] * columns, _PANEL[1] * rows)
-        grid = figure.subplots(rows, columns, squeeze=False).flatten()
+        if title is not None:
+            figure.suptitle(title, fontsize=10, fontweight="bold")
+        alike = all("y_range" in panel for panel in panels)
+        grid = figure.subplots(rows, columns, squeeze=False, sharey=alike).flatten()
         for axes, panel in zip(grid, panels, strict=False):
             _draw_panel(axes, panel)
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
+        _draw_legends(figure, list(grid[: len(panels)]), panels)
     return figure
 
 
@@ -59,18 +74,29 @@ def _draw_panel(axes: Axes, panel: Record) -> None:
     drawing = _draw_points if panel["scatter"] else _draw_line
     for series in _filled(panel):
         drawing(axes, series)
+    if "y_range" in panel:
+        axes.set_ylim(*panel["y_range"])
     _plain_ticks(axes, panel)
-    if not panel["scatter"]:  # points have their names beside them
-        columns = 2 if len(_filled(panel)) > 8 else 1
-        legend = axes.legend(fontsize=6.5, handlelength=1.6, ncols=columns, frameon=True)
-        # Where every place is taken, the curves behind it still show.
-        legend.get_frame().set(alpha=0.7, linewidth=0)
+
+
+def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]) -> None:
+    """One legend beside panels that show the same; else one in each. Points are named anyway."""
+    found = [axes.get_legend_handles_labels() for axes in grid]
+    if len(found) > 1 and all(labels == found[0][1] for _, labels in found):
+        figure.legend(*found[0], loc="outside right center", fontsize=7.5, handlelength=1.6)
+        return
+    for axes, panel, (_, labels) in zip(grid, panels, found, strict=True):
+        if not panel["scatter"]:
+            columns = 2 if len(labels) > 8 else 1
+            legend = axes.legend(fontsize=6.5, handlelength=1.6, ncols=columns, frameon=True)
+            # Where every place is taken, the curves behind it still show.
+            legend.get_frame().set(alpha=0.7, linewidth=0)
 
 
 def _plain_ticks(axes: Axes, panel: Record) -> None:
     """Ticks where something was measured, if that is in few places; else no powers of ten."""
     places = sorted({x for series in _filled(panel) for x in series["x"]})
-    if len(places) <= 6 and not panel["scatter"]:
+    if len(places) <= 6 and not panel["scatter"] and "y_range" not in panel:
         axes.set_xticks(places, [f"{place:g}" for place in places])
         axes.xaxis.set_minor_locator(NullLocator())
     elif panel["log_x"]:
@@ -95,9 +121,10 @@ def _draw_line(axes: Axes, series: Record) -> None:
     )
     halves = series["half_width"]
     if series["band"] and all(half is not None for half in halves):
-        low = [mean - half for mean, half in zip(series["mean"], halves, strict=True)]
-        high = [mean + half for mean, half in zip(series["mean"], halves, strict=True)]
-        axes.fill_between(series["x"], low, high, color=colour, alpha=0.12, linewidth=0)
+        mean, half = np.array(series["mean"]), np.array(halves)
+        axes.fill_between(
+            series["x"], mean - half, mean + half, color=colour, alpha=0.12, linewidth=0
+        )
 
 
 def _draw_points(axes: Axes, series: Record) -> None:
@@ -116,7 +143,7 @@ def _draw_points(axes: Axes, series: Record) -> None:
     axes.annotate(
         series["label"],
         (series["x"][0], series["mean"][0]),
-        # Twins have the same size and often nearly the same accuracy.
+        # A baseline has the size of its ConViT and often nearly its accuracy.
         xytext=(7, -9 if series["colour"] == "deit" else 4),
         textcoords="offset points",
         fontsize=6.5,
@@ -124,9 +151,90 @@ def _draw_points(axes: Axes, series: Record) -> None:
 
 
 def colour_named(name: str) -> str:
-    """A colour from a family's name, "ink", "other", "depth:SHARE" (0 … 1), or matplotlib's own."""
+    """A colour from a family's name, "ink", "other", or "depth:FRACTION" (0 … 1)."""
     if name.startswith("depth:"):
         # The lightest end would not show on white.
         return to_hex(matplotlib.colormaps[MAP_COLOURS](0.9 * float(name[6:])))
     named = {"ink": INK, "other": OTHER, "": FAINT}
     return named[name] if name in named else colour_of(name)
+
+
+def mean_curve(curves: Sequence[np.ndarray]) -> np.ndarray:
+    """The mean of several curves (n, 2) at the places that all of them have."""
+    if not curves:
+        return np.empty((0, 2))
+    common = sorted(set.intersection(*({*curve[:, 0]} for curve in curves)))
+    values = [dict(zip(curve[:, 0], curve[:, 1], strict=True)) for curve in curves]
+    return np.array([(place, np.mean([value[place] for value in values])) for place in common])
+
+
+def nonlocality_over_training(measured: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
+    """A panel for each kind of run, a line per layer, dark to bright (Figs. 5, 10, 13).
+
+    Args:
+        measured: a label and one record of `locality.analysis.recording.trajectory` per seed.
+
+    Raises:
+        UserError: if there is none.
+    """
+    panels = []
+    for label, seeds in measured:
+        lines = [
+            _line(
+                f"layer {index + 1}",
+                index / len(seeds[0]["layers"]),
+                seeds,
+                [layer["nonlocality"] for layer in layers],
+            )
+            for index, layers in enumerate(_layers(seeds))
+        ]
+        panels.append(_over_epochs(label, "nonlocality (patches)", (0, None), lines))
+    figure = draw(panels)
+    if figure is None:
+        raise UserError("there is no run to draw; give run folders that were measured")
+    return figure
+
+
+def gates_over_training(label: str, seeds: Sequence[Record]) -> Figure:
+    """A panel per gated layer: σ(λ) of every head, and their mean in black (Figs. 6, 14).
+
+    Raises:
+        UserError: if the model has no gates.
+    """
+    panels = []
+    for index, layers in enumerate(_layers(seeds)):
+        if layers[0]["gates"] is None:
+            continue
+        gates = [np.array(layer["gates"]) for layer in layers]  # (t, h) of each seed
+        heads = gates[0].shape[1]
+        lines = [
+            _line(f"head {head + 1}", head / heads, seeds, [each[:, head] for each in gates])
+            for head in range(heads)
+        ]
+        mean = _line("mean", 0, seeds, [each.mean(axis=1) for each in gates]) | {"colour": "ink"}
+        panels.append(_over_epochs(f"layer {index + 1}", "gate σ(λ)", (0, 1), [*lines, mean]))
+    figure = draw(panels, f"Gates of {label}")
+    if figure is None:
+        raise UserError(f"{label} has no gated layers, so there are no gates to draw")
+    return figure
+
+
+def _layers(seeds: Sequence[Record]) -> list[tuple[Record, ...]]:
+    """Every layer over training, as measured in each seed's run."""
+    return list(zip(*(each["layers"] for each in seeds), strict=True))
+
+
+def _line(label: str, depth: float, seeds: Sequence[Record], values: Sequence[Any]) -> Record:
+    """The mean over seeds of one curve each, as a series of a panel."""
+    curves = [
+        np.array([each["epochs"], value], dtype=float).T
+        for each, value in zip(seeds, values, strict=True)
+    ]
+    epochs, mean = mean_curve(curves).T
+    plain: Record = {"dashed": False, "band": False, "empty": None, "half_width": []}
+    return plain | {"label": label, "colour": f"depth:{depth}", "x": epochs, "mean": mean}
+
+
+def _over_epochs(title: str, y_label: str, y_range: Any, series: list[Record]) -> Record:
+    plain: Record = {"x_label": "epochs", "log_x": False, "scatter": False}
+    return plain | {"title": title, "y_label": y_label, "y_range": y_range, "series": series}

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 import numpy.typing as npt
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, to_hex
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
 
@@ -154,16 +155,28 @@ def draw_rows(
 
 
 def _draw_map(axes: Axes, attention: Array, own_scale: bool) -> None:
+    norm, values = _scaled(attention, own_scale)
+    axes.imshow(values, cmap=MAP_COLOURS, norm=norm, interpolation="nearest")
+
+
+def coloured(attention: Array) -> npt.NDArray[np.uint8]:
+    """A map (H, W) in the colours of `maps`, a pixel per patch: (H, W, 3)."""
+    norm, values = _scaled(attention)
+    return (matplotlib.colormaps[MAP_COLOURS](norm(values))[..., :3] * 255).round().astype(np.uint8)
+
+
+def gate_colour(gate: float) -> str:
+    """The colour of a gate's frame, for a page: white is content, red position."""
+    return to_hex(GATE_COLOURS(gate))
+
+
+def _scaled(attention: Array, own_scale: bool = False) -> tuple[LogNorm, Array]:
+    """The scale of a map's colours, and its values within it."""
     largest = max(float(attention.max()), 1e-12)
     lowest = largest * 10.0**-DECADES
     if own_scale:
         lowest = max(lowest, min(float(attention.min()), 0.999 * largest))
-    axes.imshow(
-        np.maximum(attention, lowest),
-        cmap=MAP_COLOURS,
-        norm=LogNorm(lowest, largest),
-        interpolation="nearest",
-    )
+    return LogNorm(lowest, largest), np.maximum(attention, lowest)
 
 
 def _box(axes: Axes, query: Sequence[int], grid: Grid, shape: Sequence[int]) -> None:
@@ -181,4 +194,4 @@ def _frame(axes: Axes, gate: float | None) -> None:
         spine.set_color(FAINT if gate is None else GATE_COLOURS(gate))
         spine.set_linewidth(0.6 if gate is None else 2.5)
     if gate is not None:
-        axes.set_title(f"{gate:.2f}", fontsize=6, loc="center", pad=2, fontweight="normal")
+        axes.set_title(f"gate {gate:.2f}", fontsize=6, loc="center", pad=2, fontweight="normal")

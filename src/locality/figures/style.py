@@ -17,7 +17,6 @@ from locality.files import write_atomic
 # Wong's palette (Nature Methods 8, 441), told apart under every common colour blindness. Families
 # keep their colour in every figure, and their marker, for those who print in grey.
 CONVIT, DEIT, CVT, OTHER = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
-FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
 FAMILY_COLOURS = {"convit": CONVIT, "deit": DEIT, "cvt": CVT}
 FAMILY_MARKERS = {"convit": "o", "deit": "s", "cvt": "^"}
 INK, FAINT = "#1a1a1a", "#8a8a8a"

@@ -121,6 +121,9 @@ _ROWS = [
 
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 
+FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
+"""What people call the families."""
+
 
 def family_of(model: str | None) -> str:
     """The family of a model by its name; "other" for one that is not in the table."""

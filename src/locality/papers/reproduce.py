@@ -153,7 +153,7 @@ def write_experiment(
     record = make_record(item, spec, scale, failures)
     target = folder / item.file_name
     if isinstance(spec, Figure):
-        figure = draw(record) if spec.panels else None
+        figure = draw(record["panels"]) if spec.panels else None
         if spec.drawing is not None and record["empty"] is None:
             figure = spec.drawing.draw([run.folder for run in spec.drawing.runs])
         record["files"] = [] if figure is None else [path.name for path in save(figure, target)]

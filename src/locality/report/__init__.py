@@ -1,6 +1,5 @@
 """Reports: run folders in, one page or one picture out."""
 
-from locality.report.page import build_report
-from locality.report.picture import draw_summary
+from locality.report.page import build_report, draw_summary
 
 __all__ = ["build_report", "draw_summary"]

@@ -1,46 +1,29 @@
-"""Run folders → one HTML page that needs nothing else: no network, no second file."""
+"""Run folders → one HTML page, or one picture, that needs nothing else: no network, no file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from locality._version import __version__
-from locality.analysis.pictures import Pictures
+from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_address
 from locality.analysis.recording import recorded_trajectory
+from locality.analysis.runs import RecordedRun, RunGroup, differing, group, read_runs
+from locality.analysis.statistics import estimate
 from locality.errors import UserError
-from locality.figures.over_training import Course, gates_over_training, nonlocality_over_training
-from locality.figures.style import inline_svg
+from locality.figures import charts, maps
+from locality.figures.curves import gates_over_training, nonlocality_over_training
+from locality.figures.style import inline_svg, save
 from locality.files import render, write_atomic
-from locality.report import charts, maps, wording
-from locality.report.runs import Run, Unfinished, read_runs
-from locality.report.series import Comparison, Series, compare, group, twins
+from locality.report import comparing
 from locality.training.settings import flatten
 
-SHOWN_IMAGES, SHOWN_LAYERS, SHOWN_HEADS = 3, 4, 4
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart and its caption-sized title."""
-
-    svg: Markup
-    title: str
-
-
-@dataclass(frozen=True)
-class Gallery:
-    """One image seen by several models."""
-
-    image: str
-    label: str
-    box: str
-    models: list[tuple[str, str, list[maps.Row]]]
+_IMAGES, _LAYERS, _HEADS = 3, 4, 4
 
 
 def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
@@ -57,230 +40,230 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
         FileNotFoundError: if a folder does not exist.
         UserError: if no run has finished, or what a folder holds cannot be read.
     """
-    runs, unfinished = read_runs(run_folders)
-    if not runs:
+    given = read_runs(run_folders)
+    unfinished = [run for run in given if not run.is_finished]
+    groups = group([run for run in given if run.is_finished])
+    if not groups:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
         raise UserError(f"none of these runs has finished{waiting}; there is nothing to report")
-    series = group(runs)
-    html = render("locality.report", "report.html", _FILTERS, **_context(series, unfinished))
+    content = _content(groups) | {"unfinished": unfinished, "version": __version__}
+    html = render("locality.report", "report.html", _FILTERS, **content)
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, html)
     return output
 
 
-def _context(series: Sequence[Series], unfinished: Sequence[Unfinished]) -> dict[str, Any]:
-    comparisons = [each for pair in twins(series) for each in compare(*pair)]
-    fractions = sorted({fraction for one in series for fraction in one.fractions})
-    runs = [run for one in series for run in one.runs]
+def draw_summary(run_folders: Iterable[Path | str], output: Path | str) -> list[Path]:
+    """Draw accuracy, nonlocality and the first layer's attention of a ConViT and its baseline.
+
+    Args:
+        run_folders: as for `build_report`.
+        output: where to write; a PNG and an SVG are made of this name.
+
+    Returns:
+        the two paths.
+
+    Raises:
+        FileNotFoundError: if a folder does not exist.
+        UserError: if there is no ConViT with its DeiT among the runs, or they were not measured.
+    """
+    groups = group([run for run in read_runs(run_folders) if run.is_finished])
+    comparisons = list(comparing.compare(groups))
+    if not comparisons:
+        raise UserError(
+            "the summary compares a ConViT with the DeiT of its size on one fraction of the "
+            "training images; give runs of both"
+        )
+    pair = [comparisons[0].first, comparisons[0].second]
+    chosen = [each for each in comparisons if [each.first, each.second] == pair]
+    pictures = [_shown_run(one).pictures() for one in pair]
+    seen = [each for each in pictures if each is not None]
+    fraction = chosen[-1].fraction
+    if len(seen) < 2 or not all(one.at(fraction)[0].measures for one in pair):
+        raise UserError("the instruments did not run on these runs, so there is nothing to draw")
+    differences = {
+        each.fraction: f"{comparing.with_interval(each.difference, sign=True)} points"
+        for each in chosen
+        if each.difference is not None
+    }
+    title = comparing.headline(chosen)
+    return save(charts.summary(title, pair, fraction, differences, seen), output)
+
+
+def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
+    """What the template is given."""
+    comparisons = list(comparing.compare(groups))
+    fractions = sorted({fraction for one in groups for fraction in one.fractions})
+    runs = [run for one in groups for run in one.runs]
+    measured = [run.measures for run in runs if run.measures]
+    first_gates = {
+        round(gate, 4)
+        for measures in measured
+        for layer in (measures.get("before") or {"layers": []})["layers"]
+        for gate in layer["gates"] or []
+    }
+    settings = differing([_settings(one.runs[0]) for one in groups])
+    shared = _settings(runs[0])
+    apart = differing([_settings(run) for run in runs])
     return {
-        "title": wording.headline(comparisons),
-        "datasets": sorted({one.dataset for one in series}),
-        "sentences": [wording.sentence(each) for each in comparisons],
+        "title": comparing.headline(comparisons),
+        "datasets": sorted({one.dataset for one in groups}),
+        "comparisons": [(each, comparing.sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_differences()}),
-        "comparisons": comparisons,
-        "cards": [_card(each) for each in comparisons],
-        "series": series,
-        "families": {one.family for one in series},
-        "fractions": fractions,
-        "accuracy": _panel(charts.accuracy(series), "accuracy", "Final accuracy of every model"),
-        "curves": _panels("curve", fractions, lambda part: charts.learning_curves(series, part)),
+        "groups": groups,
+        "families": {one.family for one in groups},
+        "accuracy": _svg(charts.chart(charts.draw_accuracy, groups), "accuracy", "Final accuracy"),
+        "learning": _panels("learning", fractions, charts.draw_learning, groups),
         "gates": [
             panel
-            for number, one in enumerate(series)
-            for panel in _panels(
-                f"gates{number}", one.fractions, lambda part, one=one: charts.gates(one, part)
-            )
+            for number, one in enumerate(groups)
+            for panel in _panels(f"gates{number}", one.fractions, charts.draw_gates, one)
         ],
-        "nonlocality": _panels(
-            "nonlocality", fractions, lambda part: charts.nonlocality(series, part)
+        "nonlocality": _panels("nonlocality", fractions, charts.draw_nonlocality, groups),
+        "over_training": _over_training(groups),
+        "measured_images": max(
+            (each["after"]["images"] for each in measured if each.get("after")), default=None
         ),
-        "courses": _courses(series),
-        "measured_images": _measured_images(runs),
-        "first_gate": _first_gate(runs),
-        "galleries": _galleries(series),
-        "decades": maps.DECADES,
-        "common": _common_settings(runs),
-        "differing": _differing_settings(series),
+        # Where the gates start, if all of them start at the same value.
+        "first_gate": first_gates.pop() if len(first_gates) == 1 else None,
+        "galleries": _galleries(groups),
+        "decades": DECADES,
+        "shared": {name: value for name, value in shared.items() if name not in apart},
+        "differing": settings,
         "rows": [
-            _row(one, fraction) for fraction in fractions for one in series if one.at(fraction)
+            _row(one, fraction) for fraction in fractions for one in groups if one.at(fraction)
         ],
         "environments": _environments(runs),
         "runs": runs,
-        "unfinished": unfinished,
-        "version": __version__,
     }
 
 
-def _card(comparison: Comparison) -> dict[str, Any]:
-    """The big numbers of one comparison."""
-    return {
-        "heading": "All training images"
-        if comparison.fraction == 1
-        else f"{wording.percent(comparison.fraction)} of the training images",
-        "images": comparison.images,
-        "sides": [
-            (one.label, one.family, found)
-            for one, found in (
-                (comparison.first_series, comparison.first),
-                (comparison.second_series, comparison.second),
-            )
-        ],
-        "difference": comparison.difference,
-    }
+def _svg(figure: Figure | None, identifier: str, title: str) -> Markup:
+    assert figure is not None
+    return Markup(inline_svg(figure, identifier, title))
 
 
-def _panel(figure: Figure, identifier: str, title: str) -> Panel:
-    return Panel(Markup(inline_svg(figure, identifier, title)), title)
-
-
-def _panels(identifier: str, fractions: Sequence[float], draw: Any) -> list[Panel]:
-    """One chart per fraction, without those that had nothing to draw."""
-    drawn = [(number, part, draw(part)) for number, part in enumerate(fractions)]
+def _panels(
+    identifier: str, fractions: Sequence[float], draw: Callable[..., Any], content: Any
+) -> list[tuple[Markup, str]]:
+    """One chart per fraction and its title, without those that had nothing to draw."""
+    titled = {f"{charts.percent(part)} of the training images": part for part in fractions}
+    drawn = {title: charts.chart(draw, content, part) for title, part in titled.items()}
     return [
-        _panel(figure, f"{identifier}{number}", f"{wording.percent(part)} of the training images")
-        for number, part, figure in drawn
+        (_svg(figure, f"{identifier}{number}", title), title)
+        for number, (title, figure) in enumerate(drawn.items())
         if figure is not None
     ]
 
 
-def _courses(series: Sequence[Series]) -> list[Panel]:
+def _over_training(groups: Sequence[RunGroup]) -> list[tuple[Markup, str]]:
     """Nonlocality and gates while training, of the runs on most data that were measured then."""
-    courses = []
-    for one in series:
+    measured = []
+    for one in groups:
         found = [recorded_trajectory(run.folder) for run in one.at(one.fractions[-1])]
-        recorded = [each for each in found if each is not None]
-        if recorded:
-            share = wording.percent(one.fractions[-1])
-            courses.append(Course(f"{one.label}, {share} of the images", recorded))
-    if not courses:
+        if recorded := [each for each in found if each is not None]:
+            part = charts.percent(one.fractions[-1])
+            measured.append((f"{one.label}, {part} of the images", recorded))
+    if not measured:
         return []
-    panels = [_panel(nonlocality_over_training(courses), "course", "How far layers look")]
-    for number, course in enumerate(courses):
-        if course.gated_layers():
-            drawn = gates_over_training(course)
-            panels.append(_panel(drawn, f"course-gates{number}", f"Gates of {course.label}"))
+    title = "How far layers look"
+    panels = [(_svg(nonlocality_over_training(measured), "over-training", title), title)]
+    for number, (label, seeds) in enumerate(measured):
+        if any(layer["gates"] for layer in seeds[0]["layers"]):
+            title = f"Gates of {label}"
+            drawn = gates_over_training(label, seeds)
+            panels.append((_svg(drawn, f"over-training-gates{number}", title), title))
     return panels
 
 
-def _measured_images(runs: Sequence[Run]) -> int | None:
-    counts = {record["images"] for run in runs if (record := (run.measures or {}).get("after"))}
-    return max(counts) if counts else None
+def _shown_run(one: RunGroup) -> RecordedRun:
+    """The run whose pictures stand for a group: on most data, of the lowest seed."""
+    return one.at(one.fractions[-1])[0]
 
 
-def _first_gate(runs: Sequence[Run]) -> float | None:
-    """Where the gates start, if all of them start at the same value."""
-    values = {
-        round(gate, 4)
-        for run in runs
-        if run.measures and run.measures.get("before")
-        for layer in run.measures["before"]["layers"]
-        for gate in layer["gates"] or []
-    }
-    return values.pop() if len(values) == 1 else None
-
-
-def _galleries(series: Sequence[Series]) -> list[Gallery]:
-    """The same images seen by one run of every series: the most data, the lowest seed."""
+def _galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+    """The same images seen by one run of every group."""
     seen: list[tuple[str, Pictures]] = []
-    for one in series:
-        run = one.at(one.fractions[-1])[0]
+    for run, one in ((_shown_run(one), one) for one in groups):
         pictures = run.pictures()
         if pictures is not None and pictures.layers:
-            label = f"{one.label}, {wording.percent(run.fraction)} of the images, seed {run.seed}"
-            seen.append((label, pictures))
+            part = charts.percent(run.fraction)
+            seen.append((f"{one.label}, {part} of the images, seed {run.seed}", pictures))
     if not seen:
         return []
     first = seen[0][1]
-    galleries = []
-    for image in range(min(SHOWN_IMAGES, len(first.images))):
-        # Another model may have been shown other images; those are no comparison.
-        alike = [
-            (label, pictures)
-            for label, pictures in seen
-            if len(pictures.images) > image
-            and pictures.images[image].shape == first.images[image].shape
-            and (pictures.images[image] == first.images[image]).all()
-        ]
-        models = [
-            (
-                label,
-                pictures.predictions[image],
-                maps.picture_rows(
-                    pictures,
-                    image,
-                    maps.chosen_layers(len(pictures.layers), SHOWN_LAYERS),
-                    SHOWN_HEADS,
-                ),
-            )
-            for label, pictures in alike
-        ]
-        galleries.append(
-            Gallery(
-                maps.data_address(first.images[image]),
-                first.labels[image],
-                maps.query_box(first.layers[0]),
-                models,
-            )
-        )
-    return galleries
+    return [
+        {
+            "image": data_address(image),
+            "label": first.labels[index],
+            "box": _box(first.layers[0]),
+            "models": [
+                (label, pictures.predictions[index], _maps(pictures, index))
+                for label, pictures in seen
+                # Another model may have been shown other images; those are no comparison.
+                if len(pictures.images) > index and np.array_equal(pictures.images[index], image)
+            ],
+        }
+        for index, image in enumerate(first.images[:_IMAGES])
+    ]
 
 
-def _row(one: Series, fraction: float) -> dict[str, Any]:
-    """One line of the results table."""
-    runs = one.at(fraction)
-    result = runs[0].result
-    return {
-        "fraction": fraction,
-        "images": result["train_images"],
-        "label": one.label,
-        "family": one.family,
-        "model": one.model,
-        "top1": wording.estimate_of(runs, "top1"),
-        "top5": wording.estimate_of(runs, "top5"),
-        "seeds": [run.seed for run in runs],
-        "parameters": result["parameters"],
-        "macs": result["macs"],
-        "steps": result["steps"],
-        "val_images": result["val_images"],
-        "seconds": sum(float(run.result["seconds"]) for run in runs) / len(runs),
+def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
+    """Layers spread evenly from the first to the last, and the maps of some of their heads."""
+    depth = len(pictures.layers)
+    chosen = {round(float(place)) for place in np.linspace(0, depth - 1, min(_LAYERS, depth))}
+    return [
+        {
+            "layer": index + 1,
+            "box": _box(layer),
+            "heads": [
+                (data_address(maps.coloured(found)), gate)
+                for found, gate in zip(
+                    layer.mixed[image][:_HEADS],
+                    [None] * _HEADS if layer.gates is None else layer.gates.tolist(),
+                    strict=False,
+                )
+            ],
+        }
+        for index, layer in enumerate(pictures.layers)
+        if index in chosen
+    ]
+
+
+def _box(layer: LayerPicture) -> str:
+    """CSS that puts a box over the query patch."""
+    (row, column), (rows, columns) = layer.query, layer.grid
+    return (
+        f"top:{100 * row / rows:.3f}%;left:{100 * column / columns:.3f}%;"
+        f"height:{100 / rows:.3f}%;width:{100 / columns:.3f}%"
+    )
+
+
+def _row(one: RunGroup, fraction: float) -> dict[str, Any]:
+    """One line of the results table: what differs between seeds, and what their runs share."""
+    results = [run.result for run in one.at(fraction)]
+    over_seeds = {
+        name: estimate([float(result[name]) for result in results])
+        for name in ("top1", "top5", "seconds")
     }
+    return {"group": one, "fraction": fraction, "n": len(results)} | results[0] | over_seeds
 
 
-# Told elsewhere on the page.
-_SHOWN_APART = ("seed", "model.name", "data.fraction", "data.dataset")
+def _settings(run: RecordedRun) -> dict[str, Any]:
+    """A run's settings by dotted name, without what is told elsewhere on the page."""
+    flat = flatten(run.config)
+    told = ("seed", "model.name", "data.fraction", "data.dataset")
+    return {name: value for name, value in flat.items() if name not in told}
 
 
-def _common_settings(runs: Sequence[Run]) -> list[tuple[str, Any]]:
-    """Settings that all runs share, by dotted name."""
-    flat = [flatten(run.config) for run in runs]
-    return [
-        (name, value)
-        for name, value in flat[0].items()
-        if name not in _SHOWN_APART
-        and all(name in other and other[name] == value for other in flat)
-    ]
-
-
-def _differing_settings(series: Sequence[Series]) -> list[tuple[str, list[Any]]]:
-    """Settings in which series differ: name and one value per series."""
-    flat = [flatten(one.runs[0].config) for one in series]
-    names = dict.fromkeys(name for settings in flat for name in settings)
-    return [
-        (name, [settings.get(name) for settings in flat])
-        for name in names
-        if name not in _SHOWN_APART and len({repr(settings.get(name)) for settings in flat}) > 1
-    ]
-
-
-def _environments(runs: Sequence[Run]) -> list[tuple[dict[str, Any], int]]:
+def _environments(runs: Sequence[RecordedRun]) -> list[tuple[dict[str, Any], int]]:
     """The distinct machines and versions that runs were made with, and how many runs each."""
     counted: dict[str, tuple[dict[str, Any], int]] = {}
     for run in runs:
-        environment = {
-            key: value for key, value in run.environment.items() if key not in ("seed", "starts")
-        }
-        start = (run.environment.get("starts") or [{}])[-1]
+        environment = dict(run.environment)
+        start = (environment.pop("starts", None) or [{}])[-1]
+        environment.pop("seed", None)
         environment |= {key: start[key] for key in ("device", "precision") if key in start}
         key = repr(sorted(environment.items()))
         counted[key] = (environment, counted.get(key, (environment, 0))[1] + 1)
@@ -289,8 +272,6 @@ def _environments(runs: Sequence[Run]) -> list[tuple[dict[str, Any], int]]:
 
 def _shown(value: Any) -> str:
     """A setting's value for people."""
-    if value is None:
-        return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -299,13 +280,14 @@ def _shown(value: Any) -> str:
         return ", ".join(f"{key} {_shown(item)}" for key, item in value.items()) or "–"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_shown, value)) or "–"
-    return str(value)
+    return "–" if value is None else str(value)
 
 
 _FILTERS: dict[str, Any] = {
-    "percent": wording.percent,
-    "interval": wording.with_interval,
+    "percent": charts.percent,
+    "interval": comparing.with_interval,
     "thousands": lambda number: f"{number:,.0f}",
     "millions": lambda number: f"{number / 1e6:.2f} M",
+    "gate_colour": maps.gate_colour,
     "shown": _shown,
 }

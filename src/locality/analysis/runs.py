@@ -1,0 +1,258 @@
+"""Run folders as values, and which of them belong together: alike in all but seed and data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from locality import checks
+from locality.analysis.pictures import Pictures, load_pictures
+from locality.analysis.recording import MEASURES, PICTURES, read_measures
+from locality.errors import UserError
+from locality.files import read_json, read_rows, read_yaml
+from locality.models.variants import FAMILY_NAMES, family_of, name_today
+from locality.training.runs import MAY_CHANGE, RunFolder, is_run_folder
+from locality.training.settings import flatten
+
+# Where and how a run was computed, which seed it had and how much data.
+INCIDENTAL = MAY_CHANGE | {
+    "seed",
+    "recipe",
+    "data.fraction",
+    "data.subset_seed",
+    "engine.compile",
+    "schedule.eval_every",
+    "schedule.save_every",
+    "schedule.snapshot_every",
+}
+
+# What is read of the files of a run, which anyone may have edited.
+_CONFIG = {"model": {"name": str}, "data": {"dataset": str, "fraction": float}, "seed": int}
+_RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images"), float)
+_ENVIRONMENT = {"starts?": [dict]}
+_LAYER = {"name": str, "kind": str, "grid": [int], "gates?": [float]}
+_RECORD = {"images": int, "layers": [_LAYER]}
+_MEASURES = {"before?": _RECORD, "after?": _RECORD}
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run has left in its folder so far; files are read when they are asked for.
+
+    Attributes:
+        folder: where it lies.
+        config: its whole configuration, as nested plain values.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        return name_today(self.config["model"]["name"], self.environment.get("locality"))
+
+    @property
+    def family(self) -> str:
+        return family_of(self.model)
+
+    @property
+    def dataset(self) -> str:
+        return self.config["data"]["dataset"]
+
+    @property
+    def fraction(self) -> float:
+        """How much of the training images it was given."""
+        return float(self.config["data"]["fraction"])
+
+    @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    @property
+    def is_finished(self) -> bool:
+        return RunFolder(self.folder).result_file.exists()
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """Its final numbers (`result.json`)."""
+        return _shaped(RunFolder(self.folder).result_file, _RESULT)
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Versions, hardware, commit and starts (`environment.json`)."""
+        path = RunFolder(self.folder).environment_file
+        return _shaped(path, _ENVIRONMENT) if path.exists() else {}
+
+    @cached_property
+    def measures(self) -> dict[str, Any]:
+        """What the instruments measured before and after; empty if they did not run."""
+        found = read_measures(self.folder)
+        checks.shaped(str(self.folder / MEASURES), found, _MEASURES)
+        return found
+
+    @cached_property
+    def curve(self) -> list[dict[str, float]]:
+        """One dictionary of numbers per evaluation (`metrics.csv`), empty cells left out."""
+        path = RunFolder(self.folder).metrics_file
+        if not path.exists():
+            return []
+        try:
+            return [
+                {name: float(cell) for name, cell in row.items() if name and cell}
+                for row in read_rows(path)
+            ]
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path} holds something that is not a number: {error}") from error
+
+    def pictures(self) -> Pictures | None:
+        """Its attention pictures; None if there are none."""
+        path = self.folder / PICTURES
+        return load_pictures(path) if path.exists() else None
+
+    def settings(self) -> dict[str, Any]:
+        """By dotted name, the settings that its result depends on beside seed and data."""
+        flat = flatten(self.config)
+        return {name: value for name, value in flat.items() if name not in INCIDENTAL}
+
+
+def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
+    """The runs in these folders; a folder that is no run is searched for runs inside it.
+
+    Raises:
+        FileNotFoundError: if a folder does not exist.
+        UserError: if there is no run in one of them, or a configuration cannot be read.
+    """
+    return [
+        RecordedRun(folder, _shaped(RunFolder(folder).config_file, _CONFIG))
+        for folder in run_folders(folders)
+    ]
+
+
+def run_folders(folders: Iterable[Path | str]) -> list[Path]:
+    """The run folders among and inside `folders`, each once.
+
+    Raises:
+        FileNotFoundError: if a folder does not exist.
+        UserError: if there is no run in one of them.
+    """
+    found: dict[Path, Path] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        inside = [folder] if is_run_folder(folder) else _children(folder)
+        if not inside:
+            raise UserError(
+                f"{folder} is neither a run nor a folder of runs: there is no config.yaml in it "
+                f"or in the folders it holds"
+            )
+        for run in inside:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def _children(folder: Path) -> Sequence[Path]:
+    # A teacher of timm's has a configuration and a result as well, and nothing else of a run.
+    found = (path.parent for path in folder.rglob("config.yaml"))
+    return sorted(run for run in found if RunFolder(run).classes_file.exists())
+
+
+def _shaped(path: Path, wanted: Any) -> Any:
+    """What a file holds, if it is built as is wanted."""
+    content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
+    checks.shaped(str(path), content, wanted)
+    return content
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of one model with one set of settings, over fractions and seeds.
+
+    Attributes:
+        label: what to call them; unique among groups.
+        runs: all of them.
+    """
+
+    label: str
+    runs: tuple[RecordedRun, ...]
+
+    @property
+    def model(self) -> str:
+        return self.runs[0].model
+
+    @property
+    def family(self) -> str:
+        return self.runs[0].family
+
+    @property
+    def dataset(self) -> str:
+        return self.runs[0].dataset
+
+    @property
+    def fractions(self) -> list[float]:
+        return sorted({run.fraction for run in self.runs})
+
+    def at(self, fraction: float) -> list[RecordedRun]:
+        """Its runs on this fraction of the training images, by seed."""
+        chosen = [run for run in self.runs if run.fraction == fraction]
+        return sorted(chosen, key=lambda run: run.seed)
+
+    def top1(self, fraction: float) -> dict[int, float]:
+        """Final top-1 accuracy in per cent, by seed."""
+        return {run.seed: float(run.result["top1"]) for run in self.at(fraction)}
+
+
+def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
+    """Sort runs into groups, ConViT first, then DeiT, then the others, in order of appearance.
+
+    Raises:
+        UserError: if two runs of a group have the same fraction and seed.
+    """
+    groups: dict[str, list[RecordedRun]] = {}
+    for run in runs:
+        groups.setdefault(repr(sorted(run.settings().items())), []).append(run)
+    for members in groups.values():
+        seen: dict[Any, RecordedRun] = {}
+        for run in members:
+            other = seen.setdefault((run.fraction, run.seed), run)
+            if other is not run:
+                raise UserError(
+                    f"{other.folder} and {run.folder} are the same run (seed {run.seed}, fraction "
+                    f"{run.fraction:g}); give one of them"
+                )
+    order = [*FAMILY_NAMES, "other"]
+    ordered = sorted(groups.values(), key=lambda members: order.index(members[0].family))
+    firsts = [members[0] for members in ordered]
+    return [RunGroup(_label(one[0], firsts), tuple(one)) for one in ordered]
+
+
+def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
+    """A short name: the family where that is enough, else the model, else also the settings in
+    which groups of one model differ."""
+    rivals = [other for other in others if other.model == run.model]
+    if len(rivals) > 1:
+        names = differing([other.settings() for other in rivals])
+        return f"{run.model} ({_in_words(run.settings(), list(names))})"
+    alone = [other.family for other in others].count(run.family) == 1
+    return FAMILY_NAMES[run.family] if alone and run.family in FAMILY_NAMES else run.model
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The settings in which several configurations are not all alike: name → their values."""
+    names = dict.fromkeys(name for one in settings for name in one)
+    values = {name: [one.get(name) for one in settings] for name in names}
+    return {name: found for name, found in values.items() if len(set(map(repr, found))) > 1}
+
+
+def _in_words(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Some settings, three at most: "lr=0.001, drop_rate=0.1"; of a teacher, that there is one."""
+    parts = []
+    for name in names[:3]:
+        value = settings.get(name, "default")
+        if name == "objective.teacher":
+            parts.append("distilled" if value else "no distillation")
+        else:
+            parts.append(f"{name.rsplit('.', 1)[-1]}={value}")
+    return ", ".join(parts) + (", …" if len(names) > 3 else "")

@@ -1,0 +1,242 @@
+"""The charts of a report: groups of runs compared by accuracy, gates and nonlocality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from locality.analysis.measures import token_distances
+from locality.analysis.pictures import Pictures
+from locality.analysis.runs import RecordedRun, RunGroup
+from locality.analysis.statistics import estimate
+from locality.figures.curves import mean_curve
+from locality.figures.maps import draw_image, draw_rows
+from locality.figures.style import FAINT, INK, colour_of, marker_of, new_figure, settings
+
+PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside each other elsewhere
+
+
+def percent(fraction: float) -> str:
+    """A fraction as people write it: 5%, 0.5%."""
+    return f"{100 * fraction:g}%"
+
+
+def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
+    """A figure of its own for one of the functions below; None where it found nothing to draw."""
+    with settings():
+        figure = new_figure(*PANEL)
+        drawn = draw(figure.subplots(), *content)
+    return None if drawn is False else figure
+
+
+def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
+    """Final accuracy by fraction of the training images: means, intervals, and every seed."""
+    fractions = sorted({fraction for one in groups for fraction in one.fractions})
+    step = 0.7 / max(1, len(groups))
+    for number, one in enumerate(groups):
+        look: dict[str, Any] = {"color": colour_of(one.family), "marker": marker_of(one.family)}
+        shift = (number - (len(groups) - 1) / 2) * step
+        for fraction in one.fractions:
+            x = fractions.index(fraction) + shift
+            values = list(one.top1(fraction).values())
+            found = estimate(values)
+            seeds = np.full(len(values), x + step * 0.22)
+            axes.plot(seeds, values, **look, linestyle="none", markersize=3, alpha=0.45)
+            axes.errorbar(
+                [x],
+                [found.mean],
+                yerr=found.half_width,
+                **look,
+                markersize=7,
+                capsize=4,
+                elinewidth=1.6,
+                linestyle="none",
+                label=one.label if fraction == one.fractions[0] else None,
+            )
+            axes.annotate(
+                f"{found.mean:.1f}",
+                (x, found.mean),
+                xytext=(-7, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=8,
+            )
+    axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
+    axes.set_xlim(-0.6, len(fractions) - 0.4)
+    # With two seeds an interval may reach beyond what an accuracy can be.
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(0, low), min(101, high))
+    _finish(axes, "fraction of the training images", "top-1 accuracy (%)", "lower right")
+
+
+def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> None:
+    """Validation accuracy over training: each seed thin, their mean thick."""
+    for one in groups:
+        colour = colour_of(one.family)
+        curves = [curve for run in one.at(fraction) if len(curve := curve_of(run, "top1"))]
+        for curve in curves:
+            axes.plot(*curve.T, color=colour, linewidth=0.8, alpha=0.35)
+        mean = mean_curve(curves)
+        if len(mean):
+            axes.plot(*mean.T, color=colour, linewidth=2.2, label=one.label)
+    axes.set_title(f"{percent(fraction)} of the training images")
+    _finish(axes, "step", "top-1 accuracy (%)", "lower right")
+
+
+def curve_of(run: RecordedRun, column: str) -> np.ndarray:
+    """(n, 2): the steps at which `column` was recorded, and its values."""
+    points = [(row["step"], row[column]) for row in run.curve if "step" in row and column in row]
+    return np.array(points).reshape(-1, 2)
+
+
+def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
+    """σ(λ) of every head by layer, with the mean and where it started; False without gates."""
+    after = _by_layer(one.at(fraction), "after", "gates")
+    before = _by_layer(one.at(fraction), "before", "gates")
+    for layer, values in after.items():
+        jitter = np.linspace(-0.18, 0.18, values.size) if values.size > 1 else np.zeros(1)
+        axes.plot(
+            layer + jitter,
+            values.ravel(),
+            linestyle="none",
+            marker=marker_of(one.family),
+            markersize=3.5,
+            alpha=0.5,
+            color=colour_of(one.family),
+        )
+    for values_by_layer, label, look in (
+        (before, "before training", {"color": FAINT, "linestyle": "--"}),
+        (after, "mean after training", {"color": INK, "linewidth": 2, "marker": "_"}),
+    ):
+        if values_by_layer:
+            means = [values.mean() for values in values_by_layer.values()]
+            axes.plot(list(values_by_layer), means, label=label, **look)
+    axes.set_title(f"{percent(fraction)} of the training images")
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xticks(list(after))
+    _finish(axes, "layer", "gate σ(λ):  0 content … 1 position")
+    return bool(after)
+
+
+def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> bool:
+    """Nonlocality of every layer before and after training; False where it was not measured."""
+    measured = [one for one in groups if _by_layer(one.at(fraction), "after", "nonlocality")]
+    for one in measured:
+        for stage in ("before", "after"):
+            values = _by_layer(one.at(fraction), stage, "nonlocality")
+            if not values:
+                continue
+            # The mean over heads is the layer's; its spread over seeds is the interval.
+            found = [estimate(list(layer.mean(axis=1))) for layer in values.values()]
+            widths = [each.half_width for each in found if each.half_width is not None]
+            axes.errorbar(
+                list(values),
+                [each.mean for each in found],
+                yerr=widths or None,
+                color=colour_of(one.family),
+                linestyle="-" if stage == "after" else "--",
+                linewidth=2 if stage == "after" else 1.2,
+                marker=marker_of(one.family),
+                markersize=5,
+                markerfacecolor=colour_of(one.family) if stage == "after" else "none",
+                capsize=2,
+                elinewidth=1,
+                label=f"{one.label}, {stage} training",
+            )
+    everywhere = _uniform_nonlocality(measured[0].at(fraction)[0]) if measured else None
+    if everywhere is not None:
+        axes.axhline(everywhere, color=FAINT, linestyle=":", linewidth=1.2)
+        axes.annotate(
+            "looking everywhere alike",
+            (0.02, everywhere),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 6),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=FAINT,
+        )
+    axes.set_title(f"{percent(fraction)} of the training images")
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    axes.locator_params(axis="x", integer=True)
+    _finish(axes, "layer", "nonlocality (patches)")
+    return bool(measured)
+
+
+def _finish(axes: Axes, x_label: str, y_label: str, legend: Any = "best") -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(axis="y")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc=legend, fontsize=8)
+
+
+def _by_layer(runs: Sequence[RecordedRun], stage: str, name: str) -> dict[int, np.ndarray]:
+    """A measure by layer, counted from 1: (seeds, heads), for the layers that have it."""
+    collected: dict[int, list[Any]] = {}
+    for run in runs:
+        record = run.measures.get(stage)
+        for index, layer in enumerate(record["layers"] if record else [], start=1):
+            value = layer.get(name)
+            if isinstance(value, dict):
+                value = value["mean"]
+            if value is not None:
+                collected.setdefault(index, []).append(np.array(value, dtype=float))
+    return {index: np.stack(values) for index, values in sorted(collected.items())}
+
+
+def _uniform_nonlocality(run: RecordedRun) -> float | None:
+    """The nonlocality of attention that is the same everywhere, where all layers share a grid."""
+    grids = {tuple(layer["grid"]) for layer in run.measures["after"]["layers"]}
+    if len(grids) != 1:
+        return None
+    rows, columns = grids.pop()
+    return token_distances((rows, columns)).mean().item()
+
+
+def summary(
+    title: str,
+    pair: Sequence[RunGroup],
+    fraction: float,
+    differences: Mapping[float, str],
+    pictures: Sequence[Pictures],
+) -> Figure:
+    """One picture of two groups: accuracy, nonlocality, and what the first layer looks at.
+
+    Args:
+        title: above everything.
+        pair: the groups.
+        fraction: of the training images, for nonlocality.
+        differences: what to write below the accuracies, by fraction.
+        pictures: one run's of each group.
+    """
+    with settings():
+        figure = new_figure(12, 3.9)
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+        parts: Any = figure.subfigures(1, 4, width_ratios=[1, 1, 0.3, 0.85])
+        axes = parts[0].subplots()
+        draw_accuracy(axes, pair)
+        axes.set_title(f"Accuracy on {pair[0].dataset}")
+        # As `draw_accuracy` places them: also the fractions that only one of the two has.
+        fractions = sorted({part for one in pair for part in one.fractions})
+        for part, text in differences.items():
+            axes.annotate(
+                text,
+                (fractions.index(part), 0.02),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                fontweight="bold",
+            )
+        axes.set_ylim(max(0, axes.get_ylim()[0] - 12), 104)
+        axes.legend(loc="best")
+        axes = parts[1].subplots()
+        draw_nonlocality(axes, pair, fraction)
+        axes.set_title(f"How far layers look ({percent(fraction)} of the data)")
+        draw_image(parts[2], pictures[0], 0)
+        rows = [(one.label, seen.layers[0]) for one, seen in zip(pair, pictures, strict=True)]
+        draw_rows(parts[3], "Layer 1, from the boxed patch", rows, heads=4, image=0)
+    return figure
