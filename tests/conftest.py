@@ -12,9 +12,8 @@ import torch
 from hypothesis import settings
 
 from locality.papers.scales import DIGITS, Scale
-from locality.runner.executors import Outcome
+from locality.runner.executors import Outcome, perform
 from locality.runner.runs import Run, content_folder
-from locality.runner.worker import perform
 from locality.training import RunConfig, recipe, replace
 
 # The same examples every time: a failure belongs to the change that it is seen with.

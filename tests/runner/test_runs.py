@@ -74,7 +74,7 @@ def test_a_run_whose_donor_has_moved_is_still_finished(tmp_path, tiny_config):
     run = Run("", config, content_folder(tmp_path, config))
     run.folder.mkdir()
     (run.folder / "config.yaml").write_text(settings.to_yaml(config))
-    (run.folder / "result.json").write_text("{}")
+    (run.folder / "result.json").write_text(json.dumps({"model": config.model.name}))
     moved = replace(config, {"model.weights": str(tmp_path / "there" / "donor-123")})
     assert content_folder(tmp_path, moved) == run.folder
     assert Run("", moved, run.folder).is_finished()

@@ -11,10 +11,9 @@ import torch
 
 from locality.errors import UserError
 from locality.runner.cost import estimate_costs, span
-from locality.runner.executors import make_executor, visible_gpus
+from locality.runner.executors import log_file, make_executor, perform, visible_gpus
 from locality.runner.runs import Run
 from locality.runner.schedule import Plan, Progress, done_share, run_all
-from locality.runner.worker import log_file, perform
 from locality.training import load_run, settings
 
 

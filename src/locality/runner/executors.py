@@ -6,13 +6,18 @@ it that each is performed once, and says of each whether it failed; results are 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import multiprocessing
 import os
-import queue
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +25,12 @@ import torch
 
 from locality.errors import UserError, unknown
 from locality.runner.runs import Run
-from locality.runner.worker import WorkerProcess, perform
+from locality.training import RunConfig
+from locality.training.setup import launched_from_outside
+from locality.training.signals import Interrupted
 
 _POLL_SECONDS = 0.2
+_PARENT_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,69 @@ class Executor(Protocol):
         ...
 
 
+def perform(run: Run) -> str | None:
+    """Carry out a run here; what it prints goes to a file beside its folder.
+
+    Returns:
+        None if the folder now holds a result, else one sentence saying why not.
+    """
+    log = log_file(run.folder)
+    try:
+        with _printing_to(log):
+            run.load_task()(_on_one_device(run.config), run.folder)
+    except (UserError, FileNotFoundError, PermissionError) as error:
+        return " ".join(str(error).split())
+    except Interrupted as error:
+        return str(error)
+    except (KeyboardInterrupt, SystemExit):
+        return "stopped at once; the same command resumes the run"
+    except Exception as error:
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+        return f"{type(error).__name__}: {' '.join(str(error).split())} (details in {log})"
+    return None if run.is_finished() else f"it ended without a result.json (output in {log})"
+
+
+def perform_in(place: str, threads: int, run: Run) -> str | None:
+    """`perform`, wherever a backend has put this process.
+
+    Args:
+        place: the folder that the run's relative paths start from.
+        threads: of the arithmetic.
+        run: what to do.
+    """
+    os.chdir(place)
+    torch.set_num_threads(threads)
+    return perform(run)
+
+
+def _on_one_device(config: RunConfig) -> RunConfig:
+    """One device where the settings say all: runs go on side by side, each with its own.
+
+    Starting further processes would mean to start this program again, which is no training
+    command. Under srun, with several tasks, a run has as many devices as tasks.
+    """
+    if config.engine.devices or launched_from_outside():
+        return config
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, devices=1))
+
+
+def log_file(folder: Path) -> Path:
+    """Where the output of a run goes: beside its folder, which is training's own."""
+    return folder.with_name(folder.name + ".log")
+
+
+@contextlib.contextmanager
+def _printing_to(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        path.open("a", encoding="utf-8") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
+        yield
+
+
 def visible_gpus() -> list[str]:
     """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -59,11 +130,58 @@ def visible_gpus() -> list[str]:
 
 
 def threads_per_run(jobs: int) -> int:
-    """This process's share of the processor for each of `jobs` runs at a time, at least 1."""
+    """This process's part of the processor for each of `jobs` runs at a time, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
 
 
-class LocalExecutor:
+class PollingExecutor:
+    """Keeps jobs going, a window of them at a time, and asks which have ended.
+
+    A backend says how runs become jobs (`submit`), whether one has ended (`is_done`) and how
+    (`error`), and what stops those going on (`cancel`).
+    """
+
+    window: int
+
+    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def is_done(self, job: Any) -> bool:
+        raise NotImplementedError
+
+    def error(self, job: Any) -> str | None:
+        raise NotImplementedError
+
+    def cancel(self, jobs: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is going on any more."""
+
+    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
+        """See `Executor.map`."""
+        waiting = list(runs)
+        going: list[tuple[Run, Any]] = []
+        try:
+            while waiting or going:
+                free = self.window - len(going)
+                batch, waiting = waiting[:free], waiting[free:]
+                if batch:
+                    going += zip(batch, self.submit(batch), strict=True)
+                ended = [pair for pair in going if self.is_done(pair[1])]
+                for run, job in ended:
+                    going.remove((run, job))
+                    yield Outcome(run, self.error(job))
+                if not ended:
+                    time.sleep(_POLL_SECONDS)
+        finally:
+            try:
+                self.cancel([job for _, job in going])
+            finally:
+                self.close()
+
+
+class LocalExecutor(PollingExecutor):
     """Processes on this machine, a few at a time; each sees one GPU, in turn, if there are any.
 
     Args:
@@ -74,54 +192,118 @@ class LocalExecutor:
     """
 
     def __init__(self, jobs: int = 2, threads: int | None = None) -> None:
-        self.jobs = jobs
-        self.threads = threads or threads_per_run(jobs)
+        self.window = jobs
+        gpus: list[str | None] = [*visible_gpus()] or [None]
+        threads = threads or threads_per_run(jobs)
+        self._workers = [WorkerProcess(threads, gpus[n % len(gpus)]) for n in range(jobs)]
+        self._idle = self._workers[::-1]
 
-    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
-        """See `Executor.map`."""
-        waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
-        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        stopping = threading.Event()
-        workers: list[WorkerProcess] = []
-        gpus = visible_gpus()
-        for run in runs:
-            waiting.put(run)
+    def submit(self, runs: Sequence[Run]) -> Sequence[WorkerProcess]:
+        workers = [self._idle.pop() for _ in runs]
+        for worker, run in zip(workers, runs, strict=True):
+            worker.begin(run)
+        return workers
 
-        def drive(number: int) -> None:
-            gpu = gpus[number % len(gpus)] if gpus else None
-            worker: WorkerProcess | None = None
-            while not stopping.is_set():
-                try:
-                    run = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                if worker is None or not worker.alive:
-                    worker = WorkerProcess(self.threads, gpu)
-                    workers.append(worker)
-                outcomes.put(Outcome(run, worker.perform(run)))
-            if worker is not None:
-                worker.close()
+    def is_done(self, job: WorkerProcess) -> bool:
+        return job.has_ended()
 
-        drivers = [
-            threading.Thread(target=drive, args=(number,), daemon=True)
-            for number in range(min(self.jobs, len(runs)))
-        ]
-        for driver in drivers:
-            driver.start()
+    def error(self, job: WorkerProcess) -> str | None:
+        self._idle.append(job)
+        return job.error()
+
+    def cancel(self, jobs: Sequence[WorkerProcess]) -> None:
+        for worker in jobs:
+            worker.stop()
+        for worker in jobs:
+            self.error(worker)  # comes when the run has saved
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+class WorkerProcess:
+    """A process that carries out one run after the other, without importing everything anew.
+
+    It starts with its first run, and anew with the next one if it has died.
+
+    Args:
+        threads: processor threads of its arithmetic.
+        gpu: the one GPU it sees, as CUDA_VISIBLE_DEVICES names it; None leaves that alone.
+    """
+
+    def __init__(self, threads: int, gpu: str | None = None) -> None:
+        self._settings = threads, gpu
+        self._process: Any = None
+        self._connection: Any = None
+
+    def begin(self, run: Run) -> None:
+        """Start with a run."""
+        if self._process is None or not self._process.is_alive():
+            # A forked child would inherit locks held by this process's threads.
+            context = multiprocessing.get_context("spawn")
+            self._connection, child = context.Pipe()
+            # Not daemonic: training may start loading processes of its own.
+            arguments = (child, *self._settings, os.getpid())
+            self._process = context.Process(target=_serve, args=arguments)
+            self._process.start()
+            child.close()
+        self._connection.send(run)
+
+    def has_ended(self) -> bool:
+        """Whether the run has, or the process."""
+        return self._connection.poll()
+
+    def error(self) -> str | None:
+        """What `perform` said of the run; a process that died is a failed run."""
         try:
-            for _ in runs:
-                yield outcomes.get()
-        finally:
-            stopping.set()
-            # More than once: a driver may have been about to start a worker.
-            while any(driver.is_alive() for driver in drivers):
-                for worker in list(workers):
-                    worker.stop()
-                for driver in drivers:
-                    driver.join(_POLL_SECONDS)
+            return self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            return f"its process ended unexpectedly ({_ending(self._process.exitcode)})"
+
+    def stop(self) -> None:
+        """Ask the run to save and end: it finishes the step it is in."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """Send the process home and wait for it."""
+        if self._process is not None:
+            self._connection.close()
+            self._process.join()
 
 
-class SubmititExecutor:
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+def _serve(connection: Connection, threads: int, gpu: str | None, parent: int) -> None:
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is first used
+    torch.set_num_threads(threads)
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    # Ctrl-C reaches every process of a terminal. Between runs it is the parent's business; during
+    # a run, training listens itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            run = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        connection.send(perform(run))
+
+
+def _follow(parent: int) -> None:
+    """End with the parent, however it ended: as if asked to, so that a run saves first."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SubmititExecutor(PollingExecutor):
     """Jobs of a cluster (SLURM), or processes here where there is none, through submitit.
 
     Args:
@@ -141,10 +323,10 @@ class SubmititExecutor:
             raise UserError(
                 "executor 'submitit' needs a package: pip install 'locality[slurm]'"
             ) from error
-        self.jobs = jobs
         threads = threads or threads_per_run(jobs)
         self._executor = submitit.AutoExecutor(folder=logs)
-        self._here = self._executor.cluster != "slurm"
+        # SLURM queues; submitit's local executor starts everything it is given at once.
+        self.window = 10**9 if self._executor.cluster == "slurm" else jobs
         defaults: dict[str, Any] = {
             "name": "locality",
             "cpus_per_task": threads,
@@ -154,37 +336,25 @@ class SubmititExecutor:
         self._executor.update_parameters(**defaults | (parameters or {}))
         self._perform = functools.partial(perform_in, os.getcwd(), threads)
 
-    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
-        """See `Executor.map`."""
-        # SLURM queues; submitit's local executor starts everything it is given at once.
-        window = self.jobs if self._here else len(runs)
-        waiting = list(runs)
-        jobs: list[tuple[Run, Any]] = []
-        try:
-            while waiting or jobs:
-                batch, waiting = waiting[: window - len(jobs)], waiting[window - len(jobs) :]
-                if batch:
-                    submitted = self._executor.map_array(self._perform, batch)
-                    jobs += list(zip(batch, submitted, strict=True))
-                for run, job in [pair for pair in jobs if pair[1].done()]:
-                    jobs.remove((run, job))
-                    yield Outcome(run, _ended(job))
-                time.sleep(_POLL_SECONDS)
-        finally:
-            for _, job in jobs:
-                job.cancel(check=False)
+    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+        return self._executor.map_array(self._perform, runs)
+
+    def is_done(self, job: Any) -> bool:
+        return job.done()
+
+    def error(self, job: Any) -> str | None:
+        problem = job.exception()
+        if problem is None:
+            return job.results()[0]  # of several tasks the first one speaks
+        lines = str(problem).strip().splitlines()
+        return f"job {job.job_id} failed: {lines[-1] if lines else type(problem).__name__}"
+
+    def cancel(self, jobs: Sequence[Any]) -> None:
+        for job in jobs:
+            job.cancel(check=False)
 
 
-def _ended(job: Any) -> str | None:
-    """The error of a submitit job that is done."""
-    problem = job.exception()
-    if problem is None:
-        return job.results()[0]  # of several tasks the first one speaks
-    lines = str(problem).strip().splitlines()
-    return f"job {job.job_id} failed: {lines[-1] if lines else type(problem).__name__}"
-
-
-class RayExecutor:
+class RayExecutor(PollingExecutor):
     """Tasks of a Ray cluster; one is started here unless `RAY_ADDRESS` names another.
 
     Args:
@@ -203,51 +373,37 @@ class RayExecutor:
                 "executor 'ray' needs a package: pip install 'locality[ray]'"
             ) from error
         self._ray = ray
-        self.jobs = jobs
+        self.window = jobs
         self.threads = threads or threads_per_run(jobs)
         self._resources = {"num_cpus": self.threads} | (resources or {})
+        self._started_here = False
 
-    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
-        """See `Executor.map`."""
-        ray = self._ray
-        started_here = not ray.is_initialized()
-        if started_here:
-            here = None if os.environ.get("RAY_ADDRESS") else self.jobs * self.threads
-            ray.init(num_cpus=here, include_dashboard=False, log_to_driver=False)
+    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+        if not self._ray.is_initialized():
+            self._started_here = True
+            here = None if os.environ.get("RAY_ADDRESS") else self.window * self.threads
+            self._ray.init(num_cpus=here, include_dashboard=False, log_to_driver=False)
         # A failed run is to be looked at, not tried again in silence.
-        task = ray.remote(max_retries=0, **self._resources)(perform_in)
-        waiting = list(runs)
-        going: dict[Any, Run] = {}
+        task = self._ray.remote(max_retries=0, **self._resources)(perform_in)
+        return [task.remote(os.getcwd(), self.threads, run) for run in runs]
+
+    def is_done(self, job: Any) -> bool:
+        return bool(self._ray.wait([job], timeout=0)[0])
+
+    def error(self, job: Any) -> str | None:
         try:
-            while waiting or going:
-                while waiting and len(going) < self.jobs:
-                    run = waiting.pop(0)
-                    going[task.remote(os.getcwd(), self.threads, run)] = run
-                done, _ = ray.wait(list(going), num_returns=1)
-                for reference in done:
-                    run = going.pop(reference)
-                    try:
-                        yield Outcome(run, ray.get(reference))
-                    except ray.exceptions.RayError as error:
-                        yield Outcome(run, f"its Ray task failed: {str(error).splitlines()[0]}")
-        finally:
-            for reference in going:
-                ray.cancel(reference)
-            if started_here:
-                ray.shutdown()
+            return self._ray.get(job)
+        except self._ray.exceptions.RayError as error:
+            return f"its Ray task failed: {str(error).splitlines()[0]}"
 
+    def cancel(self, jobs: Sequence[Any]) -> None:
+        for job in jobs:
+            self._ray.cancel(job)
 
-def perform_in(place: str, threads: int, run: Run) -> str | None:
-    """`perform`, wherever a backend has put this process.
-
-    Args:
-        place: the folder that the run's relative paths start from.
-        threads: of the arithmetic.
-        run: what to do.
-    """
-    os.chdir(place)
-    torch.set_num_threads(threads)
-    return perform(run)
+    def close(self) -> None:
+        if self._started_here:
+            self._ray.shutdown()
+            self._started_here = False
 
 
 def make_executor(
