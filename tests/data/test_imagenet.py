@@ -94,7 +94,7 @@ def test_a_subset_keeps_its_own_images_answers(real):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[[1], [2]", "are not JSON"),
+        ("[[1], [2]", "is not JSON"),
         ('{"1": [2]}', "should be a list of lists"),
         ("[1, 2, 3, 4]", "should be a list of lists"),
         ("[[1.5], [], [], []]", "should be a list of lists"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +29,14 @@ from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import ImageSource
 from locality.errors import UserError
-from locality.files import write_atomic
+from locality.files import open_file, parse_json, write_atomic
 from locality.layers.position import Grid
 from locality.training.config import RunConfig
 
 Array = npt.NDArray[Any]
 
 DECADES = 3
+_LARGEST_PICTURES = 1 << 28
 """How many powers of ten below a map's largest value its colours reach, wherever it is drawn."""
 
 
@@ -240,23 +243,30 @@ def load_pictures(path: Path | str) -> Pictures:
     Raises:
         UserError: if the file is something else.
     """
-    with np.load(path, allow_pickle=False) as archive:
-        if "about" not in archive:
-            raise UserError(f"{path} holds no attention pictures")
-        about = json.loads(str(archive["about"]))
-        layers = [
-            LayerPicture(
-                name=layer["name"],
-                **{name: tuple(layer[name]) for name in ("grid", "key_grid", "query")},
-                mixed=archive[f"{index}.mixed"],
-                gates=archive.get(f"{index}.gates"),
-            )
-            for index, layer in enumerate(about["layers"])
-        ]
-        return Pictures(
-            archive["images"],
-            about["labels"],
-            about["predictions"],
-            tuple(about["place"]),
-            layers,
+    try:
+        with open_file(path) as file, zipfile.ZipFile(file) as entries:
+            if sum(entry.file_size for entry in entries.infolist()) > _LARGEST_PICTURES:
+                raise UserError(f"{path} unpacks to more than {_LARGEST_PICTURES:,} bytes")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                return _unpacked(archive, parse_json(str(archive["about"]), str(path)))
+    except (AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} holds no attention pictures: {error}") from error
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+
+
+def _unpacked(archive: Any, about: dict[str, Any]) -> Pictures:
+    layers = [
+        LayerPicture(
+            name=layer["name"],
+            **{name: tuple(layer[name]) for name in ("grid", "key_grid", "query")},
+            mixed=archive[f"{index}.mixed"],
+            gates=archive.get(f"{index}.gates"),
         )
+        for index, layer in enumerate(about["layers"])
+    ]
+    labels, predictions = about["labels"], about["predictions"]
+    return Pictures(archive["images"], labels, predictions, tuple(about["place"]), layers)

@@ -34,7 +34,7 @@ from locality.analysis.pictures import (
 from locality.analysis.summary import Record, measure_model
 from locality.data import open_data
 from locality.errors import UserError
-from locality.files import read_json, write_atomic
+from locality.files import parse_json, read_json, read_text, write_atomic
 from locality.training.observer import Moment
 from locality.training.plan import make_plan
 from locality.training.runs import RunFolder, initial_model, load_run
@@ -42,6 +42,7 @@ from locality.training.runs import RunFolder, initial_model, load_run
 MEASURES = "measures.json"
 PICTURES = "attention.npz"
 HISTORY = "over_training.jsonl"
+_LARGEST_HISTORY = 1 << 28
 
 
 def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
@@ -155,11 +156,15 @@ def read_history(folder: Path | str) -> list[Record]:
     A record is that of `measure_model` with `step`, `epoch` and the `seconds` it took. Where a
     resumed run measured a step again, the later record counts; a line that a killed process left
     half-written does not.
+
+    Raises:
+        UserError: if the file holds something else.
     """
     path = Path(folder) / HISTORY
     if not path.exists():
         return []
-    records = [json.loads(line) for line in _whole_lines(path)]
+    records = [parse_json(line, str(path)) for line in _whole_lines(path)]
+    checks.shaped(str(path), records, [{"step": int, "epoch": float, "layers": [dict]}])
     by_step = {record["step"]: record for record in records}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -172,7 +177,7 @@ def _cut(folder: Path) -> None:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
+    return read_text(path, _LARGEST_HISTORY).split("\n")[:-1]
 
 
 def trajectory(folder: Path | str, images: int = 256) -> Record:

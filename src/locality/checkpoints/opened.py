@@ -23,11 +23,13 @@ from locality.checkpoints.sources import SOURCES
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import UserError, unknown
-from locality.files import parse_json
+from locality.files import open_file, parse_json
 from locality.models.base import ImageClassifier
 from locality.models.factory import variant
 from locality.models.variants import VARIANTS
 
+# Protocol Buffers hold no more.
+_LARGEST_GRAPH = 2 << 30
 # How Pillow calls images of so many channels.
 _MODES = {1: "L", 3: "RGB"}
 
@@ -165,6 +167,7 @@ def _classifier(checkpoint: Checkpoint, origin: Path | str) -> Classifier:
 def _open_onnx(path: Path) -> Classifier:
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
+    open_file(path, _LARGEST_GRAPH).close()
     if importlib.util.find_spec("onnxruntime") is None:
         raise ModuleNotFoundError(
             'running an ONNX graph needs onnxruntime; install with: pip install "locality[export]"'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 from locality.data.config import Decoding
 from locality.data.folder import FileSource, existing_folder, list_folder, no_images, open_one, some
 from locality.errors import UserError
+from locality.files import parse_json, read_text
 
 _CLASSES = 1000
 _VALIDATION_NUMBER = re.compile(r"_val_(\d{8})\.")
@@ -101,11 +101,9 @@ def _real_labels(path: Path | str | None) -> list[tuple[int, ...]]:
     if path is None:
         raise UserError("the ReaL labels are needed; give the path of real.json as real_labels")
     try:
-        answers = json.loads(Path(path).expanduser().read_text())
+        answers = parse_json(read_text(Path(path).expanduser()), f"the file of ReaL labels {path}")
     except FileNotFoundError as error:
         raise UserError(f"the ReaL labels '{path}' do not exist") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"the ReaL labels '{path}' are not JSON: {error}") from error
     if not isinstance(answers, list) or not all(
         isinstance(answer, list) and all(type(label) is int and label >= 0 for label in answer)
         for answer in answers
