@@ -9,7 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
-from locality.data import AugmentConfig, BadImage, DataConfig, open_data, pack, train_loader
+from locality.data import (
+    AugmentConfig,
+    BadImage,
+    DataConfig,
+    Preprocessing,
+    open_data,
+    pack,
+    train_loader,
+)
 from locality.errors import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -62,8 +70,8 @@ def test_a_packed_folder_trains_as_the_folder_did(train_val, workers):
         assert after.train.read_bytes(index) == before.train.read_bytes(index)
     settings = {"batch_size": 6, "seed": 0, "stop_step": 3, "workers": workers}
     for a, b in zip(
-        train_loader(before.train, AugmentConfig(), 8, **settings),
-        train_loader(after.train, AugmentConfig(), 8, **settings),
+        train_loader(before.train, AugmentConfig(), Preprocessing(8), **settings),
+        train_loader(after.train, AugmentConfig(), Preprocessing(8), **settings),
         strict=True,
     ):
         assert torch.equal(a.images, b.images) and torch.equal(a.targets, b.targets)

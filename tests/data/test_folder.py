@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from locality.data import BadImage, DataConfig, open_data, train_loader
-from locality.data.config import AugmentConfig
+from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.folder import PathList, list_folder
 from locality.errors import UserError
 
@@ -195,7 +195,12 @@ def test_training_skips_and_names_a_truncated_file(train_val):
     broken = train_val / "train" / "bee" / "003.png"
     broken.write_bytes(broken.read_bytes()[:60])
     loader = train_loader(
-        folder(train_val).train, AugmentConfig(), 8, batch_size=6, seed=0, stop_step=3
+        folder(train_val).train,
+        AugmentConfig(),
+        Preprocessing(8),
+        batch_size=6,
+        seed=0,
+        stop_step=3,
     )
     assert sum(len(batch) for batch in loader) == 18
     assert list(loader.skipped) == [str(broken)]

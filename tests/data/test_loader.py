@@ -27,8 +27,8 @@ from locality.data import (
     preserved_generators,
     train_loader,
 )
-from locality.data.batches import Failure, Parcel
-from locality.data.keyed import Stream, keys, sample_order, seed_generators
+from locality.data.loader import Failure, Parcel
+from locality.data.sampling import Stream, keys, sample_order, seed_generators
 from locality.errors import UserError
 
 SMALL = Preprocessing(8)
@@ -390,10 +390,11 @@ def test_workers_end_when_the_training_process_says_so(digits):
 
 ORPHANS = """
 import multiprocessing, time
-from locality.data import AugmentConfig, DataConfig, open_data, train_loader
+from locality.data import AugmentConfig, DataConfig, Preprocessing, open_data, train_loader
 
-train = open_data(DataConfig(), seed=0).train
-batches = train_loader(train, AugmentConfig(), 8, batch_size=8, seed=0, stop_step=9999, workers=2)
+source, size = open_data(DataConfig(), seed=0).train, Preprocessing(8)
+options = {"batch_size": 8, "seed": 0, "stop_step": 9999, "workers": 2}
+batches = train_loader(source, AugmentConfig(), size, **options)
 for batch in batches:
     pids = [child.pid for child in multiprocessing.active_children()]
     print(*pids, flush=True)

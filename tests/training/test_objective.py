@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.data import AugmentConfig, Preprocessing
-from locality.data.keyed import seed_generators
+from locality.data.sampling import seed_generators
 from locality.errors import UserError
 from locality.training import ObjectiveConfig
 from locality.training.objective import Objective, Teacher, check_teacher, load_teacher

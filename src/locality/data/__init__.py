@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.data.batches import Batch
-    from locality.data.catalog import open_data
-    from locality.data.checking import CheckReport, check
+    from locality.data.arrow import pack
+    from locality.data.checking import CheckReport, ImageRecord, check, verify
     from locality.data.config import DATASETS, AugmentConfig, DataConfig, Decoding, Preprocessing
+    from locality.data.datasets import open_data
     from locality.data.decoding import decode
-    from locality.data.keyed import Stream, keys, preserved_generators, seed_generators
-    from locality.data.loader import BatchLoader, eval_loader, train_loader
-    from locality.data.packing import pack
+    from locality.data.loader import Batch, BatchLoader, eval_loader, train_loader
     from locality.data.preprocessing import eval_transform, normalise, train_transform
+    from locality.data.sampling import Stream, keys, preserved_generators, seed_generators
     from locality.data.sources import ArraySource, BadImage, DataSplits, ImageSource
-    from locality.data.verifying import ImageRecord, verify
 
 __all__ = [
     "DATASETS",
@@ -55,16 +53,14 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        ".batches": "Batch",
-        ".catalog": "open_data",
-        ".checking": "CheckReport check",
+        ".datasets": "open_data",
+        ".checking": "CheckReport ImageRecord check verify",
         ".config": "DATASETS AugmentConfig DataConfig Decoding Preprocessing",
         ".decoding": "decode",
-        ".keyed": "Stream keys preserved_generators seed_generators",
-        ".loader": "BatchLoader eval_loader train_loader",
-        ".packing": "pack",
+        ".sampling": "Stream keys preserved_generators seed_generators",
+        ".loader": "Batch BatchLoader eval_loader train_loader",
+        ".arrow": "pack",
         ".preprocessing": "eval_transform normalise train_transform",
         ".sources": "ArraySource BadImage DataSplits ImageSource",
-        ".verifying": "ImageRecord verify",
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from locality import checks
 from locality.errors import UserError, unknown
@@ -16,19 +16,43 @@ PIXEL_LIMIT = 89_478_485
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-DATASETS: dict[str, str] = {
-    "digits": "scikit-learn's 1,797 handwritten digits, 8×8, nothing to download",
-    "folder": "any image folder: train/ and val/, or one folder per class to be split",
-    "cifar10": "CIFAR-10 through torchvision",
-    "cifar100": "CIFAR-100 through torchvision",
-    "flowers102": "Oxford Flowers-102 through torchvision: train + val to train, test to judge",
-    "pets": "Oxford-IIIT Pets through torchvision: trainval to train, test to judge",
-    "imagenet": "ImageNet-1k or -22k folder with train/ and val/, a folder per class",
-    "imagenet100": "the first 100 classes of an ImageNet folder, in sorted order",
-    "imagenet_v2": "ImageNet-V2 (evaluation only): folders named 0 … 999",
-    "imagenet_real": "ImageNet's val/ with the ReaL labels (evaluation only)",
-    "arrow": "a folder of Parquet or Arrow files, such as `locality data pack` writes",
+
+class DatasetRow(NamedTuple):
+    """A dataset by name: the function of `data.datasets` that opens it, and what it is."""
+
+    opener: str
+    about: str
+
+
+DATASETS: dict[str, DatasetRow] = {
+    "digits": DatasetRow("open_digits", "1,797 handwritten digits, 8×8, nothing to download"),
+    "folder": DatasetRow(
+        "open_folder", "any image folder: train/ and val/, or one folder per class to be split"
+    ),
+    "cifar10": DatasetRow("open_cifar10", "CIFAR-10 through torchvision"),
+    "cifar100": DatasetRow("open_cifar100", "CIFAR-100 through torchvision"),
+    "flowers102": DatasetRow(
+        "open_flowers102", "Oxford Flowers-102 through torchvision: train + val, and test"
+    ),
+    "pets": DatasetRow("open_pets", "Oxford-IIIT Pets through torchvision: trainval, and test"),
+    "imagenet": DatasetRow(
+        "open_imagenet", "ImageNet-1k or -22k folder with train/ and val/, a folder per class"
+    ),
+    "imagenet100": DatasetRow(
+        "open_imagenet100", "the first 100 classes of an ImageNet folder, in sorted order"
+    ),
+    "imagenet_v2": DatasetRow(
+        "open_imagenet_v2", "ImageNet-V2 (evaluation only): folders named 0 … 999"
+    ),
+    "imagenet_real": DatasetRow(
+        "open_imagenet_real", "ImageNet's val/ with the ReaL labels (evaluation only)"
+    ),
+    "arrow": DatasetRow(
+        "open_arrow_folder",
+        "a folder of Parquet or Arrow files, such as `locality data pack` writes",
+    ),
 }
+
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 

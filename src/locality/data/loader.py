@@ -1,4 +1,10 @@
-"""Loaders: batches in order, from this process or from workers."""
+"""Batches as functions of a number, and loaders that deliver them in order.
+
+Training counts positions: step s of a run with global batch G covers the positions s·G … s·G+G−1,
+whatever the number of processes, of accumulated micro-batches and of workers. Positions say which
+sample comes (`sampling.sample_order`) and seed its augmentation. A worker that is asked for
+micro-batch number m needs nothing else, and keeps nothing for the next.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +14,259 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from locality.data.batches import Batch, EvalBatches, OnBad, Parcel, TrainBatches
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.data.sources import ImageSource
+from locality.data.preprocessing import erasing, eval_transform, normalise, train_transform
+from locality.data.sampling import (
+    Indices,
+    Stream,
+    keys,
+    preserved_generators,
+    sample_order,
+    seed_generators,
+)
+from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
+
+OnBad = Literal["error", "skip"]
+
+# How often a stand-in for an unreadable image is drawn before giving up on the dataset.
+_STAND_INS = 100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is given at once.
+
+    Attributes:
+        images: (B, 3, H, W) float32, normalised.
+        targets: (B,) int64 classes.
+        indices: (B,) int64, the images' numbers in their source.
+        positions: (B,) int64, their places in the run; the indices again in evaluation.
+        step: number of the optimiser step, or of the batch in evaluation.
+        micro: number of the micro-batch within the step.
+    """
+
+    images: torch.Tensor
+    targets: torch.Tensor
+    indices: Indices
+    positions: Indices
+    step: int
+    micro: int
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch with images and targets on `device`."""
+        images = self.images.to(device, non_blocking=non_blocking)
+        targets = self.targets.to(device, non_blocking=non_blocking)
+        return Batch(images, targets, self.indices, self.positions, self.step, self.micro)
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, from which copies to a GPU need no waiting."""
+        images, targets = self.images.pin_memory(), self.targets.pin_memory()
+        return Batch(images, targets, self.indices, self.positions, self.step, self.micro)
+
+
+class Failure(NamedTuple):
+    """An image that could not be decoded: its name for people, and why."""
+
+    image: str
+    reason: str
+
+
+class Parcel(NamedTuple):
+    """What a worker sends: a batch, what was left out of it, and why there is none.
+
+    Errors travel as values: torch would wrap an exception's message in a worker's traceback.
+    """
+
+    batch: Batch | None
+    skipped: tuple[Failure, ...] = ()
+    error: str | None = None
+
+
+class TrainBatches(Dataset):
+    """Micro-batch number → its content. Number n is micro-batch n mod A of step n div A.
+
+    Positions are dealt in turn to the micro-batches of all processes, so that the copies which
+    repeated augmentation puts side by side come to different processes, as in the DeiT recipe.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        augment: AugmentConfig,
+        preprocessing: Preprocessing,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        accumulate: int,
+        on_bad: OnBad,
+    ) -> None:
+        self.source = source
+        self.transform = train_transform(augment, preprocessing)
+        self.augment = augment
+        self.preprocessing = preprocessing
+        self.erasing = erasing(augment)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.accumulate = accumulate
+        self.on_bad = on_bad
+
+    def positions(self, step: int, micro: int) -> Indices:
+        """The global positions of one micro-batch of this process, (B,) int64."""
+        first = step * self.batch_size + micro * self.world_size + self.rank
+        stop = (step + 1) * self.batch_size
+        return np.arange(first, stop, self.world_size * self.accumulate, dtype=np.int64)
+
+    def __getitem__(self, number: int) -> Parcel:
+        step, micro = divmod(number, self.accumulate)
+        positions = self.positions(step, micro)
+        indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
+        skipped: list[Failure] = []
+        with preserved_generators():
+            try:
+                pixels = self._from_memory(positions, indices)
+                if pixels is None:
+                    pixels, indices = self._from_files(positions, indices, skipped)
+            except _Stop as error:
+                return Parcel(None, error=str(error))
+            images = normalise(pixels, self.preprocessing)
+            self._erase(images, positions)
+        targets = torch.from_numpy(self.source.labels[indices])
+        return Parcel(Batch(images, targets, indices, positions, step, micro), tuple(skipped))
+
+    def _from_memory(self, positions: Indices, indices: Indices) -> torch.Tensor | None:
+        """The transformed images, (B, 3, H, W) uint8, where pixels and transform allow it."""
+        pixels = self.source.pixels
+        if pixels is None or not self.transform.takes_tensors(pixels):
+            return None
+        if self.transform.fixed:
+            return pixels[torch.from_numpy(indices)]
+        images = []
+        for index, seed in zip(indices.tolist(), self._seeds(positions), strict=True):
+            seed_generators(seed)
+            images.append(self.transform.from_tensor(pixels[index]))
+        return torch.stack(images)
+
+    def _from_files(
+        self, positions: Indices, indices: Indices, skipped: list[Failure]
+    ) -> tuple[torch.Tensor, Indices]:
+        """The transformed images and which they are; what could not be read joins `skipped`."""
+        images, used = [], []
+        for position, index, seed in zip(
+            positions.tolist(), indices.tolist(), self._seeds(positions), strict=True
+        ):
+            image, index = self._readable(position, index, skipped)
+            # Seeded after reading, so that nothing a decoder draws can matter.
+            seed_generators(seed)
+            images.append(self.transform(image))
+            used.append(index)
+        return torch.stack(images), np.array(used, dtype=np.int64)
+
+    def _seeds(self, positions: Indices) -> list[int]:
+        return keys(self.seed, Stream.AUGMENT, positions).tolist()
+
+    def _readable(
+        self, position: int, index: int, skipped: list[Failure]
+    ) -> tuple[Image.Image, int]:
+        for candidate in self._candidates(position, index):
+            try:
+                return self.source.read(candidate), candidate
+            except BadImage as error:
+                failure = Failure(self.source.describe(candidate), str(error))
+            if self.on_bad == "error":
+                raise _Stop(_stopped_by(failure))
+            skipped.append(failure)
+        raise _Stop(
+            f"{_STAND_INS} images in a row could not be read; the last: "
+            f"{failure.image}: {failure.reason}"
+        )
+
+    def _candidates(self, position: int, index: int) -> Iterator[int]:
+        """The image due at a position, and who stands in for it, in a fixed random order."""
+        yield index
+        for attempt in range(_STAND_INS):
+            key = keys(self.seed, Stream.REPLACE, position, attempt)
+            yield int(key[0] % np.uint64(len(self.source)))
+
+    def _erase(self, images: torch.Tensor, positions: Indices) -> None:
+        if self.erasing is None:
+            return
+        seeds = keys(self.seed, Stream.ERASE, positions).tolist()
+        for image, seed in zip(images, seeds, strict=True):
+            seed_generators(seed)
+            self.erasing(image)
+
+
+class EvalBatches(Dataset):
+    """Batch number → its content, of the images that belong to this process."""
+
+    def __init__(
+        self,
+        source: ImageSource,
+        preprocessing: Preprocessing,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        on_bad: OnBad,
+    ) -> None:
+        self.source = source
+        self.transform = eval_transform(preprocessing)
+        self.preprocessing = preprocessing
+        self.batch_size = batch_size
+        self.own = np.arange(rank, len(source), world_size, dtype=np.int64)
+        self.on_bad = on_bad
+
+    def __len__(self) -> int:
+        return -(-len(self.own) // self.batch_size)
+
+    def __getitem__(self, number: int) -> Parcel:
+        indices = self.own[number * self.batch_size : (number + 1) * self.batch_size]
+        pixels = self.source.pixels
+        skipped: list[Failure] = []
+        if pixels is not None and self.transform.takes_tensors(pixels):
+            stacked = pixels[torch.from_numpy(indices)]
+        else:
+            images, used = [], []
+            for index in indices.tolist():
+                try:
+                    images.append(self.transform(self.source.read(index)))
+                    used.append(index)
+                except BadImage as error:
+                    failure = Failure(self.source.describe(index), str(error))
+                    if self.on_bad == "error":
+                        return Parcel(None, error=_stopped_by(failure))
+                    skipped.append(failure)
+            if not images:
+                return Parcel(None, tuple(skipped))
+            stacked, indices = torch.stack(images), np.array(used, dtype=np.int64)
+        targets = torch.from_numpy(self.source.labels[indices])
+        batch = Batch(normalise(stacked, self.preprocessing), targets, indices, indices, number, 0)
+        return Parcel(batch, tuple(skipped))
+
+
+class _Stop(Exception):
+    """Loading cannot go on; the message is for the user."""
+
+
+def _stopped_by(failure: Failure) -> str:
+    return (
+        f"{failure.image}: {failure.reason}; mend or remove the file, or set on_bad_image to 'skip'"
+    )
+
 
 _OURS = (signal.SIGINT, signal.SIGTERM)
 # Signals can be held back and looked at; elsewhere workers take them as torch made them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from locality.data.keyed import Stream, keys, seed_generators
+from locality.data.sampling import Stream, keys, seed_generators
 
 # Keys are cheap by the hundred and dear one by one.
 _BLOCK = 256

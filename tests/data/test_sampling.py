@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from locality.data.keyed import (
+from locality.data.sampling import (
     Stream,
     keys,
     permuted,

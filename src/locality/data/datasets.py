@@ -1,0 +1,310 @@
+"""Datasets by name: the openers that `config.DATASETS` names, and `open_data`, which calls them.
+
+Of torchvision's readers that decode files themselves only the lists of files and labels are used,
+which have no public name, so that all images meet the same decoding policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import torchvision
+
+from locality.data.arrow import open_arrow
+from locality.data.config import DATASETS, DataConfig
+from locality.data.folder import (
+    FileSource,
+    existing_folder,
+    find_layout,
+    list_folder,
+    no_images,
+    open_one,
+    open_train_val,
+    some,
+)
+from locality.data.sampling import (
+    balanced_fraction,
+    first_classes,
+    sorted_fraction,
+    stratified_split,
+)
+from locality.data.sources import ArraySource, DataSplits, ImageSource, digits
+from locality.errors import UserError
+from locality.files import one_at_a_time, parse_json, read_text
+
+_IMAGENET_CLASSES = 1000
+_VALIDATION_NUMBER = re.compile(r"_val_(\d{8})\.")
+
+
+# Classes, training and validation images; no training images where a set is for evaluation only.
+Opened = tuple[list[str], ImageSource, ImageSource]
+
+
+def open_data(config: DataConfig, seed: int) -> DataSplits:
+    """The dataset a run asks for, split, restricted to its first classes and its fraction.
+
+    Args:
+        config: which images.
+        seed: the run's, for the choice of a fraction unless `config.subset_seed` is given.
+
+    Raises:
+        UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
+    """
+    opener: Callable[[DataConfig], Opened] = globals()[DATASETS[config.dataset].opener]
+    classes, train, val = opener(config)
+    if config.first_classes is not None:
+        classes, train, val = _first_classes(config, classes, train, val, config.first_classes)
+    if config.fraction < 1.0 and len(train):
+        if config.subset == "sorted":
+            kept = sorted_fraction(train.labels, config.fraction)
+        else:
+            chosen_by = seed if config.subset_seed is None else config.subset_seed
+            kept = balanced_fraction(train.labels, config.fraction, chosen_by)
+        train = train.subset(kept)
+    return DataSplits(config.dataset, classes, train, val)
+
+
+def _first_classes(
+    config: DataConfig, classes: list[str], train: ImageSource, val: ImageSource, count: int
+) -> Opened:
+    if count > len(classes):
+        raise UserError(
+            f"the first {count} classes are asked for, but {config.dataset} has {len(classes)} "
+            f"classes"
+        )
+    some_train, some_val = (part.subset(first_classes(part.labels, count)) for part in (train, val))
+    return classes[:count], some_train, some_val
+
+
+def _split(classes: list[str], source: ImageSource, config: DataConfig) -> Opened:
+    """One source divided into training and validation images, class by class."""
+    train, val = stratified_split(source.labels, config.val_fraction, config.split_seed)
+    if not len(train) or not len(val):
+        raise UserError(
+            f"{config.dataset} has too few images ({len(source)}) to set a part aside for "
+            f"evaluation"
+        )
+    return classes, source.subset(train), source.subset(val)
+
+
+def open_digits(config: DataConfig) -> Opened:
+    """The handwritten digits that come with this package."""
+    source, classes = digits()
+    return _split(classes, source, config)
+
+
+def open_folder(config: DataConfig) -> Opened:
+    """Any image folder, see `find_layout`."""
+    layout = find_layout(existing_folder(config.root))
+    if layout.val is None:
+        return _split(*open_one(layout.train, config.decoding), config)
+    return open_train_val(layout.train, layout.val, config.decoding)
+
+
+def open_arrow_folder(config: DataConfig) -> Opened:
+    """Parquet or Arrow files, see `open_arrow`."""
+    columns = config.image_column, config.label_column
+    classes, train, val = open_arrow(config.root, config.decoding, *columns)
+    return _split(classes, train, config) if val is None else (classes, train, val)
+
+
+# -- ImageNet and what belongs to it ---------------------------------------------------------------
+
+
+def open_imagenet(config: DataConfig) -> Opened:
+    """ImageNet-1k or -22k, train/ and val/ with a folder per class."""
+    root = existing_folder(config.root)
+    missing = [part for part in ("train", "val") if not (root / part).is_dir()]
+    if missing:
+        raise UserError(
+            f"'{root}' has no folder {' and no '.join(missing)}; ImageNet needs train and val, "
+            "both with one folder per class"
+        )
+    return open_train_val(root / "train", root / "val", config.decoding)
+
+
+def open_imagenet100(config: DataConfig) -> Opened:
+    """The first 100 classes of an ImageNet folder."""
+    return _first_classes(config, *open_imagenet(config), 100)
+
+
+def open_imagenet_v2(config: DataConfig) -> Opened:
+    """ImageNet-V2 (Recht et al., 2019), whose folders are named by class number, 0 … 999.
+
+    Sorted as text, as most readers do, they would be 0, 1, 10, 100, …, and most labels wrong. The
+    root is the folder of class folders, or one that holds nothing else but that folder.
+
+    Raises:
+        UserError: not such a folder.
+    """
+    folder = existing_folder(config.root)
+    listing = list_folder(folder)
+    if len(listing.classes) == 1 and not listing.classes[0].isdigit():
+        listing = list_folder(folder / listing.classes[0])
+    wrong = [name for name in listing.classes if not _class_number(name)]
+    if wrong:
+        raise UserError(
+            f"'{folder}' is not ImageNet-V2: its folders should be named 0 … "
+            f"{_IMAGENET_CLASSES - 1}, and it has {some(wrong)}"
+        )
+    if not any(listing.files):
+        raise no_images(listing.root)
+    order = np.argsort([int(name) for name in listing.classes])
+    paths = [path for number in order for path in listing.files[number]]
+    labels = [int(listing.classes[number]) for number in order for _ in listing.files[number]]
+    source = FileSource(listing.root, paths, labels, config.decoding)
+    return [str(number) for number in range(_IMAGENET_CLASSES)], source.subset([]), source
+
+
+def open_imagenet_real(config: DataConfig) -> Opened:
+    """ImageNet's validation images with the reassessed labels (ReaL, Beyer et al., 2020).
+
+    An image may have several right answers; those that have none are left out. The root is
+    ImageNet's folder, with val/ in class folders, or val/ itself; `config.real_labels` is
+    `real.json`, a list of class lists in the order of the files' numbers.
+
+    Raises:
+        UserError: files are missing or do not fit together.
+    """
+    folder, labels_file = existing_folder(config.root), config.real_labels
+    if (folder / "val").is_dir():
+        folder = folder / "val"
+    classes, source = open_one(folder, config.decoding)
+    answers = _real_labels(labels_file)
+    paths, sets = [], []
+    for path in source.paths:
+        match = _VALIDATION_NUMBER.search(path)
+        if match is None:
+            raise UserError(
+                f"'{path}' in '{folder}' is not named as ImageNet's validation images are "
+                "(ILSVRC2012_val_00000001.JPEG), so its ReaL labels cannot be found"
+            )
+        number = int(match.group(1))
+        if not 1 <= number <= len(answers):
+            raise UserError(
+                f"'{labels_file}' has labels for {len(answers)} images, but '{path}' is number "
+                f"{number}"
+            )
+        if answers[number - 1]:
+            paths.append(path)
+            sets.append(answers[number - 1])
+    highest = max((max(answer) for answer in sets), default=-1)
+    if highest >= len(classes):
+        raise UserError(
+            f"'{labels_file}' speaks of class {highest}, but '{folder}' has {len(classes)} classes"
+        )
+    chosen = FileSource(folder, paths, [answers[0] for answers in sets], config.decoding)
+    chosen.label_sets = sets
+    return classes, chosen.subset([]), chosen
+
+
+def _class_number(name: str) -> bool:
+    return name.isascii() and name.isdigit() and int(name) < _IMAGENET_CLASSES
+
+
+def _real_labels(path: str | None) -> list[tuple[int, ...]]:
+    if path is None:
+        raise UserError("the ReaL labels are needed; give the path of real.json as real_labels")
+    try:
+        answers = parse_json(read_text(Path(path).expanduser()), f"the ReaL labels '{path}'")
+    except FileNotFoundError as error:
+        raise UserError(f"the ReaL labels '{path}' do not exist") from error
+    if not isinstance(answers, list) or not all(
+        isinstance(answer, list) and all(type(label) is int and label >= 0 for label in answer)
+        for answer in answers
+    ):
+        raise UserError(f"the ReaL labels '{path}' should be a list of lists of class numbers")
+    return [tuple(answer) for answer in answers]
+
+
+# -- through torchvision ---------------------------------------------------------------------------
+
+
+def open_cifar10(config: DataConfig) -> Opened:
+    """CIFAR-10: 50,000 images to train on, 10,000 to evaluate on, 32×32, in memory."""
+    content = "cifar-10-batches-py, unpacked from cifar-10-python.tar.gz"
+    return _open(config, "CIFAR10", "CIFAR-10", content, [{"train": True}], {"train": False})
+
+
+def open_cifar100(config: DataConfig) -> Opened:
+    """CIFAR-100: as CIFAR-10, in 100 classes."""
+    content = "cifar-100-python, unpacked from cifar-100-python.tar.gz"
+    return _open(config, "CIFAR100", "CIFAR-100", content, [{"train": True}], {"train": False})
+
+
+def open_flowers102(config: DataConfig) -> Opened:
+    """Flowers-102: 1,020 training and 1,020 validation images to train on, 6,149 of test.
+
+    That is the division of the transfer results that CvT's Table 4 compares with.
+    """
+    content = "flowers-102 with jpg/, imagelabels.mat and setid.mat"
+    train = [{"split": "train"}, {"split": "val"}]
+    return _open(config, "Flowers102", "Flowers-102", content, train, {"split": "test"})
+
+
+def open_pets(config: DataConfig) -> Opened:
+    """Oxford-IIIT Pets: 3,680 images to train on (trainval), 3,669 to evaluate on (test)."""
+    content = "oxford-iiit-pet with images/ and annotations/"
+    train = [{"split": "trainval"}]
+    return _open(config, "OxfordIIITPet", "Oxford-IIIT Pets", content, train, {"split": "test"})
+
+
+def _open(
+    config: DataConfig,
+    reader: str,
+    title: str,
+    content: str,
+    train: list[dict[str, Any]],
+    val: dict[str, Any],
+) -> Opened:
+    """The parts of a dataset that a reader of torchvision's finds, with its options for each."""
+    if config.root is None:
+        raise UserError(f"{title} needs a folder; give it as data.root")
+    root = Path(config.root).expanduser()
+    # Of several processes the first one downloads, the others find what it has fetched.
+    turn = one_at_a_time(root) if config.download else contextlib.nullcontext()
+    try:
+        with turn:
+            parts = [
+                getattr(torchvision.datasets, reader)(str(root), download=config.download, **part)
+                for part in (*train, val)
+            ]
+    except URLError as error:
+        raise UserError(
+            f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"
+        ) from error
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{title} is described by MATLAB files, and reading them needs a package: "
+            "pip install scipy"
+        ) from error
+    except (RuntimeError, FileNotFoundError) as error:
+        raise UserError(
+            f"{title} is not in '{root}', or damaged: expected {content}; set data.download to "
+            "true to fetch it"
+        ) from error
+    # Older versions of torchvision do not know the flowers' names.
+    classes = getattr(parts[0], "classes", [f"class {n}" for n in range(1, 103)])
+    return (
+        list(classes),
+        _source(parts[:-1], f"{config.dataset} train", config),
+        _source(parts[-1:], f"{config.dataset} test", config),
+    )
+
+
+def _source(parts: list[Any], name: str, config: DataConfig) -> ImageSource:
+    """The images of some parts: in memory, or files anywhere below the dataset's root."""
+    if hasattr(parts[0], "data"):
+        return ArraySource(parts[0].data, parts[0].targets, name)
+    root = os.path.abspath(os.path.expanduser(str(config.root)))
+    files = "_images" if hasattr(parts[0], "_images") else "_image_files"
+    paths = [os.path.relpath(path, root) for part in parts for path in getattr(part, files)]
+    labels = [label for part in parts for label in part._labels]
+    return FileSource(root, paths, labels, config.decoding)
