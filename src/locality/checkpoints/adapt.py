@@ -15,6 +15,7 @@ from locality.errors import UserError
 from locality.layers import Grid
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
+from locality.models.from_timm import TimmConfig
 from locality.models.vit import ViTConfig, token_grid
 
 State = dict[str, Tensor]
@@ -68,9 +69,10 @@ def _check_meaning(source: Any, target: Any) -> None:
 def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[str]:
     if source.num_classes == target.num_classes:
         return []
-    for name in [name for name in state if name.startswith("head.")]:
+    head = target.classifier if isinstance(target, TimmConfig) else "head."
+    for name in [name for name in state if name.startswith(head)]:
         del state[name]
-    state |= {name: tensor for name, tensor in fresh.items() if name.startswith("head.")}
+    state |= {name: tensor for name, tensor in fresh.items() if name.startswith(head)}
     if target.num_classes == 0:
         return [f"the classifier of {source.num_classes} classes is left out"]
     return [
@@ -132,8 +134,10 @@ def resample_positions(state: State, source: Any, target: Any, fresh: State) -> 
     return changes
 
 
-def _grids(config: ViTConfig | CvTConfig) -> dict[str, Grid]:
-    """The grid of every position embedding that a model may have."""
+def _grids(config: ViTConfig | CvTConfig | TimmConfig) -> dict[str, Grid]:
+    """The grid of every position embedding that a model may have, as far as is known."""
+    if isinstance(config, TimmConfig):
+        return {}
     if isinstance(config, ViTConfig):
         return {"pos_embed": token_grid(config.img_size, config.patch_size)}
     size = config.img_size

@@ -9,9 +9,10 @@ from typing import Any
 
 from locality.errors import UserError, unknown
 from locality.models.cvt_config import CvTConfig
+from locality.models.from_timm import TimmConfig
 from locality.models.vit import ViTConfig
 
-FAMILIES: dict[str, type] = {"vit": ViTConfig, "cvt": CvTConfig}
+FAMILIES: dict[str, type] = {"vit": ViTConfig, "cvt": CvTConfig, "timm": TimmConfig}
 """The configurations that a file may describe, by the name it gives them."""
 
 

@@ -37,6 +37,7 @@ from locality.errors import UserError, unknown
 from locality.layers.block import hidden_width
 from locality.models.cvt_config import CvTConfig, StageConfig
 from locality.models.factory import configure
+from locality.models.from_timm import TimmConfig
 from locality.models.variants import VARIANTS
 from locality.models.vit import ViTConfig
 
@@ -101,11 +102,11 @@ class Layout:
         Raises:
             UserError: if it cannot hold such a model, or `state` does not fit `config`.
         """
-        cvt = isinstance(config, CvTConfig)
-        if self.family and cvt != (self.family == "cvt"):
+        held = CvTConfig if self.family == "cvt" else ViTConfig
+        if self.family and not isinstance(config, held):
             raise UserError(
-                f"the layout '{self.name}' holds {_KINDS[ViTConfig if cvt else CvTConfig]}, and "
-                f"this model is {_KINDS[type(config)]}"
+                f"the layout '{self.name}' holds {_KINDS[held]}, and this model is "
+                f"{_KINDS[type(config)]}"
             )
         return self.adapt(state, config)
 
@@ -269,7 +270,11 @@ def recognise(state: State) -> Layout:
     )
 
 
-_KINDS: dict[type, str] = {ViTConfig: "a DeiT or ConViT", CvTConfig: "a CvT"}
+_KINDS: dict[type, str] = {
+    ViTConfig: "a DeiT or ConViT",
+    CvTConfig: "a CvT",
+    TimmConfig: "a model of timm's",
+}
 
 
 def check_family(kind: type, like: Any) -> None:
@@ -350,7 +355,7 @@ def _architecture(config: Any) -> dict[str, Any]:
         fields["kv_stride"] = None if linear else config.kv_strides
         fields["projection_kernel"] = None if linear else config.projection_kernel
         fields["kv_padding"] = None if linear else config.padding_of_keys
-    else:
+    elif isinstance(config, ViTConfig):
         fields["mlp_ratio"] = hidden_width(config.embed_dim, config.mlp_ratio)
         if not config.gpsa_layers:
             del fields["positional_attention"]

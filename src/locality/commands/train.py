@@ -231,5 +231,6 @@ def _one_length(words: list[str]) -> list[str]:
 def default_folder(config: RunConfig) -> Path:
     """runs/RECIPE/MODEL-FRACTION-sSEED."""
     percent = f"{100 * config.data.fraction:g}pct"
-    name = f"{config.model.name}-{config.data.dataset}-{percent}-s{config.seed}"
+    model = config.model.name.replace("/", "-")
+    name = f"{model}-{config.data.dataset}-{percent}-s{config.seed}"
     return Path("runs") / (config.recipe or "custom") / name

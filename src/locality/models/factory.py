@@ -12,6 +12,7 @@ from torch import nn
 from locality.errors import UnknownSetting, UserError, unknown
 from locality.models.base import ImageClassifier
 from locality.models.cvt import ConvolutionalVisionTransformer, CvTConfig
+from locality.models.from_timm import PREFIX, TimmConfig, TimmModel
 from locality.models.variants import VARIANTS, Variant
 from locality.models.vit import VisionTransformer, ViTConfig
 
@@ -54,14 +55,13 @@ def create_model(
     """Build a model by name, with fresh weights drawn from torch's default generator.
 
     Args:
-        name: one of `list_models()`.
+        name: one of `list_models()`, or "timm/" and the name of one of timm's.
         num_classes, in_chans, img_size, patch_size: the variant's own unless given.
         overrides: any other field of the variant's configuration (`ViTConfig`, `CvTConfig`).
 
     Raises:
         UserError: for an unknown name or field (with the nearest), or a value out of range.
     """
-    row = variant(name)
     given = {
         "num_classes": num_classes,
         "in_chans": in_chans,
@@ -69,7 +69,11 @@ def create_model(
         "patch_size": patch_size,
     }
     fields = {key: value for key, value in given.items() if value is not None} | overrides
-    model = build(configure(row.config, fields))
+    if name.startswith(PREFIX):
+        config: Any = TimmConfig.named(name.removeprefix(PREFIX), fields)
+    else:
+        config = configure(variant(name).config, fields)
+    model = build(config)
     model.variant = name
     return model
 
@@ -95,6 +99,8 @@ def build(config: Any) -> ImageClassifier:
         return VisionTransformer(config)
     if isinstance(config, CvTConfig):
         return ConvolutionalVisionTransformer(config)
+    if isinstance(config, TimmConfig):
+        return TimmModel(config)
     raise UserError(f"no model is built from a {type(config).__name__}")
 
 

@@ -22,7 +22,7 @@ class ModelConfig:
     """Which network, and where its weights start.
 
     Attributes:
-        name: one of `locality models`.
+        name: one of `locality models`, or "timm/" and the name of one of timm's models.
         img_size: side of the training images in pixels; None takes the model's own.
         patch_size: side of a patch in pixels; None takes the model's own.
         weights: what to start from: a run folder, weights in any layout, or the name of public

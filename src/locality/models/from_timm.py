@@ -1,0 +1,134 @@
+"""timm's models under the surface of ours: named "timm/NAME" wherever a model is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+from timm.models import get_pretrained_cfg
+from torch import Tensor, nn
+
+from locality import checks
+from locality.errors import UnknownSetting, UserError, unknown
+from locality.models.base import ImageClassifier
+
+PREFIX = "timm/"
+Plain = str | bool | int | float | None
+
+
+@dataclass(frozen=True)
+class TimmConfig:
+    """One of timm's models.
+
+    Attributes:
+        name: as timm calls it.
+        num_classes, in_chans: of the classifier and of the images.
+        img_size: (height, width) of the images; only models of a fixed size are built for it.
+        settings: other arguments of timm's function for the model, as (name, value).
+    """
+
+    name: str
+    num_classes: int = 1000
+    in_chans: int = 3
+    img_size: int | tuple[int, int] = 224
+    settings: tuple[tuple[str, Plain], ...] = ()
+
+    has_class_token = False  # among what the wrapped model hands out as features
+
+    def __post_init__(self) -> None:
+        if not timm.is_model(self.name):
+            raise unknown("model", PREFIX + self.name, [PREFIX + n for n in timm.list_models()])
+        for name in ("num_classes", "in_chans"):
+            checks.integer(name, getattr(self, name), 0)
+        for side in self.img_size if isinstance(self.img_size, tuple) else (self.img_size,):
+            checks.integer("img_size", side, 1)
+
+    @property
+    def classifier(self) -> str:
+        """What the names of the classifier's weights begin with."""
+        return f"model.{get_pretrained_cfg(self.name).classifier}."
+
+    @classmethod
+    def named(cls, name: str, fields: Mapping[str, Any]) -> TimmConfig:
+        """timm's own settings for a model of this name, with some fields changed.
+
+        Raises:
+            UserError: for a name that timm does not have, or a setting that is no plain value.
+        """
+        known = {field.name for field in dataclasses.fields(cls)} - {"name", "settings"}
+        own = dataclasses.asdict(get_pretrained_cfg(name)) if timm.is_model(name) else {}
+        size = own.get("input_size", (3, 224, 224))
+        config = cls(
+            name,
+            **{"num_classes": own.get("num_classes", 1000), "img_size": tuple(size[1:])}
+            | {key: value for key, value in fields.items() if key in known},
+        )
+        settings = {key: value for key, value in fields.items() if key not in known}
+        for key, value in settings.items():
+            if not isinstance(value, Plain):
+                raise UserError(f"{key} is {value!r}; timm's models take plain values here")
+        return dataclasses.replace(config, settings=tuple(settings.items()))
+
+
+class TimmModel(ImageClassifier):
+    """A model of timm's.
+
+    Raises:
+        UserError: if timm does not build it with these settings.
+    """
+
+    def __init__(self, config: TimmConfig) -> None:
+        super().__init__(config, 0)
+        settings: dict[str, Any] = dict(config.settings)
+        if get_pretrained_cfg(config.name).fixed_input_size:
+            settings |= {"img_size": config.img_size}
+        try:
+            self.model: Any = timm.create_model(
+                config.name, num_classes=config.num_classes, in_chans=config.in_chans, **settings
+            )
+        except TypeError as error:
+            raise UnknownSetting(f"{PREFIX}{config.name}: {error}") from error
+        except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+            raise UserError(f"{PREFIX}{config.name} cannot be built: {error}") from error
+        self.num_features = self.embed_dim = self.head_hidden_size = self.model.num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → logits (B, num_classes)."""
+        return self.model(x)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → features as timm's model has them: a map, or tokens."""
+        return self.model.forward_features(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Features → logits, or what they are read from if `pre_logits`."""
+        return self.model.forward_head(x, pre_logits=pre_logits)
+
+    def forward_intermediates(self, x: Tensor, *arguments: Any, **choices: Any) -> Any:
+        """As timm's model does it."""
+        return self.model.forward_intermediates(x, *arguments, **choices)
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        return list(self.model.feature_info)
+
+    def get_classifier(self) -> nn.Module:
+        return self.model.get_classifier()
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        self.model.reset_classifier(num_classes, global_pool)
+        self.num_classes = num_classes
+        self.config = dataclasses.replace(self.config, num_classes=num_classes)
+
+    def no_weight_decay(self) -> set[str]:
+        spared = getattr(self.model, "no_weight_decay", set)()
+        return {f"model.{name}" for name in spared}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        try:
+            self.model.set_grad_checkpointing(enable)
+        except (AssertionError, AttributeError) as error:
+            raise UserError(f"{PREFIX}{self.config.name} has no gradient checkpointing") from error

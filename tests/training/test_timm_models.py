@@ -1,0 +1,114 @@
+"""timm's models are trained, kept and used as ours are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from locality import cli
+from locality.errors import UserError
+from locality.models import create_model
+from locality.training import RunConfig, load_run, recipe, replace
+
+from .conftest import SHORT, assert_same_run, train, train_interrupted
+
+NAME = "timm/test_resnet"
+
+
+def resnet(name: str = NAME, **changes: object) -> RunConfig:
+    settings = {"model.name": name, "model.img_size": 16, "engine.tensorboard": False}
+    return replace(recipe("digits"), SHORT | settings | changes)
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(
+    tmp_path: Path, stop_before: Callable[..., None]
+) -> None:
+    # Running statistics and their average are part of the state.
+    config = resnet(**{"engine.ema_decay": 0.9, "engine.max_bad_losses": 1, "augment.mixup": 0.8})
+    train(config, tmp_path / "whole")
+    stop_before(4)
+    train_interrupted(config, tmp_path / "run")
+    stop_before(None)
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_it_computes_what_timm_computes() -> None:
+    torch.manual_seed(0)
+    theirs = timm.create_model("test_resnet", num_classes=10).eval()
+    torch.manual_seed(0)
+    ours = create_model(NAME, num_classes=10).eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(ours(images), theirs(images))
+    features = ours.forward_features(images)
+    assert torch.equal(ours.forward_head(features), theirs(images))
+
+
+def test_the_image_size_reaches_models_that_are_made_for_one() -> None:
+    model = create_model("timm/test_vit", num_classes=10, img_size=32)
+    assert model.img_size == (32, 32)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("timm/test_resne", {}, "did you mean timm/test_resnet"),
+        (NAME, {"gpsa_layers": 1}, "unexpected keyword argument 'gpsa_layers'"),
+        (NAME, {"layers": {}}, "plain values"),
+    ],
+)
+def test_what_timm_does_not_have_is_refused(
+    name: str, overrides: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        create_model(name, **overrides)
+
+
+@pytest.mark.slow
+def test_the_whole_life_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, graph, saved = (str(tmp_path / name) for name in ("run", "m.onnx", "saved"))
+    train(resnet(), tmp_path / "run")
+    Image.new("RGB", (8, 8), "white").save(tmp_path / "white.png")
+
+    def said(*words: str) -> str:
+        assert cli.main(words) == 0
+        return capsys.readouterr().out
+
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert f"top-1 {result['top1']:.2f}%" in said("eval", run)
+    said("export", run, graph)
+    said("convert", run, saved)
+    answers = {
+        said("predict", str(tmp_path / "white.png"), "--model", model)
+        for model in (run, graph, saved)
+    }
+    assert len(answers) == 1
+    said("report", run, "--output", str(tmp_path / "report.html"))
+    assert NAME in (tmp_path / "report.html").read_text()
+    assert cli.main(["convert", run, str(tmp_path / "x.pth"), "--to", "deit"]) == 2
+    assert "a model of timm's" in capsys.readouterr().err
+
+
+def test_it_teaches_and_starts_other_runs(tmp_path: Path) -> None:
+    train(resnet(), tmp_path / "teacher")
+    taught = {"model.name": "deit_nano", "objective.teacher": str(tmp_path / "teacher")}
+    taught |= {"model.img_size": None}
+    assert train(resnet(**taught), tmp_path / "student")["steps"] == 8
+    start = {"model.weights": str(tmp_path / "teacher"), "schedule.snapshot_every": 8}
+    train(resnet(**start, **{"data.first_classes": 5}), tmp_path / "other")
+    first = load_file(tmp_path / "other/snapshots/step-00000000.safetensors")
+    teacher = load_run(tmp_path / "teacher")[0].state_dict()
+    assert first.keys() == teacher.keys()
+    for name, weight in first.items():
+        if name.startswith("model.fc."):
+            assert len(weight) == 5
+        else:
+            assert torch.equal(weight, teacher[name])
