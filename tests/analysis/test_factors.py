@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from locality.analysis.factors import Factors, factorise
+from locality.analysis.explorer import Factors, factorise
 
 
 def attention(queries, keys, width, scale, seed=0):

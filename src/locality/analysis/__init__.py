@@ -1,17 +1,10 @@
 """Instruments: what the layers of a model attend to, observed in its ordinary forward pass."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from locality.lazy import lazily
-
-if TYPE_CHECKING:
-    from locality.analysis.explorer import write_explorer
-    from locality.analysis.masks import content_off, position_embedding_off, position_off
-    from locality.analysis.recording import OverTraining, record
-    from locality.analysis.summary import measure_model, released_nonlocality
-    from locality.analysis.taps import LayerView, capture
+from locality.analysis.explorer import write_explorer
+from locality.analysis.masks import content_off, position_embedding_off, position_off
+from locality.analysis.recording import OverTraining, record
+from locality.analysis.summary import measure_model, released_nonlocality
+from locality.analysis.taps import LayerView, capture
 
 __all__ = [
     "LayerView",
@@ -25,14 +18,3 @@ __all__ = [
     "released_nonlocality",
     "write_explorer",
 ]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        ".explorer": "write_explorer",
-        ".masks": "content_off position_embedding_off position_off",
-        ".recording": "OverTraining record",
-        ".summary": "measure_model released_nonlocality",
-        ".taps": "LayerView capture",
-    },
-)

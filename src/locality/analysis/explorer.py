@@ -1,10 +1,17 @@
 """The explorer: one HTML file in which one clicks a patch and sees what every head looks at.
 
 The file needs no server and no network. What is in it, for each model and image, are the scores of
-every head as integer factors (`factors.py`), compressed with zlib, which browsers inflate
-natively; the page multiplies out the row of the clicked patch. Positional attention is a formula of
-three numbers per head, so those three numbers are stored, and mixed attention is computed from both
-parts and the gate, as the layer does.
+every head as integer factors, compressed with zlib, which browsers inflate natively; the page
+multiplies out the row of the clicked patch. Positional attention is a formula of three numbers per
+head, so those three numbers are stored, and mixed attention is computed from both parts and the
+gate, as the layer does.
+
+Content attention is a softmax of scores Q Kᵀ/√d, an N×N matrix of rank d at most. Scores count only
+up to a constant per row, so a map is stored as two thin integer matrices A and B with
+
+    |step² · Aᵀ B − (score − mean of its row)|  ≤  tolerance   for every query and key.
+
+Every attention read back is then within a factor e^±(2·tolerance) of the true one, small or large.
 """
 
 from __future__ import annotations
@@ -12,21 +19,24 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from markupsafe import Markup
 from PIL import Image
 from torch import Tensor, nn
 
 from locality._version import __version__
-from locality.analysis.factors import factorise
 from locality.analysis.pictures import DECADES, data_address, observable, prepared
 from locality.analysis.summary import measure_model, positional_vectors
-from locality.analysis.taps import LayerView, capture
+from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.files import render, write_atomic
@@ -38,7 +48,13 @@ MAX_MEGABYTES = 29.0
 """What the data of one model may take before the tolerance is loosened."""
 _LOOSEST = 0.2  # e^±0.4 would say little; larger data is written as it is
 _MOST_MODELS = 4
+_RANK_GUESS = 80  # heads are hardly ever wider than 64
+_TRIALS = 6
+_SMALLEST, _LARGEST = -(2**15), 2**15 - 1
 _MEASURED = ("name", "kind", "heads", "grid", "key_grid", "gates")
+
+
+Integers = npt.NDArray[np.int16]
 
 
 def write_explorer(
@@ -66,10 +82,11 @@ def write_explorer(
     """
     if not 1 <= len(subjects) <= _MOST_MODELS:
         raise UserError(f"the explorer shows 1 to {_MOST_MODELS} models, not {len(subjects)}")
-    if not images:
-        raise UserError("there is no image to explore")
-    observed = [_observe(subject, images, tolerance) for subject in subjects]
-    first = subjects[0]
+    samples = [prepared(subject, images) for subject in subjects]
+    observed = [
+        _observe(subject, chosen.images.double(), tolerance)
+        for subject, chosen in zip(subjects, samples, strict=True)
+    ]
     page = {
         "decades": DECADES,
         "images": [
@@ -77,7 +94,7 @@ def write_explorer(
                 "source": data_address(shown),
                 "name": names[index] if names else f"image {index + 1}",
             }
-            for index, shown in enumerate(prepared(first, images).shown)
+            for index, shown in enumerate(samples[0].shown)
         ],
         "models": [about for about, _ in observed],
     }
@@ -103,37 +120,38 @@ def write_explorer(
 
 
 def _observe(
-    subject: Classifier, images: Sequence[Image.Image], tolerance: float
+    subject: Classifier, batch: Tensor, tolerance: float
 ) -> tuple[dict[str, Any], list[str]]:
     """One model on all images: what the page says of it, and its attention, image by image."""
     # In double precision no attention vanishes, so that every score can be read off its logarithm.
-    model = copy.deepcopy(observable(subject)).double().eval()
-    batch = subject.prepare(images).double()
+    model = copy.deepcopy(observable(subject)).double()
     while True:
-        layers: list[dict[str, Any]] = []
-        blobs = []
-        for index in range(len(batch)):
-            packed, layers = _pack(model, batch[index : index + 1], tolerance)
-            blobs.append(base64.b64encode(zlib.compress(packed, 9)).decode())
+        seen = [_pack(model, image, tolerance) for image in batch.split(1)]
+        blobs = [base64.b64encode(zlib.compress(packed, 9)).decode() for packed, _, _ in seen]
         if sum(map(len, blobs)) <= MAX_MEGABYTES * 1e6 or tolerance >= _LOOSEST:
             break
         tolerance = min(2 * tolerance, _LOOSEST)
+    layers = seen[0][1]
     for layer, found in zip(layers, measure_model(model, batch)["layers"], strict=True):
         layer |= {name: found[name] for name in _MEASURED}
         layer["nonlocality"] = found["nonlocality"]["mean"]
+    most = [logits.softmax(dim=-1).max(dim=-1) for _, _, logits in seen]
     about = {
         "label": subject.name,
         "family": family_of(getattr(model, "variant", None)),
         "tolerance": tolerance,
         "layers": layers,
-        "predictions": _predictions(subject, model, batch),
+        "predictions": [
+            f"{subject.label(int(index))} ({100 * float(value):.3g}%)" for value, index in most
+        ],
     }
     return about, blobs
 
 
-@torch.no_grad()
-def _pack(model: nn.Module, image: Tensor, tolerance: float) -> tuple[bytes, list[dict[str, Any]]]:
-    """One image's attention in all layers, head after head, and what measures do not say."""
+def _pack(
+    model: nn.Module, image: Tensor, tolerance: float
+) -> tuple[bytes, list[dict[str, Any]], Tensor]:
+    """One image's attention, head after head; of each layer what measures do not say; logits."""
     parts: list[bytes] = []
     layers: list[dict[str, Any]] = []
 
@@ -150,16 +168,106 @@ def _pack(model: nn.Module, image: Tensor, tolerance: float) -> tuple[bytes, lis
         content = view.maps.mixed if view.maps.content is None else view.maps.content
         parts.extend(factorise(head.cpu(), tolerance).pack() for head in content[0])
 
-    with capture(model, on_layer=keep):
-        model(image)
-    return b"".join(parts), layers
+    with evaluating(model), capture(model, on_layer=keep):
+        logits = model(image)
+    return b"".join(parts), layers, logits
 
 
-@torch.no_grad()
-def _predictions(subject: Classifier, model: nn.Module, batch: Tensor) -> list[str]:
-    """The most probable class of every image, with its probability."""
-    probabilities = torch.cat([model(image[None]) for image in batch]).softmax(dim=-1)
-    return [
-        f"{subject.label(int(index))} ({100 * float(value):.3g}%)"
-        for value, index in zip(*probabilities.max(dim=-1), strict=True)
-    ]
+@dataclass(frozen=True)
+class Factors:
+    """Scores of one head, up to a constant per query: step² · queriesᵀ @ keys.
+
+    Attributes:
+        queries: (r, Nq) int16.
+        keys: (r, Nk) int16.
+        step: the unit of both.
+    """
+
+    queries: Integers
+    keys: Integers
+    step: float
+
+    def attention(self) -> npt.NDArray[np.float64]:
+        """The attention they stand for, (Nq, Nk)."""
+        scores = self.step**2 * (self.queries.T.astype(np.float64) @ self.keys)
+        scores -= scores.max(axis=1, keepdims=True)
+        weights = np.exp(scores)
+        return weights / weights.sum(axis=1, keepdims=True)
+
+    def pack(self) -> bytes:
+        """As bytes: counts of wide and narrow components and the step, then the integers.
+
+        Little-endian: uint16 wide, uint16 narrow, float32 step; then, for queries and for keys, the
+        wide components' low bytes, their high bytes, and the narrow components as int8.
+        """
+        sizes = np.maximum(
+            np.abs(self.queries).max(1, initial=0), np.abs(self.keys).max(1, initial=0)
+        )
+        wide, narrow = np.flatnonzero(sizes > 127), np.flatnonzero((sizes > 0) & (sizes <= 127))
+        parts = [struct.pack("<HHf", len(wide), len(narrow), self.step)]
+        for matrix in (self.queries, self.keys):
+            # Bytes of like kind side by side compress better.
+            both = matrix[wide].astype("<i2").view(np.uint8).reshape(len(wide), matrix.shape[1], 2)
+            parts += [both[..., 0].tobytes(), both[..., 1].tobytes()]
+            parts.append(matrix[narrow].astype(np.int8).tobytes())
+        return b"".join(parts)
+
+
+def factorise(content: Tensor, tolerance: float) -> Factors:
+    """Factors of one head's content attention.
+
+    Args:
+        content: (Nq, Nk) attention in double precision, no entry zero.
+        tolerance: the largest error of a score.
+
+    Raises:
+        ValueError: if an entry is zero or not a number, so that its score is not known, or if
+            the scores span too much for the tolerance.
+    """
+    scores = content.log()
+    if not scores.isfinite().all():
+        raise ValueError("attention of exactly zero has no finite score; use double precision")
+    scores = scores - scores.mean(dim=1, keepdim=True)
+    left, values, right = _decompose(scores, tolerance)
+    queries, keys = left * values.sqrt(), right * values.sqrt()
+    largest = queries.square().sum(1).max() + keys.square().sum(1).max()
+    # Rounding moves each factor by up to half a step; errors of many components partly cancel.
+    step = tolerance / max(float(largest) ** 0.5, 1e-9)
+    best: Factors | None = None
+    for _ in range(_TRIALS):
+        found, error = _quantised(scores, queries, keys, step)
+        if error <= tolerance and (best is None or found.step > best.step):
+            best = found
+        # The error grows about in proportion to the step: aim at just below the tolerance.
+        step *= min(2.0, 0.95 * tolerance / max(error, 1e-12))
+    if best is None:
+        raise ValueError(
+            f"scores that span {float(scores.max() - scores.min()):.0f} cannot be kept to "
+            f"±{tolerance:g} in 16 bits; allow a larger tolerance"
+        )
+    return best
+
+
+def _quantised(scores: Tensor, queries: Tensor, keys: Tensor, step: float) -> tuple[Factors, float]:
+    """Factors in units of `step`, and the largest error of the scores they give."""
+    # The step as the reader of the packed form will know it.
+    step = float(np.float32(step))
+    found = Factors(_rounded(queries, step), _rounded(keys, step), step)
+    product = torch.from_numpy(found.queries.T.astype(np.float64) @ found.keys) * step**2
+    return found, float((product - scores).abs().max())
+
+
+def _decompose(scores: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """U, S, V with scores = U diag(S) Vᵀ, exact for what the tolerance can see."""
+    if min(scores.shape) > 2 * _RANK_GUESS:
+        # Twice as many random directions as there can be dimensions miss none of them.
+        left, values, right = torch.svd_lowrank(scores, q=_RANK_GUESS, niter=2)
+        if (left * values @ right.T - scores).abs().max() < tolerance / 100:
+            return left, values, right
+    left, values, right = torch.linalg.svd(scores, full_matrices=False)
+    return left, values, right.T
+
+
+def _rounded(factor: Tensor, step: float) -> Integers:
+    """(N, r) in units of `step`, transposed, as int16."""
+    return (factor.T / step).round().clamp(_SMALLEST, _LARGEST).numpy().astype(np.int16)

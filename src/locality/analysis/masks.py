@@ -44,8 +44,9 @@ def position_embedding_off(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def content_off(model: nn.Module, layers: int | None = None) -> Iterator[None]:
+def content_off(
+    model: nn.Module, layers: int | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Attend by position alone in the first `layers` gated layers: σ(λ) = 1 (Table 6).
 
     Args:
@@ -55,18 +56,17 @@ def content_off(model: nn.Module, layers: int | None = None) -> Iterator[None]:
     Raises:
         UserError: if the model has fewer gated layers.
     """
-    with _gates_at(model, math.inf, layers):
-        yield
+    return _gates_at(model, math.inf, layers)
 
 
-@contextlib.contextmanager
-def position_off(model: nn.Module, layers: int | None = None) -> Iterator[None]:
+def position_off(
+    model: nn.Module, layers: int | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Attend by content alone in the first `layers` gated layers: σ(λ) = 0 (Table 6).
 
     Args and raises as `content_off`.
     """
-    with _gates_at(model, -math.inf, layers):
-        yield
+    return _gates_at(model, -math.inf, layers)
 
 
 @contextlib.contextmanager

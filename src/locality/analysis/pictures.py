@@ -107,7 +107,13 @@ def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count:
 
 
 def prepared(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
-    """Images of unknown class, as a classifier prepares them."""
+    """Images of unknown class, as a classifier prepares them.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if not images:
+        raise UserError("there is no image to look at")
     batch = subject.prepare(images)
     mean, std = (
         torch.tensor(values).view(-1, 1, 1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.figure import Figure
 from PIL import Image
 
-from locality.analysis.pictures import Pictures, Sample, observable, prepared, take_pictures
+from locality.analysis.pictures import observable, prepared, take_pictures
 from locality.analysis.recording import trajectory
 from locality.analysis.runs import group, read_runs
 from locality.checkpoints import Classifier
@@ -62,27 +63,23 @@ def _maps(
     layers: Sequence[int] | None = None,
     heads: int = 4,
     place: tuple[float, float] = (0.5, 0.5),
+    mean: bool = False,
 ) -> Figure:
-    """Attention from one patch of the first image (Figs. 7, 16, 17).
+    """Attention from one patch: of the first image, or the mean over all of them.
 
     Args:
-        models: drawn side by side.
+        models: drawn side by side; each prepares the images in its own way.
         images: at least one.
         layers, heads: which; see `locality.figures.maps`.
         place: where to look from, as fractions of (height, width).
+        mean: over all images.
     """
-    return maps.maps(_pictures(models, images[:1], place), layers, heads)
-
-
-def _mean_maps(
-    models: Sequence[Classifier],
-    images: Sequence[Image.Image],
-    layers: Sequence[int] | None = None,
-    heads: int = 4,
-    place: tuple[float, float] = (0.5, 0.5),
-) -> Figure:
-    """Attention averaged over images (Fig. 15). Args as `_maps`."""
-    return maps.maps(_pictures(models, images, place), layers, heads, image=None)
+    chosen = images if mean else images[:1]
+    taken = [
+        (model.name, take_pictures(observable(model), prepared(model, chosen), place))
+        for model in models
+    ]
+    return maps.maps(taken, layers, heads, image=None if mean else 0)
 
 
 def _initial_maps(
@@ -97,23 +94,7 @@ def _initial_maps(
         strengths, place: see `locality.figures.maps.initial_maps`.
     """
     subject = Classifier.of(create_model("convit_tiny"))
-    return maps.initial_maps(_prepared(subject, images[:1]), "convit_tiny", {}, strengths, place)
-
-
-def _pictures(
-    models: Sequence[Classifier], images: Sequence[Image.Image], place: tuple[float, float]
-) -> list[tuple[str, Pictures]]:
-    """What models' heads look at from one place of images, each model prepared in its own way."""
-    return [
-        (model.name, take_pictures(observable(model), _prepared(model, images), place))
-        for model in models
-    ]
-
-
-def _prepared(model: Classifier, images: Sequence[Image.Image]) -> Sample:
-    if not images:
-        raise UserError("give at least one image to look at")
-    return prepared(model, images)
+    return maps.initial_maps(prepared(subject, images[:1]), "convit_tiny", {}, strengths, place)
 
 
 @dataclass(frozen=True)
@@ -144,7 +125,10 @@ FIGURES: dict[str, NamedFigure] = {
         "ConViT Figs. 7, 16, 17", "models", "what heads look at from one patch of an image", _maps
     ),
     "mean-maps": NamedFigure(
-        "ConViT Fig. 15", "models", "the same, averaged over all images given", _mean_maps
+        "ConViT Fig. 15",
+        "models",
+        "the same, averaged over all images given",
+        partial(_maps, mean=True),
     ),
     "initial-maps": NamedFigure(
         "ConViT Fig. 3", "images", "self-attention and PSA before training", _initial_maps

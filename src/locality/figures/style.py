@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from pathlib import Path
@@ -107,14 +108,9 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
     for colour, variable in _THEMED.items():
         text = text.replace(colour, variable)
-    head = f'<svg role="img" aria-label="{_escape(description)}"'
-    return re.sub(r'<svg (.*?)width="[^"]*" height="[^"]*"', rf"{head} \1", text, count=1)
-
-
-def _escape(text: str) -> str:
-    for character, entity in (("&", "&amp;"), ('"', "&quot;"), ("<", "&lt;"), ("\\", "")):
-        text = text.replace(character, entity)
-    return text
+    head = f'<svg role="img" aria-label="{html.escape(description)}" '
+    text = re.sub(r'(<svg .*?)width="[^"]*" height="[^"]*"', r"\1", text, count=1)
+    return text.replace("<svg ", head, 1)
 
 
 def colour_of(family: str) -> str:
