@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
+from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.models import create_model
-from locality.training import RECIPES, RunConfig, recipe, replace
+from locality.training import RECIPES, RunConfig, recipe, replace, settings
 from locality.training.plan import make_plan
-from locality.training.recipes import summary
+from locality.training.recipes import describe
 
 IMAGENET = 1_281_167
 
@@ -23,7 +24,7 @@ def test_a_recipe_is_described_and_its_model_exists(name: str) -> None:
     text = RECIPES[name].__doc__ or ""
     for part in ("Command:", "Cost:", "Expect:", f"locality train {name}"):
         assert part in text
-    assert summary(name).endswith((".", "."))
+    assert describe(name).splitlines()[0].endswith(".")
     with torch.device("meta"):
         create_model(config.model.name, img_size=config.model.img_size, **config.model.overrides)
 
@@ -106,3 +107,13 @@ def test_recipes_are_values() -> None:
     assert recipe("digits") == recipe("digits")
     assert isinstance(replace(recipe("digits"), {"seed": 3}), RunConfig)
     assert recipe("digits").seed == 0
+
+
+@pytest.mark.parametrize(
+    ("earlier", "today"), [("cifar", "cifar100_32"), ("cifar100", "cifar100_224")]
+)
+def test_recipes_answer_to_their_earlier_names(earlier: str, today: str) -> None:
+    config = recipe(today)
+    assert recipe(earlier) == config
+    assert read_run([earlier])[0] == config
+    assert settings.from_dict(RunConfig, settings.to_dict(config) | {"recipe": earlier}) == config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from locality.commands.parsing import Parser
@@ -10,7 +9,7 @@ from locality.commands.parsing import Parser
 
 def main(arguments: Sequence[str]) -> None:
     """List the recipes, or show one with every value."""
-    from locality.training.recipes import RECIPES, recipe, summary
+    from locality.training.recipes import RECIPES, describe, recipe
     from locality.training.settings import to_yaml
 
     parser = Parser("recipes", "List the training recipes, or show one in full.")
@@ -18,7 +17,7 @@ def main(arguments: Sequence[str]) -> None:
     name = parser.read(arguments).name
     if name is None:
         width = max(map(len, RECIPES))
-        print("\n".join(f"{key:<{width}}  {summary(key)}" for key in RECIPES))
+        print("\n".join(f"{key:<{width}}  {describe(key).splitlines()[0]}" for key in RECIPES))
         return
     config = recipe(name)
-    print(inspect.getdoc(RECIPES[name]), to_yaml(config), sep="\n\n", end="")
+    print(describe(name), to_yaml(config), sep="\n\n", end="")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality.commands.parsing import Parser, with_aliases
-from locality.errors import UserError, one_line, unknown
+from locality.errors import UserError, one_line
 from locality.files import read_yaml
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
 
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
     words = with_aliases(arguments, ALIASES | moved)
-    name, words = _recipe_first(words, RECIPES)
+    name, words = _recipe_first(words)
     words = _read_files(_one_length(words))
     parser = Parser(
         f"train [{'|'.join(RECIPES)}]",
@@ -153,8 +153,10 @@ def _choices(name: str, options: Any, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _recipe_first(words: list[str], recipes: Any) -> tuple[str | None, list[str]]:
+def _recipe_first(words: list[str]) -> tuple[str | None, list[str]]:
     """Split the recipe's name off: the first word, --recipe NAME or --recipe=NAME."""
+    from locality.training.recipes import name_of
+
     flags = [word.partition("=")[0] for word in words]
     if words and not words[0].startswith("-"):
         name, rest = words[0], words[1:]
@@ -165,9 +167,7 @@ def _recipe_first(words: list[str], recipes: Any) -> tuple[str | None, list[str]
         rest = words[:at] + words[after:]
     else:
         return None, words
-    if name not in recipes:
-        raise unknown("recipe", name, recipes)
-    return name, rest
+    return name_of(name), rest
 
 
 def _in_the_other_unit(recipe: dict[str, Any], options: Any) -> dict[str, float]:

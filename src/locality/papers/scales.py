@@ -274,7 +274,7 @@ DIGITS = Scale(
 
 
 def _cifar_base(role: str, model: str) -> RunConfig:
-    return recipe("cifar", model=model)
+    return recipe("cifar100_32", model=model)
 
 
 _MICRO = _pair("S", ("convit_micro", {}), ("deit_micro", {}))

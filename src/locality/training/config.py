@@ -276,6 +276,9 @@ class EngineConfig:
         return self.batch_size // parts
 
 
+EARLIER_RECIPES = {"cifar": "cifar100_32", "cifar100": "cifar100_224"}
+"""Recipes by the names that earlier versions gave them."""
+
 MOVED = ("mean", "std", "crop_pct", "crop_mode")
 """Settings of `input` that earlier versions had in `augment`."""
 
@@ -329,7 +332,9 @@ class RunConfig:
 
     @classmethod
     def upgraded(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings of any version by today's names: MOVED, and one interpolation for all."""
+        """The settings of any version by today's names."""
+        if renamed := EARLIER_RECIPES.get(str(values.get("recipe"))):
+            values = {**values, "recipe": renamed}
         old = values.get("augment")
         if "input" in values or not isinstance(old, Mapping):
             return values

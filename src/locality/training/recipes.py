@@ -19,6 +19,7 @@ from typing import Any
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError, unknown
 from locality.training.config import (
+    EARLIER_RECIPES,
     EngineConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -65,16 +66,16 @@ def digits(model: str = "convit_nano", fraction: float = 1.0, seed: int = 0) -> 
     )
 
 
-def cifar(model: str = "convit_micro", dataset: str = "cifar100", seed: int = 0) -> RunConfig:
+def cifar100_32(model: str = "convit_micro", dataset: str = "cifar100", seed: int = 0) -> RunConfig:
     """CIFAR at its own 32×32 pixels: the DeiT recipe for small images and one GPU.
 
-    Command: `locality train cifar --data.root DATA --data.download true`, and
+    Command: `locality train cifar100_32 --data.root DATA --data.download true`, and
     `--data.dataset cifar10`.
     Cost: 0.008 exaFLOPs for `convit_micro`, which is minutes on a GPU.
     Expect: not in the papers.
     """
     return RunConfig(
-        recipe="cifar",
+        recipe="cifar100_32",
         seed=seed,
         model=ModelConfig(model, img_size=32, overrides={"drop_path_rate": 0.1}),
         data=DataConfig(dataset, workers=4),
@@ -193,17 +194,17 @@ def imagenet100(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
     )
 
 
-def cifar100(model: str = "convit_tiny_plus", epochs: float = 1000, seed: int = 0) -> RunConfig:
+def cifar100_224(model: str = "convit_tiny_plus", epochs: float = 1000, seed: int = 0) -> RunConfig:
     """`deit_300_plus` on CIFAR-100 enlarged to 224 pixels, for 1000 or 3000 epochs (Fig. 11).
 
-    Command: `locality train cifar100 --data.root DATA --data.download true`
+    Command: `locality train cifar100_224 --data.root DATA --data.download true`
     Cost: 0.6 exaFLOPs for `convit_tiny_plus` and 1000 epochs.
     Expect: top-1 82.1 with 10 M parameters after 1000 epochs (appendix C).
     """
     base = deit_300_plus(model, seed)
     return dataclasses.replace(
         base,
-        recipe="cifar100",
+        recipe="cifar100_224",
         data=dataclasses.replace(base.data, dataset="cifar100"),
         schedule=dataclasses.replace(base.schedule, epochs=epochs, eval_every=10),
     )
@@ -320,13 +321,13 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
     function.__name__: function
     for function in (
         digits,
-        cifar,
+        cifar100_32,
         deit_300,
         deit_300_plus,
         distill_hard,
         subset,
         imagenet100,
-        cifar100,
+        cifar100_224,
         cvt_300,
         cvt_22k,
         finetune_384,
@@ -338,12 +339,13 @@ def recipe(name: str, **choices: Any) -> RunConfig:
     """The configuration of a named run.
 
     Args:
-        name: one of `RECIPES`.
+        name: one of `RECIPES`, or what an earlier version called it.
         choices: arguments of its function, such as `model`.
 
     Raises:
         UserError: for a name or an argument that does not exist, with the nearest.
     """
+    name = name_of(name)
     accepted = choices_of(name)
     for choice in choices:
         if choice not in accepted:
@@ -351,22 +353,26 @@ def recipe(name: str, **choices: Any) -> RunConfig:
     return RECIPES[name](**choices)
 
 
-def choices_of(name: str) -> list[str]:
-    """The arguments that a recipe takes.
+def name_of(name: str) -> str:
+    """A recipe's name, given that or an earlier one.
 
     Raises:
         UserError: for a name that does not exist, with the nearest.
     """
+    name = EARLIER_RECIPES.get(name, name)
     if name not in RECIPES:
         raise unknown("recipe", name, RECIPES)
-    return list(inspect.signature(RECIPES[name]).parameters)
+    return name
 
 
-def summary(name: str) -> str:
-    """The first line of a recipe's description."""
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
-    text = inspect.getdoc(RECIPES[name])
+def choices_of(name: str) -> list[str]:
+    """The arguments that a recipe takes."""
+    return list(inspect.signature(RECIPES[name_of(name)]).parameters)
+
+
+def describe(name: str) -> str:
+    """What a recipe is, what to type, what it costs and what to expect."""
+    text = inspect.getdoc(RECIPES[name_of(name)])
     if text is None:
         raise UserError(f"recipe '{name}' has no description")
-    return text.splitlines()[0]
+    return text
