@@ -8,6 +8,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,18 @@ _DEEPEST = 50
 _MOST_VALUES = 1_000_000
 
 # libyaml's parser where PyYAML comes with it: ten times as fast, for hundreds of run folders.
-YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):
+    """YAML 1.2's idea of a number: PyYAML takes 1e-3 for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> IO[bytes]:
@@ -99,16 +111,16 @@ def parse_json(text: str, where: str) -> Any:
     return content
 
 
-def read_yaml(path: Path | str, loader: Any = YamlLoader) -> Any:
+def read_yaml(path: Path | str) -> Any:
     """The value in a YAML file.
 
     Raises:
         OSError, UserError: as `read_text` and `parse_yaml`.
     """
-    return parse_yaml(read_text(path, LARGEST_YAML), str(path), loader)
+    return parse_yaml(read_text(path, LARGEST_YAML), str(path))
 
 
-def parse_yaml(text: str, where: str, loader: Any = YamlLoader) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     """The value that a YAML text holds, read by a safe loader.
 
     Raises:
@@ -117,12 +129,12 @@ def parse_yaml(text: str, where: str, loader: Any = YamlLoader) -> Any:
     try:
         # libyaml builds nested values by recursion and has no limit to it: the stack would end.
         depth = 0
-        for event in yaml.parse(text, loader):
+        for event in yaml.parse(text, _Loader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
                 raise _too_deep(where)
-        content = loader(text).get_single_data()
+        content = _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, TypeError) as error:
         if isinstance(error, UserError):
             raise

@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser as _JsonArgumentParser
 from jsonargparse import Namespace
 
 from locality.errors import UserError, unknown
+from locality.files import read_yaml
 
 
 class Parser(_JsonArgumentParser):
@@ -36,6 +37,10 @@ class Parser(_JsonArgumentParser):
             return self.parse_args(list(arguments))
         except argparse.ArgumentError as error:
             raise self._readable(error) from None
+
+    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Those options that `arguments` give, by dotted name, without the defaults of others."""
+        return vars(self.parse_args(list(arguments), defaults=False).as_flat())
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise argparse.ArgumentError(None, message)
@@ -90,6 +95,33 @@ def read_settings(options: Namespace) -> dict[str, Any]:
         if not equals or not name.strip():
             raise UserError(f"--set takes NAME=VALUE, such as --set kv_stride=1, not '{word}'")
     return settings
+
+
+def read_settings_file(path: str) -> dict[str, Any]:
+    """The settings in a YAML file, nested.
+
+    Raises:
+        OSError, UserError: if it cannot be read, or holds something else.
+    """
+    values = read_yaml(path) or {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path} does not hold settings by name")
+    return values
+
+
+def taken(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of every `flag VALUE` and `flag=VALUE` in `words`, and the other words."""
+    values, rest, wanted = [], [], False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if wanted or (name == flag and equals):
+            values.append(word if wanted else value)
+            wanted = False
+        elif name == flag:
+            wanted = True
+        else:
+            rest.append(word)
+    return values, [*rest, flag] if wanted else rest
 
 
 def with_aliases(arguments: Iterable[str], aliases: dict[str, str]) -> list[str]:

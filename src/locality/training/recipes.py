@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
@@ -27,6 +27,7 @@ from locality.training.config import (
     RunConfig,
     ScheduleConfig,
 )
+from locality.training.settings import replace
 
 # The DeiT recipe's augmentation, which both papers use for all from-scratch ImageNet runs.
 DEIT_AUGMENT = AugmentConfig(
@@ -346,7 +347,7 @@ def recipe(name: str, **choices: Any) -> RunConfig:
         UserError: for a name or an argument that does not exist, with the nearest.
     """
     name = name_of(name)
-    accepted = choices_of(name)
+    accepted = _choices(name)
     for choice in choices:
         if choice not in accepted:
             raise unknown(f"choice of recipe '{name}'", choice, accepted)
@@ -365,9 +366,50 @@ def name_of(name: str) -> str:
     return name
 
 
-def choices_of(name: str) -> list[str]:
-    """The arguments that a recipe takes."""
-    return list(inspect.signature(RECIPES[name_of(name)]).parameters)
+# What recipes choose other settings by, such as CvT's weight decay by the model → its setting.
+_CHOICES = {
+    "model": "model.name",
+    "weights": "model.weights",
+    "dataset": "data.dataset",
+    "fraction": "data.fraction",
+    "teacher": "objective.teacher",
+}
+
+
+def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
+    """A recipe with some settings changed by dotted name, and with them what depends on those.
+
+    Raises:
+        UserError: for a name that does not exist (with the nearest), or as `settings.replace`.
+    """
+    name = name_of(name)
+    known = _choices(name)
+    choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
+    config = recipe(name, **choices)
+    return replace(config, _in_the_other_unit(config.schedule, changes) | dict(changes))
+
+
+def _in_the_other_unit(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Warm-up, cool-down and the rest of the schedule, where a length in the other unit is given.
+
+    They count in the unit of the length: a recipe's 5 epochs of warm-up must not become 5 steps.
+    They keep their fraction of the run, but a twentieth of it is enough between evaluations.
+    """
+    unit, other = ("epochs", "steps") if recipe.steps is None else ("steps", "epochs")
+    length = changes.get(f"schedule.{other}")
+    if length is None:
+        return {}
+    scale = length / getattr(recipe, unit)
+    parts = ("warmup", "cooldown", "eval_every", "save_every", "snapshot_every")
+    own = {part: getattr(recipe, part) for part in parts}
+    scaled = {f"schedule.{part}": scale * n for part, n in own.items() if n is not None}
+    scaled["schedule.eval_every"] = max(scaled["schedule.eval_every"], length / 20)
+    return {f"schedule.{unit}": None, **scaled}
+
+
+def _choices(name: str) -> list[str]:
+    """The arguments of a recipe's function."""
+    return list(inspect.signature(RECIPES[name]).parameters)
 
 
 def describe(name: str) -> str:

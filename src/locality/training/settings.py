@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from locality.errors import UserError, unknown
-from locality.files import YamlLoader, parse_yaml
+from locality.files import parse_yaml
 
 T = TypeVar("T")
 
@@ -144,19 +143,8 @@ def from_yaml(kind: type[T], text: str, where: str = "the configuration") -> T:
     Raises:
         UserError: if it is not YAML, or as `from_dict`.
     """
-    values = parse_yaml(text, where, _Loader)
+    values = parse_yaml(text, where)
     return from_dict(kind, {} if values is None else values)
-
-
-class _Loader(YamlLoader):
-    """YAML 1.2's idea of a number: PyYAML takes 1e-3 for text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
