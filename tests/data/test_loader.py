@@ -27,7 +27,7 @@ from locality.data import (
     preserved_generators,
     train_loader,
 )
-from locality.data.loader import Failure, Parcel
+from locality.data.loader import Failure, Loaded
 from locality.data.sampling import Stream, keys, sample_order, seed_generators
 from locality.errors import UserError
 
@@ -290,7 +290,9 @@ def test_a_bad_image_stops_the_run_when_that_is_asked_for(workers):
         workers=workers,
         on_bad_image="error",
     )
-    with pytest.raises(UserError, match=r"^file 3: it is broken; mend or remove the file") as error:
+    with pytest.raises(
+        UserError, match=r"^file 3: it is broken; repair or remove the file"
+    ) as error:
         list(loader)
     assert "\n" not in str(error.value)
     assert not multiprocessing.active_children()
@@ -344,13 +346,6 @@ def test_nothing_to_load(digits):
         collect(empty, PAD)
     with pytest.raises(UserError, match="no images to evaluate on"):
         eval_loader(empty, SMALL, batch_size=4)
-
-
-def test_a_batch_can_move(digits):
-    batch = collect(digits.train, PAD)[0]
-    moved = batch.to("meta")
-    assert moved.images.device.type == moved.targets.device.type == "meta"
-    assert np.array_equal(moved.indices, batch.indices) and moved.step == batch.step
 
 
 def test_arrays_must_fit():
@@ -440,11 +435,11 @@ def test_workers_of_evaluation_end_when_it_is_closed(digits):
     assert not multiprocessing.active_children()
 
 
-def test_parcels_pass_through_torchs_pinning_thread(digits, monkeypatch):
+def test_what_workers_send_passes_through_torchs_pinning_thread(digits, monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: pinned.append(1) or self)
     batch = collect(digits.train, PAD)[0]
-    parcel = Parcel(batch, (Failure("a", "b"),), None)
-    result = torch_pin_memory(parcel)
-    assert isinstance(result, Parcel) and result.skipped == parcel.skipped
+    loaded = Loaded(batch, (Failure("a", "b"),), None)
+    result = torch_pin_memory(loaded)
+    assert isinstance(result, Loaded) and result.skipped == loaded.skipped
     assert same(result.batch, batch) and len(pinned) == 2

@@ -13,8 +13,9 @@ import multiprocessing
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,8 +38,8 @@ from locality.errors import UserError
 
 OnBad = Literal["error", "skip"]
 
-# How often a stand-in for an unreadable image is drawn before giving up on the dataset.
-_STAND_INS = 100
+# How often a replacement for an unreadable image is drawn before giving up on the dataset.
+_REPLACEMENTS = 100
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,9 @@ class Batch:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch with images and targets on `device`."""
-        images = self.images.to(device, non_blocking=non_blocking)
-        targets = self.targets.to(device, non_blocking=non_blocking)
-        return Batch(images, targets, self.indices, self.positions, self.step, self.micro)
-
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory, from which copies to a GPU need no waiting."""
-        images, targets = self.images.pin_memory(), self.targets.pin_memory()
-        return Batch(images, targets, self.indices, self.positions, self.step, self.micro)
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
 class Failure(NamedTuple):
@@ -83,7 +77,7 @@ class Failure(NamedTuple):
     reason: str
 
 
-class Parcel(NamedTuple):
+class Loaded(NamedTuple):
     """What a worker sends: a batch, what was left out of it, and why there is none.
 
     Errors travel as values: torch would wrap an exception's message in a worker's traceback.
@@ -94,36 +88,79 @@ class Parcel(NamedTuple):
     error: str | None = None
 
 
-class TrainBatches(Dataset):
+class _Stop(Exception):
+    """Loading cannot go on; the message is for the user."""
+
+
+@dataclass(eq=False)
+class Batches(Dataset, ABC):
+    """Numbers → batches of some images, as a loading process makes them.
+
+    Attributes:
+        source: the images.
+        preprocessing: how they are resized and normalised.
+        batch_size: images at once: of all processes while training, of this one in evaluation.
+        rank, world_size: this process and how many there are.
+        on_bad: what to do about an image that cannot be decoded.
+    """
+
+    source: ImageSource
+    preprocessing: Preprocessing
+    batch_size: int
+    rank: int
+    world_size: int
+    on_bad: OnBad
+
+    @abstractmethod
+    def batch(self, number: int, skipped: list[Failure]) -> Batch | None:
+        """Batch `number`; what could not be read joins `skipped`."""
+
+    def __getitem__(self, number: int) -> Loaded:
+        skipped: list[Failure] = []
+        with preserved_generators():
+            try:
+                return Loaded(self.batch(number, skipped), tuple(skipped))
+            except _Stop as error:
+                return Loaded(None, error=str(error))
+
+    def read(self, index: int, skipped: list[Failure]) -> Image.Image | None:
+        """An image, or None if it cannot be decoded and may be left out."""
+        try:
+            return self.source.read(index)
+        except BadImage as error:
+            failure = Failure(self.source.describe(index), str(error))
+        if self.on_bad == "error":
+            raise _Stop(
+                f"{failure.image}: {failure.reason}; repair or remove the file, or set "
+                f"on_bad_image to 'skip'"
+            )
+        skipped.append(failure)
+        return None
+
+    def assembled(
+        self, pixels: torch.Tensor, indices: Indices, positions: Indices, step: int, micro: int = 0
+    ) -> Batch:
+        """The batch of transformed images, (B, 3, H, W) uint8."""
+        targets = torch.from_numpy(self.source.labels[indices])
+        images = normalise(pixels, self.preprocessing)
+        return Batch(images, targets, indices, positions, step, micro)
+
+
+@dataclass(eq=False)
+class TrainBatches(Batches):
     """Micro-batch number → its content. Number n is micro-batch n mod A of step n div A.
 
     Positions are dealt in turn to the micro-batches of all processes, so that the copies which
     repeated augmentation puts side by side come to different processes, as in the DeiT recipe.
     """
 
-    def __init__(
-        self,
-        source: ImageSource,
-        augment: AugmentConfig,
-        preprocessing: Preprocessing,
-        batch_size: int,
-        seed: int,
-        rank: int,
-        world_size: int,
-        accumulate: int,
-        on_bad: OnBad,
-    ) -> None:
-        self.source = source
-        self.transform = train_transform(augment, preprocessing)
-        self.augment = augment
-        self.preprocessing = preprocessing
-        self.erasing = erasing(augment)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.accumulate = accumulate
-        self.on_bad = on_bad
+    augment: AugmentConfig
+    seed: int
+    accumulate: int
+
+    def __post_init__(self) -> None:
+        self.transform = train_transform(self.augment, self.preprocessing)
+        self.erasing = erasing(self.augment)
 
     def positions(self, step: int, micro: int) -> Indices:
         """The global positions of one micro-batch of this process, (B,) int64."""
@@ -131,22 +168,16 @@ class TrainBatches(Dataset):
         stop = (step + 1) * self.batch_size
         return np.arange(first, stop, self.world_size * self.accumulate, dtype=np.int64)
 
-    def __getitem__(self, number: int) -> Parcel:
+    def batch(self, number: int, skipped: list[Failure]) -> Batch:
         step, micro = divmod(number, self.accumulate)
         positions = self.positions(step, micro)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
-        skipped: list[Failure] = []
-        with preserved_generators():
-            try:
-                pixels = self._from_memory(positions, indices)
-                if pixels is None:
-                    pixels, indices = self._from_files(positions, indices, skipped)
-            except _Stop as error:
-                return Parcel(None, error=str(error))
-            images = normalise(pixels, self.preprocessing)
-            self._erase(images, positions)
-        targets = torch.from_numpy(self.source.labels[indices])
-        return Parcel(Batch(images, targets, indices, positions, step, micro), tuple(skipped))
+        pixels = self._from_memory(positions, indices)
+        if pixels is None:
+            pixels, indices = self._from_files(positions, indices, skipped)
+        batch = self.assembled(pixels, indices, positions, step, micro)
+        self._erase(batch.images, positions)
+        return batch
 
     def _from_memory(self, positions: Indices, indices: Indices) -> torch.Tensor | None:
         """The transformed images, (B, 3, H, W) uint8, where pixels and transform allow it."""
@@ -183,22 +214,17 @@ class TrainBatches(Dataset):
         self, position: int, index: int, skipped: list[Failure]
     ) -> tuple[Image.Image, int]:
         for candidate in self._candidates(position, index):
-            try:
-                return self.source.read(candidate), candidate
-            except BadImage as error:
-                failure = Failure(self.source.describe(candidate), str(error))
-            if self.on_bad == "error":
-                raise _Stop(_stopped_by(failure))
-            skipped.append(failure)
+            if (image := self.read(candidate, skipped)) is not None:
+                return image, candidate
         raise _Stop(
-            f"{_STAND_INS} images in a row could not be read; the last: "
-            f"{failure.image}: {failure.reason}"
+            f"{_REPLACEMENTS} images in a row could not be read; the last: "
+            f"{skipped[-1].image}: {skipped[-1].reason}"
         )
 
     def _candidates(self, position: int, index: int) -> Iterator[int]:
-        """The image due at a position, and who stands in for it, in a fixed random order."""
+        """The image due at a position, and what may replace it, in a fixed random order."""
         yield index
-        for attempt in range(_STAND_INS):
+        for attempt in range(_REPLACEMENTS):
             key = keys(self.seed, Stream.REPLACE, position, attempt)
             yield int(key[0] % np.uint64(len(self.source)))
 
@@ -211,61 +237,31 @@ class TrainBatches(Dataset):
             self.erasing(image)
 
 
-class EvalBatches(Dataset):
+@dataclass(eq=False)
+class EvalBatches(Batches):
     """Batch number → its content, of the images that belong to this process."""
 
-    def __init__(
-        self,
-        source: ImageSource,
-        preprocessing: Preprocessing,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        on_bad: OnBad,
-    ) -> None:
-        self.source = source
-        self.transform = eval_transform(preprocessing)
-        self.preprocessing = preprocessing
-        self.batch_size = batch_size
-        self.own = np.arange(rank, len(source), world_size, dtype=np.int64)
-        self.on_bad = on_bad
+    def __post_init__(self) -> None:
+        self.transform = eval_transform(self.preprocessing)
+        self.own = np.arange(self.rank, len(self.source), self.world_size, dtype=np.int64)
 
     def __len__(self) -> int:
         return -(-len(self.own) // self.batch_size)
 
-    def __getitem__(self, number: int) -> Parcel:
+    def batch(self, number: int, skipped: list[Failure]) -> Batch | None:
         indices = self.own[number * self.batch_size : (number + 1) * self.batch_size]
         pixels = self.source.pixels
-        skipped: list[Failure] = []
         if pixels is not None and self.transform.takes_tensors(pixels):
-            stacked = pixels[torch.from_numpy(indices)]
-        else:
-            images, used = [], []
-            for index in indices.tolist():
-                try:
-                    images.append(self.transform(self.source.read(index)))
-                    used.append(index)
-                except BadImage as error:
-                    failure = Failure(self.source.describe(index), str(error))
-                    if self.on_bad == "error":
-                        return Parcel(None, error=_stopped_by(failure))
-                    skipped.append(failure)
-            if not images:
-                return Parcel(None, tuple(skipped))
-            stacked, indices = torch.stack(images), np.array(used, dtype=np.int64)
-        targets = torch.from_numpy(self.source.labels[indices])
-        batch = Batch(normalise(stacked, self.preprocessing), targets, indices, indices, number, 0)
-        return Parcel(batch, tuple(skipped))
-
-
-class _Stop(Exception):
-    """Loading cannot go on; the message is for the user."""
-
-
-def _stopped_by(failure: Failure) -> str:
-    return (
-        f"{failure.image}: {failure.reason}; mend or remove the file, or set on_bad_image to 'skip'"
-    )
+            return self.assembled(pixels[torch.from_numpy(indices)], indices, indices, number)
+        images, used = [], []
+        for index in indices.tolist():
+            if (image := self.read(index, skipped)) is not None:
+                images.append(self.transform(image))
+                used.append(index)
+        if not images:
+            return None
+        indices = np.array(used, dtype=np.int64)
+        return self.assembled(torch.stack(images), indices, indices, number)
 
 
 _OURS = (signal.SIGINT, signal.SIGTERM)
@@ -316,28 +312,27 @@ class BatchLoader:
         if self._loader is None:
             raise RuntimeError("this loader has been closed")
         with _signals_held():
-            parcels = iter(self._loader)
+            arriving: Iterator[Loaded] = iter(self._loader)
         try:
-            parcel: Parcel
-            for parcel in parcels:
-                if parcel.error is not None:
-                    raise UserError(parcel.error)
-                self._note_skipped(parcel)
-                if parcel.batch is not None:
-                    yield parcel.batch
+            for batch, skipped, error in arriving:
+                if error is not None:
+                    raise UserError(error)
+                self._note_skipped(skipped)
+                if batch is not None:
+                    yield batch
         except UserError:
             self.close()
             raise
         finally:
             # Workers end with their iterator, and an error's traceback would keep it alive.
-            del parcels
+            del arriving
 
     def close(self) -> None:
         """End workers that wait for the next iteration; nothing can be loaded after that."""
         self._loader = None
 
-    def _note_skipped(self, parcel: Parcel) -> None:
-        for image, reason in parcel.skipped:
+    def _note_skipped(self, skipped: Sequence[Failure]) -> None:
+        for image, reason in skipped:
             self.skipped.setdefault(image, reason)
         if len(self.skipped) > self._max_bad_images:
             image, reason = next(iter(self.skipped.items()))
@@ -400,14 +395,14 @@ def train_loader(
         raise UserError(f"steps from {start_step} to {stop_step} are no range")
     batches = TrainBatches(
         source,
-        augment,
         preprocessing,
         batch_size,
-        seed,
         rank,
         world_size,
-        accumulate,
         on_bad_image,
+        augment,
+        seed,
+        accumulate,
     )
     return BatchLoader(
         batches,
@@ -435,7 +430,7 @@ def eval_loader(
 ) -> BatchLoader:
     """The evaluation batches of one process: images rank, rank + world_size, … of the source.
 
-    Nothing is padded or repeated, so the processes' shares may differ by one image.
+    Nothing is padded or repeated, so processes may differ by one image.
 
     Args:
         batch_size: images at once in this process.
@@ -446,14 +441,7 @@ def eval_loader(
     _ranks(rank, world_size)
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; give at least 1")
-    batches = EvalBatches(
-        source,
-        preprocessing,
-        batch_size,
-        rank,
-        world_size,
-        on_bad_image,
-    )
+    batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image)
     return BatchLoader(
         batches,
         range(len(batches)),
@@ -466,8 +454,8 @@ def eval_loader(
     )
 
 
-def _unchanged(parcel: Any) -> Any:
-    return parcel
+def _unchanged(loaded: Any) -> Any:
+    return loaded
 
 
 @contextlib.contextmanager
