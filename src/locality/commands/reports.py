@@ -1,4 +1,4 @@
-"""`locality reproduce`: a table or figure of either paper, by name."""
+"""`locality report` and `reproduce`: pages of what runs came to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,29 @@ from locality.commands.parsing import Parser
 from locality.errors import UserError
 
 
-def main(arguments: Sequence[str]) -> None:
+def report(arguments: Sequence[str]) -> None:
+    """Write the report."""
+    parser = Parser(
+        "report",
+        "Write one self-contained HTML page from finished runs: accuracy with intervals over "
+        "seeds, learning curves, gates, nonlocality and attention. Recomputes nothing; "
+        "`--record` first measures the runs that were not measured yet.",
+    )
+    parser.add_argument("runs", nargs="+", help="run folders, or folders that hold them")
+    parser.add_argument("--output", default="report.html", help="the file to write")
+    parser.add_argument("--record", action="store_true", help="measure unmeasured runs first")
+    options = parser.read(arguments)
+    if options.record:
+        from locality.analysis.recording import record_missing
+        from locality.analysis.runs import run_folders
+
+        record_missing(run_folders(options.runs))
+    from locality.report import build_report
+
+    print(build_report(options.runs, options.output))
+
+
+def reproduce(arguments: Sequence[str]) -> None:
     """Run what a table needs, measure, and write it; or list, or only plan."""
     parser = Parser(
         "reproduce",
