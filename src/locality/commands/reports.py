@@ -18,8 +18,8 @@ def report(arguments: Sequence[str]) -> None:
         "`--record` first measures the runs that were not measured yet.",
     )
     parser.add_argument("runs", nargs="+", help="run folders, or folders that hold them")
-    parser.add_argument("--output", default="report.html", help="the file to write")
-    parser.add_argument("--record", action="store_true", help="measure unmeasured runs first")
+    parser.add("--output", "report.html", "the file to write")
+    parser.add("--record", False, "measure unmeasured runs first")
     options = parser.read(arguments)
     if options.record:
         from locality.analysis.recording import record_missing
@@ -41,22 +41,18 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "name", nargs="?", default=None, help="convit/table-3, cvt/figure-1, convit, beyond, all"
     )
-    parser.add_argument("--list", action="store_true", help="every table and figure, and its state")
-    parser.add_argument("--plan", action="store_true", help="runs, images, MACs, hours; no start")
-    parser.add_argument("--scale", default="digits", help="digits, cifar100, imagenet100, imagenet")
-    parser.add_argument("--output", default="results", help="folder for tables and figures")
-    parser.add_argument(
-        "--runs", default="runs/reproduce", help="folder for the runs, shared by all tables"
-    )
-    parser.add_argument("--seeds", type=int | None, default=None, help="at most this many seeds")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--threads", type=int | None, default=None, help="threads per run")
-    parser.add_argument("--executor", default="local", help="local, submitit or ray")
-    parser.add_argument(
-        "--data", type=dict[str, str] | None, default=None, help="folders: '{imagenet: PATH}'"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    parser.add_argument("--json", action="store_true", help="with --list: print JSON")
+    parser.add("--list", False, "every table and figure, and its state")
+    parser.add("--plan", False, "runs, images, MACs, hours; no start")
+    parser.add("--scale", "digits", "digits, cifar100, imagenet100, imagenet")
+    parser.add("--output", "results", "folder for tables and figures")
+    parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
+    parser.add("--seeds", None, "at most this many seeds", int | None)
+    parser.add("--jobs", 2, "runs at a time")
+    parser.add("--threads", None, "threads per run", int | None)
+    parser.add("--executor", "local", "local, submitit or ray")
+    parser.add("--data", None, "folders: '{imagenet: PATH}'", dict[str, str] | None)
+    parser.add("--quiet", False, "no progress")
+    parser.add("--json", False, "with --list: print JSON")
     options = parser.read(arguments)
 
     from locality import checks

@@ -82,19 +82,13 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         "--data.fraction.",
     )
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with settings")
-    parser.add_argument("--output", default=None, help="run folder; runs/… unless given")
-    parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost")
-    parser.add_argument(
-        "--images_per_second", type=float, default=None, help="speed for --dry_run's hours"
-    )
-    parser.add_argument("--record", action="store_true", help="measure locality before and after")
-    parser.add_argument(
-        "--measure_every",
-        type=float,
-        default=None,
-        help="measure locality while training, every so many epochs or steps of the schedule",
-    )
-    parser.add_argument("--quiet", action="store_true", help="print nothing while training")
+    parser.add("--output", None, "run folder; runs/… unless given")
+    parser.add("--dry_run", False, "check everything, print the cost")
+    parser.add("--images_per_second", None, "speed for --dry_run's hours", float)
+    parser.add("--record", False, "measure locality before and after")
+    every = "measure locality while training, every so many epochs or steps of the schedule"
+    parser.add("--measure_every", None, every, float)
+    parser.add("--quiet", False, "print nothing while training")
     parser.add_class_arguments(RunConfig, None)
     values = _by_option(to_dict(recipe(name)))
     parser.set_defaults(values)
@@ -151,13 +145,11 @@ def demo(arguments: Sequence[str]) -> int | None:
         "measure what their attention does, and write a report with the pictures. "
         "About two minutes on two cores; nothing is downloaded.",
     )
-    parser.add_argument("--output", default="demo", help="folder for the runs and report.html")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each model and fraction")
-    parser.add_argument("--cvt", action="store_true", help="train the CvT of that size as well")
-    parser.add_argument(
-        "--steps", type=int, default=None, help="updates; the recipe's unless given"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add("--output", "demo", "folder for the runs and report.html")
+    parser.add("--seeds", 1, "runs of each model and fraction")
+    parser.add("--cvt", False, "train the CvT of that size as well")
+    parser.add("--steps", None, "updates; the recipe's unless given", int)
+    parser.add("--jobs", 2, "runs at a time")
     options = parser.read(arguments)
 
     from locality import checks
