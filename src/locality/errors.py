@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 # Letters of a message: no sentence is longer, but what it quotes may be.
 _LONGEST = 2000
@@ -18,6 +19,19 @@ class UserError(ValueError):
 
 class UnknownSetting(UserError, TypeError):
     """A setting by a name that does not exist: to Python and timm, an unexpected argument."""
+
+
+class RunFailed(RuntimeError):
+    """A run had to stop; the message says why, what is kept, and what to do."""
+
+
+@contextlib.contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Put `what`, such as a file, in front of the message of a `UserError` in the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
 
 
 def printable(text: str, keep: str = "") -> str:

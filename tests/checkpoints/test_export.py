@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import locality.checkpoints.exporting as exporting
+import locality.checkpoints.hub as hub
 from locality.checkpoints import (
     LAYOUTS,
     Classifier,
@@ -226,17 +227,10 @@ def test_pictures_are_brought_to_the_models_device():
     assert Classifier.of(model).prepare(pictures(1)).device.type == "meta"
 
 
-def test_run_folders_are_opened_by_whoever_knows_them(tmp_path):
-    (tmp_path / "config.yaml").write_text("model: {name: convit_nano}")
-    opened = Classifier.of(create_model("convit_nano"))
-    assert open_model(tmp_path, open_run=lambda folder: opened) is opened
-    with pytest.raises(UserError, match="is a run folder"):
-        open_model(tmp_path)
-
-
-def test_hub_repositories_go_through_the_mixin(monkeypatch):
+def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
     trained = TrainedModel(create_model("convit_nano"), Preprocessing(8), CLASSES)
-    monkeypatch.setattr(TrainedModel, "from_pretrained", lambda name: {"me/model": trained}[name])
+    trained.save_pretrained(tmp_path)
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name])
     opened = open_model("me/model")
     assert opened.name == "me/model" and opened.classes == tuple(CLASSES)
 

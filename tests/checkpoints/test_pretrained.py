@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
-import locality.checkpoints.pretrained as pretrained
+import locality.checkpoints.sources as sources
 from locality.checkpoints import (
     LAYOUTS,
     SOURCES,
@@ -110,14 +110,14 @@ def nowhere(*arguments, **options):
 
 
 def test_offline_the_error_says_which_file_and_where_to_put_it(monkeypatch):
-    monkeypatch.setattr(pretrained, "hf_hub_download", nowhere)
-    monkeypatch.setattr(pretrained.torch.hub, "download_url_to_file", lambda *a, **k: nowhere())
+    monkeypatch.setattr(sources, "hf_hub_download", nowhere)
+    monkeypatch.setattr(sources.torch.hub, "download_url_to_file", lambda *a, **k: nowhere())
     with pytest.raises(UserError) as caught:
         create_model("convit_tiny.fb_in1k", pretrained=True)
     message = str(caught.value)
     assert "https://huggingface.co/timm/convit_tiny.fb_in1k" in message
     assert "https://dl.fbaipublicfiles.com/convit/convit_tiny.pth" in message
-    assert str(pretrained.home() / "weights" / "convit_tiny.fb_in1k.safetensors") in message
+    assert str(sources.home() / "weights" / "convit_tiny.fb_in1k.safetensors") in message
     assert "\n" not in message
 
 
@@ -130,9 +130,9 @@ def tiny_state():
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 def test_a_file_put_there_is_used(suffix, tiny_state, monkeypatch):
-    monkeypatch.setattr(pretrained, "hf_hub_download", nowhere)
+    monkeypatch.setattr(sources, "hf_hub_download", nowhere)
     reference, state = tiny_state
-    path = pretrained.home() / "weights" / f"convit_tiny.fb_in1k{suffix}"
+    path = sources.home() / "weights" / f"convit_tiny.fb_in1k{suffix}"
     path.parent.mkdir(parents=True)
     if suffix == ".pth":
         torch.save({"model": state}, path)
@@ -152,39 +152,39 @@ def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
         asked.append((repo, file))
         return str(tmp_path / file)
 
-    monkeypatch.setattr(pretrained, "hf_hub_download", download)
+    monkeypatch.setattr(sources, "hf_hub_download", download)
     opened = open_model("convit_tiny.fb_in1k")
     assert asked == [("timm/convit_tiny.fb_in1k", "model.safetensors")]
-    assert opened.name == "convit_tiny" and opened.preprocessing == Preprocessing(224)
+    assert opened.name == "convit_tiny.fb_in1k" and opened.preprocessing == Preprocessing(224)
     assert torch.equal(opened.model.head.weight, tiny_state[1]["head.weight"])
 
 
 def test_a_download_is_compared_with_its_published_hash(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrained, "hf_hub_download", nowhere)
+    monkeypatch.setattr(sources, "hf_hub_download", nowhere)
     model = create_model("deit_nano")
     file = tmp_path / "deit.pth"
     torch.save(LAYOUTS["deit"].from_ours(model.state_dict(), model.config), file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     row = replace(source("deit_tiny"), url=file.as_uri(), sha256=digest[:8])
-    found = pretrained.find_weights(row)
+    found = sources.find_weights(row)
     assert found.read_bytes() == file.read_bytes()
     found.unlink()
     with pytest.raises(UserError, match=r"invalid hash value.*deadbeef"):
-        pretrained.find_weights(replace(row, sha256="deadbeef"))
+        sources.find_weights(replace(row, sha256="deadbeef"))
     assert not list(found.parent.iterdir())
 
 
 def test_half_a_download_without_a_published_hash_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrained, "hf_hub_download", nowhere)
+    monkeypatch.setattr(sources, "hf_hub_download", nowhere)
     file = tmp_path / "convit.pth"
     torch.save(create_model(NANO).state_dict(), file)
     row = replace(source("convit_tiny"), url=file.as_uri())
-    found = pretrained.find_weights(row)
+    found = sources.find_weights(row)
     assert found.read_bytes() == file.read_bytes()
     found.unlink()
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UserError, match="no sound weight file"):
-        pretrained.find_weights(row)
+        sources.find_weights(row)
     assert not list(found.parent.iterdir())
 
 
@@ -194,7 +194,7 @@ def test_weights_and_pretrained_exclude_each_other(weights):
 
 
 def test_weights_that_are_not_there():
-    with pytest.raises(FileNotFoundError, match=r"there is no weight file nowhere\.pth"):
+    with pytest.raises(FileNotFoundError, match=r"there is no file or folder nowhere\.pth"):
         create_model(NANO, weights="nowhere.pth")
 
 

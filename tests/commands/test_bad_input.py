@@ -87,7 +87,7 @@ def test_a_file_in_the_place_of_the_run_folder(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["eval"], "give either a run folder or --weights"),
+        (["eval"], "give one model to evaluate"),
         (["eval", "nowhere"], "nowhere"),
         (["eval", "--weights=nowhere.pth"], "nowhere.pth"),
         (["eval", "--weights=convit_tiny"], "architecture without weights"),

@@ -25,7 +25,7 @@ def test_initial_maps_from_an_image(picture, tmp_path, capsys):
     ("words", "said"),
     [
         (["nonlocalty", "x"], "did you mean nonlocality?"),
-        (["nonlocality", "missing"], "missing is not a run folder"),
+        (["nonlocality", "missing"], "there is no folder missing"),
         (["maps", "missing"], "missing is no run folder"),
         (["initial-maps", "missing.png"], "no file or folder missing.png"),
         (["initial-maps", "x", "--heads", "0"], "heads"),

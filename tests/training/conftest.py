@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from locality.checkpoints.run_state import latest_state
 from locality.training import RunConfig, recipe, replace
 from locality.training import train as train_run
 from locality.training.loop import Loop
-from locality.training.runs import load_state
 from locality.training.signals import Interrupted
 
 # Two blocks, one of them GPSA, 16 wide: a step takes 2 ms.
@@ -56,7 +56,7 @@ def train(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Same weights, moments, counts and metrics, to the last bit."""
-    assert_same(load_state(one), load_state(other))
+    assert_same(latest_state(one), latest_state(other))
     assert (one / "metrics.csv").read_bytes() == (other / "metrics.csv").read_bytes()
 
 

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from locality.training import CheckpointNotSaved, DamagedCheckpoint, checkpoint
-from locality.training.checkpoint import (
+from locality.checkpoints import run_state
+from locality.checkpoints.run_state import (
     LAST,
     PREVIOUS,
-    CheckpointFolder,
     Packed,
     pack,
     read_checkpoint,
     unpack,
     write_checkpoint,
 )
+from locality.training import CheckpointNotSaved, DamagedCheckpoint
+from locality.training.checkpoint import CheckpointFolder
 from locality.training.failures import NonFiniteWeights
 from locality.training.saver import BackgroundSaver
 
@@ -149,9 +150,9 @@ def test_a_full_disk_keeps_what_is_there_and_says_so(
     folder = CheckpointFolder(written)
     folder.load()
     if where == "write":
-        monkeypatch.setattr(checkpoint._HashingWriter, "write", disk_full)
+        monkeypatch.setattr(run_state._HashingWriter, "write", disk_full)
     else:
-        monkeypatch.setattr(checkpoint.os, where, disk_full)
+        monkeypatch.setattr(run_state.os, where, disk_full)
     with pytest.raises(CheckpointNotSaved, match="disk is full") as caught:
         folder.save(packed(3))
     assert "step 3" in str(caught.value) and "step 2 is kept" in str(caught.value)
@@ -169,7 +170,7 @@ def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_room_again(
     def full(self: CheckpointFolder, packed: Packed) -> None:
         with monkeypatch.context() as patch:
             if packed.step > 3:
-                patch.setattr(checkpoint._HashingWriter, "write", disk_full)
+                patch.setattr(run_state._HashingWriter, "write", disk_full)
             save(self, packed)
 
     monkeypatch.setattr(CheckpointFolder, "save", full)
@@ -222,7 +223,7 @@ def test_the_background_saver_hands_failures_over_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = BackgroundSaver(CheckpointFolder(tmp_path))
-    monkeypatch.setattr(checkpoint._HashingWriter, "write", disk_full)
+    monkeypatch.setattr(run_state._HashingWriter, "write", disk_full)
     saver.start(state(1))
     with pytest.raises(CheckpointNotSaved):
         saver.wait()

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from locality.checkpoints.run_state import latest_state, pack, read_checkpoint, write_checkpoint
 from locality.data import checking
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run
 from locality.training import train as train_loudly
-from locality.training.checkpoint import pack, read_checkpoint, write_checkpoint
 from locality.training.loop import Loop
-from locality.training.runs import load_state
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
@@ -108,7 +107,7 @@ def test_an_image_that_is_damaged_on_the_way_costs_no_step(
     with pytest.raises(UserError, match=re.escape(f"{part}/ant/3.bmp")):
         train(config, tmp_path / "run")
     monkeypatch.setattr(Loop, "_step", original)
-    reached = load_state(tmp_path / "run")["step"]
+    reached = latest_state(tmp_path / "run")["step"]
     assert reached == 3 if part == "val" else reached >= 2
     file.write_bytes(good)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from locality.checkpoints.run_state import latest_state
 from locality.data import open_data, train_loader
 from locality.errors import UserError
 from locality.training import Interrupted, NonFiniteLoss, RunFolder, setup
 from locality.training.loop import Loop
 from locality.training.objective import Objective
-from locality.training.runs import load_state
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
@@ -59,9 +59,9 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path) -> None
     train(tiny(**same), tmp_path / "one")
     train(tiny(**same, **TWO), tmp_path / "two")
     train(tiny(**same, engine__accumulate=4), tmp_path / "accumulated")
-    one = load_state(tmp_path / "one")["model"]
+    one = latest_state(tmp_path / "one")["model"]
     for name in ("two", "accumulated"):
-        other = load_state(tmp_path / name)["model"]
+        other = latest_state(tmp_path / name)["model"]
         worst = max(float((one[key] - other[key]).abs().max()) for key in one)
         assert worst <= 1e-6
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from locality.checkpoints.run_state import latest_state
 from locality.training import RECIPES, RunConfig, recipe, replace
-from locality.training.runs import load_state
 
 from .conftest import train
 
@@ -94,4 +94,4 @@ def test_a_recipe_trains_evaluates_and_saves(name: str, images: Path, tmp_path: 
     assert result["val_images"] == 8
     assert result["train_images"] == (8 if name == "subset" else 16)
     assert np.isfinite(result["val_loss"])
-    assert load_state(tmp_path / "run")["step"] == 2
+    assert latest_state(tmp_path / "run")["step"] == 2

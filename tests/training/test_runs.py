@@ -13,13 +13,13 @@ import torch
 
 import locality
 from locality.analysis.runs import read_runs
+from locality.checkpoints.open import is_run_folder
 from locality.errors import UserError
 from locality.models import count_parameters
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
 from locality.training.loop import Progressed
 from locality.training.recorder import Recorder
-from locality.training.runs import is_run_folder
 from locality.training.settings import from_yaml
 from locality.training.setup import build_model
 
@@ -187,7 +187,7 @@ def test_changed_data_is_refused(tmp_path: Path, stop_before: object) -> None:
     train_interrupted(tiny(), tmp_path / "run")
     stop_before(None)  # type: ignore[operator]
     file = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    from locality.training.checkpoint import pack, read_checkpoint, write_checkpoint
+    from locality.checkpoints.run_state import pack, read_checkpoint, write_checkpoint
 
     write_checkpoint(file, pack(read_checkpoint(file) | {"data": "another"}))
     with pytest.raises(UserError, match="other images, labels or classes"):

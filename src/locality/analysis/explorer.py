@@ -34,7 +34,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from locality._version import __version__
-from locality.analysis.pictures import DECADES, close_up, data_address, observable, prepared
+from locality.analysis.pictures import DECADES, data_address, prepared
 from locality.analysis.summary import measure_model, positional_vectors
 from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
@@ -91,10 +91,10 @@ def write_explorer(
         "decades": DECADES,
         "images": [
             {
-                "source": data_address(close_up(subjects[0].preprocessing, image)),
+                "source": data_address(shown),
                 "name": names[index] if names else f"image {index + 1}",
             }
-            for index, image in enumerate(images)
+            for index, shown in enumerate(samples[0].shown)
         ],
         "models": [about for about, _ in observed],
     }
@@ -124,7 +124,7 @@ def _observe(
 ) -> tuple[dict[str, Any], list[str]]:
     """One model on all images: what the page says of it, and its attention, image by image."""
     # In double precision no attention vanishes, so that every score can be read off its logarithm.
-    model = copy.deepcopy(observable(subject)).double()
+    model = copy.deepcopy(subject.module()).double()
     while True:
         seen = [_pack(model, image, tolerance) for image in batch.split(1)]
         blobs = [base64.b64encode(zlib.compress(packed, 9)).decode() for packed, _, _ in seen]

@@ -32,6 +32,7 @@ from locality.benchmark.peers import AGAINST, peers, randomise
 from locality.errors import UserError
 from locality.machine import processor
 from locality.models import ImageClassifier, create_model
+from locality.models.factory import build, configure
 
 TASKS = ("inference", "training")
 PRECISIONS = ("fp32", "bf16")
@@ -83,8 +84,15 @@ class BenchmarkConfig:
             raise UserError("device is 'cuda', but torch sees no CUDA device here; give 'cpu'")
 
 
-def run_benchmark(name: str, config: BenchmarkConfig) -> dict[str, Any]:
+def run_benchmark(
+    name: str, config: BenchmarkConfig, model: ImageClassifier | None = None
+) -> dict[str, Any]:
     """Measure one model and its peers at every size, precision, mode and task.
+
+    Args:
+        name: one of `list_models()`; a title if `model` is given.
+        config: what to measure.
+        model: whose architecture to measure. Weights make no difference and are drawn anew.
 
     Returns:
         a plain dictionary: `machine`, `settings`, and `rows`, one per measurement and contender.
@@ -97,7 +105,7 @@ def run_benchmark(name: str, config: BenchmarkConfig) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     rows: list[dict[str, Any]] = []
     for size in config.img_sizes:
-        contenders, difference = _contenders(name, size, config.against, device)
+        contenders, difference = _contenders(model or name, size, config.against, device)
         images = torch.randn(config.batch_size, 3, size, size, device=device)
         for precision in config.precisions:
             _check_logits(contenders, images, precision, device, name)
@@ -122,16 +130,21 @@ def _device(choice: str) -> torch.device:
 
 
 def _contenders(
-    name: str, size: int, against: str, device: torch.device
+    model: ImageClassifier | str, size: int, against: str, device: torch.device
 ) -> tuple[dict[str, nn.Module], float]:
     """Ours and its peers on one device, and how far the logits of the first peer are from ours."""
     # transformers' CvT has the exact GELU, so that is what ours is timed with beside it.
-    overrides: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
-    ours = create_model(name, img_size=size, **overrides)
+    fields: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
+    fields["img_size"] = size
+    if isinstance(model, str):
+        ours = create_model(model, **fields)
+    else:
+        ours = build(configure(model.config, fields))
+        ours.variant = model.variant
     randomise(ours)
     contenders: dict[str, nn.Module] = {"locality": ours, **peers(ours, against)}
-    for model in contenders.values():
-        model.to(device).eval()
+    for contender in contenders.values():
+        contender.to(device).eval()
     images = torch.randn(2, 3, size, size, device=device)
     difference = float("nan")
     if against in contenders:

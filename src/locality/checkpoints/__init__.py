@@ -1,15 +1,12 @@
-"""Weights: everyone's layouts, our own format, public weights by name, and export."""
+"""Weights: everyone's layouts, our own format, public weights by name, opening and export."""
 
-from locality.checkpoints.adapt import load_into
-from locality.checkpoints.checkpoint import Checkpoint
+from locality.checkpoints.adapt import create_model, load_into, load_weights
 from locality.checkpoints.conversion import Conversion, convert
 from locality.checkpoints.exporting import export
+from locality.checkpoints.format import Checkpoint, save
 from locality.checkpoints.hub import TrainedModel
 from locality.checkpoints.layouts import LAYOUTS, Layout, recognise
-from locality.checkpoints.native import load, save
-from locality.checkpoints.opened import Classifier, open_model
-from locality.checkpoints.opening import open_weights
-from locality.checkpoints.pretrained import create_model, load_weights
+from locality.checkpoints.open import Classifier, load, open_model, open_weights
 from locality.checkpoints.sources import SOURCES, Source, list_pretrained, source
 from locality.data.config import Preprocessing
 

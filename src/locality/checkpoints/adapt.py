@@ -1,18 +1,22 @@
-"""Fitting weights to a model of another image size, number of channels or number of classes."""
+"""Models by name with anyone's weights in them, fitted to other images, channels and classes."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
-from locality.checkpoints.checkpoint import Checkpoint, current_config
-from locality.checkpoints.keys import check_finite, check_keys
+from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.layouts import check_family, unlike
-from locality.errors import UserError
+from locality.checkpoints.open import read
+from locality.checkpoints.reading import check_finite, check_keys
+from locality.checkpoints.sources import find_weights, source
+from locality.errors import UserError, naming
 from locality.layers import Grid
+from locality.models import factory
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
 from locality.models.from_timm import TimmConfig
@@ -21,6 +25,78 @@ from locality.models.vit import ViTConfig, token_grid
 State = dict[str, Tensor]
 
 _log = logging.getLogger("locality")
+
+
+def create_model(
+    name: str,
+    pretrained: bool = False,
+    weights: Path | str | None = None,
+    *,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    patch_size: int | None = None,
+    **overrides: Any,
+) -> ImageClassifier:
+    """Build a model by name, with fresh weights, public ones, or those of a file.
+
+    The image size, the number of channels and of classes may differ from the weights': position
+    embeddings are resampled, the first convolution is adapted, and a classifier for other classes
+    is new. The log says so.
+
+    Args:
+        name: one of `list_models()`; with a tag ("convit_tiny.fb_in1k") the model as those public
+            weights have it, image size included.
+        pretrained: load the public weights of that name; without a tag, the model's first.
+        weights: a file or folder to load from instead, of any layout.
+        num_classes, in_chans, img_size, patch_size: the model's own unless given.
+        overrides: any other field of its configuration.
+
+    Raises:
+        UserError: for an unknown name or field, for weights that do not fit, or if public weights
+            can neither be found nor downloaded; then it says which file is wanted, and where.
+        FileNotFoundError: if `weights` is not there.
+    """
+    if pretrained and weights is not None:
+        raise UserError("give either pretrained=True or weights=PATH, not both")
+    row = source(name) if pretrained or "." in name else None
+    if row is not None and img_size is None:
+        img_size = row.preprocessing.img_size
+    model = factory.create_model(
+        row.model if row else name,
+        num_classes=num_classes,
+        in_chans=in_chans,
+        img_size=img_size,
+        patch_size=patch_size,
+        **overrides,
+    )
+    path = weights
+    if pretrained:
+        assert row is not None
+        path = find_weights(row)
+    if path is not None:
+        load_weights(model, path)
+    return model
+
+
+def load_weights(model: ImageClassifier, path: Path | str, entry: str | None = None) -> list[str]:
+    """Load weights of any layout into a model; see `load_into` for what may differ.
+
+    Args:
+        model: the model; nothing in it changes unless everything fits.
+        path: a file or folder.
+        entry: which state dict to take from a training checkpoint that holds several.
+
+    Returns:
+        what was changed to make them fit, in sentences.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `path`.
+        UserError: if the weights are damaged or do not fit, naming the file and the cause.
+    """
+    checkpoint = read(path, entry=entry, like=model.config)
+    with naming(path):
+        return load_into(model, checkpoint)
 
 
 def load_into(model: ImageClassifier, checkpoint: Checkpoint) -> list[str]:
@@ -40,7 +116,7 @@ def load_into(model: ImageClassifier, checkpoint: Checkpoint) -> list[str]:
     Raises:
         UserError: if the weights do not fit the model, or are not finite.
     """
-    target = current_config(model)
+    target = model.config
     check_family(type(checkpoint.config), target)
     fresh = model.state_dict()
     state = dict(checkpoint.state)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as to_safetensors
 
-from locality.checkpoints.checkpoint import Checkpoint
-from locality.checkpoints.layouts import identify, unlike
+from locality.checkpoints.format import owned, write_file, write_folder
 from locality.checkpoints.layouts import layout as layout_called
-from locality.checkpoints.native import owned, write_file, write_folder
-from locality.checkpoints.opening import open_weights
-from locality.errors import UserError
+from locality.checkpoints.open import read
+from locality.errors import UserError, naming
 from locality.files import atomic_file, write_atomic
-from locality.models.factory import variant
 
 
 @dataclass(frozen=True)
@@ -25,14 +22,15 @@ class Conversion:
     """What `convert` did.
 
     Attributes:
-        source, target: the two paths.
+        source: what was read.
+        target: the path that was written.
         layout, to: the layouts of both.
         model: the name of the architecture, or None if the table has no such row.
         parameters: how many numbers were converted.
         untold: what weights in the layout `to` do not tell their reader, in a sentence, or "".
     """
 
-    source: Path
+    source: str
     target: Path
     layout: str
     to: str
@@ -57,10 +55,10 @@ def convert(
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """Read weights of any layout and write them in another.
+    """Read a model from wherever it is and write it in a layout of one's choice.
 
     Args:
-        source: a file or folder; its layout is recognised.
+        source: whatever `locality.load` takes.
         target: a folder (only for our own format) if it has no ending, else a `.safetensors` file
             or a PyTorch file (`.pth`, `.pt`, `.bin`).
         to: the layout to write, one of `LAYOUTS`.
@@ -75,46 +73,31 @@ def convert(
         UserError: if it cannot be read, the layout cannot hold the model, or `target` exists;
             nothing is written then.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     wanted = layout_called(to)
     check_target(target, to, overwrite)
-    like = None if model is None else variant(model).config
-    checkpoint = open_weights(source, like=like, entry=entry, settings=settings)
-    if model is not None:
-        name = identify(checkpoint.config)[0] if settings else _confirmed(model, checkpoint, source)
-        checkpoint = replace(checkpoint, name=name)
-    build_check = checkpoint.build()
+    checkpoint = read(source, model, entry, settings)
+    with naming(source):
+        state = checkpoint.build().state_dict()
     untold = ""
-    if to == "locality":
-        _write_ours(checkpoint, target)
-        size = sum(tensor.numel() for tensor in checkpoint.state.values())
-    else:
-        state = owned(wanted.from_ours(build_check.state_dict(), checkpoint.config))
+    if to != "locality":
+        state = owned(wanted.from_ours(state, checkpoint.config))
         if target.suffix == ".safetensors":
             write_atomic(target, to_safetensors(state, {"format": "pt"}))
         else:
             with atomic_file(target) as file:
                 torch.save(state, file)
-        size = sum(tensor.numel() for tensor in state.values())
         if settings_untold := wanted.untold(checkpoint.config):
             untold = (
                 f"weights in this layout do not tell {wanted.listed(settings_untold)}; whoever "
                 f"reads them has to set that"
             )
-    return Conversion(source, target, checkpoint.layout, to, checkpoint.name, size, untold)
-
-
-def _confirmed(model: str, checkpoint: Checkpoint, source: Path) -> str:
-    """`model`, if it is the name of the checkpoint's architecture."""
-    row = variant(model)
-    if type(row.config) is not type(checkpoint.config):
-        raise UserError(f"{source} does not hold {model}, but a model of another family")
-    differing = unlike(checkpoint.config, row.config)
-    if differing:
-        told = identify(checkpoint.config)[0]
-        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
-        raise UserError(f"{source} holds {told or f'a model with {fields}'}, not {model}")
-    return model
+    elif target.suffix:
+        write_file(checkpoint, target)
+    else:
+        write_folder(checkpoint, target)
+    size = sum(tensor.numel() for tensor in state.values())
+    return Conversion(str(source), target, checkpoint.layout, to, checkpoint.name, size, untold)
 
 
 def check_target(target: Path, to: str, overwrite: bool) -> None:
@@ -137,10 +120,3 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
         )
     if target.exists() and not overwrite:
         raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")
-
-
-def _write_ours(checkpoint: Checkpoint, target: Path) -> None:
-    if target.suffix:
-        write_file(checkpoint, target)
-    else:
-        write_folder(checkpoint, target)

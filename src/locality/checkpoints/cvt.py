@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from locality.checkpoints.keys import State, blank_state, check_keys, require_blocks
+from locality.checkpoints.reading import State, blank_state, check_keys, require_blocks
 from locality.errors import UserError
 from locality.layers.block import mlp_ratio_of
 from locality.models.cvt_config import CvTConfig, StageConfig
@@ -156,7 +156,10 @@ def to_transformers(state: State, config: CvTConfig) -> dict[str, Tensor]:
             has the exact GELU, always.
     """
     if not config.has_class_token:
-        raise UserError("transformers' code cannot run a CvT without a class token")
+        raise UserError(
+            f"transformers' CvT has a class token, always; this model has global_pool="
+            f"'{config.global_pool}' without one"
+        )
     for index, stage in enumerate(config.stages):
         if stage.depth <= index:  # it looks up one of the stage's blocks by the stage's number
             raise UserError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from locality.checkpoints.checkpoint import FORMAT, Checkpoint
+from locality.checkpoints.format import FORMAT, Checkpoint
 from locality.data.config import Preprocessing
 from locality.errors import UserError, unknown
 from locality.files import atomic_file, write_atomic

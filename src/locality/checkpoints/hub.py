@@ -8,17 +8,27 @@ from typing import Any
 
 from huggingface_hub import ModelHubMixin, snapshot_download
 
-from locality.checkpoints.checkpoint import Checkpoint, check_classes
-from locality.checkpoints.native import (
+from locality.checkpoints.format import (
     CARD,
     CONFIG,
     WEIGHTS,
-    build_from,
+    Checkpoint,
+    check_classes,
     read_folder,
     save,
 )
 from locality.data.config import Preprocessing
+from locality.errors import naming
 from locality.models.base import ImageClassifier
+
+
+def fetch(repository: str, **options: Any) -> Path:
+    """The folder of a saved model from the hub's cache, downloaded if need be.
+
+    Raises:
+        OSError: if it is neither there nor to be had.
+    """
+    return Path(snapshot_download(repository, allow_patterns=[WEIGHTS, CONFIG, CARD], **options))
 
 
 class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-classification"):
@@ -57,8 +67,8 @@ class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-c
         Raises:
             UserError: if it cannot be built, naming `path`.
         """
-        model = build_from(checkpoint, path)
-        return cls(model, checkpoint.preprocessing, checkpoint.classes)
+        with naming(path):
+            return cls(checkpoint.build(), checkpoint.preprocessing, checkpoint.classes)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         save(
@@ -83,15 +93,12 @@ class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-c
     ) -> TrainedModel:
         folder = Path(model_id)
         if not folder.is_dir():
-            folder = Path(
-                snapshot_download(
-                    model_id,
-                    revision=revision,
-                    cache_dir=cache_dir,
-                    force_download=force_download,
-                    local_files_only=local_files_only,
-                    token=token,
-                    allow_patterns=[WEIGHTS, CONFIG, CARD],
-                )
+            folder = fetch(
+                model_id,
+                revision=revision,
+                cache_dir=cache_dir,
+                force_download=force_download,
+                local_files_only=local_files_only,
+                token=token,
             )
         return cls.of(read_folder(folder), folder)

@@ -21,8 +21,8 @@ from locality.checkpoints.cvt import (
     untold_by_microsoft,
     untold_by_transformers,
 )
-from locality.checkpoints.description import decode_config, encode_config
-from locality.checkpoints.keys import Adapter, State, blank_state, check_keys, shorten
+from locality.checkpoints.format import decode_config, encode_config
+from locality.checkpoints.reading import Adapter, State, blank_state, check_keys, shorten
 from locality.checkpoints.vit import (
     from_convit,
     from_deit,

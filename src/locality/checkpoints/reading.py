@@ -1,4 +1,5 @@
-"""Reading weight files that may come from anywhere, without running what is in them.
+"""Reading weight files that may come from anywhere, without running what is in them, and saying
+where a state dict is not what a model needs.
 
 A PyTorch file is a pickle, and a pickle is a program. Files are therefore read with
 `weights_only=True`, always: torch's own unpickler, which knows tensors and containers and calls
@@ -19,7 +20,7 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -27,9 +28,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from locality.checkpoints.keys import shorten
 from locality.errors import UserError
 from locality.files import open_file
+from locality.models.factory import build
+
+State = Mapping[str, Tensor]
+Adapter = Callable[[State, Any], dict[str, Tensor]]
+
+# Enough names to recognise a pattern in, few enough to read.
+_SHOWN = 6
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
@@ -299,3 +306,83 @@ def _is_text(start: bytes) -> bool:
 def _sentence(error: Exception) -> str:
     """The first sentence of a library's message."""
     return re.split(r"\. |\n", str(error))[0].rstrip(".")
+
+
+def blank_state(config: Any) -> dict[str, Tensor]:
+    """The names and shapes of the model that `config` describes: a state dict without data."""
+    with torch.device("meta"):
+        return build(config).state_dict()
+
+
+def check_keys(
+    given: State, expected: State, layout: str, dropped: Collection[str] = frozenset()
+) -> None:
+    """Refuse a state dict that is not exactly what is expected.
+
+    Args:
+        given: the state dict to check.
+        expected: names, shapes and kinds of number it has to have; `dropped` names may be absent.
+        layout: whose names these are, for the message.
+        dropped: names which are allowed, and which the conversion leaves out.
+
+    Raises:
+        UserError: naming what is missing, what is unknown and what has another shape.
+    """
+    faults = []
+    missing = [name for name in expected if name not in given and name not in dropped]
+    unknown = [name for name in given if name not in expected and name not in dropped]
+    if missing:
+        faults.append(f"missing: {shorten(missing)}")
+    if unknown:
+        faults.append(f"unknown: {shorten(unknown)}")
+    wrong = []
+    for name, tensor in given.items():
+        wanted = expected.get(name)
+        if wanted is None:
+            continue
+        if tensor.shape != wanted.shape:
+            wrong.append(f"{name} is {tuple(tensor.shape)} instead of {tuple(wanted.shape)}")
+        elif tensor.is_floating_point() != wanted.is_floating_point():
+            wrong.append(f"{name} holds {tensor.dtype} instead of {wanted.dtype}")
+    if wrong:
+        faults.append(f"of another shape: {shorten(wrong)}")
+    if faults:
+        raise UserError(f"these weights do not fit the model ({layout} names); {'; '.join(faults)}")
+
+
+def require_blocks(state: State, prefix: str) -> int:
+    """How many blocks `prefix0`, `prefix1`, … there are.
+
+    Raises:
+        UserError: if their numbers have gaps, or there are none.
+    """
+    pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
+    found = {int(match[1]) for name in state if (match := pattern.match(name))}
+    if not found or found != set(range(len(found))):
+        raise UserError(
+            f"these weights have the blocks {shorten(map(str, sorted(found)))}; they have to be "
+            f"numbered from 0 without gaps"
+        )
+    return len(found)
+
+
+def check_finite(state: State) -> None:
+    """Refuse weights that are not numbers.
+
+    Raises:
+        UserError: naming the tensors that contain NaN or infinity.
+    """
+    broken = [
+        name
+        for name, tensor in state.items()
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+    ]
+    if broken:
+        raise UserError(f"these weights contain NaN or infinity, in {shorten(broken)}")
+
+
+def shorten(names: Iterable[str]) -> str:
+    """The first few of `names`, and how many there are in all."""
+    names = list(names)
+    text = ", ".join(names[:_SHOWN])
+    return text if len(names) <= _SHOWN else f"{text}, … ({len(names)} in all)"

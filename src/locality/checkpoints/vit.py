@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locality.checkpoints.keys import State, blank_state, check_keys, require_blocks
+from locality.checkpoints.reading import State, blank_state, check_keys, require_blocks
 from locality.errors import UserError
 from locality.layers.block import mlp_ratio_of
 from locality.models.vit import ViTConfig, token_grid

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from locality.commands.parsing import Parser, table
+from locality.commands.parsing import MODEL, Parser, add_model_options, table
 from locality.errors import UserError
 from locality.files import write_atomic
 
@@ -18,27 +18,33 @@ from locality.files import write_atomic
 def main(arguments: Sequence[str]) -> None:
     """Measure each model in a process of its own and print (and write) the results."""
     from locality.benchmark import BenchmarkConfig, run_benchmark, to_table
-    from locality.models import variant
+    from locality.models.variants import VARIANTS
 
     parser = Parser(
         "benchmark",
         "Images per second of inference and of a training step, peak memory and what the backward "
         "pass keeps, beside a peer with equal weights; contenders take turns in one process.",
     )
-    parser.add_argument("models", nargs="+", help="names from `locality models`")
+    parser.add_argument("models", nargs="+", help=f"name of an architecture, or {MODEL}")
+    add_model_options(parser)
     parser.add_class_arguments(BenchmarkConfig, None)
     parser.add_argument("--output", type=str | None, default=None, help="write JSON here as well")
     options = parser.read(arguments)
     settings = {key: value for key, value in vars(options).items() if key not in _OWN}
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     config = BenchmarkConfig(**settings)
+    opened = {}
     for name in options.models:
-        variant(name)
+        if name not in VARIANTS:
+            from locality.commands.opening import open_given
+
+            opened[name] = open_given(name, options).module()
     if options.output and not Path(options.output).resolve().parent.is_dir():
         raise UserError(f"the folder of --output {options.output} does not exist; create it first")
 
     if len(options.models) == 1:
-        results = [run_benchmark(options.models[0], config)]
+        name = options.models[0]
+        results = [run_benchmark(name, config, opened.get(name))]
     else:
         rest = [word for word in arguments if word not in options.models]
         results = [_in_own_process(name, rest) for name in options.models]
@@ -50,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         write_atomic(options.output, json.dumps(results, indent=2) + "\n")
 
 
-_OWN = ("models", "output")
+_OWN = ("models", "output", "variant", "entry", "set")
 
 
 def _in_own_process(name: str, options: list[str]) -> dict[str, Any]:

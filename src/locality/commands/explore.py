@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from locality.commands.parsing import Parser
+from locality.commands.parsing import MODEL, Parser, add_model_options
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -14,9 +14,8 @@ def main(arguments: Sequence[str]) -> None:
         "Write one self-contained HTML page: click a patch of an image and see what every head of "
         "every layer looks at, by content, by position, and mixed; up to four models side by side.",
     )
-    parser.add_argument(
-        "models", nargs="+", help="run folders, weights, or names of public weights"
-    )
+    parser.add_argument("models", nargs="+", help=f"each a {MODEL}")
+    add_model_options(parser)
     parser.add_argument(
         "--images", nargs="+", default=None, help="files or folders; a run's own unless given"
     )
@@ -26,10 +25,10 @@ def main(arguments: Sequence[str]) -> None:
 
     from locality import checks
     from locality.analysis.explorer import write_explorer
-    from locality.commands.opening import image_files, open_anything, read_image, run_images
+    from locality.commands.opening import image_files, open_given, read_image, run_images
 
     checks.integer("count", options.count, 1)
-    subjects = [open_anything(model) for model in options.models]
+    subjects = [open_given(model, options) for model in options.models]
     if options.images is None:
         shown = run_images(options.models[0], options.count)
     else:

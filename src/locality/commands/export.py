@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from locality.commands.parsing import Parser
-from locality.errors import UserError
+from locality.commands.parsing import MODEL, Parser, add_model_options
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -15,21 +14,19 @@ def main(arguments: Sequence[str]) -> None:
         "Write a model as an ONNX graph or a torch.export program, for any batch size (and any "
         "image size, where the model takes any).",
     )
-    parser.add_argument("model", help="run folder, weights, or the name of public weights")
+    parser.add_argument("model", help=MODEL)
     parser.add_argument("output", help="file ending in .onnx or .pt2")
     parser.add_argument("--format", default="onnx", help="onnx or torch-export")
-    parser.add_argument("--variant", default=None, help="architecture, if the weights do not tell")
+    add_model_options(parser)
     options = parser.read(arguments)
 
     from locality.checkpoints import export
-    from locality.commands.opening import open_anything
+    from locality.commands.opening import open_given
 
-    opened = open_anything(options.model, options.variant)
-    if opened.model is None:
-        raise UserError(f"{options.model} is an exported graph already")
+    opened = open_given(options.model, options)
     print(
         export(
-            opened.model,
+            opened.module(),
             options.output,
             options.format,
             preprocessing=opened.preprocessing,

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality.commands.parsing import Parser
+from locality.commands.parsing import Parser, add_model_options
 from locality.errors import unknown
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser("figure", f"Draw a figure as PNG and SVG. {kinds}.")
     parser.add_argument("name", help=", ".join(FIGURES))
     parser.add_argument("sources", nargs="+", help="run folders, models, or images")
+    add_model_options(parser)
     parser.add_argument(
         "--images", nargs="+", default=None, help="files or folders; a run's own unless given"
     )
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _draw(kind: NamedFigure, options: Any) -> Figure:
-    from locality.commands.opening import image_files, open_anything, read_image, run_images
+    from locality.commands.opening import image_files, open_given, read_image, run_images
 
     if kind.takes == "runs":
         return kind.draw(options.sources)
@@ -67,6 +68,6 @@ def _draw(kind: NamedFigure, options: Any) -> Figure:
         images = [read_image(file) for file in islice(image_files(given), options.count)]
     if kind.takes == "images":
         return kind.draw(images, place=options.place)
-    models = [open_anything(source) for source in options.sources]
+    models = [open_given(source, options) for source in options.sources]
     layers = None if options.layers is None else [layer - 1 for layer in options.layers]
     return kind.draw(models, images, layers=layers, heads=options.heads, place=options.place)

@@ -1,38 +1,29 @@
-"""Opening whatever a command was given: run folders, weights, public names, graphs, images."""
+"""Opening whatever a command was given: models, and images."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from locality.analysis.pictures import one_of_each
-from locality.checkpoints import Classifier, open_model
+from locality.checkpoints.open import Classifier, is_run_folder, open_model
+from locality.commands.parsing import read_settings
 from locality.data import BadImage, decode, open_data
 from locality.data.decoding import read_bytes
 from locality.errors import UserError
-from locality.training import RunFolder, load_run
-from locality.training.runs import is_run_folder
+from locality.training import RunFolder
 
 
-def open_anything(what: str, model: str | None = None) -> Classifier:
-    """A classifier from a run folder, weights in any layout, a public name or an ONNX graph.
-
-    Args:
-        what: path or name.
-        model: the architecture's name, for weights that do not tell it.
+def open_given(what: str, options: Any) -> Classifier:
+    """What `what` names, opened with the options that `add_model_options` added.
 
     Raises:
         FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
     """
-    return open_model(what, open_run=_open_run, model=model)
-
-
-def _open_run(folder: Path) -> Classifier:
-    model, config = load_run(folder)
-    preprocessing = config.input.at(model.img_size)
-    return Classifier.of(model, folder.name, preprocessing, RunFolder(folder).classes())
+    return open_model(what, options.variant, options.entry, read_settings(options))
 
 
 def image_files(given: Sequence[str]) -> Iterator[Path]:

@@ -27,15 +27,6 @@ class Parser(_JsonArgumentParser):
             **options,
         )
 
-    def add(self, name: str, default: Any, help: str, type: Any = None) -> None:
-        """Add an option that takes one value of its default's type, or is a switch (False)."""
-        if default is False:
-            self.add_argument(name, action="store_true", help=help)
-        elif type is None and not isinstance(default, (int, float)):
-            self.add_argument(name, default=default, help=help)
-        else:
-            self.add_argument(name, type=type or default.__class__, default=default, help=help)
-
     def read(self, arguments: Sequence[str]) -> Namespace:
         """The options in `arguments`.
 
@@ -76,8 +67,14 @@ class Parser(_JsonArgumentParser):
         return UserError(f"{message}; see {self.prog} --help")
 
 
-def add_settings(parser: Parser) -> None:
-    """Add `--set NAME=VALUE`, which may be repeated; `read_settings` reads it."""
+MODEL = "run folder, weights of any layout, public name, hub repository or ONNX graph"
+"""What a command that asks for a model takes."""
+
+
+def add_model_options(parser: Parser) -> None:
+    """Add the options of opening a model; `opening.open_given` reads them."""
+    parser.add_argument("--variant", default=None, help="architecture, if the weights do not tell")
+    parser.add_argument("--entry", default=None, help="which state dict, if a file has several")
     parser.add_argument(
         "--set",
         action="append",

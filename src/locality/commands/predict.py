@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from locality.commands.parsing import Parser
+from locality.commands.parsing import MODEL, Parser, add_model_options
 from locality.errors import printable
 
 _AT_ONCE = 32
@@ -19,18 +19,18 @@ def main(arguments: Sequence[str]) -> None:
         "Classify images with a run, a weight file or folder, public weights or an ONNX graph.",
     )
     parser.add_argument("images", nargs="+", help="image files, or folders of them")
-    parser.add_argument("--model", required=True, help="run folder, weights, name, or .onnx file")
-    parser.add_argument("--variant", default=None, help="architecture, if the weights do not tell")
+    parser.add_argument("--model", required=True, help=MODEL)
+    add_model_options(parser)
     parser.add_argument("--top", type=int, default=5, help="how many classes to show")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.read(arguments)
 
     from locality import checks
-    from locality.commands.opening import image_files, open_anything, read_image
+    from locality.commands.opening import image_files, open_given, read_image
 
     checks.integer("top", options.top, 1)
     files = list(image_files(options.images))
-    classifier = open_anything(options.model, options.variant)
+    classifier = open_given(options.model, options)
     results: list[tuple[Path, dict[str, float]]] = []
     for start in range(0, len(files), _AT_ONCE):
         some = files[start : start + _AT_ONCE]

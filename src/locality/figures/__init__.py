@@ -11,7 +11,7 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 from PIL import Image
 
-from locality.analysis.pictures import observable, prepared, take_pictures
+from locality.analysis.pictures import prepared, take_pictures
 from locality.analysis.recording import trajectory
 from locality.analysis.runs import group, read_runs
 from locality.checkpoints import Classifier
@@ -76,7 +76,7 @@ def _maps(
     """
     chosen = images if mean else images[:1]
     taken = [
-        (model.name, take_pictures(observable(model), prepared(model, chosen), place))
+        (model.name, take_pictures(model.module(), prepared(model, chosen), place))
         for model in models
     ]
     return maps.maps(taken, layers, heads, image=None if mean else 0)

@@ -69,13 +69,20 @@ def create_model(
         "patch_size": patch_size,
     }
     fields = {key: value for key, value in given.items() if value is not None} | overrides
-    if name.startswith(PREFIX):
-        config: Any = TimmConfig.named(name.removeprefix(PREFIX), fields)
-    else:
-        config = configure(variant(name).config, fields)
-    model = build(config)
+    model = build(named(name, fields))
     model.variant = name
     return model
+
+
+def named(name: str, fields: dict[str, Any]) -> Any:
+    """The configuration of the model called `name`, ours or "timm/NAME", with some fields changed.
+
+    Raises:
+        UserError: for an unknown name or field (with the nearest), or a value out of range.
+    """
+    if name.startswith(PREFIX):
+        return TimmConfig.named(name.removeprefix(PREFIX), fields)
+    return configure(variant(name).config, fields)
 
 
 def configure(config: Any, fields: dict[str, Any]) -> Any:

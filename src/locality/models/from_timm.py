@@ -49,7 +49,7 @@ class TimmConfig:
     @property
     def classifier(self) -> str:
         """What the names of the classifier's weights begin with."""
-        return f"model.{get_pretrained_cfg(self.name).classifier}."
+        return f"model.{_own(self.name).classifier}."
 
     @classmethod
     def named(cls, name: str, fields: Mapping[str, Any]) -> TimmConfig:
@@ -59,7 +59,7 @@ class TimmConfig:
             UserError: for a name that timm does not have, or a setting that is no plain value.
         """
         known = {field.name for field in dataclasses.fields(cls)} - {"name", "settings"}
-        own = dataclasses.asdict(get_pretrained_cfg(name)) if timm.is_model(name) else {}
+        own = dataclasses.asdict(_own(name)) if timm.is_model(name) else {}
         size = own.get("input_size", (3, 224, 224))
         config = cls(
             name,
@@ -73,6 +73,26 @@ class TimmConfig:
         return dataclasses.replace(config, settings=tuple(settings.items()))
 
 
+def _own(name: str) -> Any:
+    return get_pretrained_cfg(name)
+
+
+def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]:
+    """timm's own weights for "timm/NAME": configuration, state dict, and its data configuration.
+
+    Raises:
+        UserError: if timm has no such model, or no weights that are here or to be had.
+    """
+    config = TimmConfig.named(name.removeprefix(PREFIX), {})
+    try:
+        model = timm.create_model(config.name, pretrained=True)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"timm's weights of {name} could not be loaded: {reason}") from error
+    state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
+    return config, state, timm.data.resolve_model_data_config(model)
+
+
 class TimmModel(ImageClassifier):
     """A model of timm's.
 
@@ -83,7 +103,7 @@ class TimmModel(ImageClassifier):
     def __init__(self, config: TimmConfig) -> None:
         super().__init__(config, 0)
         settings: dict[str, Any] = dict(config.settings)
-        if get_pretrained_cfg(config.name).fixed_input_size:
+        if _own(config.name).fixed_input_size:
             settings |= {"img_size": config.img_size}
         try:
             self.model: Any = timm.create_model(
@@ -93,7 +113,8 @@ class TimmModel(ImageClassifier):
             raise UnknownSetting(f"{PREFIX}{config.name}: {error}") from error
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{PREFIX}{config.name} cannot be built: {error}") from error
-        self.num_features = self.embed_dim = self.head_hidden_size = self.model.num_features
+        width: Any = self.model.num_features
+        self.num_features = self.embed_dim = self.head_hidden_size = width
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes)."""
@@ -124,7 +145,7 @@ class TimmModel(ImageClassifier):
         self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
     def no_weight_decay(self) -> set[str]:
-        spared = getattr(self.model, "no_weight_decay", set)()
+        spared: set[str] = getattr(self.model, "no_weight_decay", set)()
         return {f"model.{name}" for name in spared}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

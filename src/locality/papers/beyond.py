@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from locality.checkpoints import save
-from locality.checkpoints.native import WEIGHTS
+from locality.checkpoints.format import WEIGHTS
 from locality.errors import UserError
 from locality.layers import GatedPositionalSelfAttention, LocalConvolution
 from locality.models import ImageClassifier

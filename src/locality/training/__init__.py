@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
+    from locality.checkpoints.run_state import DamagedCheckpoint
+    from locality.errors import RunFailed
     from locality.training.config import (
         EngineConfig,
         ModelConfig,
@@ -22,13 +24,8 @@ if TYPE_CHECKING:
     from locality.training.dryrun import DryRun, dry_run
     from locality.training.engine import train
     from locality.training.evaluation import evaluate
-    from locality.training.evaluation_of_runs import evaluate_on, evaluate_run
-    from locality.training.failures import (
-        CheckpointNotSaved,
-        DamagedCheckpoint,
-        NonFiniteLoss,
-        RunFailed,
-    )
+    from locality.training.evaluation_of_runs import evaluate_on, evaluate_opened, evaluate_run
+    from locality.training.failures import CheckpointNotSaved, NonFiniteLoss
     from locality.training.recipes import RECIPES, recipe
     from locality.training.runs import RunFolder, initial_model, load_run
     from locality.training.settings import replace
@@ -52,6 +49,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "evaluate_on",
+    "evaluate_opened",
     "evaluate_run",
     "initial_model",
     "load_run",
@@ -67,11 +65,13 @@ __getattr__ = lazily(
         ".dryrun": "DryRun dry_run",
         ".engine": "train",
         ".evaluation": "evaluate",
-        ".evaluation_of_runs": "evaluate_on evaluate_run",
-        ".failures": "CheckpointNotSaved DamagedCheckpoint NonFiniteLoss RunFailed",
+        ".evaluation_of_runs": "evaluate_on evaluate_opened evaluate_run",
+        ".failures": "CheckpointNotSaved NonFiniteLoss",
         ".recipes": "RECIPES recipe",
         ".runs": "RunFolder initial_model load_run",
         ".settings": "replace",
         ".signals": "Interrupted",
+        "locality.checkpoints.run_state": "DamagedCheckpoint",
+        "locality.errors": "RunFailed",
     },
 )

@@ -1,198 +1,22 @@
-"""Checkpoints that are whole or refused.
-
-A file is one line of text, with the SHA-256 and the size of what follows, and then what
-`torch.save` writes. (Both `torch.load` and safetensors accept a flipped byte in a tensor without a
-word.) A new checkpoint is written beside the old one and takes its place when it is on disk; the
-old one is kept as `previous.ckpt`.
-"""
+"""The checkpoints of a run that is going on: saved, passed over where damaged, cleared up."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import io
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from locality.checkpoints.reading import unpickle
-from locality.errors import UserError
-from locality.files import atomic_file, open_file
-from locality.training.failures import CheckpointNotSaved, DamagedCheckpoint, NonFiniteWeights
-
-LAST = "last.ckpt"
-PREVIOUS = "previous.ckpt"
-
-_PARTS = {"step", "progress", "model", "optimizer", "ema", "data"}
-_MAGIC = "locality checkpoint 1"
-_HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
-_BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A state on its way to disk: a copy in main memory that training no longer touches.
-
-    Hundreds of small tensors take `torch.save` ten times as long as one large one, and hold up the
-    training thread all the while; so they are laid end to end, one buffer per dtype.
-
-    Attributes:
-        tree: the state with a `(dtype, offset, shape)` list, marked by `_TENSOR`, for each tensor.
-        buffers: dtype → all tensors of that dtype, flattened.
-        step: of the state.
-    """
-
-    tree: Any
-    buffers: dict[str, Tensor]
-    step: int
-
-
-_TENSOR = "\0tensor"
-
-
-def pack(state: Mapping[str, Any]) -> Packed:
-    """Copy a nested structure of tensors and plain values into main memory."""
-    pieces: dict[str, list[Tensor]] = {}
-    ends: dict[str, int] = {}
-
-    def packed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            kind = str(value.dtype).removeprefix("torch.")
-            offset = ends.get(kind, 0)
-            ends[kind] = offset + value.numel()
-            pieces.setdefault(kind, []).append(value.detach().reshape(-1).cpu())
-            return [_TENSOR, kind, offset, list(value.shape)]
-        if isinstance(value, Mapping):
-            return {key: packed(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(packed(item) for item in value)
-        return value
-
-    tree = packed(state)
-    buffers = {kind: torch.cat(tensors) for kind, tensors in pieces.items()}
-    return Packed(tree, buffers, state["step"])
-
-
-def unpack(tree: Any, buffers: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given, every tensor with memory of its own."""
-    if isinstance(tree, Mapping):
-        return {key: unpack(item, buffers) for key, item in tree.items()}
-    if isinstance(tree, list) and tree[:1] == [_TENSOR]:
-        _, kind, offset, shape = tree
-        count = math.prod(shape)
-        return buffers[kind][offset : offset + count].clone().reshape(shape)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(unpack(item, buffers) for item in tree)
-    return tree
-
-
-def write_checkpoint(path: Path, packed: Packed) -> None:
-    """Write a packed state to `path`, atomically.
-
-    A checkpoint that is there already becomes `previous.ckpt` in the same folder, once the new
-    one is on disk.
-    """
-    with atomic_file(path) as file:
-        file.write(b" " * _HEADER_BYTES)
-        hashed = _HashingWriter(file)
-        torch.save({"tree": packed.tree, "buffers": packed.buffers}, cast(IO[bytes], hashed))
-        file.seek(0)
-        file.write(_header(hashed.digest.hexdigest(), hashed.size))
-        file.flush()
-        os.fsync(file.fileno())
-        if path.exists():
-            os.replace(path, path.parent / PREVIOUS)
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state that `write_checkpoint` wrote, in main memory.
-
-    Raises:
-        DamagedCheckpoint: if a single bit of the file is not as it was written.
-        FileNotFoundError: if there is no such file.
-    """
-    with open_file(path) as file:
-        header = file.read(_HEADER_BYTES)
-        digest = hashlib.sha256()
-        size = 0
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-        if header != _header(digest.hexdigest(), size):
-            raise DamagedCheckpoint(_what_is_wrong(path, header, size))
-        try:
-            content = unpickle(cast(IO[bytes], _Payload(file, _HEADER_BYTES)), path)
-            state = unpack(content["tree"], content["buffers"])
-            if not state.keys() >= _PARTS:
-                raise KeyError(*_PARTS - state.keys())
-            return state
-        except UserError as error:
-            raise DamagedCheckpoint(str(error)) from error
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise DamagedCheckpoint(
-                f"checkpoint {path} holds something else than the state of a run"
-            ) from error
-
-
-def _header(digest: str, size: int) -> bytes:
-    return f"{_MAGIC} {digest} {size:020d}\n".encode()
-
-
-def _what_is_wrong(path: Path, header: bytes, size: int) -> str:
-    words = header.split()
-    if len(header) == _HEADER_BYTES and words[-1:] and words[-1].isdigit():
-        written = int(words[-1])
-        if size < written:
-            return f"checkpoint {path} is cut short: {size} of {written} bytes"
-    return f"checkpoint {path} is damaged: its content does not match its checksum"
-
-
-class _HashingWriter:
-    """A file opened for writing that hashes what passes through."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-        self.size = 0
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.size += len(memoryview(data).cast("B"))
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-class _Payload(io.RawIOBase):
-    """The part of an open file behind `offset`, as a file of its own."""
-
-    def __init__(self, file: IO[bytes], offset: int) -> None:
-        self._file = file
-        self._offset = offset
-        file.seek(offset)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._file.readinto(buffer)  # type: ignore[attr-defined]
-
-    def tell(self) -> int:
-        return self._file.tell() - self._offset
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = offset + self._offset if whence == os.SEEK_SET else offset
-        return self._file.seek(start, whence) - self._offset
+from locality.checkpoints.run_state import (
+    LAST,
+    PREVIOUS,
+    DamagedCheckpoint,
+    Packed,
+    read_checkpoint,
+    write_checkpoint,
+)
+from locality.training.failures import CheckpointNotSaved, NonFiniteWeights
 
 
 class CheckpointFolder:

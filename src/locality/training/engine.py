@@ -20,14 +20,14 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from timm.utils import ModelEmaV3
 
+from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data import ImageRecord, verify
 from locality.errors import UserError
 from locality.files import write_atomic
 from locality.models import ImageClassifier
-from locality.training.checkpoint import read_checkpoint
 from locality.training.config import RunConfig
 from locality.training.dryrun import check_memory
-from locality.training.failures import DamagedCheckpoint, NonFiniteLoss
+from locality.training.failures import NonFiniteLoss
 from locality.training.logs import duration
 from locality.training.loop import Loop, Parts
 from locality.training.objective import Objective, load_teacher

@@ -1,4 +1,4 @@
-"""Judging models again: those of runs, on their own data or on another set, and opened ones."""
+"""Evaluating models again: those of runs, on their own data or on another set, and opened ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from locality import checks
+from locality.checkpoints.open import Classifier, open_model
 from locality.data import DataConfig, DataSplits, Preprocessing, eval_loader, open_data
 from locality.errors import UserError
 from locality.models import ImageClassifier
 from locality.training.evaluation import evaluate
 from locality.training.precision import choose_precision
-from locality.training.runs import RunFolder, load_run
+from locality.training.runs import RunFolder
 from locality.training.setup import resolve_accelerator
 
 
@@ -43,23 +44,55 @@ def evaluate_run(
     Raises:
         UserError: if the folder is no run, or the data has other classes.
     """
-    model, config = load_run(folder)
+    config = RunFolder(folder).config()
     data = config.data if data is None else data
-    splits = open_data(data, config.seed)
-    trained_on = RunFolder(folder).classes()
-    if len(splits.classes) != len(trained_on):
-        raise UserError(
-            f"run {folder} tells {len(trained_on)} classes apart and dataset '{data.dataset}' has "
-            f"{len(splits.classes)}; a run can only be judged on its own classes"
-        )
-    size = model.img_size if img_size is None else (img_size, img_size)
     if workers is not None:
         data = dataclasses.replace(data, workers=workers)
+    return evaluate_opened(
+        open_model(folder),
+        data,
+        seed=config.seed,
+        img_size=img_size,
+        batch_size=batch_size,
+        precision=precision,
+        accelerator=accelerator,
+    )
+
+
+def evaluate_opened(
+    opened: Classifier,
+    data: DataConfig,
+    *,
+    seed: int = 0,
+    img_size: int | None = None,
+    batch_size: int = 256,
+    precision: str = "fp32",
+    accelerator: str = "auto",
+) -> dict[str, Any]:
+    """Top-1, top-5 and loss of an opened model on a dataset, its images prepared as it wants them.
+
+    Args:
+        opened: what `locality.checkpoints.open_model` gives.
+        data: with as many classes as the model has.
+        seed: of the data's own random splits.
+        img_size, batch_size, precision, accelerator: as `evaluate_run`.
+
+    Raises:
+        UserError: if it is an exported graph, or the data has other classes.
+    """
+    model = opened.module()
+    splits = open_data(data, seed)
+    if len(splits.classes) != model.num_classes:
+        raise UserError(
+            f"{opened.name} tells {model.num_classes} classes apart and dataset '{data.dataset}' "
+            f"has {len(splits.classes)}; give --data.dataset with the same ones"
+        )
+    preprocessing = opened.preprocessing
     return evaluate_on(
         model,
         splits,
         data,
-        config.input.at(size),
+        preprocessing if img_size is None else preprocessing.at(img_size),
         batch_size=batch_size,
         precision=precision,
         accelerator=accelerator,

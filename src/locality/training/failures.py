@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-
-class RunFailed(RuntimeError):
-    """A run had to stop; the message says why, what is kept, and what to do."""
+from locality.errors import RunFailed
 
 
 class NonFiniteLoss(RunFailed):
@@ -13,10 +11,6 @@ class NonFiniteLoss(RunFailed):
 
 class NonFiniteWeights(RunFailed):
     """Weights became infinite or not a number; they were not saved."""
-
-
-class DamagedCheckpoint(RunFailed):
-    """A checkpoint is not what was written; the message names the file."""
 
 
 class CheckpointNotSaved(RunFailed):

@@ -19,13 +19,14 @@ from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, eval_loader, train_loader
 from locality.errors import UserError
 from locality.models import ImageClassifier
 from locality.training.agreement import Agreement, measured
 from locality.training.config import RunConfig
 from locality.training.evaluation import EvaluationStopped, evaluate
-from locality.training.failures import DamagedCheckpoint, NonFiniteLoss
+from locality.training.failures import NonFiniteLoss
 from locality.training.objective import Objective
 from locality.training.observer import Watch
 from locality.training.randomness import StepRandomness

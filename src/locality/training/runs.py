@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality.checkpoints.keys import check_keys
+from locality.checkpoints.open import load
 from locality.errors import UserError
 from locality.files import parse_json, read_json, read_text, write_atomic
 from locality.models.variants import name_today
@@ -32,7 +32,6 @@ from locality.training import settings
 from locality.training.checkpoint import CheckpointFolder
 from locality.training.config import RunConfig
 from locality.training.environment import describe_environment
-from locality.training.failures import DamagedCheckpoint
 from locality.training.lock import FolderLock
 
 if TYPE_CHECKING:
@@ -240,49 +239,14 @@ def _shown(value: Any) -> str:
     return "null" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def load_state(folder: Path | str) -> dict[str, Any]:
-    """The last whole checkpoint of a run, read without touching the folder.
-
-    Raises:
-        UserError: if there is none.
-    """
-    from locality.training.checkpoint import LAST, PREVIOUS, read_checkpoint
-
-    damaged = []
-    for name in (LAST, PREVIOUS):
-        try:
-            return read_checkpoint(Path(folder) / "checkpoints" / name)
-        except FileNotFoundError:
-            continue
-        except DamagedCheckpoint as error:
-            damaged.append(str(error))
-    reason = "; ".join(damaged) or "it has no checkpoint yet"
-    raise UserError(f"run folder {folder} has no weights to load: {reason}")
-
-
 def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
     """The model of a run with its latest weights, in evaluation mode, and its configuration.
-
-    The averaged weights if the run keeps an average, since those are what it was judged by.
 
     Raises:
         UserError: if the folder is no run folder or has no checkpoint.
     """
-    from locality.training.setup import build_model, meta_model
-
-    run = RunFolder(folder)
-    config = run.config()
-    state = load_state(folder)
-    classes = len(run.classes())
-    weights = state["ema"] if state["ema"] is not None else state["model"]
-    try:
-        # Before anything of the size that the configuration says is built.
-        check_keys(weights, meta_model(config, classes).state_dict(), "locality's")
-    except UserError as error:
-        raise UserError(f"run folder {folder}: {error}") from error
-    model = build_model(config, classes)
-    model.load_state_dict(weights)
-    return model.eval(), config
+    config = RunFolder(folder).config()
+    return load(folder), config
 
 
 def initial_model(folder: Path | str) -> ImageClassifier:
@@ -295,8 +259,3 @@ def initial_model(folder: Path | str) -> ImageClassifier:
 
     run = RunFolder(folder)
     return starting_model(run.config(), len(run.classes()))[0].eval()
-
-
-def is_run_folder(path: Path | str) -> bool:
-    """Whether a path is a folder with a config.yaml."""
-    return os.path.isfile(Path(path) / "config.yaml")

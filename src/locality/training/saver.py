@@ -10,7 +10,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from locality.training.checkpoint import CheckpointFolder, Packed, pack
+from locality.checkpoints.run_state import Packed, pack
+from locality.training.checkpoint import CheckpointFolder
 
 
 class BackgroundSaver:

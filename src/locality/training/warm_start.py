@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from locality.checkpoints import Checkpoint, load_into, open_weights, source
-from locality.checkpoints.pretrained import open_pretrained
+from locality.checkpoints import load_into, source
+from locality.checkpoints.open import read
 from locality.errors import UserError
 from locality.models import ImageClassifier
 
@@ -40,16 +40,6 @@ def start_from(model: ImageClassifier, weights: str) -> list[str]:
         UserError: if the weights cannot be read or are another architecture's.
     """
     try:
-        return load_into(model, _open(weights, model))
+        return load_into(model, read(weights, like=model.config))
     except UserError as error:
         raise UserError(f"model.weights {weights}: {error}") from error
-
-
-def _open(weights: str, model: ImageClassifier) -> Checkpoint:
-    from locality.training.runs import is_run_folder, load_run
-
-    if is_run_folder(weights):
-        return Checkpoint.of(load_run(weights)[0])
-    if Path(weights).exists():
-        return open_weights(weights, like=model.config)
-    return open_pretrained(weights)

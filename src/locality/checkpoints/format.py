@@ -1,0 +1,470 @@
+"""Our own format: a folder of `model.safetensors`, `config.json` and a model card.
+
+The safetensors file carries the description as well, so that it means something by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import EvalResult, ModelCardData
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from locality._version import __version__
+from locality.checkpoints.reading import (
+    State,
+    blank_state,
+    check_finite,
+    check_keys,
+    read_safetensors,
+)
+from locality.data.config import Preprocessing
+from locality.errors import UserError, naming, unknown
+from locality.files import parse_json, read_json, write_atomic
+from locality.models.base import ImageClassifier
+from locality.models.cvt_config import CvTConfig
+from locality.models.factory import build
+from locality.models.from_timm import TimmConfig
+from locality.models.variants import name_today
+from locality.models.vit import ViTConfig
+
+FORMAT = "locality"
+FORMAT_VERSION = 1
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+CARD = "README.md"
+
+FAMILIES: dict[str, type] = {"vit": ViTConfig, "cvt": CvTConfig, "timm": TimmConfig}
+"""The configurations that a file may describe, by the name it gives them."""
+
+
+def encode_config(config: Any) -> dict[str, Any]:
+    """A configuration as a JSON object: its family, and every field.
+
+    Raises:
+        UserError: if it is none of ours.
+    """
+    for family, kind in FAMILIES.items():
+        if type(config) is kind:
+            return {"family": family, **dataclasses.asdict(typing.cast(Any, config))}
+    raise UserError(
+        f"a {type(config).__name__} is not the configuration of a model of this library"
+    )
+
+
+def decode_config(content: dict[str, Any]) -> Any:
+    """The configuration that `encode_config` wrote.
+
+    Fields that are missing take their defaults, so that files outlive the settings added later.
+
+    Raises:
+        UserError: for an unknown family or field, or a value of the wrong kind.
+    """
+    family = str(content.get("family"))
+    if family not in FAMILIES:
+        raise unknown("family of models", family, FAMILIES)
+    return decode(FAMILIES[family], {key: content[key] for key in content if key != "family"})
+
+
+def decode(kind: type, content: Any) -> Any:
+    """A dataclass of the given kind from a JSON object.
+
+    Raises:
+        UserError: for an unknown or missing field, or a value of the wrong kind.
+    """
+    if not isinstance(content, dict):
+        raise UserError(f"the {kind.__name__} is {content!r}, not an object")
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name in content:
+        if name not in fields:
+            raise unknown(f"setting of {kind.__name__}", name, fields)
+    values = {
+        name: _value(hints[name], value, f"{kind.__name__}.{name}")
+        for name, value in content.items()
+    }
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise UserError(f"the {kind.__name__} lacks {', '.join(missing)}")
+    return kind(**values)
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    """`value` as the type `hint` says; JSON's lists become tuples."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            try:
+                return _value(option, value, name)
+            except UserError:
+                continue
+    elif origin is typing.Literal:
+        if value in arguments:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list):
+            variadic = len(arguments) == 2 and arguments[1] is Ellipsis
+            kinds = (arguments[0],) * len(value) if variadic else arguments
+            if len(kinds) == len(value):
+                pairs = zip(kinds, value, strict=True)
+                return tuple(_value(kind, item, name) for kind, item in pairs)
+    elif dataclasses.is_dataclass(hint):
+        return decode(typing.cast(type, hint), value)
+    elif hint is type(None):
+        if value is None:
+            return None
+    elif hint is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise UserError(f"{name} is {value!r}, which is not a {_readable(hint)}")
+
+
+def _readable(hint: Any) -> str:
+    return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model at rest: its architecture, its weights, and what one has to know to use it.
+
+    Attributes:
+        config: the complete architecture.
+        state: the weights, under our names.
+        name: of the variant it was made from, or None.
+        preprocessing: what its images have to go through, or None where nobody said.
+        classes: the names of its classes in the order of the logits, or None.
+        layout: the layout the file had.
+        figures: what was measured of it, for the model card, such as a run's `result.json`.
+    """
+
+    config: Any
+    state: dict[str, Tensor]
+    name: str | None = None
+    preprocessing: Preprocessing | None = None
+    classes: tuple[str, ...] | None = None
+    layout: str = "locality"
+    figures: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_classes(self.classes, self.config.num_classes)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        preprocessing: Preprocessing | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> Checkpoint:
+        """The checkpoint of a model; its weights are copied to the CPU.
+
+        Raises:
+            UserError: if it is no model of this library, or not one that can be loaded again.
+        """
+        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        if not isinstance(model, ImageClassifier):
+            raise UserError(
+                f"only this library's models can be saved, not a {type(model).__name__}"
+            )
+        state = {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in model.state_dict().items()
+        }
+        check_keys(state, blank_state(model.config), "locality's")
+        check_finite(state)
+        names = None if classes is None else tuple(classes)
+        if preprocessing is not None:
+            preprocessing = preprocessing.completed(model.config.img_size)
+        return cls(model.config, state, model.variant, preprocessing, names)
+
+    def build(self) -> ImageClassifier:
+        """The model, in evaluation mode, in single precision on the CPU.
+
+        Everything is checked before anything is built, so there is no half-loaded model.
+
+        Raises:
+            UserError: if weights are missing, unknown, of another shape, or not finite.
+        """
+        expected = blank_state(self.config)
+        check_keys(self.state, expected, "locality's")
+        check_finite(self.state)
+        with torch.device("meta"):
+            model = build(self.config)
+        # Handing the tensors over instead of copying saves initialising what is overwritten, and
+        # leaves the random generator alone.
+        state = {name: tensor.to(expected[name].dtype) for name, tensor in self.state.items()}
+        model.load_state_dict(state, strict=True, assign=True)
+        model.variant = self.name
+        return model.eval()
+
+    def describe(self) -> dict[str, Any]:
+        """The content of `config.json`."""
+        return {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "written_by": f"locality {__version__}",
+            "name": self.name,
+            "architecture": encode_config(self.config),
+            "input": None if self.preprocessing is None else dataclasses.asdict(self.preprocessing),
+            "labels": None if self.classes is None else list(self.classes),
+        }
+
+    @classmethod
+    def from_description(cls, content: dict[str, Any], state: dict[str, Tensor]) -> Checkpoint:
+        """The checkpoint that `describe` described, with its weights.
+
+        Raises:
+            UserError: if the description is not one, is newer than this version, or is wrong.
+        """
+        known = isinstance(content, dict) and content.get("format") == FORMAT
+        if not known or not isinstance(content.get("architecture"), dict):
+            raise UserError("it does not describe a model of this library")
+        if content.get("version") != FORMAT_VERSION:
+            raise UserError(
+                f"it has version {content.get('version')} of the format, and this is "
+                f"locality {__version__}, which reads version {FORMAT_VERSION}; upgrade locality"
+            )
+        given, labels = content.get("input"), content.get("labels")
+        if labels is not None and not (
+            isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+        ):
+            raise UserError("its labels are not a list of names")
+        name, version = content.get("name"), str(content.get("written_by")).partition(" ")[2]
+        config = decode_config(content["architecture"])
+        return cls(
+            config,
+            state,
+            None if name is None else name_today(name, version),
+            None if given is None else decode(Preprocessing, given).completed(config.img_size),
+            None if labels is None else tuple(labels),
+        )
+
+
+def check_classes(classes: Sequence[str] | None, num_classes: int) -> None:
+    """Refuse class names that are not one per class.
+
+    Raises:
+        UserError: saying both numbers.
+    """
+    if classes is not None and len(classes) != num_classes:
+        raise UserError(f"there are {len(classes)} class names for {num_classes} classes")
+
+
+# What a run's result may hold → how the card calls it, in this order.
+_FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "dataset": ("Dataset", str),
+    "fraction": ("Share of the training images", lambda share: f"{100 * share:g}%"),
+    "train_images": ("Training images", "{:,}".format),
+    "val_images": ("Validation images", "{:,}".format),
+    "recipe": ("Recipe", str),
+    "seed": ("Seed", str),
+    "steps": ("Steps", "{:,}".format),
+    "top1": ("Top-1 on the validation images (%)", "{:.2f}".format),
+    "top5": ("Top-5 on the validation images (%)", "{:.2f}".format),
+    "val_loss": ("Validation loss", "{:.4f}".format),
+    "macs": ("Multiply-accumulates per image", "{:,}".format),
+    "seconds": ("Training time (s)", "{:,.0f}".format),
+    "images_per_second": ("Training throughput (images/s)", "{:,.0f}".format),
+}
+
+_PAPERS = {
+    "convit": ("ConViT", "https://arxiv.org/abs/2103.10697"),
+    "deit": ("DeiT", "https://arxiv.org/abs/2012.12877"),
+    "cvt": ("CvT", "https://arxiv.org/abs/2103.15808"),
+}
+
+
+def model_card(checkpoint: Checkpoint) -> str:
+    """A model card in Markdown, with the metadata that model hubs read.
+
+    Figures that the card does not know are left out; without figures it claims none.
+    """
+    given = checkpoint.figures or {}
+    figures = {key: value for key, value in given.items() if value is not None}
+    title = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
+    dataset = figures.get("dataset")
+    data = ModelCardData(
+        library_name="locality",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "vision-transformer"],
+        datasets=dataset,
+        model_name=title,
+        eval_results=_eval_results(figures),
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {title}",
+        _introduction(checkpoint),
+        _figures(figures),
+        _input(checkpoint),
+        "## Use\n\n```python\nimport locality\n\nmodel = locality.load(FOLDER)\n```",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _introduction(checkpoint: Checkpoint) -> str:
+    parameters = sum(
+        tensor.numel()
+        for name, tensor in checkpoint.state.items()
+        if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))
+    )
+    lines = f"{parameters:,} parameters, {checkpoint.config.num_classes:,} classes."
+    paper = _PAPERS.get((checkpoint.name or "").partition("_")[0])
+    return lines if paper is None else f"{lines} The architecture is [{paper[0]}]({paper[1]})."
+
+
+def _figures(figures: Mapping[str, Any]) -> str:
+    rows = [
+        f"| {label} | {form(figures[key])} |"
+        for key, (label, form) in _FIGURES.items()
+        if key in figures
+    ]
+    if not rows:
+        return "No measurements came with this model."
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _input(checkpoint: Checkpoint) -> str:
+    given = checkpoint.preprocessing
+    if given is None:
+        return ""
+    height, width = given.size
+    resize = (
+        "Images are squeezed to this size"
+        if given.crop_mode == "squash"
+        else f"Images are resized so that the centre crop keeps {given.crop_pct:.1%} of them"
+    )
+    return (
+        f"## Input\n\n{len(given.mean)}×{height}×{width}. {resize} ({given.interpolation}), and "
+        f"normalised with mean {list(given.mean)} and standard deviation {list(given.std)}."
+    )
+
+
+def _eval_results(figures: Mapping[str, Any]) -> list[EvalResult] | None:
+    dataset = figures.get("dataset")
+    names = {"top1": "top-1 accuracy (%)", "top5": "top-5 accuracy (%)"}
+    results = [
+        EvalResult(
+            task_type="image-classification",
+            dataset_type=str(dataset),
+            dataset_name=str(dataset),
+            metric_type="accuracy",
+            metric_name=label,
+            metric_value=figures[key],
+        )
+        for key, label in names.items()
+        if dataset is not None and key in figures
+    ]
+    return results or None
+
+
+def save(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    card: Mapping[str, Any] | None = None,
+    preprocessing: Preprocessing | None = None,
+    classes: Sequence[str] | None = None,
+) -> Path:
+    """Save a model: weights, architecture, and a card. What was in the folder is replaced.
+
+    Args:
+        model: any model of this library.
+        folder: where to; made if it is not there.
+        card: figures for the model card, such as the content of a run's `result.json`.
+        preprocessing: what images have to go through.
+        classes: names of the classes, in the order of the logits.
+
+    Returns:
+        the folder.
+
+    Raises:
+        UserError: if the model is not ours, its weights are not finite, or there are not as many
+            names as classes.
+    """
+    checkpoint = Checkpoint.of(model, preprocessing, classes)
+    return write_folder(dataclasses.replace(checkpoint, figures=card), folder)
+
+
+def write_folder(checkpoint: Checkpoint, folder: Path | str) -> Path:
+    """Write a checkpoint as a folder, see `save`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Without its description a folder cannot be loaded: it goes first and comes last, so that an
+    # interruption in between leaves an error and not one model's weights under another's name.
+    (folder / CONFIG).unlink(missing_ok=True)
+    write_file(checkpoint, folder / WEIGHTS)
+    write_atomic(folder / CARD, model_card(checkpoint))
+    write_atomic(folder / CONFIG, json.dumps(checkpoint.describe(), indent=2) + "\n")
+    return folder
+
+
+def write_file(checkpoint: Checkpoint, path: Path | str) -> None:
+    """Write a checkpoint as one safetensors file that carries its description."""
+    # A single entry: the order of several is random, and equal models shall make equal files.
+    metadata = {FORMAT: json.dumps(checkpoint.describe())}
+    write_atomic(path, to_safetensors(owned(checkpoint.state), metadata))
+
+
+def owned(state: State) -> dict[str, Tensor]:
+    """The same tensors, each the only one in its memory, as safetensors demands."""
+    return {
+        name: tensor.contiguous()
+        if tensor.untyped_storage().nbytes() == tensor.nbytes
+        else tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in state.items()
+    }
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder; its weights are compared with its description by `build`.
+
+    Raises:
+        FileNotFoundError: if one of the two files is missing.
+        UserError: if one of them is damaged, naming it.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder} has no {name}, so it holds no saved model")
+    description = read_json(folder / CONFIG)
+    state, _ = read_safetensors(folder / WEIGHTS)
+    return _described(description, state, folder / CONFIG)
+
+
+def read_file(path: Path) -> Checkpoint:
+    """The checkpoint in one of our safetensors files.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        UserError: if it is damaged or carries no description.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no saved model {path}")
+    state, metadata = read_safetensors(path)
+    if FORMAT not in metadata:
+        raise UserError(
+            f"{path} does not say which model it is of; load it with its {CONFIG} beside it, or "
+            f"give the model's name"
+        )
+    return _described(parse_json(metadata[FORMAT], f"the description in {path}"), state, path)
+
+
+def _described(description: dict[str, Any], state: dict[str, Any], path: Path) -> Checkpoint:
+    with naming(path):
+        return Checkpoint.from_description(description, state)

@@ -1,0 +1,475 @@
+"""From what somebody typed to a model: the one way.
+
+A run folder, a saved folder or file, anyone's weights, an ONNX graph, the name of public weights or
+of a model of timm's, or a repository on the Hugging Face hub; commands and `locality.load` all come
+here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from locality.checkpoints.exporting import INPUT, OUTPUT
+from locality.checkpoints.format import (
+    CONFIG,
+    FORMAT,
+    WEIGHTS,
+    Checkpoint,
+    decode,
+    read_file,
+    read_folder,
+)
+from locality.checkpoints.hub import fetch
+from locality.checkpoints.layouts import identify, recognise, unlike, with_settings
+from locality.checkpoints.reading import (
+    SUFFIXES,
+    check_finite,
+    is_safetensors,
+    read_state,
+    safetensors_metadata,
+)
+from locality.checkpoints.run_state import latest_state
+from locality.checkpoints.sources import SOURCES, find_weights, source
+from locality.data.config import Preprocessing
+from locality.data.preprocessing import eval_transform, normalise
+from locality.errors import UserError, naming, unknown
+from locality.files import open_file, parse_json, read_json, read_text, read_yaml
+from locality.models import factory
+from locality.models.base import ImageClassifier
+from locality.models.from_timm import PREFIX, published
+from locality.models.variants import VARIANTS, name_today
+
+_log = logging.getLogger("locality")
+
+# What others call the weights in a folder.
+_FOREIGN_WEIGHTS = (WEIGHTS, "pytorch_model.bin", "pytorch_model.pth")
+
+# Protocol Buffers hold no more.
+_LARGEST_GRAPH = 2 << 30
+
+# How Pillow calls images of so many channels.
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Something that turns images into logits, and what one has to know to use it.
+
+    Attributes:
+        name: for people.
+        logits: (B, C, H, W) normalised floats → (B, classes), without gradients.
+        preprocessing: what images have to go through.
+        classes: names in the order of the logits, or None where nobody said.
+        model: the PyTorch model, or None for an ONNX graph.
+    """
+
+    name: str
+    logits: Callable[[Tensor], Tensor]
+    preprocessing: Preprocessing
+    classes: tuple[str, ...] | None = None
+    model: ImageClassifier | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: ImageClassifier,
+        name: str | None = None,
+        preprocessing: Preprocessing | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> Classifier:
+        """A classifier around a model, which is put into evaluation mode.
+
+        Without a `preprocessing`, ImageNet's at the model's image size is taken.
+
+        Raises:
+            UserError: if `preprocessing` makes images of other channels than the model takes.
+        """
+        model = model.eval()
+        preprocessing = _fitting(preprocessing, model.img_size, model.in_chans)
+        return cls(
+            name or model.variant or type(model).__name__,
+            torch.no_grad()(model),
+            preprocessing,
+            None if classes is None else tuple(classes),
+            model,
+        )
+
+    def __call__(self, images: Iterable[Image.Image]) -> Tensor:
+        """PIL images → probabilities (B, classes), each row summing to one."""
+        return self.logits(self.prepare(images)).softmax(dim=-1)
+
+    def prepare(self, images: Iterable[Image.Image]) -> Tensor:
+        """PIL images as the model wants them, (B, C, H, W) normalised, on its device.
+
+        Of images that are decoded as they are asked for, one at a time is in memory.
+
+        Raises:
+            UserError: if it wants neither grey images nor coloured ones.
+        """
+        channels = len(self.preprocessing.mean)
+        if channels not in _MODES:
+            raise UserError(f"{self.name} takes {channels} channels, and pictures have 1 or 3")
+        transform = eval_transform(self.preprocessing)
+
+        def prepared(image: Image.Image) -> Tensor:
+            return transform(image.convert(_MODES[channels]))
+
+        # A loop's variable would keep each image while the next one is decoded.
+        batch = normalise(torch.stack(list(map(prepared, images))), self.preprocessing)
+        return batch if self.model is None else batch.to(next(self.model.parameters()).device)
+
+    def label(self, index: int) -> str:
+        """The name of a class, or its number where there is none."""
+        return str(index) if self.classes is None else self.classes[index]
+
+    def module(self) -> ImageClassifier:
+        """The PyTorch model.
+
+        Raises:
+            UserError: if there is none.
+        """
+        if self.model is None:
+            raise UserError(
+                f"{self.name} is an exported graph, which can only be run; give the model that it "
+                f"was made from"
+            )
+        return self.model
+
+
+def open_model(
+    what: Path | str,
+    variant: str | None = None,
+    entry: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Classifier:
+    """Open whatever images can be classified with.
+
+    Args:
+        what: as `read`, or an `.onnx` file.
+        variant, entry, settings: as `read`.
+
+    Raises:
+        FileNotFoundError, UserError: as `read`.
+    """
+    if Path(what).suffix == ".onnx":
+        return _open_graph(Path(what))
+    checkpoint = read(what, variant, entry, settings)
+    with naming(what):
+        model = checkpoint.build()
+        name = Path(what).name if is_run_folder(what) else None
+        if name is None and Path(what).exists():
+            name = checkpoint.name
+        name = name or str(what)
+        return Classifier.of(model, name, checkpoint.preprocessing, checkpoint.classes)
+
+
+def load(
+    what: Path | str,
+    variant: str | None = None,
+    entry: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> ImageClassifier:
+    """The model of whatever has one, in evaluation mode; as `open_model`, without the rest.
+
+    Raises:
+        FileNotFoundError, UserError: as `read`, or if `what` is an exported graph.
+    """
+    return open_model(what, variant, entry, settings).module()
+
+
+def read(
+    what: Path | str,
+    variant: str | None = None,
+    entry: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    like: Any = None,
+) -> Checkpoint:
+    """A model at rest, from wherever it is.
+
+    Args:
+        what: a run folder, a folder or file of weights of any layout, the name of public weights,
+            "timm/" and the name of a model of timm's with its weights, or a repository on the
+            Hugging Face hub ("user/name").
+        variant: the name of the architecture, where the weights alone cannot tell it; refused
+            where they tell another.
+        entry: which state dict to take from a training checkpoint that holds several.
+        settings: fields of the model's configuration that stand above what `what` says.
+        like: the configuration of the model they are for, in place of `variant`; image size,
+            channels and classes may differ.
+
+    Raises:
+        FileNotFoundError: if `what` is a path that is not there.
+        UserError: if it cannot be opened, naming it and the cause.
+    """
+    path, name = Path(what), str(what)
+    like = like if variant is None else factory.variant(variant).config
+    if is_run_folder(path):
+        found = _with(read_run(path), settings, path)
+    elif path.exists():
+        found = open_weights(path, like, entry, settings)
+    elif name in SOURCES:
+        found = _with(open_pretrained(name), settings, name)
+    elif name.startswith(PREFIX):
+        found = _with(_open_timm(name), settings, name)
+    else:
+        found = _with(_from_hub(name), settings, name)
+    return found if variant is None else _confirmed(found, variant, what, settings)
+
+
+def is_run_folder(path: Path | str) -> bool:
+    """Whether a path is a folder with a config.yaml."""
+    return (Path(path) / "config.yaml").is_file()
+
+
+def read_run(folder: Path | str) -> Checkpoint:
+    """The latest weights of a run, with how its images are prepared, its classes and its result.
+
+    The averaged weights if the run keeps an average, since those are what it was evaluated by.
+
+    Raises:
+        UserError: if the folder is no run folder, or has no checkpoint.
+    """
+    folder = Path(folder)
+    if not is_run_folder(folder):
+        raise UserError(f"{folder} is not a run folder: it has no config.yaml")
+    content, state = read_yaml(folder / "config.yaml"), latest_state(folder)
+    if not (folder / "classes.json").exists():
+        raise UserError(f"run folder {folder} has no classes.json: the run never started")
+    classes = parse_json(read_text(folder / "classes.json"), str(folder / "classes.json"))
+    result, environment = (
+        read_json(folder / name) if (folder / name).exists() else {}
+        for name in ("result.json", "environment.json")
+    )
+    with naming(f"run folder {folder}"):
+        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+            raise UserError("its config.yaml names no model")
+        model = content["model"]
+        name = name_today(str(model.get("name")), environment.get("locality"))
+        fields = {key: model.get(key) for key in ("img_size", "patch_size")}
+        fields = {key: value for key, value in fields.items() if value is not None}
+        fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})
+        config = factory.named(name, fields)
+    weights = state["model"] if state["ema"] is None else state["ema"]
+    preprocessing = _prepared_in_run(content, config.img_size)
+    return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
+
+
+# How the images of a run are prepared for evaluation: settings of its `input`, or its `augment`.
+_PREPARED = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+
+def _prepared_in_run(content: dict[str, Any], img_size: Any) -> Preprocessing:
+    given = (content.get("augment") or {}) | (content.get("input") or {})
+    if given.get("interpolation") in (None, "random"):  # the latter for training alone
+        given["interpolation"] = "bicubic"
+    fields = {name: given[name] for name in _PREPARED if name in given}
+    size = list(img_size) if isinstance(img_size, tuple) else img_size
+    return decode(Preprocessing, fields | {"img_size": size})
+
+
+def open_weights(
+    path: Path | str,
+    like: Any = None,
+    entry: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Read weights of any known layout, recognised from the names of the tensors.
+
+    What they do not tell is taken to be as in the published models, and the log says so.
+
+    Args:
+        path: one of our folders, a folder as model hubs keep them, a `.safetensors` file or a
+            PyTorch file.
+        like: the configuration of the model they are for, where the weights alone cannot tell it
+            or a particular one is wanted; image size, channels and classes may differ.
+        entry: which state dict to take from a training checkpoint that holds several.
+        settings: fields of the model's configuration, above what file and `like` say.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `path`.
+        UserError: if it holds no weights of a known layout, or damaged ones; naming the file and
+            the cause.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if _is_ours(path):
+            return _with(read_folder(path), settings, path / WEIGHTS)
+        path = _foreign_file(path)
+    if path.exists() and path.stat().st_size and is_safetensors(path):
+        if FORMAT in safetensors_metadata(path):
+            return _with(read_file(path), settings, path)
+        if path.name == WEIGHTS and _is_ours(path.parent):
+            return _with(read_folder(path.parent), settings, path)
+    state = read_state(path, entry)
+    try:
+        with naming(path):
+            layout = recognise(state)
+            config = layout.configuration(state, like, settings)
+            name, config = identify(config) if like is None else (None, config)
+            ours = layout.to_ours(state, config)
+            check_finite(ours)
+    except UserError:
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: its tensors are named as those of a model, but have other shapes"
+        ) from error
+    assumed = {
+        setting: value
+        for setting, value in layout.untold(config).items()
+        if like is None and not {setting, layout.their_name(setting)} & (settings or {}).keys()
+    }
+    if assumed:
+        _log.warning(
+            f"{path}: these weights do not tell {layout.listed(assumed)}, which are assumed here; "
+            f"set what is otherwise (--set NAME=VALUE, or settings={{...}} in Python)"
+        )
+    return Checkpoint(config, ours, name, layout=layout.name)
+
+
+def open_pretrained(name: str) -> Checkpoint:
+    """The public weights called `name`, with how they want their images.
+
+    Raises:
+        UserError: if there are none of that name, or they can neither be found nor downloaded.
+    """
+    row = source(name)
+    like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
+    checkpoint = open_weights(find_weights(row), like=like)
+    return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
+
+
+def _open_timm(name: str) -> Checkpoint:
+    config, state, data = published(name)
+    fields = {key: data[key] for key in _PREPARED}
+    prepared = Preprocessing(data["input_size"][1:], **fields)
+    return Checkpoint(config, state, name, prepared)
+
+
+def _with(
+    checkpoint: Checkpoint, settings: Mapping[str, Any] | None, what: Path | str
+) -> Checkpoint:
+    """The checkpoint with some settings changed; its weights are finite."""
+    with naming(what):
+        check_finite(checkpoint.state)
+        if settings:
+            name, config = identify(with_settings(checkpoint.config, settings))
+            checkpoint = replace(checkpoint, config=config, name=name)
+    return checkpoint
+
+
+def _confirmed(
+    checkpoint: Checkpoint, model: str, what: Path | str, settings: Mapping[str, Any] | None
+) -> Checkpoint:
+    """The checkpoint under the name `model`, if that is its architecture."""
+    row = factory.variant(model)
+    if type(row.config) is not type(checkpoint.config):
+        raise UserError(f"{what} does not hold {model}, but a model of another family")
+    if differing := unlike(checkpoint.config, with_settings(row.config, settings or {})):
+        told = identify(checkpoint.config)[0]
+        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
+        raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")
+    return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
+
+
+def _is_ours(folder: Path) -> bool:
+    config = folder / CONFIG
+    return config.exists() and read_json(config).get("format") == FORMAT
+
+
+def _foreign_file(folder: Path) -> Path:
+    for name in _FOREIGN_WEIGHTS:
+        if (folder / name).exists():
+            return folder / name
+    raise FileNotFoundError(
+        f"{folder} holds no weights: there is no {' and no '.join(_FOREIGN_WEIGHTS)} in it"
+    )
+
+
+def _from_hub(name: str) -> Checkpoint:
+    """The model in a repository of the hub; whatever else `name` may be is refused."""
+    if name in VARIANTS:
+        raise UserError(
+            f"'{name}' is an architecture without weights; give the name of public weights "
+            f"(`locality models --pretrained` lists them), a run folder or a file"
+        )
+    file = Path(name).suffix in SUFFIXES
+    if file or not _is_repository(name):
+        if "/" in name or file:
+            raise FileNotFoundError(f"there is no file or folder {name}")
+        raise unknown("file, folder or model", name, (*SOURCES, *VARIANTS))
+    try:
+        return read_folder(fetch(name))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"there is no file or folder {name}, and no model could be fetched from "
+            f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _is_repository(name: str) -> bool:
+    """Whether `name` looks like "user/name" and not like a path to a file."""
+    user, slash, repository = name.partition("/")
+    plain = all(part and part not in (".", "..", "~") for part in (user, repository))
+    return bool(slash) and plain and "/" not in repository and not name.startswith((".", "~"))
+
+
+def _open_graph(path: Path) -> Classifier:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}")
+    open_file(path, _LARGEST_GRAPH).close()
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ModuleNotFoundError(
+            'running an ONNX graph needs onnxruntime; install with: pip install "locality[export]"'
+        )
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import (
+        Fail,
+        InvalidArgument,
+        InvalidGraph,
+        InvalidProtobuf,
+    )
+
+    try:
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except (Fail, InvalidArgument, InvalidGraph, InvalidProtobuf) as error:
+        raise UserError(
+            f"{path} is not a sound ONNX graph: {str(error).splitlines()[0]}"
+        ) from error
+    metadata = session.get_modelmeta().custom_metadata_map
+    if FORMAT not in metadata:
+        raise UserError(
+            f"{path} does not say how its images are prepared; it was not exported by this library"
+        )
+    with naming(path):
+        held = Checkpoint.from_description(parse_json(metadata[FORMAT], "its description"), {})
+
+    def logits(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+
+    prepared = _fitting(held.preprocessing, held.config.img_size, held.config.in_chans)
+    return Classifier(held.name or path.stem, logits, prepared, held.classes)
+
+
+def _fitting(
+    given: Preprocessing | None, img_size: int | tuple[int, int], in_chans: int
+) -> Preprocessing:
+    """What was given, if it makes as many channels as a model takes; ImageNet's if nothing was."""
+    if given is not None and len(given.mean) != in_chans:
+        raise UserError(
+            f"the preprocessing has mean and std of {len(given.mean)} channels, and the model "
+            f"takes {in_chans}"
+        )
+    if given is None:
+        return Preprocessing.imagenet(img_size, in_chans)
+    return given.completed(img_size)
