@@ -16,6 +16,13 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def memory(device_type: str) -> int:
     """Bytes of memory that a process on a device of this type may use: "cpu", "cuda" or "mps"."""
     if device_type == "cuda":

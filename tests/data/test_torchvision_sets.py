@@ -99,7 +99,7 @@ def flowers(tmp_path, image_file, monkeypatch):
     return tmp_path
 
 
-def test_flowers_train_on_train_and_val_and_are_judged_by_test(flowers):
+def test_flowers_train_on_train_and_val_and_are_evaluated_on_test(flowers):
     splits = opened("flowers102", flowers)
     assert len(splits.classes) == 102
     assert splits.train.labels.tolist() == [101, 4, 1, 0]

@@ -48,7 +48,7 @@ def on(photos: Path, **changes: Any) -> RunConfig:
     return tiny(data__dataset="folder", data__root=str(photos), data__fraction=1.0, **changes)
 
 
-def spoil(file: Path) -> None:
+def damage(file: Path) -> None:
     file.write_bytes(DAMAGED)
 
 
@@ -59,7 +59,7 @@ def test_a_damaged_validation_image_is_named_before_the_first_step(
     photos: Path, tmp_path: Path
 ) -> None:
     good = (photos / "val/bee/2.bmp").read_bytes()
-    spoil(photos / "val/bee/2.bmp")
+    damage(photos / "val/bee/2.bmp")
     with pytest.raises(UserError, match=r"1 of 12 validation images.*val/bee/2\.bmp.*not an image"):
         train(on(photos), tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
@@ -100,7 +100,7 @@ def test_an_image_that_is_damaged_on_the_way_costs_no_step(
 
     def step(self: Loop, batches: Any) -> int:
         if self.at.step == 2:
-            spoil(file)
+            damage(file)
         return original(self, batches)
 
     monkeypatch.setattr(Loop, "_step", step)
@@ -127,11 +127,11 @@ def test_a_damaged_training_image_is_replaced_and_named(
 
     def step(self: Loop, batches: Any) -> int:
         if self.at.step == 2:
-            spoil(photos / "train/cat/7.bmp")
+            damage(photos / "train/cat/7.bmp")
         return original(self, batches)
 
     if at_start:
-        spoil(photos / "train/cat/7.bmp")
+        damage(photos / "train/cat/7.bmp")
     monkeypatch.setattr(Loop, "_step", step)
     result = train_loudly(on(photos), tmp_path / "run")
     assert result["steps"] == 8

@@ -13,30 +13,26 @@ would be slow to list and to read.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
+from tqdm import tqdm
 
 from locality.data.config import AS_PUBLISHED, Decoding
 from locality.data.decoding import decode, read_bytes
-from locality.data.folder import existing_folder, some
+from locality.data.folder import FileSource, existing_folder, open_folder, some
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
-import os
-import shutil
-from typing import BinaryIO
-
-from tqdm import tqdm
-
-from locality.data.folder import FileSource, find_layout, open_one, open_train_val
 
 _SPLIT_NAMES = re.compile(r"^(train|val|valid|validation|dev|test)(?=$|[-_.])", re.IGNORECASE)
 
@@ -169,7 +165,9 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
     arrow = [str(path) for path in files if path.suffix == ".arrow"]
     parquet = [str(path) for path in files if path.suffix == ".parquet"]
     if arrow and parquet:
-        raise UserError(f"'{folder}' has both .arrow and .parquet files for {part}; keep one kind")
+        raise UserError(
+            f"'{folder}' has both .arrow and .parquet files for {part}; keep one of the two"
+        )
     try:
         if arrow:
             return hf.concatenate_datasets([hf.Dataset.from_file(path) for path in arrow])
@@ -191,28 +189,30 @@ def _columns(
     rows: datasets.Dataset, folder: Path, image: str | None, label: str | None
 ) -> tuple[str, str]:
     hf = huggingface_datasets()
-    features = rows.features
-    images = [name for name, kind in features.items() if isinstance(kind, hf.Image)]
-    labels = [name for name, kind in features.items() if isinstance(kind, hf.ClassLabel)]
-    images = images or [name for name in ("image", "img") if name in features]
-    labels = labels or [name for name in ("label", "labels", "cls") if name in features]
     return (
-        _column("image", image, images, features, folder),
-        _column("label", label, labels, features, folder),
+        _column("image", image, rows, hf.Image, ("image", "img"), folder),
+        _column("label", label, rows, hf.ClassLabel, ("label", "labels", "cls"), folder),
     )
 
 
 def _column(
-    kind: str, given: str | None, candidates: list[str], features: Any, folder: Path
+    what: str,
+    given: str | None,
+    rows: datasets.Dataset,
+    feature: type,
+    usual: tuple[str, ...],
+    folder: Path,
 ) -> str:
-    if given is not None:
-        candidates = [given] if given in features else []
+    """The column that was given, or the only one of that feature, or the one with a usual name."""
+    found = [name for name, has in rows.features.items() if isinstance(has, feature)]
+    candidates = [given] if given is not None else found or usual
+    candidates = [name for name in candidates if name in rows.features]
     if len(candidates) == 1:
         return candidates[0]
-    found = f"several ({some(candidates)})" if candidates else "none"
+    several = f"several ({some(candidates)})" if candidates else "none"
     raise UserError(
-        f"'{folder}' should have one {kind} column, and has {found} among {some(list(features))}; "
-        f"give its name as {kind}_column"
+        f"'{folder}' should have one {what} column, and has {several} among "
+        f"{some(list(rows.features))}; give its name as {what}_column"
     )
 
 
@@ -298,7 +298,8 @@ def pack(
     target = Path(out).expanduser()
     if target.exists():
         raise UserError(f"'{target}' exists already; give a new folder to pack into")
-    classes, parts = _folder_parts(folder)
+    classes, train, val = open_folder(folder, AS_PUBLISHED)
+    parts = {"train": train} if val is None else {"train": train, "val": val}
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{os.getpid()}.partial")
     scratch.mkdir()
@@ -313,15 +314,6 @@ def pack(
         shutil.rmtree(scratch)
         raise
     return {part: len(source) for part, source in parts.items()}
-
-
-def _folder_parts(folder: Path | str) -> tuple[list[str], dict[str, FileSource]]:
-    layout = find_layout(folder)
-    if layout.val is None:
-        classes, source = open_one(layout.train, AS_PUBLISHED)
-        return classes, {"train": source}
-    classes, train, val = open_train_val(layout.train, layout.val, AS_PUBLISHED)
-    return classes, {"train": train, "val": val}
 
 
 def _write(

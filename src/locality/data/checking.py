@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -27,9 +28,10 @@ from tqdm import tqdm
 
 from locality.data.config import AS_PUBLISHED, Decoding
 from locality.data.decoding import load, read_bytes, to_rgb
-from locality.data.folder import Listing, class_difference, find_layout, list_folder, some
+from locality.data.folder import class_difference, find_parts, list_folder, some
 from locality.data.sources import BadImage, DataSplits, ImageSource
 from locality.errors import UserError
+from locality.machine import processors
 
 # Files handed to a process at once: enough to make handing over cheap.
 _CHUNK = 64
@@ -76,7 +78,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether a run on this folder would neither stop nor be judged by what it trained on."""
+        """Whether a run on this folder neither stops nor is evaluated on what it trained on."""
         return not (
             self.bad_files
             or self.class_difference
@@ -86,7 +88,7 @@ class CheckReport:
         )
 
     def lines(self, most: int = 10) -> list[str]:
-        """The report for a person, at most `most` items of each kind."""
+        """The report for a person, at most `most` of each fault."""
         counts = ", ".join(f"{number:,} in {part}" for part, number in self.images.items())
         text = [f"{self.folder}: {self.classes} classes, images: {counts}"]
         if self.sizes is not None:
@@ -121,7 +123,7 @@ class CheckReport:
 class Examined(NamedTuple):
     """What one file is: its digest, size and mode, or why it is none of that."""
 
-    digest: bytes | None
+    digest: bytes
     width: int
     height: int
     mode: str
@@ -146,117 +148,73 @@ def check(
     Raises:
         UserError: there is no such folder.
     """
-    layout = find_layout(folder)
-    if layout.val is None:
-        parts = {"all": list_folder(layout.train)}
-    else:
-        parts = {"train": list_folder(layout.train), "val": list_folder(layout.val)}
-    report = CheckReport(str(folder))
-    _note_listings(report, parts)
-    paths = {part: _paths(listing) for part, listing in parts.items()}
-    report.images = {part: len(files) for part, files in paths.items()}
-    every = [path for files in paths.values() for path in files]
-    examined = _examine_all(every, decoding, workers, progress)
-    _note_files(report, every, examined)
-    _note_duplicates(report, paths, examined)
+    train, val = find_parts(folder)
+    parts = {"all": list_folder(train)}
+    if val is not None:
+        parts = {"train": parts["all"], "val": list_folder(val)}
+    listings = parts.values()
+    paths = {
+        part: [os.path.join(listing.root, path) for files in listing.files for path in files]
+        for part, listing in parts.items()
+    }
+    report = CheckReport(
+        str(folder),
+        images={part: len(files) for part, files in paths.items()},
+        classes=len(next(iter(listings)).classes),
+        empty_classes={part: listing.empty for part, listing in parts.items()},
+        class_difference=class_difference(*listings) if len(parts) == 2 else "",
+        ignored=[str(listing.root / path) for listing in listings for path in listing.ignored],
+        loops=[str(listing.root / path) for listing in listings for path in listing.loops],
+    )
+    good: list[Examined] = []
+    first: dict[str, dict[bytes, str]] = {part: {} for part in parts}
+    named = [(part, path) for part, files in paths.items() for path in files]
+    examined = _examine_all([path for _, path in named], decoding, workers, progress)
+    for (part, path), item in zip(named, examined, strict=True):
+        # Bad files are reported as such; all empty ones would be duplicates of each other.
+        if item.reason is not None:
+            report.bad_files[path] = item.reason
+            continue
+        good.append(item)
+        report.repeated += item.digest in first[part]
+        first[part].setdefault(item.digest, path)
+        if part == "val" and item.digest in first["train"]:
+            report.duplicates.append((first["train"][item.digest], path))
+    report.modes = dict(Counter(item.mode for item in good).most_common())
+    if good:
+        report.sizes = Sizes(_spread(item.width for item in good), _spread(i.height for i in good))
     return report
 
 
-def _note_listings(report: CheckReport, parts: dict[str, Listing]) -> None:
-    report.classes = len(next(iter(parts.values())).classes)
-    report.empty_classes = {part: listing.empty for part, listing in parts.items()}
-    if len(parts) == 2:
-        report.class_difference = class_difference(parts["train"], parts["val"])
-    for listing in parts.values():
-        report.ignored += [str(listing.root / path) for path in listing.ignored]
-        report.loops += [str(listing.root / path) for path in listing.loops]
-
-
-def _paths(listing: Listing) -> list[str]:
-    return [os.path.join(listing.root, path) for files in listing.files for path in files]
+def _spread(sides: Iterable[int]) -> tuple[int, ...]:
+    found = np.percentile(list(sides), (0, 5, 50, 95, 100), method="nearest")
+    return tuple(found.astype(int).tolist())
 
 
 def _examine_all(
     paths: list[str], decoding: Decoding, workers: int | None, progress: bool
 ) -> list[Examined]:
     """What each file is, in the order of `paths`, found in parallel."""
-    workers = workers or _processors()
-    chunks = [paths[start : start + _CHUNK] for start in range(0, len(paths), _CHUNK)]
-    results: list[Examined] = []
-    with tqdm(total=len(paths), unit="image", disable=not progress, desc="checking") as bar:
-        for chunk in _in_parallel(chunks, decoding, min(workers, len(chunks))):
-            results += chunk
-            bar.update(len(chunk))
-    return results
-
-
-def _processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _in_parallel(
-    chunks: list[list[str]], decoding: Decoding, workers: int
-) -> Iterator[list[Examined]]:
+    examine = partial(_examine, decoding=decoding)
+    show = partial(tqdm, total=len(paths), unit="image", disable=not progress, desc="checking")
+    workers = min(workers or processors(), -(-len(paths) // _CHUNK))
     if workers <= 1:
-        for chunk in chunks:
-            yield _examine_chunk(chunk, decoding)
-        return
+        return list(show(map(examine, paths)))
     # Processes rather than threads: much of decoding holds Python's lock.
     with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(_examine_chunk, chunks, [decoding] * len(chunks))
-
-
-def _examine_chunk(paths: list[str], decoding: Decoding) -> list[Examined]:
-    return [_examine(path, decoding) for path in paths]
+        return list(show(pool.map(examine, paths, chunksize=_CHUNK)))
 
 
 def _examine(path: str, decoding: Decoding) -> Examined:
-    digest = None
     try:
         data = read_bytes(path)
-        digest = hashlib.blake2b(data, digest_size=16).digest()
         image = load(data, decoding)
         mode = image.mode
         image = to_rgb(image, decoding)
     except BadImage as error:
-        return Examined(digest, 0, 0, "", str(error))
+        return Examined(b"", 0, 0, "", str(error))
+    digest = hashlib.blake2b(data, digest_size=16).digest()
     return Examined(digest, image.width, image.height, mode, None)
-
-
-def _note_files(report: CheckReport, paths: list[str], examined: list[Examined]) -> None:
-    report.bad_files = {
-        path: item.reason
-        for path, item in zip(paths, examined, strict=True)
-        if item.reason is not None
-    }
-    good = [item for item in examined if item.reason is None]
-    report.modes = dict(Counter(item.mode for item in good).most_common())
-    if good:
-        spread = [
-            np.percentile(sides, (0, 5, 50, 95, 100), method="nearest").astype(int).tolist()
-            for sides in ([item.width for item in good], [item.height for item in good])
-        ]
-        report.sizes = Sizes(tuple(spread[0]), tuple(spread[1]))
-
-
-def _note_duplicates(
-    report: CheckReport, paths: dict[str, list[str]], examined: list[Examined]
-) -> None:
-    remaining = iter(examined)
-    seen: dict[str, dict[bytes, str]] = {}
-    for part, files in paths.items():
-        first = seen.setdefault(part, {})
-        for path, item in zip(files, remaining, strict=False):
-            # Bad files are reported as such; all empty ones would be duplicates of each other.
-            if item.reason is not None or item.digest is None:
-                continue
-            report.repeated += item.digest in first
-            first.setdefault(item.digest, path)
-            if part == "val" and item.digest in seen["train"]:
-                report.duplicates.append((seen["train"][item.digest], path))
 
 
 def _listed(what: str, items: list[str], most: int) -> list[str]:

@@ -27,7 +27,7 @@ class DatasetRow(NamedTuple):
 DATASETS: dict[str, DatasetRow] = {
     "digits": DatasetRow("open_digits", "1,797 handwritten digits, 8×8, nothing to download"),
     "folder": DatasetRow(
-        "open_folder", "any image folder: train/ and val/, or one folder per class to be split"
+        "open_images", "any image folder: train/ and val/, or one folder per class to be split"
     ),
     "cifar10": DatasetRow("open_cifar10", "CIFAR-10 through torchvision"),
     "cifar100": DatasetRow("open_cifar100", "CIFAR-100 through torchvision"),
@@ -48,7 +48,7 @@ DATASETS: dict[str, DatasetRow] = {
         "open_imagenet_real", "ImageNet's val/ with the ReaL labels (evaluation only)"
     ),
     "arrow": DatasetRow(
-        "open_arrow_folder",
+        "open_tables",
         "a folder of Parquet or Arrow files, such as `locality data pack` writes",
     ),
 }
@@ -74,20 +74,20 @@ AS_PUBLISHED = Decoding()
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which images a run trains on and which it is judged by.
+    """Which images a run trains on and which it is evaluated on.
 
     Attributes:
         dataset: one of `DATASETS`.
         root: folder of the dataset; not used by `digits`.
         download: let torchvision fetch what is missing (CIFAR, Flowers-102, Pets).
-        fraction: share of each class's training images to keep, in (0, 1].
+        fraction: fraction of each class's training images to keep, in (0, 1].
         subset: "balanced" keeps a seeded random choice, nested from one fraction to the next;
             "sorted" keeps the first int(n · fraction) file names of each class, as the code that
             was released with the ConViT paper does.
         first_classes: keep the first k classes in sorted order; None keeps all.
         subset_seed: seed of the balanced choice; None takes the run's seed.
-        val_fraction: share of each class set aside when the dataset has no validation part.
-        split_seed: seed of that split; not the run's, so that all seeds are judged alike.
+        val_fraction: fraction of each class set aside when the dataset has no validation part.
+        split_seed: seed of that split; not the run's, so that all seeds are evaluated alike.
         on_bad_image: what to do with a file that cannot be decoded: "error" names it and stops,
             "skip" leaves it out and counts it, "auto" skips while training and stops otherwise.
         on_changed_images: what to do when a run is resumed and its images are no longer those of
@@ -215,7 +215,7 @@ class AugmentConfig:
         crop: "resized" is a random area and aspect ratio (RandomResizedCrop); "pad" resizes,
             pads by `pad` pixels and cuts a random window; "none" resizes and cuts the centre.
         pad: padding of the "pad" crop in pixels.
-        scale: area range of the "resized" crop, as shares of the image.
+        scale: area range of the "resized" crop, as fractions of the image.
         ratio: aspect-ratio range (width / height) of the "resized" crop.
         hflip: probability of a horizontal flip.
         color_jitter: strength of brightness, contrast and saturation jitter; timm leaves it out

@@ -22,9 +22,9 @@ from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     FileSource,
     existing_folder,
-    find_layout,
     list_folder,
     no_images,
+    open_folder,
     open_one,
     open_train_val,
     some,
@@ -83,8 +83,12 @@ def _first_classes(
     return classes[:count], some_train, some_val
 
 
-def _split(classes: list[str], source: ImageSource, config: DataConfig) -> Opened:
-    """One source divided into training and validation images, class by class."""
+def _split(
+    classes: list[str], source: ImageSource, val_source: ImageSource | None, config: DataConfig
+) -> Opened:
+    """Without validation images, divide the others class by class."""
+    if val_source is not None:
+        return classes, source, val_source
     train, val = stratified_split(source.labels, config.val_fraction, config.split_seed)
     if not len(train) or not len(val):
         raise UserError(
@@ -97,22 +101,18 @@ def _split(classes: list[str], source: ImageSource, config: DataConfig) -> Opene
 def open_digits(config: DataConfig) -> Opened:
     """The handwritten digits that come with this package."""
     source, classes = digits()
-    return _split(classes, source, config)
+    return _split(classes, source, None, config)
 
 
-def open_folder(config: DataConfig) -> Opened:
-    """Any image folder, see `find_layout`."""
-    layout = find_layout(existing_folder(config.root))
-    if layout.val is None:
-        return _split(*open_one(layout.train, config.decoding), config)
-    return open_train_val(layout.train, layout.val, config.decoding)
+def open_images(config: DataConfig) -> Opened:
+    """Any image folder, see `open_folder`."""
+    return _split(*open_folder(config.root, config.decoding), config)
 
 
-def open_arrow_folder(config: DataConfig) -> Opened:
+def open_tables(config: DataConfig) -> Opened:
     """Parquet or Arrow files, see `open_arrow`."""
     columns = config.image_column, config.label_column
-    classes, train, val = open_arrow(config.root, config.decoding, *columns)
-    return _split(classes, train, config) if val is None else (classes, train, val)
+    return _split(*open_arrow(config.root, config.decoding, *columns), config)
 
 
 # -- ImageNet and what belongs to it ---------------------------------------------------------------

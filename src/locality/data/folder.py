@@ -143,16 +143,10 @@ def list_folder(root: Path | str) -> Listing:
     return listing
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where a dataset's parts are: `val` is None when one folder is to be divided."""
+def find_parts(root: Path | str | None) -> tuple[Path, Path | None]:
+    """The folders of training and validation images; None when one folder is to be divided.
 
-    train: Path
-    val: Path | None
-
-
-def find_layout(root: Path | str) -> Layout:
-    """Tell a folder with train/ and val/ from one that holds the class folders itself.
+    Tells a folder with train/ and val/ from one that holds the class folders itself.
 
     Raises:
         UserError: it does not exist, or has train/ but nothing to evaluate on.
@@ -163,10 +157,10 @@ def find_layout(root: Path | str) -> Layout:
     if not train.is_dir() or not _entries(train)[0]:
         if train.is_dir() and any((root / name).is_dir() for name in VAL_NAMES):
             raise no_images(train)
-        return Layout(root, None)
+        return root, None
     for name in VAL_NAMES:
         if (root / name).is_dir():
-            return Layout(train, root / name)
+            return train, root / name
     raise UserError(
         f"'{root}' has a folder train but no val; add one, or give '{train}' as the folder "
         "to have a part of it set aside"
@@ -203,6 +197,20 @@ def open_one(root: Path, decoding: Decoding) -> tuple[list[str], FileSource]:
     listing = list_folder(root)
     _refuse_nothing(listing)
     return listing.classes, listing.source(listing.classes, decoding)
+
+
+def open_folder(
+    root: Path | str | None, decoding: Decoding
+) -> tuple[list[str], FileSource, FileSource | None]:
+    """Classes, training and validation images of any image folder; None where one is to be divided.
+
+    Raises:
+        UserError: as `find_parts`, `open_one` and `open_train_val`.
+    """
+    train, val = find_parts(root)
+    if val is None:
+        return *open_one(train, decoding), None
+    return open_train_val(train, val, decoding)
 
 
 def class_difference(train: Listing, val: Listing) -> str:

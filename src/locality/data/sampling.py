@@ -144,7 +144,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def balanced_fraction(labels: npt.ArrayLike, fraction: float, seed: int) -> Indices:
-    """A seeded random share of every class, rounded to the nearest whole number of images.
+    """A seeded random fraction of every class, rounded to the nearest whole number of images.
 
     Nested: with one seed, a smaller fraction's images are all among a larger one's.
 

@@ -139,7 +139,7 @@ class ArraySource(ImageSource):
 
 @dataclass(frozen=True)
 class DataSplits:
-    """A dataset ready to use: its classes, what to train on and what to be judged by.
+    """A dataset ready to use: its classes, what to train on and what to evaluate on.
 
     `train` is empty for datasets that are for evaluation only.
     """

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from locality.errors import UserError, unknown
+from locality.machine import processors
 from locality.runner.runs import Run
 from locality.training import RunConfig
 from locality.training.setup import launched_from_outside
@@ -131,7 +132,7 @@ def visible_gpus() -> list[str]:
 
 def threads_per_run(jobs: int) -> int:
     """This process's part of the processor for each of `jobs` runs at a time, at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // jobs)
+    return max(1, processors() // jobs)
 
 
 class PollingExecutor:
