@@ -1,7 +1,7 @@
 """The command `locality`: names, help, and what an error looks like. The work is elsewhere.
 
-Each command is a function `main(arguments) -> exit code | None` in `locality.commands`, imported
-when it is called, so that `--help` answers at once.
+Each command is a function (arguments) → exit code | None in `locality.commands`, imported when it
+is called, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from locality._version import __version__
 from locality.errors import one_line, printable, unknown
 
-# name → (module in locality.commands, what it does)
+# name → (module of locality.commands: function, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "train ConViT and its DeiT twin on digits and write a report"),
-    "models": ("models", "list the models: sizes, cost, public weights"),
-    "recipes": ("recipes", "list the training recipes, or show one in full"),
-    "train": ("train", "train a model, or resume a run"),
-    "eval": ("evaluate", "accuracy of a run, a checkpoint or public weights"),
-    "predict": ("predict", "classify images"),
-    "report": ("report", "write an HTML report from run folders"),
+    "demo": ("train:demo", "train ConViT and its DeiT baseline on digits and write a report"),
+    "models": ("models:main", "list the models: sizes, cost, public weights"),
+    "recipes": ("train:recipes", "list the training recipes, or show one in full"),
+    "train": ("train:train", "train a model, or resume a run"),
+    "eval": ("evaluate:main", "accuracy of a run, a checkpoint or public weights"),
+    "predict": ("predict:main", "classify images"),
+    "report": ("reports:report", "write an HTML report from run folders"),
     "explore": (
-        "explore",
+        "explore:main",
         "write a page where one clicks a patch and sees what every head looks at",
     ),
-    "figure": ("figure", "draw one of the papers' figures from runs or models"),
-    "reproduce": ("reproduce", "run a table or figure of either paper, by name"),
-    "benchmark": ("benchmark", "speed and memory against timm and transformers"),
-    "convert": ("convert", "turn weights from one layout into another"),
-    "export": ("export", "write a model as ONNX or a torch.export program"),
-    "data": ("data", "check an image folder, or pack it for fast reading"),
+    "figure": ("figure:main", "draw one of the papers' figures from runs or models"),
+    "reproduce": ("reports:reproduce", "run a table or figure of either paper, by name"),
+    "benchmark": ("benchmark:main", "speed and memory against timm and transformers"),
+    "convert": ("convert:main", "turn weights from one layout into another"),
+    "export": ("export:main", "write a model as ONNX or a torch.export program"),
+    "data": ("data:main", "check an image folder, or pack it for fast reading"),
 }
 
 # Errors in what the user gave, or in the files and folders they named.
@@ -57,9 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[0] not in COMMANDS:
             raise unknown("command", given[0], COMMANDS)
-        module = importlib.import_module(f"locality.commands.{COMMANDS[given[0]][0]}")
+        module, _, function = COMMANDS[given[0]][0].partition(":")
+        run = getattr(importlib.import_module(f"locality.commands.{module}"), function)
         with contextlib.redirect_stdout(_Printable(sys.stdout)):
-            code = module.main(given[1:]) or 0
+            code = run(given[1:]) or 0
             sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -269,17 +269,106 @@ def test_plots_show_the_measures(open_page, file, subjects, images):
                 assert found[number, layer, head] == pytest.approx(values, rel=1e-4)
 
 
+OUTSIDE = """(width) => [...document.querySelectorAll("#work *, #plots figure, header *, footer *")]
+    .filter((node) => !node.closest(".view") && node.checkVisibility())
+    .filter((node) => node.getBoundingClientRect().right > width + 1)
+    .map((node) => node.outerHTML)"""
+CLIPPED = """() => [...document.querySelectorAll("p, span")]
+    .filter((node) => node.scrollHeight > node.clientHeight + 1)
+    .filter((node) => getComputedStyle(node).overflow !== "visible").length"""
+
+
 @needs_browser
-def test_it_fits_a_phone_and_says_nothing_of_the_network(open_page, file, tmp_path):
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
+def test_nothing_is_covered_or_cut_off(open_page, shaken, images, tmp_path, width, height):
     folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
-    for width, height in ((375, 740), (1280, 900)):
-        page = open_page(file, width, height)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        click(page, 2, 2)
-        shot = folder / f"explorer-{width}.png"
-        page.screenshot(path=shot, full_page=True)
-        assert Image.open(shot).width == width
-    assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 1  # shown, not interpreted
+    models = [
+        shaken(create_model(name, img_size=8, patch_size=2)) for name in ("convit_micro",) * 2
+    ]
+    subjects = [Classifier.of(model, "DeiT <b>&", SMALL) for model in models]  # nine heads each
+    page = open_page(write_explorer(subjects, images[:2], tmp_path / "nine.html"), width, height)
+    click(page, 2, 2)
+    page.locator("summary").click()
+    page.locator(".large canvas").first.hover()
+    assert page.evaluate(OUTSIDE, width) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CLIPPED) == 0
+    page.screenshot(path=folder / f"explorer-{width}.png")
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    page.screenshot(path=folder / f"explorer-{width}-end.png")
+    panel, plots = (page.locator(name).bounding_box() for name in ("#ask", "#plots"))
+    assert panel["y"] + panel["height"] <= plots["y"]
+    assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 2  # shown, not interpreted
+
+
+@needs_browser
+@pytest.mark.parametrize("largest", [0.037, 0.73, 1, 2.01, 4.9, 5, 13.2, 140])
+def test_labels_of_axes_are_exact(open_page, file, largest):
+    ticks = open_page(file).evaluate("(largest) => ticksTo(largest)", largest)
+    assert 3 <= len(ticks) <= 6 and ticks[0] == 0 and ticks[-1] >= largest > ticks[-2]
+    assert ticks == pytest.approx(np.linspace(0, ticks[-1], len(ticks)), rel=1e-9)
+
+
+@needs_browser
+def test_labels_stand_where_their_values_are(open_page, file):
+    lines = open_page(file).evaluate(
+        """() => [...document.querySelectorAll("#plots svg")].map((svg) =>
+            [...svg.querySelectorAll(".axis")].map((line) =>
+                [Number(line.getAttribute("y1")), Number(line.nextSibling.textContent)]))"""
+    )
+    for axis in lines:
+        heights, values = np.array(axis).T
+        np.testing.assert_allclose(
+            np.diff(heights) / np.diff(values), np.diff(heights)[0] / values[1]
+        )
+
+
+@needs_browser
+def test_one_scale_for_a_map_a_layer_or_all(open_page, file, subjects, images):
+    page = open_page(file)
+    click(page, 1, 1)
+    maps = [maps_of(subject, images[0]) for subject in subjects]
+
+    def most(model, layer, head):
+        prefix = maps[model][layer].prefix_tokens
+        return true_row(maps[model][layer], "mixed", head, prefix + 5)[prefix:].max()
+
+    everywhere = max(most(m, n, h) for m in range(3) for n in range(4) for h in range(4))
+    in_layer = max(most(0, 1, head) for head in range(4))
+    for scale, top in (("map", most(0, 1, 2)), ("layer", in_layer), ("all", everywhere)):
+        page.locator("#scale").select_option(scale)
+        brightest = page.evaluate(
+            """() => { const pixels = document.querySelector(
+                '.row .cell[data-model="0"][data-layer="1"][data-head="2"] canvas')
+                .getContext("2d").getImageData(0, 0, 4, 4).data;
+                const at = (pixel) => COLOURS.findIndex((colour) =>
+                    colour.every((value, channel) => value === pixels[4 * pixel + channel]));
+                return Math.max(...Array.from({ length: 16 }, (_, pixel) => at(pixel))); }"""
+        )
+        expected = 255 * (1 + np.log10(max(most(0, 1, 2) / top, 10.0**-DECADES)) / DECADES)
+        assert brightest == pytest.approx(expected, abs=4)
+    assert page.locator("#high").text_content() == "most in all maps"
+
+
+@needs_browser
+def test_hatched_maps_are_explained(open_page, file):
+    page = open_page(file)
+    readout = page.locator("#readout")
+    assert "Hatched" not in readout.inner_text()
+    page.keyboard.press("t")
+    assert "the class token joins the patches only after these layers" in readout.inner_text()
+    page.keyboard.press("t")
+    page.keyboard.press("p")
+    assert "these layers have no positional attention" in readout.inner_text()
+
+
+@needs_browser
+def test_the_image_is_shown_as_sharp_as_it_is(open_page, subjects, tmp_path):
+    shade = np.linspace(0, 255, 96, dtype=np.uint8)
+    picture = Image.fromarray(np.stack([np.tile(shade, (64, 1))] * 3, axis=-1))
+    page = open_page(write_explorer(subjects[:1], [picture], tmp_path / "sharp.html"))
+    # The model sees 8 × 8 pixels of the middle square.
+    assert page.evaluate("document.getElementById('image').naturalWidth") == 64
 
 
 @needs_browser

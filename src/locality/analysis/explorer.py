@@ -34,7 +34,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from locality._version import __version__
-from locality.analysis.pictures import DECADES, data_address, prepared
+from locality.analysis.pictures import DECADES, close_up, data_address, prepared
 from locality.analysis.summary import measure_model, positional_vectors
 from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
@@ -91,10 +91,10 @@ def write_explorer(
         "decades": DECADES,
         "images": [
             {
-                "source": data_address(shown),
+                "source": data_address(close_up(subjects[0].preprocessing, image)),
                 "name": names[index] if names else f"image {index + 1}",
             }
-            for index, shown in enumerate(samples[0].shown)
+            for index, image in enumerate(images)
         ],
         "models": [about for about, _ in observed],
     }

@@ -35,6 +35,8 @@ from locality.training.config import RunConfig
 
 Array = npt.NDArray[Any]
 
+_SHARPEST = 448
+
 DECADES = 3
 _LARGEST_PICTURES = 1 << 28
 """How many powers of ten below a map's largest value its colours reach, wherever it is drawn."""
@@ -114,14 +116,24 @@ def prepared(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
     """
     if not images:
         raise UserError("there is no image to look at")
-    batch = subject.prepare(images)
-    mean, std = (
-        torch.tensor(values).view(-1, 1, 1)
-        for values in (subject.preprocessing.mean, subject.preprocessing.std)
-    )
-    pixels = ((batch.cpu() * std + mean) * 255).round().clamp(0, 255).byte()
-    shown = pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
-    return Sample(batch, shown, [""] * len(images), subject.classes or ())
+    transform = eval_transform(subject.preprocessing)
+    shown = np.stack([_pixels(transform, image) for image in images])
+    return Sample(subject.prepare(images), shown, [""] * len(images), subject.classes or ())
+
+
+def close_up(preprocessing: Preprocessing, image: Image.Image) -> npt.NDArray[np.uint8]:
+    """What a model sees of an image, as sharp as the image allows: (H, W, 3), `_SHARPEST` a side.
+
+    The same part of it as the model is given, and never fewer pixels.
+    """
+    height, width = preprocessing.size
+    most = min(_SHARPEST / max(height, width), min(image.size) / max(height, width))
+    factor = max(1, int(most))
+    return _pixels(eval_transform(preprocessing.at((factor * height, factor * width))), image)
+
+
+def _pixels(transform: Any, image: Image.Image) -> npt.NDArray[np.uint8]:
+    return transform(image.convert("RGB")).permute(1, 2, 0).contiguous().numpy()
 
 
 @dataclass(frozen=True)

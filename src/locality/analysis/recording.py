@@ -79,6 +79,13 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     )
 
 
+def record_missing(folders: Iterable[Path]) -> None:
+    """Measure those runs that have finished and were not measured yet; see `record`."""
+    for folder in folders:
+        if RunFolder(folder).result_file.exists() and not (folder / MEASURES).exists():
+            record(folder)
+
+
 def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
     """What the heads of a run's model look at from the centre of its first validation images.
 

@@ -21,8 +21,8 @@ def main(arguments: Sequence[str]) -> int | None:
     parser.add_argument("task", help="check or pack")
     parser.add_argument("folder", help="with train/ and val/, or with one folder per class")
     parser.add_argument("out", nargs="?", default=None, help="for pack: a folder to be made")
-    parser.add_argument("--workers", type=int | None, default=None, help="processes")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add("--workers", None, "processes", int | None)
+    parser.add("--quiet", False, "no progress bar")
     options = parser.read(arguments)
     if options.task not in _TASKS:
         raise unknown("task of `locality data`", options.task, _TASKS)

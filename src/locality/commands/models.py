@@ -15,9 +15,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "filter", nargs="?", default="", help="part of a name, or a pattern: 'convit_*'"
     )
-    parser.add_argument("--family", default=None, help="only one of: convit, deit, cvt")
-    parser.add_argument("--pretrained", action="store_true", help="list public weights instead")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add("--family", None, "only one of: convit, deit, cvt")
+    parser.add("--pretrained", False, "list public weights instead")
+    parser.add("--json", False, "print JSON")
     options = parser.read(arguments)
     rows = _pretrained(options) if options.pretrained else _models(options)
     if not rows:

@@ -27,6 +27,15 @@ class Parser(_JsonArgumentParser):
             **options,
         )
 
+    def add(self, name: str, default: Any, help: str, type: Any = None) -> None:
+        """Add an option that takes one value of its default's type, or is a switch (False)."""
+        if default is False:
+            self.add_argument(name, action="store_true", help=help)
+        elif type is None and not isinstance(default, (int, float)):
+            self.add_argument(name, default=default, help=help)
+        else:
+            self.add_argument(name, type=type or default.__class__, default=default, help=help)
+
     def read(self, arguments: Sequence[str]) -> Namespace:
         """The options in `arguments`.
 

@@ -1,7 +1,8 @@
-"""`locality train`: a recipe, with any of its settings changed by name."""
+"""`locality train`, `recipes` and `demo`: from a recipe to a trained model."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"}
 
 
-def main(arguments: Sequence[str]) -> int | None:
+def train(arguments: Sequence[str]) -> int | None:
     """Train, resume, or say what a run would cost."""
     config, options = read_run(arguments)
-    from locality.training import DamagedCheckpoint, Interrupted, RunFailed, dry_run, train
+    from locality import training
 
     folder = Path(options.output) if options.output else default_folder(config)
     observer = None
@@ -29,16 +30,16 @@ def main(arguments: Sequence[str]) -> int | None:
 
         observer = OverTraining(options.measure_every)
     if options.dry_run:
-        print(dry_run(config, folder, options.images_per_second))
+        print(training.dry_run(config, folder, options.images_per_second))
         return None
     try:
-        train(config, folder, quiet=options.quiet, observer=observer)
-    except Interrupted as interruption:
+        training.train(config, folder, quiet=options.quiet, observer=observer)
+    except training.Interrupted as interruption:
         print(f"locality: {one_line(interruption)}", file=sys.stderr)
         return interruption.exit_code
-    except RunFailed as failure:
+    except training.RunFailed as failure:
         print(f"locality: {one_line(failure)}", file=sys.stderr)
-        return 2 if isinstance(failure, DamagedCheckpoint) else 1
+        return 2 if isinstance(failure, training.DamagedCheckpoint) else 1
     if options.record:
         from locality.analysis.recording import record
 
@@ -81,19 +82,13 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         "--data.fraction.",
     )
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with settings")
-    parser.add_argument("--output", default=None, help="run folder; runs/… unless given")
-    parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost")
-    parser.add_argument(
-        "--images_per_second", type=float, default=None, help="speed for --dry_run's hours"
-    )
-    parser.add_argument("--record", action="store_true", help="measure locality before and after")
-    parser.add_argument(
-        "--measure_every",
-        type=float,
-        default=None,
-        help="measure locality while training, every so many epochs or steps of the schedule",
-    )
-    parser.add_argument("--quiet", action="store_true", help="print nothing while training")
+    parser.add("--output", None, "run folder; runs/… unless given")
+    parser.add("--dry_run", False, "check everything, print the cost")
+    parser.add("--images_per_second", None, "speed for --dry_run's hours", float)
+    parser.add("--record", False, "measure locality before and after")
+    every = "measure locality while training, every so many epochs or steps of the schedule"
+    parser.add("--measure_every", None, every, float)
+    parser.add("--quiet", False, "print nothing while training")
     parser.add_class_arguments(RunConfig, None)
     values = _by_option(to_dict(recipe(name)))
     parser.set_defaults(values)
@@ -124,3 +119,68 @@ def default_folder(config: RunConfig) -> Path:
     model = config.model.name.replace("/", "-")
     name = f"{model}-{config.data.dataset}-{percent}-s{config.seed}"
     return Path("runs") / (config.recipe or "custom") / name
+
+
+def recipes(arguments: Sequence[str]) -> None:
+    """List the recipes, or show one with every value."""
+    from locality.training.recipes import RECIPES, describe, recipe
+    from locality.training.settings import to_yaml
+
+    parser = Parser("recipes", "List the training recipes, or show one in full.")
+    parser.add_argument("name", nargs="?", default=None, help="a recipe, to see all its values")
+    name = parser.read(arguments).name
+    if name is None:
+        width = max(map(len, RECIPES))
+        print("\n".join(f"{key:<{width}}  {describe(key).splitlines()[0]}" for key in RECIPES))
+        return
+    config = recipe(name)
+    print(describe(name), to_yaml(config), sep="\n\n", end="")
+
+
+def demo(arguments: Sequence[str]) -> int | None:
+    """Train four small models, two at a time, measure them and write the report."""
+    parser = Parser(
+        "demo",
+        "Train ConViT and its DeiT baseline on 5% and on all of scikit-learn's handwritten digits, "
+        "measure what their attention does, and write a report with the pictures. "
+        "About two minutes on two cores; nothing is downloaded.",
+    )
+    parser.add("--output", "demo", "folder for the runs and report.html")
+    parser.add("--seeds", 1, "runs of each model and fraction")
+    parser.add("--cvt", False, "train the CvT of that size as well")
+    parser.add("--steps", None, "updates; the recipe's unless given", int)
+    parser.add("--jobs", 2, "runs at a time")
+    options = parser.read(arguments)
+
+    from locality import checks
+    from locality.analysis.recording import record_missing
+    from locality.report import build_report
+    from locality.runner.runs import Run
+    from locality.runner.schedule import run_all
+    from locality.training import recipe, replace
+
+    checks.integer("seeds", options.seeds, 1)
+    checks.integer("jobs", options.jobs, 1)
+    root = Path(options.output)
+    models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]
+    runs = []
+    for seed in range(options.seeds):
+        for fraction, model in itertools.product((0.05, 1.0), models):
+            config = recipe("digits", model=model, fraction=fraction, seed=seed)
+            if options.steps is not None:
+                # A short look must not be all warm-up.
+                warmup = min(config.schedule.warmup, options.steps / 10)
+                length = {"schedule.steps": options.steps, "schedule.warmup": warmup}
+                config = replace(config, length)
+            name = f"{model}-{100 * fraction:g}pct-s{seed}"
+            runs.append(Run(name, config, root / "runs" / name))
+    print(f"Training {len(runs)} models on handwritten digits, {options.jobs} at a time …")
+    outcomes = run_all(runs, jobs=options.jobs)
+    if failed := [outcome for outcome in outcomes if outcome.error is not None]:
+        print("\n".join(f"{outcome.run.name} failed: {outcome.error}" for outcome in failed))
+        return 1
+    print("Measuring their attention …")
+    record_missing(run.folder for run in runs)
+    report = build_report([root / "runs"], root / "report.html")
+    print(f"Open {report} in a browser.")
+    return None

@@ -9,9 +9,10 @@ const $ = (id) => document.getElementById(id);
 
 const state = {
   image: 0,
-  place: [0.5, 0.5], // of the query, as shares of (height, width)
+  place: [0.5, 0.5], // of the query, as fractions of (height, width)
   classToken: false,
   mode: "mixed",
+  scale: "map", // whose largest attention has the brightest colour: this map's, its layer's, or any
   layer: 0, // the one shown large
   hovered: null, // {model, layer, head, key}
 };
@@ -206,7 +207,7 @@ function buildModels() {
       overview.append(row);
     });
     const most = Math.max(...model.layers.map((layer) => layer.heads));
-    overview.style.setProperty("--small", `${Math.max(34, Math.min(64, 400 / most))}px`);
+    overview.style.setProperty("--heads", most);
     $("models").append(element("article", { class: `model ${model.family}`, "data-model": number },
       element("h2", {}, model.label), element("p", { class: "says" }),
       element("div", { class: "large" }), overview));
@@ -225,17 +226,17 @@ function buildLarge() {
   showImageUnderMaps();
 }
 
-function plot(title, unit, valuesOf, top) {
+function plot(title, unit, valuesOf, largest) {
   const [width, height, left, bottom, right] = [460, 210, 34, 26, 8];
   const depth = Math.max(...DATA.models.map((model) => model.layers.length));
+  const ticks = ticksTo(largest), top = ticks.at(-1);
   const x = (layer) => left + (layer + 0.5) * (width - left - right) / depth;
   const y = (value) => height - bottom - value / top * (height - bottom - 10);
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
-  for (let step = 0; step <= 4; step++) {
-    const value = top * step / 4;
+  for (const value of ticks) {
     svg.append(element("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     const label = element("text", { x: left - 4, y: y(value) + 4, "text-anchor": "end" });
-    label.textContent = value.toFixed(top > 4 ? 0 : top > 1.5 ? 1 : 2);
+    label.textContent = value;
     svg.append(label);
   }
   for (let layer = 0; layer < depth; layer++) {
@@ -280,7 +281,7 @@ function buildPlots() {
   });
   const far = DATA.models.flatMap((model) => model.layers.flatMap((layer) => layer.nonlocality));
   plot("How far heads look", `Nonlocality in patches by layer, mean over ${images}. Each dot is a head, the line their mean.`,
-    (layer) => layer.nonlocality, niceTop(Math.max(...far)));
+    (layer) => layer.nonlocality, Math.max(...far));
   if (DATA.models.some((model) => model.layers.some((layer) => layer.gates))) {
     plot("Position or content", "Gate by layer: 1 looks at position alone, 0 at content alone. Layers without dots have no gate.",
       (layer) => layer.gates, 1);
@@ -289,9 +290,12 @@ function buildPlots() {
   keys.style.gridColumn = "1 / -1";
 }
 
-function niceTop(value) {
-  const unit = 10 ** Math.floor(Math.log10(value || 1));
-  return [1, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10].map((factor) => factor * unit).find((top) => top >= value);
+// 0, step, 2 step, … up to the first that is not below `largest`: exact numbers, 3 to 6 of them.
+function ticksTo(largest) {
+  const unit = 10 ** Math.floor(Math.log10((largest || 1) / 5));
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * unit).find((each) => 5 * each >= largest * (1 - 1e-9));
+  const count = Math.ceil(largest / step * (1 - 1e-9));
+  return Array.from({ length: count + 1 }, (_, at) => Number((at * step).toPrecision(6)));
 }
 
 // -- showing ------------------------------------------------------------------------------------
@@ -311,13 +315,33 @@ const COLOURS = Array.from({ length: 256 }, (_, at) => {
   });
 });
 
-function paint(canvas, attention, prefix) {
+// The largest attention to a patch on each scale: of a map, of its layer, of all maps.
+const tops = new Map();
+
+function rowOf(cell) {
+  const key = `${cell.model}.${cell.index}.${cell.head}`;
+  if (!rows.has(key)) {
+    const attention = attentionOf(cell.model, cell.index, cell.head);
+    rows.set(key, attention);
+    const prefix = DATA.models[cell.model].layers[cell.index].prefix;
+    const most = attention ? attention.subarray(prefix).reduce((a, b) => Math.max(a, b), 0) : 0;
+    for (const scale of [key, `${cell.model}.${cell.index}`, "all"]) {
+      tops.set(scale, Math.max(tops.get(scale) ?? 0, most));
+    }
+  }
+  return rows.get(key);
+}
+
+function topOf(cell) {
+  const layer = `${cell.model}.${cell.index}`;
+  return tops.get({ map: `${layer}.${cell.head}`, layer, all: "all" }[state.scale]);
+}
+
+function paint(canvas, attention, prefix, top) {
   const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
-  let top = 0;
-  for (let k = prefix; k < attention.length; k++) top = Math.max(top, attention[k]);
   for (let k = prefix, at = 0; k < attention.length; k++, at += 4) {
-    const share = 1 + Math.log10(Math.max(attention[k] / (top || 1), 10 ** -DATA.decades)) / DATA.decades;
-    const colour = COLOURS[Math.round(255 * share)];
+    const part = 1 + Math.log10(Math.max(attention[k] / (top || 1), 10 ** -DATA.decades)) / DATA.decades;
+    const colour = COLOURS[Math.round(255 * part)];
     image.data[at] = colour[0];
     image.data[at + 1] = colour[1];
     image.data[at + 2] = colour[2];
@@ -340,11 +364,9 @@ function askCell() {
 
 function showCell(cell) {
   const layer = DATA.models[cell.model].layers[cell.index];
-  const key = `${cell.model}.${cell.index}.${cell.head}`;
-  if (!rows.has(key)) rows.set(key, attentionOf(cell.model, cell.index, cell.head));
-  const attention = rows.get(key), distance = distanceOf(layer, attention);
+  const attention = rowOf(cell), distance = distanceOf(layer, attention);
   cell.node.classList.toggle("none", !attention);
-  if (attention) paint(cell.canvas, attention, layer.prefix);
+  if (attention) paint(cell.canvas, attention, layer.prefix, topOf(cell));
   cell.node.dataset.distance = distance === null ? "" : distance;
   placeBox(cell.query, layer.grid, cellOf(layer));
   if (cell.label) {
@@ -356,11 +378,15 @@ function showCell(cell) {
 
 function show() {
   rows.clear();
+  tops.clear();
+  cells.forEach(rowOf); // before any is painted: a common scale needs them all
   cells.forEach(showCell);
+  const where = { map: "most in the map", layer: "most in the layer", all: "most in all maps" };
+  $("high").textContent = where[state.scale];
   const [row, column] = askCell();
   placeBox($("query"), ASK, [row, column]);
   $("where").textContent = state.classToken
-    ? "asking from the class token (layers that have it)"
+    ? "asking from the class token; hatched layers do not have it yet"
     : `asking from row ${row + 1}, column ${column + 1} of ${ASK[0]} × ${ASK[1]} patches`;
   $("layer-number").textContent = state.layer + 1;
   readout();
@@ -370,7 +396,9 @@ function readout() {
   const at = state.hovered;
   document.querySelectorAll(".hovered").forEach((node) => node.classList.remove("hovered"));
   if (!at) {
-    const empty = state.mode === "position" ? "Hatched layers have no positional attention. " : "";
+    const empty = !document.querySelector(".cell.none") ? "" : state.classToken
+      ? "Hatched: the class token joins the patches only after these layers. "
+      : "Hatched: these layers have no positional attention. ";
     $("readout").textContent = empty + "Point at a map to read its numbers.";
     delete $("readout").dataset.attention;
     return;
@@ -408,7 +436,7 @@ function hover(cell, event) {
   if (!cell) return highlight();
   const layer = DATA.models[cell.model].layers[cell.index];
   const box = cell.canvas.getBoundingClientRect(), [height, width] = layer.key_grid;
-  const inside = (share, size) => Math.max(0, Math.min(size - 1, Math.floor(share * size)));
+  const inside = (part, size) => Math.max(0, Math.min(size - 1, Math.floor(part * size)));
   const row = inside((event.clientY - box.top) / box.height, height);
   const column = inside((event.clientX - box.left) / box.width, width);
   state.hovered = { model: cell.model, layer: cell.index, head: cell.head, key: row * width + column };
@@ -486,6 +514,7 @@ function listen() {
       Math.floor((event.clientX - box.left) / box.width * ASK[1]));
   }));
   $("layer").addEventListener("input", () => setLayer(Number($("layer").value) - 1));
+  $("scale").addEventListener("change", () => { state.scale = $("scale").value; show(); });
   $("opacity").addEventListener("input", () =>
     document.documentElement.style.setProperty("--opacity", $("opacity").value / 100));
   $("class-token").addEventListener("change", () => setClassToken($("class-token").checked));
@@ -493,7 +522,8 @@ function listen() {
     input.addEventListener("change", () => setMode(input.value)));
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const onControl = event.target instanceof HTMLInputElement;
+    if (event.target.matches("select")) return; // letters choose among its options
+    const onControl = event.target.matches("input");
     const [row, column] = askCell();
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
     if (event.key in moves && !onControl) {
@@ -519,6 +549,8 @@ async function start() {
     $("thumbnails").append(button);
   });
   $("thumbnails").hidden = DATA.images.length === 1;
+  $("grid").style.setProperty("--rows", ASK[0]);
+  $("grid").style.setProperty("--columns", ASK[1]);
   const layers = DATA.models.flatMap((model) => model.layers);
   $("layer").max = Math.max(...DATA.models.map((model) => model.layers.length));
   $("modes").hidden = !layers.some((layer) => layer.position);
