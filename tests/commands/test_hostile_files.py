@@ -309,6 +309,11 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         write(FILE, archive("data.pkl", b"\x80\x02" + b"(" * 2_000_000)),
         FILE,
     ),
+    "weights: a key of tuples in tuples": (
+        CONVERT,
+        write(FILE, b"\x80\x02})" + b"\x85" * 400_000 + b"K\x01s."),
+        FILE,
+    ),
     "weights: two million lists": (
         BY_FILE,
         write(FILE, b"\x80\x02" + b"]" * 2_000_000 + b"."),

@@ -60,6 +60,8 @@ _NAMED_GLOBAL = re.compile(r"GLOBAL (\S+)")
 _GREEDY = ("bytearray", "Tensor")
 # A tensor takes some 25 operations and 200 bytes; safetensors describes one in 100 bytes.
 _MOST_OPERATIONS = 500_000
+# A tensor has four tuples; some 200,000, each in the next, end the process where one is a key.
+_MOST_TUPLES = 100_000
 _LARGEST_PROGRAM = 16 << 20
 _LARGEST_HEADER = 16 << 20
 # A legacy file begins with five pickles: magic number, version, system, content, storages.
@@ -230,12 +232,12 @@ def _look_through(file: IO[bytes], path: Path | str) -> set[str]:
 
 
 def _check_program(program: bytes, path: Path | str, size: int) -> None:
-    count, stream = 0, io.BytesIO(program)
+    count, tuples, stream = 0, 0, io.BytesIO(program)
     try:
         for _ in range(_LEGACY_PICKLES):
             for code, argument, _ in pickletools.genops(stream):
-                count += 1
-                if count > _MOST_OPERATIONS:
+                count, tuples = count + 1, tuples + code.name.startswith("TUPLE")
+                if count > _MOST_OPERATIONS or tuples > _MOST_TUPLES:
                     raise UserError(
                         f"{path} was refused: it is a pickle of more than {_MOST_OPERATIONS:,} "
                         f"operations, which no model's weights need"
