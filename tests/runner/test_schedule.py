@@ -13,7 +13,7 @@ from locality.errors import UserError
 from locality.runner.cost import estimate_costs, span
 from locality.runner.executors import log_file, make_executor, perform, visible_gpus
 from locality.runner.runs import Run
-from locality.runner.schedule import Plan, Progress, done_share, run_all
+from locality.runner.schedule import RunsProgress, Workload, done_fraction, run_all
 from locality.training import load_run, settings
 
 
@@ -64,7 +64,7 @@ def test_the_folder_of_another_configuration_is_refused(tmp_path, tiny_config, h
 def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
     runs = [tiny_run(tmp_path, seed=seed) for seed in (0, 1)]
     run_all(runs[:1], executor=here, quiet=True)
-    made = Plan([*runs, failing], jobs=2)
+    made = Workload([*runs, failing], jobs=2)
     text = str(made)
     assert "3 runs: 1 finished, 0 to resume, 2 to start" in text
     assert "1 of them cannot start" in text
@@ -90,13 +90,13 @@ def test_costs_come_from_finished_runs_of_the_same_network(tmp_path, tiny_run, h
 
 def test_progress_reads_how_far_a_run_is_from_its_folder(tmp_path, tiny_run, here):
     run = tiny_run(tmp_path)
-    cost = Plan([run]).costs[run.folder]
-    assert done_share(run, cost) == 0
+    cost = Workload([run]).costs[run.folder]
+    assert done_fraction(run, cost) == 0
     run_all([run], executor=here, quiet=True)
-    assert done_share(run, cost) == 1
+    assert done_fraction(run, cost) == 1
     metrics = run.folder / "metrics.csv"
     metrics.write_text("".join(metrics.read_text().splitlines(True)[:-1]))
-    assert done_share(run, cost) == pytest.approx(2 / 3)
+    assert done_fraction(run, cost) == pytest.approx(2 / 3)
 
 
 def test_progress_says_a_line_per_run_where_there_is_no_terminal(tmp_path, tiny_run, here, capsys):
@@ -104,7 +104,7 @@ def test_progress_says_a_line_per_run_where_there_is_no_terminal(tmp_path, tiny_
     run_all([run], executor=here)
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("[1/1] convit_nano 0: ") and line.endswith("(100%)")
-    with Progress([], quiet=True):
+    with RunsProgress([], quiet=True):
         pass
 
 

@@ -21,7 +21,7 @@ from locality.papers.specs import REGISTRY, Experiment, Figure, Spec, papers_ord
 from locality.runner.cost import span
 from locality.runner.executors import Executor
 from locality.runner.runs import Run, with_needs
-from locality.runner.schedule import Plan, run_all
+from locality.runner.schedule import Workload, run_all
 
 RUNS = "runs/reproduce"
 """Where run folders go unless told otherwise, apart from those of `locality train`."""
@@ -91,12 +91,12 @@ def reproduce(
     specs = {item.name: item.build(chosen) for item in items}
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
     if plan_only:
-        plan = Plan(wanted, jobs)
+        plan = Workload(wanted, jobs)
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
         return []
     failures, ready = _without_data(chosen, wanted)
     if not quiet:
-        print(f"{name} at scale {chosen.name}: {chosen.about}\n{Plan(ready, jobs)}")
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs)}")
         if failures:
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
     outcomes = run_all(ready, jobs, executor, threads, quiet)
@@ -208,7 +208,7 @@ def list_experiments(
                 "scale": scale,
                 "runs": len(needed),
                 "finished": finished,
-                "seconds": Plan(needed, jobs=1).seconds if hours else None,
+                "seconds": Workload(needed, jobs=1).seconds if hours else None,
                 "status": status,
             }
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import time
+import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
+from locality.benchmark.measure import interleave, training_step
 from locality.data import open_data
 from locality.data.config import DataConfig
 from locality.errors import UserError
@@ -20,7 +23,7 @@ from locality.runner.networks import build_network, image_size, network_macs
 from locality.runner.runs import Run
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.plan import make_plan
-from locality.training.settings import to_yaml
+from locality.training.settings import from_yaml, to_yaml
 
 # Training images of datasets that may not lie here, as their makers give them; a hundredth of a
 # per cent more or less does not matter for a plan. (images, classes)
@@ -36,11 +39,11 @@ NOMINAL: dict[str, tuple[int, int]] = {
 # A training step costs a forward pass, and twice as much for the gradients.
 _STEP_FORWARDS = 3
 _TIMED_MACS = 4e10
-_REPEATS = 5
+_TIMED_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """What one run asks for.
 
     Attributes:
@@ -59,7 +62,9 @@ class Cost:
     problem: str | None = None
 
 
-def estimate_costs(runs: Sequence[Run], measure: bool = True, threads: int = 1) -> dict[Path, Cost]:
+def estimate_costs(
+    runs: Sequence[Run], measure: bool = True, threads: int = 1
+) -> dict[Path, RunCost]:
     """The cost of each run, by folder.
 
     The speed of a network is taken from finished runs of it if there are any, else from a few
@@ -84,22 +89,22 @@ def estimate_costs(runs: Sequence[Run], measure: bool = True, threads: int = 1) 
     }
 
 
-def _spent(config: RunConfig, result: Mapping[str, Any]) -> Cost | None:
+def _spent(config: RunConfig, result: Mapping[str, Any]) -> RunCost | None:
     """What a finished run did cost, without opening its data; None if its result does not say."""
     if not {"steps", "macs", "seconds"} <= set(result):
         return None
     images = result["steps"] * config.engine.batch_size
-    return Cost(images, _STEP_FORWARDS * result["macs"] * images, result["seconds"], "measured")
+    return RunCost(images, _STEP_FORWARDS * result["macs"] * images, result["seconds"], "measured")
 
 
-def _cost_or_problem(config: RunConfig, known: Mapping[str, float], threads: int | None) -> Cost:
+def _cost_or_problem(config: RunConfig, known: Mapping[str, float], threads: int | None) -> RunCost:
     try:
         return _cost(config, known, threads)
     except (UserError, OSError) as error:
-        return Cost(0, 0, 0, "estimated", str(error))
+        return RunCost(0, 0, 0, "estimated", str(error))
 
 
-def _cost(config: RunConfig, known: Mapping[str, float], threads: int | None) -> Cost:
+def _cost(config: RunConfig, known: Mapping[str, float], threads: int | None) -> RunCost:
     images, classes = train_images(config)
     shown = make_plan(config, images).images
     macs = _STEP_FORWARDS * forward_macs(config.model, classes) * shown
@@ -107,7 +112,7 @@ def _cost(config: RunConfig, known: Mapping[str, float], threads: int | None) ->
     basis = "estimated" if rate is None else "measured"
     if rate is None and threads is not None:
         rate = steps_rate(config.model, classes, config.engine.batch_size, threads)
-    return Cost(shown, macs, shown / rate if rate else 0.0, basis)
+    return RunCost(shown, macs, shown / rate if rate else 0.0, basis)
 
 
 def _speed_key(config: RunConfig) -> str:
@@ -117,7 +122,8 @@ def _speed_key(config: RunConfig) -> str:
 
 
 def _architecture(model: ModelConfig) -> str:
-    return to_yaml(ModelConfig(model.name, model.img_size, model.patch_size, None, model.overrides))
+    """What the network depends on, as text."""
+    return to_yaml(dataclasses.replace(model, weights=None))
 
 
 def train_images(config: RunConfig) -> tuple[int, int]:
@@ -143,44 +149,30 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int]:
     return len(splits.train), len(splits.classes)
 
 
-def forward_macs(model: ModelConfig, classes: int) -> int:
-    """Multiply-accumulates of one image's forward pass."""
-    return _forward_macs(_architecture(model), model.name, classes, _Settings(model))
+@cache
+def _meta_network(architecture: str, classes: int) -> tuple[nn.Module, tuple[int, int]]:
+    """A network without data in its tensors, and the (height, width) of its images."""
+    model = from_yaml(ModelConfig, architecture)
+    settings = {"img_size": model.img_size, "patch_size": model.patch_size, **model.overrides}
+    with torch.device("meta"):
+        network = build_network(model.name, classes, settings)
+    return network, image_size(network, settings)
+
+
+@cache
+def _size(architecture: str, classes: int) -> tuple[int, int]:
+    network, size = _meta_network(architecture, classes)
+    return count_parameters(network), network_macs(network, {"img_size": size[0]})
 
 
 def parameters(model: ModelConfig, classes: int) -> int:
     """How many numbers a model learns."""
-    return _parameters(_architecture(model), model.name, classes, _Settings(model))
+    return _size(_architecture(model), classes)[0]
 
 
-class _Settings:
-    """A model's settings as an argument that a cache disregards."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self.given: dict[str, Any] = {
-            "img_size": model.img_size,
-            "patch_size": model.patch_size,
-            **model.overrides,
-        }
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Settings)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@cache
-def _forward_macs(key: str, name: str, classes: int, settings: _Settings) -> int:
-    with torch.device("meta"):
-        network = build_network(name, classes, settings.given)
-        return network_macs(network, settings.given)
-
-
-@cache
-def _parameters(key: str, name: str, classes: int, settings: _Settings) -> int:
-    with torch.device("meta"):
-        return count_parameters(build_network(name, classes, settings.given))
+def forward_macs(model: ModelConfig, classes: int) -> int:
+    """Multiply-accumulates of one image's forward pass."""
+    return _size(_architecture(model), classes)[1]
 
 
 def steps_rate(model: ModelConfig, classes: int, batch_size: int, threads: int) -> float:
@@ -190,45 +182,27 @@ def steps_rate(model: ModelConfig, classes: int, batch_size: int, threads: int) 
     """
     macs = _STEP_FORWARDS * forward_macs(model, classes)
     images = int(min(batch_size, max(1, _TIMED_MACS // macs)))
-    whole = images == batch_size
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _steps_rate(
-            _architecture(model), model.name, classes, images, whole, _Settings(model)
-        )
+        return _steps_rate(_architecture(model), classes, images)
     finally:
         torch.set_num_threads(before)
 
 
 @cache
-def _steps_rate(
-    key: str, name: str, classes: int, images: int, whole: bool, settings: _Settings
-) -> float:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device("meta"):
-        network = build_network(name, classes, settings.given)
+def _steps_rate(architecture: str, classes: int, images: int) -> float:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network, size = _meta_network(architecture, classes)
     # Any weights cost the same; drawing those of a large network properly takes longer than a step.
-    network = network.to_empty(device=device).train()
+    network = copy.deepcopy(network).to_empty(device=device).train()
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.ndim > 1:
-            torch.nn.init.uniform_(tensor, -0.05, 0.05)
+            nn.init.uniform_(tensor, -0.05, 0.05)
         elif tensor.is_floating_point():
-            torch.nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
-    optimiser = torch.optim.AdamW(network.parameters())
-    batch = torch.randn(images, 3, *image_size(network, settings.given), device=device)
-    labels = torch.zeros(images, dtype=torch.long, device=device)
-    seconds: list[float] = []
-    # A network that takes long is not timed more than twice.
-    while len(seconds) < 2 or (len(seconds) < _REPEATS and sum(seconds) < 1):
-        begin = time.perf_counter()
-        F.cross_entropy(network(batch), labels).backward()
-        if whole:  # the optimiser's cost is one per batch, not one per image
-            optimiser.step()
-        optimiser.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
+            nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
+    step = training_step(network, torch.randn(images, 3, *size, device=device), nullcontext)
+    seconds = interleave({"": step}, device, _TIMED_STEPS, warmup=0).seconds[""]
     # The fastest: everything else is what the machine was doing besides.
     return images / min(seconds)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from locality.runner.cost import Cost, estimate_costs, span
+from locality.runner.cost import RunCost, estimate_costs, span
 from locality.runner.executors import Executor, Outcome, make_executor, threads_per_run
 from locality.runner.runs import Run, waves, with_needs
 
 _POLL_SECONDS = 1.0
 
 
-class Plan:
+class Workload:
     """What a set of runs asks for, before anything starts.
 
     Attributes:
@@ -29,7 +29,7 @@ class Plan:
 
     def __init__(self, runs: Iterable[Run], jobs: int = 2) -> None:
         self.runs = with_needs(runs)
-        self.costs: dict[Path, Cost] = estimate_costs(self.runs, threads=threads_per_run(jobs))
+        self.costs: dict[Path, RunCost] = estimate_costs(self.runs, threads=threads_per_run(jobs))
         self.jobs = jobs
 
     @property
@@ -47,8 +47,8 @@ class Plan:
         resumed = sum(run.is_started() for run in waiting)
         costs = [self.costs[run.folder] for run in waiting]
         problems = sum(cost.problem is not None for cost in costs)
-        lines = [f"{len(self.runs)} runs: {len(self.runs) - len(waiting)} finished, "
-                 f"{resumed} to resume, {len(waiting) - resumed} to start"]  # fmt: skip
+        finished = f"{len(self.runs)} runs: {len(self.runs) - len(waiting)} finished"
+        lines = [f"{finished}, {resumed} to resume, {len(waiting) - resumed} to start"]
         if problems:
             lines.append(f"{problems} of them cannot start; the table of runs says why")
         if waiting:
@@ -107,7 +107,7 @@ def run_all(
     )
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
-    with Progress(waiting, quiet or not waiting) as progress:
+    with RunsProgress(waiting, quiet or not waiting) as progress:
         for wave in waves(waiting) if waiting else []:
             ready = []
             for run in wave:
@@ -135,7 +135,7 @@ def _logs(runs: Sequence[Run]) -> Path:
     return (runs[0].folder.parent if runs else Path("runs")) / "submitit"
 
 
-class Progress:
+class RunsProgress:
     """One bar over all runs, weighted by their cost, with the time left.
 
     How far a run is, is read from its folder, so that it works wherever the run is computed. A
@@ -143,29 +143,26 @@ class Progress:
     """
 
     def __init__(self, runs: Sequence[Run], quiet: bool = False) -> None:
-        self._runs = {run.folder: run for run in runs}
-        self._costs = {} if quiet else estimate_costs(runs, measure=False)
-        self._ended = 0
-        self._failed = 0
+        self._runs = () if quiet else runs
+        self._costs = estimate_costs(self._runs, measure=False)
+        self._total = sum(cost.macs for cost in self._costs.values())
+        self._ended: dict[Path, Outcome] = {}
         self._started = time.monotonic()
+        # Steps that an earlier start has done already say nothing about today's speed.
+        self._before = self._work()
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._going = dict(self._runs)
-        self._total = sum(cost.macs for cost in self._costs.values())
-        # Steps that an earlier start has done already say nothing about today's speed.
-        self._before = self._work() if not quiet else 0.0
         self._bar: tqdm | None = None
-        self._quiet = quiet
-        if not quiet and sys.stderr.isatty():
+        if self._runs and sys.stderr.isatty():
             self._bar = tqdm(
                 total=1.0,
                 bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}{postfix}",
                 desc=f"0/{len(runs)} runs",
             )
-            self._watcher = threading.Thread(target=self._watch, daemon=True)
+            self._watcher = threading.Thread(target=self._watch, args=(self._bar,), daemon=True)
             self._watcher.start()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RunsProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -176,56 +173,52 @@ class Progress:
 
     def ended(self, outcome: Outcome) -> None:
         """A run has its result, or failed."""
-        if self._quiet:
+        if not self._runs:
             return
         with self._lock:
-            self._going.pop(outcome.run.folder, None)
-            self._ended += 1
-            self._failed += outcome.error is not None
-            said = _say(outcome)
+            self._ended[outcome.run.folder] = outcome
+            count = f"{len(self._ended)}/{len(self._runs)}"
             if self._bar is None:
-                done, left = self._shares()
-                print(
-                    f"[{self._ended}/{len(self._runs)}] {said} ({100 * done:.0f}%{left})",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            else:
-                if outcome.error is not None:
-                    self._bar.write(said, file=sys.stderr)
-                self._show()
+                done, left = self._fraction()
+                said = f"[{count}] {_say(outcome)} ({100 * done:.0f}%{left and ', ' + left})"
+                print(said, file=sys.stderr, flush=True)
+                return
+            failed = sum(each.error is not None for each in self._ended.values())
+            failures = f", {failed} failed" if failed else ""
+            self._bar.set_description_str(f"{count} runs{failures}", False)
+            if outcome.error is not None:
+                self._bar.write(_say(outcome), file=sys.stderr)
+            self._show(self._bar)
 
-    def _watch(self) -> None:
+    def _watch(self, bar: tqdm) -> None:
         while not self._over.wait(_POLL_SECONDS):
             with self._lock:
-                self._show()
+                self._show(bar)
 
-    def _show(self) -> None:
-        assert self._bar is not None
-        done, left = self._shares()
-        self._bar.n = done
-        failed = f", {self._failed} failed" if self._failed else ""
-        self._bar.set_description_str(f"{self._ended}/{len(self._runs)} runs{failed}", False)
-        self._bar.set_postfix_str(left)
+    def _show(self, bar: tqdm) -> None:
+        bar.n, left = self._fraction()
+        bar.set_postfix_str(left)
 
     def _work(self) -> float:
         """Multiply-accumulates done so far."""
         return sum(
-            cost.macs * (done_share(self._runs[folder], cost) if folder in self._going else 1.0)
-            for folder, cost in self._costs.items()
+            cost.macs * (1.0 if run.folder in self._ended else done_fraction(run, cost))
+            for run in self._runs
+            for cost in (self._costs[run.folder],)
         )
 
-    def _shares(self) -> tuple[float, str]:
+    def _fraction(self) -> tuple[float, str]:
+        """How much of the work is done, from 0 to 1, and how long the rest takes."""
         work = self._work()
         today = work - self._before
         elapsed = time.monotonic() - self._started
         left = ""
         if today > 0 and work < self._total:
-            left = f", about {span(elapsed * (self._total - work) / today)} left"
+            left = f"about {span(elapsed * (self._total - work) / today)} left"
         return (work / self._total if self._total else 1.0), left
 
 
-def done_share(run: Run, cost: Cost) -> float:
+def done_fraction(run: Run, cost: RunCost) -> float:
     """How much of a run is done, by the last evaluation in its folder, from 0 to 1."""
     try:
         with open(run.folder / "metrics.csv", encoding="utf-8", newline="") as file:
