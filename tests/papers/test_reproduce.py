@@ -22,7 +22,6 @@ from locality.papers.reproduce import experiments, find, list_experiments, repro
 from locality.papers.scales import SCALES, get_scale
 from locality.papers.specs import Table
 from locality.runner.runs import TRAIN, with_needs
-from locality.runner.teachers import train_timm
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-2a", "figure-2b", "figure-3",
           *(f"figure-{n}" for n in range(5, 18))]  # fmt: skip
@@ -260,16 +259,14 @@ def test_beyond_the_papers_runs_as_a_table(tiny_scale, tmp_path, here):
         assert [cell["empty"] for cell in row["cells"]] == [None] * 3, row["label"]
 
 
-def test_a_teacher_of_timm_is_trained_and_teaches(tiny_scale, tmp_path, here):
-    (teacher,) = tiny_scale.teacher_runs()
-    result = train_timm(teacher.config, teacher.folder)
-    assert result["model"] == "timm/test_resnet" and result["steps"] == 3
-    assert teacher.is_finished()
+def test_a_teacher_of_timm_is_a_run_and_teaches(tiny_scale, tmp_path, here):
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
     (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
+    (teacher,) = scale.teacher_runs()
+    assert teacher in here.performed and teacher.task == TRAIN
+    assert teacher.result()["model"] == "timm/test_resnet"
+    taught = [run for run in here.performed if run.config.objective.teacher is not None]
+    assert {run.config.objective.teacher for run in taught} == {str(teacher.folder)}
     assert [row["label"] for row in record["rows"]] == ["DeiT-S", "ConViT-S+"]
     for row in record["rows"]:
         assert all(cell["empty"] is None for cell in row["cells"])
-    with pytest.raises(UserError, match="timm has no model 'no_such_net'"):
-        model = dataclasses.replace(teacher.config.model, name="timm/no_such_net")
-        train_timm(dataclasses.replace(teacher.config, model=model), tmp_path / "x")

@@ -23,7 +23,7 @@ def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, 
         {"schedule.snapshot_every": 1.0},
     ):
         assert digest(replace(config, change)) != digest(config), change
-    assert digest(config, "locality.runner.teachers:train_timm") != digest(config)
+    assert digest(config, "locality.papers.beyond:train_with_convolutions") != digest(config)
 
 
 def test_where_a_needed_run_lies_does_not_matter_but_which_it_is_does(tiny_config):

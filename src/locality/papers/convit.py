@@ -169,10 +169,11 @@ def table_3(s: Scale) -> Table:
 
 def distilled(s: Scale) -> dict[str, Any]:
     """The choices of runs that learn from the scale's teacher, for Table 4 and Fig. 10."""
+    runs = s.teacher_runs()
     return {
-        "objective__teacher": s.teacher_source(),
+        "objective__teacher": str(runs[0].folder) if runs else s.teacher,
         "label": f"taught by {s.teacher}",
-        "needs": s.teacher_runs(),
+        "needs": runs,
         "keep_weights": True,
     }
 

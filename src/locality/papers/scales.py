@@ -18,7 +18,6 @@ from locality.models import configure, variant
 from locality.papers.measures import Measure, Quantity, absent, computed, measured
 from locality.runner.cost import forward_macs, parameters, train_images
 from locality.runner.runs import TRAIN, Run, content_folder
-from locality.runner.teachers import TRAIN_TIMM, teacher_in
 from locality.training import RunConfig, recipe, replace
 from locality.training.config import ModelConfig
 
@@ -148,17 +147,9 @@ class Scale:
         settings: dict[str, Any] = {
             "model.name": self.teacher,
             "model.img_size": base.model.img_size or variant(base.model.name).config.img_size,
-            "model.overrides": {},
             "data.root": self.root_of(base.data.dataset),
         }
-        config = replace(base, settings)
-        folder = content_folder(self.root, config, TRAIN_TIMM)
-        return (Run(f"teacher {self.teacher}", config, folder, task=TRAIN_TIMM),)
-
-    def teacher_source(self) -> str:
-        """What `objective.teacher` says: public weights, or the folder of a trained teacher."""
-        runs = self.teacher_runs()
-        return teacher_in(runs[0].folder) if runs else self.teacher
+        return (self.run(replace(base, settings), f"teacher {self.teacher}"),)
 
     def measured(self, measure: Measure, role: str, **choices: Any) -> Quantity:
         """A measure of a role's runs, or an empty quantity if the scale has no such model."""

@@ -18,8 +18,7 @@ from locality.benchmark.measure import interleave, training_step
 from locality.data import open_data
 from locality.data.config import DataConfig
 from locality.errors import UserError
-from locality.models import count_parameters
-from locality.runner.networks import build_network, image_size, network_macs
+from locality.models import ImageClassifier, count_macs, count_parameters, create_model
 from locality.runner.runs import Run
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.plan import make_plan
@@ -150,19 +149,23 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int]:
 
 
 @cache
-def _meta_network(architecture: str, classes: int) -> tuple[nn.Module, tuple[int, int]]:
-    """A network without data in its tensors, and the (height, width) of its images."""
+def _meta_network(architecture: str, classes: int) -> ImageClassifier:
+    """A network without data in its tensors."""
     model = from_yaml(ModelConfig, architecture)
-    settings = {"img_size": model.img_size, "patch_size": model.patch_size, **model.overrides}
     with torch.device("meta"):
-        network = build_network(model.name, classes, settings)
-    return network, image_size(network, settings)
+        return create_model(
+            model.name,
+            num_classes=classes,
+            img_size=model.img_size,
+            patch_size=model.patch_size,
+            **model.overrides,
+        )
 
 
 @cache
 def _size(architecture: str, classes: int) -> tuple[int, int]:
-    network, size = _meta_network(architecture, classes)
-    return count_parameters(network), network_macs(network, {"img_size": size[0]})
+    network = _meta_network(architecture, classes)
+    return count_parameters(network), count_macs(network)
 
 
 def parameters(model: ModelConfig, classes: int) -> int:
@@ -193,7 +196,7 @@ def steps_rate(model: ModelConfig, classes: int, batch_size: int, threads: int) 
 @cache
 def _steps_rate(architecture: str, classes: int, images: int) -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network, size = _meta_network(architecture, classes)
+    network = _meta_network(architecture, classes)
     # Any weights cost the same; drawing those of a large network properly takes longer than a step.
     network = copy.deepcopy(network).to_empty(device=device).train()
     for tensor in (*network.parameters(), *network.buffers()):
@@ -201,7 +204,9 @@ def _steps_rate(architecture: str, classes: int, images: int) -> float:
             nn.init.uniform_(tensor, -0.05, 0.05)
         elif tensor.is_floating_point():
             nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
-    step = training_step(network, torch.randn(images, 3, *size, device=device), nullcontext)
+    step = training_step(
+        network, torch.randn(images, 3, *network.img_size, device=device), nullcontext
+    )
     seconds = interleave({"": step}, device, _TIMED_STEPS, warmup=0).seconds[""]
     # The fastest: everything else is what the machine was doing besides.
     return images / min(seconds)
