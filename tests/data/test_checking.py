@@ -1,12 +1,13 @@
 """A folder's faults are all found and said."""
 
 import os
+import warnings
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from locality.data import check
+from locality.data import DataConfig, check, open_data, verify
 from locality.errors import UserError
 
 
@@ -115,3 +116,12 @@ def test_sizes_are_real_images_sizes(tmp_path, image_file):
     sizes = report(tmp_path).sizes
     expected = np.percentile(range(1, 22), (0, 5, 50, 95, 100))
     assert sizes.width == tuple(expected.astype(int)) and sizes.height == (30,) * 5
+
+
+def test_looking_at_many_images_at_once_leaves_warnings_as_they_were(tmp_path, class_folders):
+    class_folders(tmp_path, {"a": 300, "b": 300})
+    source = open_data(DataConfig(dataset="folder", root=str(tmp_path), val_fraction=0.5), 0).val
+    before = list(warnings.filters)
+    for _ in range(5):
+        assert verify(source) == "all 300 validation images can be decoded"
+    assert list(warnings.filters) == before

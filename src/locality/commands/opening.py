@@ -13,6 +13,7 @@ from locality.checkpoints.open import Classifier, is_run_folder, open_model
 from locality.commands.parsing import read_settings
 from locality.data import BadImage, decode, open_data
 from locality.data.decoding import read_bytes
+from locality.data.folder import IMAGE_SUFFIXES
 from locality.errors import UserError
 from locality.training import RunFolder
 
@@ -35,12 +36,13 @@ def image_files(given: Sequence[str]) -> Iterator[Path]:
         FileNotFoundError: if there is no such file or folder.
         UserError: if a folder has no images.
     """
-    known = set(Image.registered_extensions())
     for name in given:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in known)
-            inside = inside or sorted(p for p in path.rglob("*") if p.suffix.lower() in known)
+            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+            inside = inside or sorted(
+                p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES
+            )
             if not inside:
                 raise UserError(f"there are no images in the folder {path}")
             yield from inside

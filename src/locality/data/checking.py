@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -258,8 +259,10 @@ def verify(source: ImageSource) -> str:
             return str(error)
         return None
 
-    found = enumerate(_in_threads(problem, range(len(source))))
-    bad = {source.describe(index): reason for index, reason in found if reason is not None}
+    # Decoding silences warnings for a while, which threads do for each other: undone here.
+    with warnings.catch_warnings():
+        found = enumerate(_in_threads(problem, range(len(source))))
+        bad = {source.describe(index): reason for index, reason in found if reason is not None}
     if bad:
         raise UserError(
             f"{len(bad)} of {len(source):,} validation images cannot be read: {some(list(bad))} "
