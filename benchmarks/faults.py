@@ -1,6 +1,7 @@
 """Does training survive? Runs are killed at random moments, resumed, and compared to the last bit.
 
     python benchmarks/faults.py --faults 100                  one process, 0 and 2 data workers
+    python benchmarks/faults.py --faults 60 --signals SIGKILL --per_run 4
     python benchmarks/faults.py --faults 20 --processes 2     two processes, faults on either, both,
                                                               or on the launcher alone
 
@@ -32,17 +33,18 @@ from typing import Any
 
 import torch
 
+from locality.checkpoints.run_state import DamagedCheckpoint, latest_state
 from locality.files import write_atomic
 from locality.training import RunConfig, recipe, replace, train
-from locality.training.checkpoint import CheckpointFolder, DamagedCheckpoint
+from locality.training.checkpoint import CheckpointFolder
 from locality.training.environment import describe_environment
 from locality.training.loop import Loop
-from locality.training.runs import RunFolder, load_state
+from locality.training.runs import RunFolder
 from locality.training.setup import preview
 from locality.training.signals import Interrupted
 
 PHASES = ("step", "evaluate", "save")
-FAULTS_PER_RUN = 5
+SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGTERM)}
 HANG_SECONDS = 120.0
 
 TINY = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}
@@ -107,11 +109,11 @@ class Fault:
     victim: str = "only"
 
     @classmethod
-    def drawn(cls, rng: random.Random, processes: int) -> Fault:
+    def drawn(cls, rng: random.Random, processes: int, signals: list[str]) -> Fault:
         victims = ["only"] if processes == 1 else ["rank 0", "rank 1", "both", "launcher"]
         phase = rng.choice(PHASES)
         return cls(
-            signum=rng.choice((signal.SIGKILL, signal.SIGTERM)),
+            signum=SIGNALS[rng.choice(signals)],
             phase=phase,
             count=rng.randint(1, 8 if phase == "step" else 2),
             delay=rng.random() * 0.02,
@@ -257,13 +259,19 @@ def run_once(config: RunConfig, folder: Path, fault: Fault | None) -> tuple[int 
 
 
 def disturb(
-    config: RunConfig, folder: Path, reference: Path, faults: int, rng: random.Random, tally: Tally
+    config: RunConfig,
+    folder: Path,
+    reference: Path,
+    faults: int,
+    rng: random.Random,
+    tally: Tally,
+    signals: list[str],
 ) -> None:
     """One run with up to `faults` faults, then to its end, then compared."""
     here = 0
     tally.runs += 1
     while here < faults:
-        fault = Fault.drawn(rng, config.engine.devices)
+        fault = Fault.drawn(rng, config.engine.devices, signals)
         code, struck = run_once(config, folder, fault)
         if code is None:
             tally.hangs += 1
@@ -280,7 +288,7 @@ def disturb(
         if gentle and code not in (143, 0):
             tally.wrong_exits.append(f"{fault}: exit code {code}")
         try:
-            load_state(folder)
+            latest_state(folder)
         except ValueError as error:
             if "no checkpoint yet" not in str(error):
                 tally.different.append(f"{folder.name}: {error}")
@@ -302,7 +310,7 @@ def compare(run: Path, reference: Path) -> str:
         return "not finished"
     if (run / "metrics.csv").read_bytes() != (reference / "metrics.csv").read_bytes():
         return "metrics.csv differs"
-    return first_difference(load_state(run), load_state(reference), "state")
+    return first_difference(latest_state(run), latest_state(reference), "state")
 
 
 def first_difference(one: Any, other: Any, where: str) -> str:
@@ -319,7 +327,9 @@ def first_difference(one: Any, other: Any, where: str) -> str:
     return "" if one == other else f"{where} differs"
 
 
-def survey(faults: int, processes: int, seed: int, folder: Path) -> Tally:
+def survey(
+    faults: int, per_run: int, processes: int, seed: int, signals: list[str], folder: Path
+) -> Tally:
     """Strike `faults` times, over all models, workers and accumulations in turn."""
     torch.set_num_threads(1)
     # Looking for GPUs in vain would keep forked processes from forking others.
@@ -344,8 +354,8 @@ def survey(faults: int, processes: int, seed: int, folder: Path) -> Tally:
             code, _ = run_once(config, reference, None)
             if code:
                 raise RuntimeError(f"the undisturbed run ended with exit code {code}: {reference}")
-        share = min(FAULTS_PER_RUN, faults - tally.faults)
-        disturb(config, folder / f"run-{number:03d}", reference, share, rng, tally)
+        here = min(per_run, faults - tally.faults)
+        disturb(config, folder / f"run-{number:03d}", reference, here, rng, tally, signals)
         number += 1
     return tally
 
@@ -371,6 +381,8 @@ def report(tally: Tally, processes: int, seed: int, seconds: float) -> dict[str,
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--per_run", type=int, default=5, help="faults that one run survives")
+    parser.add_argument("--signals", nargs="+", choices=list(SIGNALS), default=list(SIGNALS))
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the outcome as JSON")
@@ -380,7 +392,9 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        tally = survey(given.faults, given.processes, given.seed, folder)
+        tally = survey(
+            given.faults, given.per_run, given.processes, given.seed, given.signals, folder
+        )
     outcome = report(tally, given.processes, given.seed, time.monotonic() - started)
     text = json.dumps(outcome, indent=2) + "\n"
     if given.output:
