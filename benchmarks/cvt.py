@@ -39,7 +39,7 @@ from locality.benchmark.measure import Timing, inference, interleave, training_s
 from locality.benchmark.peers import peers, randomise
 from locality.benchmark.suite import machine
 from locality.files import write_atomic
-from locality.models import create_model
+from locality.models import build
 
 TOKENS, WIDTH = 4096, 2048
 
@@ -65,7 +65,7 @@ def main() -> None:
 def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str, object]:
     """All figures of one model at one size."""
     # Their port computes the exact GELU, so ours does here; the authors' QuickGELU costs as much.
-    ours = create_model(name, img_size=img_size, activation="gelu", drop_path_rate=0.0).eval()
+    ours = build(name, img_size=img_size, activation="gelu", drop_path_rate=0.0).eval()
     randomise(ours)
     theirs = peers(ours, "transformers")["transformers"].eval()
     fused = ours.fuse()
@@ -125,7 +125,7 @@ def ratio(timing: Timing, label: str, reference: str) -> float:
 def forward_macs(name: str, img_size: int) -> int:
     """Multiply-accumulates that `forward` really does for one image."""
     with torch.device("meta"):
-        model: nn.Module = create_model(name, img_size=img_size).eval()
+        model: nn.Module = build(name, img_size=img_size).eval()
         image = torch.empty(1, 3, img_size, img_size)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(image)

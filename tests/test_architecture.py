@@ -15,7 +15,7 @@ ORDER = [
     {"data", "layers"},
     {"models"},
     {"checkpoints"},
-    {"timm", "benchmark", "training"},
+    {"timm", "search", "benchmark", "training"},
     {"analysis"},
     {"figures"},
     {"runner"},

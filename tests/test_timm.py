@@ -22,7 +22,7 @@ TIMMS_OWN = set(timm.list_models())
 import locality.timm as registry  # noqa: E402
 from locality.checkpoints import LAYOUTS, SOURCES  # noqa: E402
 from locality.errors import UserError  # noqa: E402
-from locality.models import VARIANTS, build, create_model  # noqa: E402
+from locality.models import VARIANTS, build  # noqa: E402
 
 # One small model per kind, with what makes it small.
 SMALL_CVT = {"depth": (1, 1, 2), "embed_dim": (16, 32, 64), "num_heads": (1, 2, 4), "img_size": 48}
@@ -62,7 +62,7 @@ def test_importing_again_registers_nothing_twice():
 
 def test_timms_model_is_our_model(model):
     name = model.pretrained_cfg["architecture"].removeprefix("locality_")
-    ours = create_model(name, num_classes=10, **MODELS[f"locality_{name}"])
+    ours = build(name, num_classes=10, **MODELS[f"locality_{name}"])
     ours.load_state_dict(model.state_dict())
     x = images(model)
     assert model.config == ours.config and model.variant == name
@@ -319,7 +319,7 @@ def test_timm_adapts_head_channels_and_size_on_the_way(convit_file):
 
 def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
     held = SMALL_CVT | {"depth": (1, 2, 3), "activation": "gelu"}  # as its code demands
-    source = create_model("cvt_13", **held).eval()
+    source = build("cvt_13", **held).eval()
     state = LAYOUTS["cvt-transformers"].from_ours(source.state_dict(), source.config)
     save_file(state, tmp_path / "model.safetensors")
     model = timm.create_model(
@@ -334,7 +334,7 @@ def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
 
 
 def test_weights_of_the_other_family_are_refused_by_name():
-    deit, cvt = create_model("deit_nano"), create_model("cvt_nano")
+    deit, cvt = build("deit_nano"), build("cvt_nano")
     state = LAYOUTS["deit"].from_ours(deit.state_dict(), deit.config)
     with pytest.raises(UserError, match="they are of a DeiT or ConViT, and it is a CvT"):
         registry.adapt_weights(state, cvt)

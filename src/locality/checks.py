@@ -80,6 +80,19 @@ def image_size(value: object) -> None:
         size("img_size", side)
 
 
+def heads(embed_dim: int, num_heads: int) -> None:
+    """A width has to be a multiple of the heads it is divided between.
+
+    Raises:
+        UserError: if it is not.
+    """
+    if num_heads < 1 or embed_dim % num_heads:
+        raise UserError(
+            f"embed_dim={embed_dim} cannot be divided between num_heads={num_heads}; "
+            f"choose a multiple"
+        )
+
+
 def parameters(width: int, depth: int, mlp_ratio: float, others: int) -> None:
     """A transformer of `depth` blocks, with `others` around them, must not exceed all bounds.
 

@@ -11,7 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    register_model,
+    register_model_deprecations,
+)
 from torch import Tensor
 
 from locality.checkpoints.adapt import resample_positions
@@ -20,8 +25,8 @@ from locality.checkpoints.sources import SOURCES, Source
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
-from locality.models.factory import create_model
-from locality.models.variants import VARIANTS, Variant
+from locality.models.factory import build
+from locality.models.variants import ALIASES, VARIANTS, Variant
 
 PREFIX = "locality_"
 
@@ -52,13 +57,13 @@ def _make(
 ) -> ImageClassifier:
     if isinstance(img_size, (list, tuple)) and img_size[0] == img_size[1]:
         img_size = img_size[0]  # timm always says both
-    return create_model(name, img_size=img_size, **fields).to(device=device, dtype=dtype)
+    return build(name, img_size=img_size, **fields).to(device=device, dtype=dtype)
 
 
 def _entrypoint(name: str) -> Callable[..., Any]:
     """The function that timm calls to build the model `name`."""
 
-    def build(pretrained: bool = False, **kwargs: Any) -> Any:
+    def entrypoint(pretrained: bool = False, **kwargs: Any) -> Any:
         return build_model_with_cfg(
             partial(_make, name),
             PREFIX + name,
@@ -68,9 +73,9 @@ def _entrypoint(name: str) -> Callable[..., Any]:
             **kwargs,
         )
 
-    build.__name__ = build.__qualname__ = PREFIX + name
-    build.__doc__ = f"`{name}` ({VARIANTS[name].source})."
-    return build
+    entrypoint.__name__ = entrypoint.__qualname__ = PREFIX + name
+    entrypoint.__doc__ = f"`{name}` ({VARIANTS[name].source})."
+    return entrypoint
 
 
 def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
@@ -108,4 +113,7 @@ def _all_cfgs() -> dict[str, Any]:
 default_cfgs = generate_default_cfgs(_all_cfgs())
 
 for _name in VARIANTS:
-    register_model(_entrypoint(_name))
+    globals()[PREFIX + _name] = register_model(_entrypoint(_name))
+register_model_deprecations(
+    __name__, {PREFIX + old: PREFIX + name for old, name in ALIASES.items()}
+)

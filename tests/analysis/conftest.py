@@ -1,17 +1,17 @@
 import pytest
 import torch
 
-from locality.models import create_model
+from locality.models import build
 
 
 @pytest.fixture
 def convit(shaken):
-    return shaken(create_model("convit_nano"))
+    return shaken(build("convit_nano"))
 
 
 @pytest.fixture
 def deit(shaken):
-    return shaken(create_model("deit_nano"))
+    return shaken(build("deit_nano"))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from locality.analysis.summary import measure_model
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError
-from locality.models import create_model
+from locality.models import build
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
@@ -42,9 +42,9 @@ def images():
 @pytest.fixture(scope="module")
 def subjects(shaken):
     made = {
-        "ConViT": create_model("convit_nano"),
-        "PSA": create_model("convit_nano", positional_attention="psa"),
-        "DeiT <b>&": create_model("deit_nano"),
+        "ConViT": build("convit_nano"),
+        "PSA": build("convit_nano", positional_attention="psa"),
+        "DeiT <b>&": build("deit_nano"),
     }
     classes = [str(digit) for digit in range(10)]
     return [
@@ -283,7 +283,7 @@ CLIPPED = """() => [...document.querySelectorAll("p, span")]
 def test_nothing_is_covered_or_cut_off(open_page, shaken, images, tmp_path, width, height):
     folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
     models = [
-        shaken(create_model(name, img_size=8, patch_size=2)) for name in ("convit_micro",) * 2
+        shaken(build(name, img_size=8, patch_size=2)) for name in ("convit_micro",) * 2
     ]
     subjects = [Classifier.of(model, "DeiT <b>&", SMALL) for model in models]  # nine heads each
     page = open_page(write_explorer(subjects, images[:2], tmp_path / "nine.html"), width, height)
@@ -387,7 +387,7 @@ def test_time_to_open_and_to_answer(open_page, file, record_property):
 @needs_browser
 def test_keys_on_coarser_grids(open_page, shaken, tmp_path):
     """CvT: each stage has its own grid, and its keys a coarser one."""
-    subject = Classifier.of(shaken(create_model("cvt_nano")), "CvT", SMALL)
+    subject = Classifier.of(shaken(build("cvt_nano")), "CvT", SMALL)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8))
     page = open_page(write_explorer([subject], [image], tmp_path / "cvt.html"))
     click(page, 1, 2)  # of the last stage's 4 × 4
@@ -414,7 +414,7 @@ def test_size_of_convit_small_on_eight_images(tmp_path):
     """One photograph, times eight. Random weights with large scores take more than trained ones:
     their spectrum is flat."""
     torch.manual_seed(0)
-    model = create_model("convit_small")
+    model = build("convit_small")
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight[: 2 * model.embed_dim] *= 4

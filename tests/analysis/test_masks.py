@@ -9,7 +9,7 @@ from locality.analysis.masks import content_off, position_embedding_off, positio
 from locality.analysis.taps import capture
 from locality.errors import UserError
 from locality.layers.position import attend_to_positions, positional_factors
-from locality.models import create_model
+from locality.models import build
 
 
 class Positional(nn.Module):
@@ -83,7 +83,7 @@ def test_gates_are_exactly_one_or_zero(convit, images):
 
 @torch.no_grad()
 def test_without_its_position_embedding_a_model_is_one_built_without(convit, images):
-    plain = create_model("convit_nano", use_pos_embed=False).eval()
+    plain = build("convit_nano", use_pos_embed=False).eval()
     plain.load_state_dict({k: v for k, v in convit.state_dict().items() if k != "pos_embed"})
     with position_embedding_off(convit):
         assert torch.equal(convit(images), plain(images))
@@ -114,6 +114,6 @@ def test_what_is_not_there_cannot_be_masked(deit, convit):
         pass
     with pytest.raises(UserError, match="3 gated layers; 4"), position_off(convit, 4):
         pass
-    bare = create_model("deit_nano", use_pos_embed=False, embed_class_token=False)
+    bare = build("deit_nano", use_pos_embed=False, embed_class_token=False)
     with pytest.raises(UserError, match="no position embedding"), position_embedding_off(bare):
         pass

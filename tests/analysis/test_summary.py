@@ -11,7 +11,7 @@ from locality.analysis import measures
 from locality.analysis.summary import measure_model, released_nonlocality
 from locality.analysis.taps import capture
 from locality.errors import UserError
-from locality.models import create_model
+from locality.models import build
 
 
 def test_record_is_the_mean_and_deviation_over_images(convit, images):
@@ -77,7 +77,7 @@ def test_released_variant_equals_the_script_on_timms_weights(size, shaken):
 
 def test_released_variant_of_our_model_equals_timms_with_the_same_weights(shaken):
     theirs = timm.create_model("convit_tiny", img_size=64, depth=3, local_up_to_layer=2)
-    ours = create_model("convit_tiny", img_size=64, depth=3, gpsa_layers=2)
+    ours = build("convit_tiny", img_size=64, depth=3, gpsa_layers=2)
     shaken(theirs, scale=0.2)
     with torch.no_grad():
         ours.patch_embed.load_state_dict(theirs.patch_embed.proj.state_dict())
@@ -96,13 +96,13 @@ def test_released_variant_of_our_model_equals_timms_with_the_same_weights(shaken
 
 
 def test_released_variant_needs_one_patch_embedding(images):
-    model = torch.nn.Sequential(create_model("deit_nano").blocks[0])
+    model = torch.nn.Sequential(build("deit_nano").blocks[0])
     with pytest.raises(UserError, match="patch embedding"):
         released_nonlocality(model, images)
 
 
 def test_cvt_is_measured_with_its_key_strides(shaken):
-    model, images = shaken(create_model("cvt_nano")), torch.randn(2, 3, 7, 10)
+    model, images = shaken(build("cvt_nano")), torch.randn(2, 3, 7, 10)
     record = measure_model(model, images)
     with torch.no_grad(), capture(model) as views:
         model(images)
@@ -127,4 +127,4 @@ def test_cvt_is_measured_with_its_key_strides(shaken):
 
 def test_cvt_has_no_single_patch_embedding():
     with pytest.raises(UserError, match="patch embedding"):
-        released_nonlocality(create_model("cvt_nano"), torch.randn(1, 3, 8, 8))
+        released_nonlocality(build("cvt_nano"), torch.randn(1, 3, 8, 8))

@@ -7,7 +7,7 @@ import torch
 from locality.analysis.taps import attention_layers, capture
 from locality.errors import UserError
 from locality.layers.convolution import ConvolutionalAttention
-from locality.models import create_model
+from locality.models import build
 
 TIMM = {
     "vit_tiny_patch16_224": {},
@@ -34,7 +34,7 @@ def any_model(request, shaken, timm_model):
     name, overrides = request.param, {}
     if name == "psa":
         name, overrides = "convit_nano", {"positional_attention": "psa"}
-    return shaken(create_model(name, **overrides)), torch.randn(2, 3, 8, 12)
+    return shaken(build(name, **overrides)), torch.randn(2, 3, 8, 12)
 
 
 @torch.no_grad()
@@ -160,7 +160,7 @@ def test_timm_vit_at_another_size(timm_model):
 def test_what_cannot_be_observed_is_said(timm_model):
     with pytest.raises(UserError, match="no attention layer"), capture(torch.nn.Linear(2, 2)):
         pass
-    compiled = torch.compile(create_model("deit_nano"))
+    compiled = torch.compile(build("deit_nano"))
     with pytest.raises(UserError, match="compiled"), capture(compiled):
         pass
     masked = timm_model("vit_tiny_patch16_224")

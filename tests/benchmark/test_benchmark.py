@@ -11,14 +11,14 @@ from locality.benchmark.measure import Timing, interleave, peak_memory, saved_ac
 from locality.benchmark.peers import peers, randomise
 from locality.cli import main
 from locality.errors import UserError
-from locality.models import create_model
+from locality.models import build
 
 QUICK = {"rounds": 2, "warmup": 1, "batch_size": 2}
 
 
 @pytest.mark.parametrize("name", ["convit_tiny", "deit_tiny"])
 def test_timm_peer_has_our_logits(name):
-    model = create_model(name, img_size=32).eval()
+    model = build(name, img_size=32).eval()
     randomise(model)
     found = peers(model, "timm")
     assert list(found) == ["timm", "plain ViT"]
@@ -30,7 +30,7 @@ def test_timm_peer_has_our_logits(name):
 
 @pytest.mark.slow
 def test_transformers_peer_has_our_logits():
-    model = create_model("cvt_13", activation="gelu", img_size=64).eval()
+    model = build("cvt_13", activation="gelu", img_size=64).eval()
     randomise(model)
     (peer,) = peers(model, "transformers").values()
     images = torch.randn(2, 3, 64, 64)
@@ -99,16 +99,16 @@ def test_models_that_disagree_are_not_timed(monkeypatch):
 
 def test_wrong_peers_are_refused():
     with pytest.raises(ValueError, match="--against timm"):
-        peers(create_model("convit_nano"), "transformers")
+        peers(build("convit_nano"), "transformers")
     with pytest.raises(ValueError, match="--against transformers"):
-        peers(create_model("cvt_13", img_size=64), "timm")
+        peers(build("cvt_13", img_size=64), "timm")
     with pytest.raises(ValueError, match="did you mean timm"):
-        peers(create_model("convit_nano"), "tim")
+        peers(build("convit_nano"), "tim")
 
 
 def test_what_transformers_cvt_can_say_is_compared_and_the_rest_refused():
     said = {"kv_stride": 1, "mlp_ratio": 2.0, "qkv_bias": False}
-    peers(create_model("cvt_micro", **said), "transformers")
+    peers(build("cvt_micro", **said), "transformers")
     refused = {
         "kv_stride": {"kv_stride": (2, 2, (1, 2, 2))},
         "mlp_ratio": {"mlp_ratio": (2.0, 2.0, (4.0, 2.0, 2.0))},
@@ -118,7 +118,7 @@ def test_what_transformers_cvt_can_say_is_compared_and_the_rest_refused():
     }
     for field, settings in refused.items():
         with pytest.raises(UserError, match=f"transformers' CvT has .*{field}"):
-            peers(create_model("cvt_micro", **settings), "transformers")
+            peers(build("cvt_micro", **settings), "transformers")
 
 
 @pytest.mark.slow

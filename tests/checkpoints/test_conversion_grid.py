@@ -21,7 +21,7 @@ from transformers import CvtConfig, CvtForImageClassification
 from locality.checkpoints import LAYOUTS, open_weights, save
 from locality.checkpoints.reading import read_state
 from locality.cli import main
-from locality.models import create_model
+from locality.models import build
 from locality.models.cvt_config import CvTConfig
 
 CVT = {
@@ -102,12 +102,12 @@ def models(family: str):
             for activation in ("quick_gelu", "gelu"):
                 options = {"activation": activation} | fields
                 merged = CVT | options
-                yield options, create_model("cvt_13", **merged)
+                yield options, build("cvt_13", **merged)
     else:
         for fields in VIT_OPTIONS:
             if family == "deit" and ({"gpsa_layers", "positional_attention"} & fields.keys()):
                 continue
-            yield fields, create_model(f"{family}_nano", **fields)
+            yield fields, build(f"{family}_nano", **fields)
 
 
 def convit(state: dict[str, Tensor], images: Tensor, config: Any) -> Tensor:
@@ -339,7 +339,7 @@ def test_microsofts_weights_and_settings_give_microsofts_logits(
 ):
     """Given under Microsoft's own names; without them what is assumed is said."""
     fields = {name: value for name, value in CVT.items() if name != "embedding"} | options
-    model = randomise(create_model("cvt_13", **fields))
+    model = randomise(build("cvt_13", **fields))
     images = torch.randn(2, 3, *model.img_size)
     state = LAYOUTS["cvt-microsoft"].from_ours(model.state_dict(), model.config)
     untold = LAYOUTS["cvt-microsoft"].untold(model.config)
@@ -373,7 +373,7 @@ def test_microsofts_weights_and_settings_give_microsofts_logits(
     ],
 )
 def test_settings_that_no_model_has_are_refused(words, sentence, tmp_path, capsys):
-    model = create_model("cvt_nano")
+    model = build("cvt_nano")
     state = LAYOUTS["cvt-microsoft"].from_ours(model.state_dict(), model.config)
     source = written(tmp_path, state)
     words = ["--set", "num_heads=1", *words]

@@ -19,7 +19,7 @@ from locality.checkpoints.cvt import (
     to_transformers,
 )
 from locality.errors import UserError
-from locality.models import create_model
+from locality.models import build
 
 LAYOUTS = {
     "microsoft": (from_microsoft, to_microsoft, infer_microsoft),
@@ -35,7 +35,7 @@ def reference(randomise, **config) -> CvtForImageClassification:
 def test_from_transformers_gives_the_same_logits(randomise):
     theirs = reference(randomise, depth=[1, 2, 3])
     # Their port computes the exact GELU.
-    ours = create_model("cvt_13", activation="gelu", **SMALL).eval()
+    ours = build("cvt_13", activation="gelu", **SMALL).eval()
     ours.load_state_dict(from_transformers(theirs.state_dict(), ours.config))
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_from_transformers_gives_the_same_logits(randomise):
 
 
 def test_to_transformers_loads_strictly_and_gives_the_same_logits(randomise):
-    ours = randomise(create_model("cvt_13", activation="gelu", **SMALL))
+    ours = randomise(build("cvt_13", activation="gelu", **SMALL))
     theirs = reference(randomise, depth=[1, 2, 3])
     theirs.load_state_dict(to_transformers(ours.state_dict(), ours.config), strict=True)
     images = torch.randn(2, 3, 64, 64)
@@ -92,7 +92,7 @@ def microsoft_shapes() -> dict[str, tuple[int, ...]]:
 
 def test_microsofts_names_and_shapes_are_those_of_its_files():
     with torch.device("meta"):
-        ours = create_model("cvt_13")
+        ours = build("cvt_13")
     theirs = to_microsoft(ours.state_dict(), ours.config)
     assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == microsoft_shapes()
 
@@ -111,7 +111,7 @@ HELD = [
 @pytest.mark.parametrize(("layout", "name", "fields"), HELD)
 def test_there_and_back_is_bitwise_equal(layout, name, fields, randomise, assert_bitwise):
     back, there, _ = LAYOUTS[layout]
-    ours = randomise(create_model(name, depth=(1, 2, 3), **fields))
+    ours = randomise(build(name, depth=(1, 2, 3), **fields))
     state = ours.state_dict()
     assert_bitwise(back(there(state, ours.config), ours.config), state)
 
@@ -120,7 +120,7 @@ def test_there_and_back_is_bitwise_equal(layout, name, fields, randomise, assert
 def test_the_architecture_is_read_from_the_shapes(layout, name, fields):
     _, there, infer = LAYOUTS[layout]
     with torch.device("meta"):
-        ours = create_model(name, drop_path_rate=0.0, **fields)
+        ours = build(name, drop_path_rate=0.0, **fields)
     found = infer(there(ours.state_dict(), ours.config), {})
     assert replace(found, activation=ours.config.activation) == ours.config
 
@@ -128,7 +128,7 @@ def test_the_architecture_is_read_from_the_shapes(layout, name, fields):
 def test_ratios_that_differ_between_blocks_are_read_too():
     ratios = [2, 4, 3, 2, 4, 4]
     with torch.device("meta"):
-        ours = create_model("cvt_13", mlp_ratio=ratios, **SMALL)
+        ours = build("cvt_13", mlp_ratio=ratios, **SMALL)
     state = {MICROSOFT.rename(name): tensor for name, tensor in ours.state_dict().items()}
     found = infer_microsoft(state, {})
     assert [ratio for stage in found.stages for ratio in stage.mlp_ratios] == ratios
@@ -139,7 +139,7 @@ def test_ratios_that_differ_between_blocks_are_read_too():
 )
 def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(layout, activation):
     back, there, _ = LAYOUTS[layout]
-    ours = create_model("cvt_13", activation=activation, **SMALL)
+    ours = build("cvt_13", activation=activation, **SMALL)
     theirs = there(ours.state_dict(), ours.config)
     names = list(theirs)
     removed, reshaped = names[3], names[-1]
@@ -155,7 +155,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(layout, a
 
 
 def test_widths_that_hide_the_number_of_heads_are_said_to():
-    ours = create_model("cvt_13", embed_dim=(48, 96, 192), num_heads=(1, 2, 4), **SMALL)
+    ours = build("cvt_13", embed_dim=(48, 96, 192), num_heads=(1, 2, 4), **SMALL)
     theirs = to_microsoft(ours.state_dict(), ours.config)
     with pytest.raises(UserError, match="number of heads cannot be told"):
         infer_microsoft(theirs, {})
@@ -164,7 +164,7 @@ def test_widths_that_hide_the_number_of_heads_are_said_to():
 
 def test_transformers_cannot_run_without_convolutions():
     with torch.device("meta"):
-        ours = create_model("cvt_13", projection="microsoft_avg")
+        ours = build("cvt_13", projection="microsoft_avg")
     theirs = {TRANSFORMERS.rename(name): tensor for name, tensor in ours.state_dict().items()}
     with pytest.raises(UserError, match="transformers' code cannot run without"):
         infer_transformers(theirs, {})

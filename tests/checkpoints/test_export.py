@@ -26,7 +26,7 @@ from locality.checkpoints import (
     save,
 )
 from locality.errors import UserError
-from locality.models import VARIANTS, build, create_model
+from locality.models import VARIANTS, build
 from locality.models.cvt_config import CvTConfig, StageConfig
 
 # A model of each kind, small enough to be traced in seconds; and the sizes its graph must take.
@@ -126,20 +126,20 @@ def test_the_program_carries_the_same_description(exported):
 )
 def test_what_cannot_be_exported_is_said_before_any_work(path, format, cause, tmp_path):
     with pytest.raises(UserError, match=cause):
-        export(create_model("deit_nano"), tmp_path / path, format)
+        export(build("deit_nano"), tmp_path / path, format)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_preprocessing_of_another_size_than_the_graphs_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"takes images of 8×8, the preprocessing makes 16×16"):
-        export(create_model("deit_nano"), tmp_path / "a.onnx", preprocessing=Preprocessing(16))
+        export(build("deit_nano"), tmp_path / "a.onnx", preprocessing=Preprocessing(16))
 
 
 @pytest.mark.parametrize("format", ["onnx", "torch-export"])
 def test_a_model_for_images_too_small_to_export_says_the_smallest(format, tmp_path):
     path = tmp_path / f"model{exporting.SUFFIX[format]}"
     with pytest.raises(UserError, match="5×5 or more, and it was made for 4×4"):
-        export(create_model("cvt_nano", img_size=4), path, format)
+        export(build("cvt_nano", img_size=4), path, format)
     assert not path.exists()
 
 
@@ -149,13 +149,13 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, mon
         importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name)
     )
     with pytest.raises(ModuleNotFoundError, match=r'pip install "locality\[export\]"'):
-        export(create_model("deit_nano"), tmp_path / "a.onnx")
+        export(build("deit_nano"), tmp_path / "a.onnx")
 
 
 def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "TOLERANCE", 0.0)
     with pytest.raises(UserError, match="logits differ from the model's"):
-        export(create_model("deit_nano", depth=1), tmp_path / "a.onnx")
+        export(build("deit_nano", depth=1), tmp_path / "a.onnx")
     assert not list(tmp_path.iterdir())
 
 
@@ -182,7 +182,7 @@ def test_everything_opened_classifies_alike(exported, tmp_path):
 
 
 def test_foreign_weights_are_opened_as_well(tmp_path):
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
     torch.save(state, tmp_path / "timm.pth")
     opened = open_model(tmp_path / "timm.pth")
@@ -192,43 +192,43 @@ def test_foreign_weights_are_opened_as_well(tmp_path):
 
 
 def test_classes_have_names_where_somebody_gave_them(tmp_path):
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     assert Classifier.of(model).label(3) == "3"
     save(model, tmp_path, classes=CLASSES)
     assert open_model(tmp_path).label(3) == "class 3"
 
 
 def test_a_classifier_never_trains(tmp_path):
-    model = create_model("convit_nano", drop_rate=0.5).train()
+    model = build("convit_nano", drop_rate=0.5).train()
     opened = Classifier.of(model)
     assert not model.training
     assert not opened.logits(torch.randn(1, 3, 8, 8)).requires_grad
 
 
 def test_grey_and_transparent_pictures_are_taken(tmp_path):
-    opened = Classifier.of(create_model("convit_nano"))
+    opened = Classifier.of(build("convit_nano"))
     picture = pictures(1)[0]
     for mode in ("L", "RGBA", "P", "CMYK"):
         assert opened([picture.convert(mode)]).shape == (1, 10)
 
 
 def test_a_model_of_one_channel_takes_grey_pictures():
-    opened = Classifier.of(create_model("convit_nano", in_chans=1))
+    opened = Classifier.of(build("convit_nano", in_chans=1))
     assert opened.prepare(pictures(2)).shape == (2, 1, 8, 8)
     assert opened(pictures(2)).shape == (2, 10)
     with pytest.raises(UserError, match="of 3 channels, and the model takes 1"):
         Classifier.of(opened.model, preprocessing=Preprocessing(8))
     with pytest.raises(UserError, match="takes 5 channels"):
-        Classifier.of(create_model("convit_nano", in_chans=5)).prepare(pictures(1))
+        Classifier.of(build("convit_nano", in_chans=5)).prepare(pictures(1))
 
 
 def test_pictures_are_brought_to_the_models_device():
-    model = create_model("convit_nano").to("meta")
+    model = build("convit_nano").to("meta")
     assert Classifier.of(model).prepare(pictures(1)).device.type == "meta"
 
 
 def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
-    trained = TrainedModel(create_model("convit_nano"), Preprocessing(8), CLASSES)
+    trained = TrainedModel(build("convit_nano"), Preprocessing(8), CLASSES)
     trained.save_pretrained(tmp_path)
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name])
     opened = open_model("me/model")

@@ -15,7 +15,7 @@ import locality.checkpoints.format as native
 from locality.checkpoints import Preprocessing, TrainedModel, load, save
 from locality.checkpoints.format import decode_config, encode_config
 from locality.errors import UserError
-from locality.models import VARIANTS, create_model
+from locality.models import VARIANTS, build
 
 SMALL_CVT = {"depth": (1, 1, 1), "num_classes": 10, "img_size": 64}
 RESULT = {
@@ -37,7 +37,7 @@ RESULT = {
     [("convit_nano", {"freeze_gating": True}), ("deit_nano", {}), ("cvt_13", SMALL_CVT)],
 )
 def test_a_saved_model_comes_back_bit_for_bit(name, fields, tmp_path, randomise, assert_bitwise):
-    model = randomise(create_model(name, **fields))
+    model = randomise(build(name, **fields))
     before = torch.get_rng_state()
     loaded = load(save(model, tmp_path / "saved"))
     assert torch.equal(torch.get_rng_state(), before)
@@ -51,7 +51,7 @@ def test_a_saved_model_comes_back_bit_for_bit(name, fields, tmp_path, randomise,
 
 
 def test_a_size_that_was_called_otherwise_opens_as_what_it_was(tmp_path):
-    file = save(create_model("cvt_pico"), tmp_path / "saved") / "config.json"
+    file = save(build("cvt_pico"), tmp_path / "saved") / "config.json"
     written = file.read_text().replace("cvt_pico", "cvt_nano")
     file.write_text(written.replace(f"locality {locality.__version__}", "locality 0.1.0"))
     loaded = load(file.parent)
@@ -66,28 +66,28 @@ def test_every_configuration_survives_json(name):
 
 def test_ablations_and_odd_sizes_survive_json():
     for model in (
-        create_model("cvt_13", kv_stride=(1, 2, 2), mlp_ratio=[2] * 13, position="first"),
-        create_model("convit_nano", img_size=(8, 16), positional_attention="psa"),
+        build("cvt_13", kv_stride=(1, 2, 2), mlp_ratio=[2] * 13, position="first"),
+        build("convit_nano", img_size=(8, 16), positional_attention="psa"),
     ):
         content = json.loads(json.dumps(encode_config(model.config)))
         assert decode_config(content) == model.config
 
 
 def test_a_new_number_of_classes_is_saved(tmp_path):
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     model.reset_classifier(3)
     assert load(save(model, tmp_path)).num_classes == 3
 
 
 def test_half_precision_comes_back_as_single(tmp_path):
-    model = create_model("convit_nano").to(torch.bfloat16)
+    model = build("convit_nano").to(torch.bfloat16)
     loaded = load(save(model, tmp_path))
     assert all(p.dtype == torch.float32 for p in loaded.parameters())
     assert torch.equal(loaded.norm.bias, model.norm.bias.float())
 
 
 def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
-    save(create_model("convit_nano"), tmp_path, card=RESULT, preprocessing=Preprocessing(8))
+    save(build("convit_nano"), tmp_path, card=RESULT, preprocessing=Preprocessing(8))
     text = (tmp_path / "README.md").read_text()
     assert "| Top-1 on the validation images (%) | 97.25 |" in text
     assert "| Share of the training images | 50% |" in text
@@ -100,18 +100,18 @@ def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
 
 
 def test_a_small_share_of_the_images_is_not_rounded_away(tmp_path):
-    save(create_model("convit_nano"), tmp_path, card={"fraction": 0.005})
+    save(build("convit_nano"), tmp_path, card={"fraction": 0.005})
     assert "| Share of the training images | 0.5% |" in (tmp_path / "README.md").read_text()
 
 
 def test_a_card_without_figures_claims_none(tmp_path):
-    save(create_model("convit_nano"), tmp_path)
+    save(build("convit_nano"), tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "No measurements" in text and "%" not in text
 
 
 def test_the_hubs_mixin_saves_and_loads_the_same_folder(tmp_path, assert_bitwise):
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     classes = [str(i) for i in range(10)]
     trained = TrainedModel(model, Preprocessing(8, crop_pct=1.0), classes, RESULT)
     trained.save_pretrained(tmp_path / "saved")
@@ -138,7 +138,7 @@ def test_pushing_uploads_exactly_the_saved_folder(tmp_path, monkeypatch):
             uploaded.update({path.name: path.read_bytes() for path in folder_path.iterdir()})
 
     monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Api)
-    trained = TrainedModel(create_model("convit_nano"), figures=RESULT)
+    trained = TrainedModel(build("convit_nano"), figures=RESULT)
     trained.push_to_hub("me/model")
     trained.save_pretrained(tmp_path)
     assert uploaded == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -175,7 +175,7 @@ def change_config(folder, **changes):
     ],
 )
 def test_a_wrong_description_is_refused_by_name(tmp_path, changes, cause):
-    save(create_model("convit_nano"), tmp_path)
+    save(build("convit_nano"), tmp_path)
     change_config(tmp_path, **changes)
     with pytest.raises(UserError, match=cause) as caught:
         load(tmp_path)
@@ -187,11 +187,11 @@ def test_damaged_or_missing_files_are_named(tmp_path):
         load(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no file or folder"):
         load(tmp_path / "nowhere")
-    save(create_model("convit_nano"), tmp_path)
+    save(build("convit_nano"), tmp_path)
     (tmp_path / "config.json").write_text("{'format'")
     with pytest.raises(UserError, match=r"config\.json is not JSON"):
         load(tmp_path)
-    save(create_model("convit_nano"), tmp_path)
+    save(build("convit_nano"), tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(UserError, match=r"model\.safetensors is damaged or truncated"):
@@ -202,7 +202,7 @@ def test_damaged_or_missing_files_are_named(tmp_path):
 
 
 def test_weights_that_are_not_numbers_are_neither_saved_nor_loaded(tmp_path):
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     save(model, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     state["norm.bias"][0] = float("inf")
@@ -218,8 +218,8 @@ def test_weights_that_are_not_numbers_are_neither_saved_nor_loaded(tmp_path):
 def test_saving_over_a_model_replaces_it_and_an_interruption_leaves_no_mixture(
     tmp_path, monkeypatch
 ):
-    save(create_model("convit_nano"), tmp_path)
-    save(create_model("deit_nano"), tmp_path)
+    save(build("convit_nano"), tmp_path)
+    save(build("deit_nano"), tmp_path)
     assert load(tmp_path).variant == "deit_nano"
 
     def interrupted(*arguments):
@@ -227,7 +227,7 @@ def test_saving_over_a_model_replaces_it_and_an_interruption_leaves_no_mixture(
 
     monkeypatch.setattr(native, "model_card", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save(create_model("convit_nano"), tmp_path)
+        save(build("convit_nano"), tmp_path)
     assert not (tmp_path / "config.json").exists()
     assert load(tmp_path).variant == "convit_nano"  # as the weights' own description says
 
@@ -238,5 +238,5 @@ def test_other_peoples_models_are_refused(tmp_path):
 
 
 def test_compiled_models_are_saved_without_their_wrapper(tmp_path):
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     assert load(save(torch.compile(model), tmp_path)).config == replace(model.config)

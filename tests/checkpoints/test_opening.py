@@ -14,7 +14,7 @@ from locality.checkpoints import LAYOUTS, convert, load_weights, open_weights, r
 from locality.checkpoints.layouts import identify
 from locality.errors import UserError
 from locality.layers.block import hidden_width, mlp_ratio_of
-from locality.models import create_model
+from locality.models import build
 
 # The smallest model of each layout's family whose weights tell what it is, but for transformers'
 # activation, of which its code has only one.
@@ -37,7 +37,7 @@ SETTINGS = {"cvt-transformers": {"activation": "gelu"}}
 def held(request, randomise):
     """A layout's name, a model, and the model's state dict in that layout."""
     name, fields = MODELS[request.param]
-    model = randomise(create_model(name, **fields))
+    model = randomise(build(name, **fields))
     return request.param, model, LAYOUTS[request.param].from_ours(model.state_dict(), model.config)
 
 
@@ -50,7 +50,7 @@ def test_every_layout_is_recognised_and_only_as_itself(held):
 @pytest.mark.parametrize("variant", ["convit_tiny", "deit_tiny", "cvt_13", "cvt_21", "cvt_w24"])
 def test_full_models_are_recognised_by_name_from_foreign_weights(variant):
     with torch.device("meta"):
-        model = create_model(variant)
+        model = build(variant)
     for layout in LAYOUTS.values():
         if variant.startswith(layout.family or "none"):
             written = model.config
@@ -62,10 +62,10 @@ def test_full_models_are_recognised_by_name_from_foreign_weights(variant):
 
 
 def test_names_of_two_layouts_at_once_are_an_error():
-    convit = create_model("convit_nano")
-    cvt = create_model("cvt_13", depth=(1, 2, 3), activation="gelu")
+    convit = build("convit_nano")
+    cvt = build("cvt_13", depth=(1, 2, 3), activation="gelu")
     mixed = LAYOUTS["deit"].from_ours(
-        create_model("deit_nano").state_dict(), create_model("deit_nano").config
+        build("deit_nano").state_dict(), build("deit_nano").config
     ) | LAYOUTS["cvt-transformers"].from_ours(cvt.state_dict(), cvt.config)
     with pytest.raises(UserError, match=r"more than one layout: DeiT's .* and transformers' CvT"):
         recognise(mixed)
@@ -96,7 +96,7 @@ def test_any_layout_opens_without_being_told(held, suffix, tmp_path, assert_bitw
 
 
 def test_folders_of_the_hub_are_read_too(tmp_path, assert_bitwise):
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
     torch.save(state, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text('{"architecture": "convit_tiny"}')
@@ -104,7 +104,7 @@ def test_folders_of_the_hub_are_read_too(tmp_path, assert_bitwise):
 
 
 def test_our_own_names_without_a_description_need_the_models_name(tmp_path):
-    torch.save(create_model("convit_nano").state_dict(), tmp_path / "a.pt")
+    torch.save(build("convit_nano").state_dict(), tmp_path / "a.pt")
     with pytest.raises(UserError, match="give the model's name"):
         open_weights(tmp_path / "a.pt")
 
@@ -144,7 +144,7 @@ def not_finite(path, state):
 
 
 def other_width(path, state):
-    other = create_model("deit_micro")
+    other = build("deit_micro")
     torch.save(LAYOUTS["deit"].from_ours(other.state_dict(), other.config), path)
 
 
@@ -169,7 +169,7 @@ DAMAGE = [
 def test_a_bad_file_is_one_clear_error_and_nothing_is_half_loaded(
     damage, cause, tmp_path, assert_bitwise
 ):
-    model, source = create_model("deit_nano"), create_model("deit_nano")
+    model, source = build("deit_nano"), build("deit_nano")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path = tmp_path / "weights.pth"
     damage(path, LAYOUTS["deit"].from_ours(source.state_dict(), source.config))
@@ -181,7 +181,7 @@ def test_a_bad_file_is_one_clear_error_and_nothing_is_half_loaded(
 
 
 def test_a_bad_file_converts_to_nothing(tmp_path):
-    source = create_model("deit_nano")
+    source = build("deit_nano")
     not_finite(tmp_path / "in.pth", LAYOUTS["deit"].from_ours(source.state_dict(), source.config))
     with pytest.raises(UserError, match="NaN"):
         convert(tmp_path / "in.pth", tmp_path / "out", model="deit_nano")
@@ -191,7 +191,7 @@ def test_a_bad_file_converts_to_nothing(tmp_path):
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "locality"])
 def test_convert_there_and_back_without_being_told_any_layout(layout, tmp_path, assert_bitwise):
     name, fields = MODELS[layout]
-    model = create_model(name, **fields)
+    model = build(name, **fields)
     save(model, tmp_path / "ours")
     done = convert(tmp_path / "ours", tmp_path / "theirs.pth", to=layout)
     assert (done.layout, done.to, done.model) == ("locality", layout, name)
@@ -216,7 +216,7 @@ def test_convert_there_and_back_without_being_told_any_layout(layout, tmp_path, 
     ],
 )
 def test_conversions_that_cannot_be_write_nothing(target, options, cause, tmp_path):
-    save(create_model("convit_nano"), tmp_path / "in")
+    save(build("convit_nano"), tmp_path / "in")
     (tmp_path / "there.safetensors").write_text("precious")
     with pytest.raises(UserError, match=cause):
         convert(tmp_path / "in", tmp_path / target, **options)
@@ -225,8 +225,8 @@ def test_conversions_that_cannot_be_write_nothing(target, options, cause, tmp_pa
 
 
 def test_a_name_that_is_not_the_models_is_refused(tmp_path):
-    plain = save(create_model("deit_nano"), tmp_path / "plain")
-    fewer = save(create_model("deit_nano", num_heads=2), tmp_path / "fewer")
+    plain = save(build("deit_nano"), tmp_path / "plain")
+    fewer = save(build("deit_nano", num_heads=2), tmp_path / "fewer")
     with pytest.raises(UserError, match="holds deit_nano, not convit_nano"):
         convert(plain, tmp_path / "out", model="convit_nano")
     with pytest.raises(UserError, match="num_heads=2"):
@@ -244,14 +244,14 @@ def test_an_mlps_width_survives_its_ratio():
 
 
 def test_overwriting_is_possible_when_said(tmp_path):
-    save(create_model("convit_nano"), tmp_path / "in")
+    save(build("convit_nano"), tmp_path / "in")
     (tmp_path / "out.safetensors").write_text("old")
     convert(tmp_path / "in", tmp_path / "out.safetensors", overwrite=True)
     assert open_weights(tmp_path / "out.safetensors").name == "convit_nano"
 
 
 def test_the_description_travels_inside_the_file(tmp_path):
-    save(create_model("convit_nano"), tmp_path, classes=[f"digit {i}" for i in range(10)])
+    save(build("convit_nano"), tmp_path, classes=[f"digit {i}" for i in range(10)])
     lone = tmp_path / "lone.safetensors"
     (tmp_path / "model.safetensors").rename(lone)
     described = json.loads((tmp_path / "config.json").read_text())

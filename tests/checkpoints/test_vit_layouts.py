@@ -18,7 +18,7 @@ from locality.checkpoints.vit import (
     to_deit,
 )
 from locality.errors import UserError
-from locality.models import VARIANTS, build, create_model, variant
+from locality.models import VARIANTS, build, variant
 
 SMALL = {"img_size": 64, "num_classes": 10}
 
@@ -75,14 +75,14 @@ def named(family: str) -> list:
 
 @pytest.mark.parametrize("name", named("convit"))
 def test_convit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
-    ours = randomise(create_model(name))
+    ours = randomise(build(name))
     state = ours.state_dict()
     assert_bitwise(from_convit(to_convit(state, ours.config), ours.config), state)
 
 
 @pytest.mark.parametrize("name", named("deit"))
 def test_deit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
-    ours = randomise(create_model(name))
+    ours = randomise(build(name))
     state = ours.state_dict()
     assert_bitwise(from_deit(to_deit(state, ours.config), ours.config), state)
 
@@ -102,14 +102,14 @@ def test_timm_there_and_back_loses_only_what_the_softmax_cancels(randomise, asse
 @pytest.mark.parametrize("name", ["convit_tiny", "convit_nano", "deit_tiny", "deit_tiny_plus"])
 def test_the_architecture_is_read_from_the_shapes(name):
     row = variant(name)
-    model = create_model(name)
+    model = build(name)
     to = to_convit if row.family == "convit" else to_deit
     assert infer_vit(to(model.state_dict(), model.config), {}) == row.config
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_projection_biases_of_the_gated_layers_are_kept(bias, randomise, assert_bitwise):
-    ours = randomise(create_model("convit_nano", qkv_bias=bias))
+    ours = randomise(build("convit_nano", qkv_bias=bias))
     theirs = to_convit(ours.state_dict(), ours.config)
     assert ("blocks.0.attn.qk.bias" in theirs) is bias
     assert infer_vit(theirs, {}).qkv_bias is bias
@@ -117,7 +117,7 @@ def test_projection_biases_of_the_gated_layers_are_kept(bias, randomise, assert_
 
 
 def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides():
-    ours = create_model("convit_nano")
+    ours = build("convit_nano")
     theirs = to_convit(ours.state_dict(), ours.config)
     del theirs["blocks.1.attn.gating_param"]
     theirs["blocks.1.attn.gate"] = torch.zeros(4)
@@ -131,18 +131,18 @@ def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides():
 
 
 def test_a_distilled_deit_is_refused_by_its_extra_tensors():
-    ours = create_model("deit_nano")
+    ours = build("deit_nano")
     theirs = to_deit(ours.state_dict(), ours.config) | {"dist_token": torch.zeros(1, 1, 64)}
     with pytest.raises(UserError, match="unknown: dist_token"):
         from_deit(theirs, ours.config)
 
 
 def test_a_layout_refuses_the_other_family():
-    convit, deit = create_model("convit_nano"), create_model("deit_nano")
+    convit, deit = build("convit_nano"), build("deit_nano")
     with pytest.raises(UserError, match="gpsa_layers=0, embed_class_token=True"):
         to_convit(deit.state_dict(), deit.config)
     with pytest.raises(UserError, match="gpsa_layers=3"):
         to_deit(convit.state_dict(), convit.config)
-    psa = create_model("convit_nano", positional_attention="psa")
+    psa = build("convit_nano", positional_attention="psa")
     with pytest.raises(UserError, match="'psa'"):
         to_convit(psa.state_dict(), psa.config)

@@ -15,7 +15,7 @@ from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError
 from locality.figures import FIGURES
 from locality.figures.style import save
-from locality.models import create_model
+from locality.models import build
 from locality.training import recipe, replace, train
 from locality.training.settings import to_dict
 
@@ -47,7 +47,7 @@ def pictures():
 
 
 def subject(shaken, name, seed=0):
-    return Classifier.of(shaken(create_model(name), seed), name, SMALL)
+    return Classifier.of(shaken(build(name), seed), name, SMALL)
 
 
 def titles(figure):

@@ -12,10 +12,10 @@ from locality.layers.convolution import (
     ConvolutionalAttention,
     ConvolutionalEmbedding,
     Projection,
-    convolved_size,
     image_to_tokens,
     tokens_to_image,
 )
+from locality.models import StageConfig
 
 GRIDS = [(6, 6), (5, 8), (1, 7), (1, 1)]
 
@@ -57,8 +57,8 @@ def test_embedding_is_a_convolution_and_a_norm(kernel, stride, padding, size):
     embed = ConvolutionalEmbedding(3, 8, kernel, stride, padding)
     x = torch.randn(2, 3, *size)
     convolved = F.conv2d(x, embed.conv.weight, embed.conv.bias, stride, padding)
-    assert embed.grid(size) == tuple(convolved.shape[2:])
-    assert embed.grid(size)[0] == convolved_size(size[0], kernel, stride, padding)
+    stage = StageConfig(8, 1, 1, kernel, stride, padding)
+    assert stage.grid(size) == tuple(convolved.shape[2:])
     expected = F.layer_norm(convolved.flatten(2).transpose(1, 2), (8,), eps=1e-5)
     torch.testing.assert_close(embed(x), expected)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from locality.layers import GatedPositionalSelfAttention, LocalConvolution, truncated_kernel
-from locality.models import create_model
+from locality.models import build
 
 
 @pytest.mark.parametrize("kernel", [2, 3])
@@ -36,7 +36,7 @@ def test_a_gated_layer_continues_where_a_convolution_of_its_rank_stopped():
 
 
 def test_a_model_has_it_in_the_place_of_its_positional_layers():
-    model = create_model("convit_nano", embed_dim=36, num_heads=9, positional_attention="conv")
+    model = build("convit_nano", embed_dim=36, num_heads=9, positional_attention="conv")
     assert [type(block.attn).__name__ for block in model.blocks] == (
         ["LocalConvolution"] * 3 + ["SelfAttention"]
     )

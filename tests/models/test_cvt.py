@@ -9,7 +9,7 @@ from timm.models import group_parameters
 from torch import nn
 
 from locality.layers import AttentionMaps
-from locality.models import count_macs, count_parameters, create_model, list_models, variant
+from locality.models import build, count_macs, count_parameters, list_models, variant
 from locality.models.cvt import QuickGELU
 
 # As built here: parameters exactly, 10⁹ multiply-accumulates at 224 and 384 pixels.
@@ -42,7 +42,7 @@ def small(**overrides):
     """A CvT of three stages, small enough for anything."""
     sizes = {"embed_dim": (8, 16, 24), "num_heads": (1, 2, 3), "depth": (1, 1, 2)}
     others = {"num_classes": 5, "img_size": 32, "drop_path_rate": 0.0}
-    return create_model("cvt_13", **(sizes | others | overrides))
+    return build("cvt_13", **(sizes | others | overrides))
 
 
 def images(model, batch=2, size=None):
@@ -69,7 +69,7 @@ def randomised(model, seed=0):
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_of_table_2(name):
     with torch.device("meta"):
-        model = create_model(name)
+        model = build(name)
     parameters, macs, macs_384 = SIZES[name]
     assert count_parameters(model) == parameters
     assert count_macs(model) / 1e9 == pytest.approx(macs, rel=0.01)
@@ -78,7 +78,7 @@ def test_sizes_of_table_2(name):
 
 def test_squeezing_saves_what_table_7_says():
     with torch.device("meta"):
-        full, squeezed = (count_macs(create_model("cvt_13", kv_stride=s)) / 1e9 for s in (1, 2))
+        full, squeezed = (count_macs(build("cvt_13", kv_stride=s)) / 1e9 for s in (1, 2))
     assert full == pytest.approx(6.64, rel=0.01)
     assert squeezed == pytest.approx(4.57, rel=0.01)
 
@@ -87,7 +87,7 @@ def test_squeezing_saves_what_table_7_says():
 def test_every_ablation_has_the_papers_size(cell):
     overrides, millions = ABLATIONS[cell]
     with torch.device("meta"):
-        parameters = count_parameters(create_model("cvt_13", **overrides)) / 1e6
+        parameters = count_parameters(build("cvt_13", **overrides)) / 1e6
     if isinstance(millions, int):  # printed to the million
         assert round(parameters) == millions
     elif millions is not None:
@@ -104,7 +104,7 @@ def test_every_ablation_has_the_papers_size(cell):
 def test_every_ablation_takes_a_training_step(cell):
     """The paper's own size, on images of 96 pixels to be quick."""
     overrides = {"img_size": 96, "num_classes": 10, "drop_path_rate": 0.0} | ABLATIONS[cell][0]
-    model = create_model("cvt_13", **overrides)
+    model = build("cvt_13", **overrides)
     x, targets = images(model), torch.tensor([1, 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loss = nn.functional.cross_entropy(model(x), targets)
@@ -152,10 +152,10 @@ def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():
 def test_small_models_are_about_as_large_as_their_convit_and_end_on_its_grid():
     for name in list_models(family="cvt"):
         row = variant(name)
-        if row.twin is None:
+        if row.baseline is None:
             continue
         with torch.device("meta"):
-            ours, theirs = create_model(name), create_model(row.twin)
+            ours, theirs = build(name), build(row.baseline)
         close = 0.02 if name == "cvt_nano" else 0.15
         assert count_parameters(ours) == pytest.approx(count_parameters(theirs), rel=close)
         assert ours.img_size == theirs.img_size and ours.num_classes == theirs.num_classes
@@ -357,7 +357,7 @@ def test_the_default_compiler_agrees():
     # Two stages: the compiler's time grows with every kernel it writes.
     first = {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 7, "embed_stride": 4}
     stages = [first | {"embed_padding": 2}, {"embed_dim": 16, "num_heads": 2, "depth": 1}]
-    model = create_model("cvt_13", stages=stages, num_classes=5, img_size=32)
+    model = build("cvt_13", stages=stages, num_classes=5, img_size=32)
     model = randomised(model).eval().fuse()
     x = images(model)
     with torch.no_grad():

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from locality.models import create_model, variant
-from locality.models.cvt import CvTConfig, StageConfig
+from locality.models import CvTConfig, StageConfig, build, variant
 
 CVT_13 = variant("cvt_13").config
 
@@ -139,7 +138,7 @@ def test_smallest_image():
 )
 def test_refusals_name_the_field(overrides, words):
     with pytest.raises(ValueError, match=words):
-        create_model("cvt_13", **overrides)
+        build("cvt_13", **overrides)
 
 
 def test_blocks_and_depth_have_to_agree():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from locality.checkpoints.cvt import to_transformers
-from locality.models import create_model
+from locality.models import build
 
 transformers = pytest.importorskip("transformers")
 
@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 def pair(name, **overrides):
     """Ours and theirs with equal weights; their port computes the exact GELU."""
     torch.manual_seed(0)
-    ours = create_model(name, activation="gelu", drop_path_rate=0.0, **overrides)
+    ours = build(name, activation="gelu", drop_path_rate=0.0, **overrides)
     with torch.no_grad():
         for key, tensor in (*ours.named_parameters(), *ours.named_buffers()):
             if key.endswith("running_var"):

@@ -13,9 +13,9 @@ from locality.layers import (
 )
 from locality.models import (
     VARIANTS,
+    build,
     count_macs,
     count_parameters,
-    create_model,
     list_models,
     variant,
 )
@@ -48,7 +48,7 @@ def images(model, batch=2, size=None):
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_of_table_1(name):
     with torch.device("meta"):
-        model = create_model(name)
+        model = build(name)
     parameters, macs = SIZES[name]
     assert count_parameters(model) == parameters
     assert count_macs(model) / 1e9 == pytest.approx(macs, rel=5e-3)
@@ -57,26 +57,26 @@ def test_sizes_of_table_1(name):
 def test_parameters_are_timms_but_for_the_bias_the_softmax_cancels():
     for name in ("convit_tiny", "convit_small", "convit_base"):
         with torch.device("meta"):
-            ours, theirs = create_model(name), timm.create_model(name)
+            ours, theirs = build(name), timm.create_model(name)
         biases = ours.config.gpsa_layers * ours.config.num_heads
         assert count_parameters(ours) == count_parameters(theirs) - biases
 
 
-def test_every_twin_has_the_size_of_its_model():
+def test_every_baseline_has_the_size_of_its_model():
     for row in VARIANTS.values():
         if row.family != "convit":
             continue
-        twin = variant(row.twin)
-        assert twin.family == "deit"
+        baseline = variant(row.baseline)
+        assert baseline.family == "deit"
         for field in ("embed_dim", "num_heads", "depth", "patch_size", "img_size"):
-            assert getattr(twin.config, field) == getattr(row.config, field)
+            assert getattr(baseline.config, field) == getattr(row.config, field)
 
 
 def test_first_blocks_are_gpsa_the_rest_plain():
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     kinds = [type(block.attn) for block in model.blocks]
     assert kinds == [GatedPositionalSelfAttention] * 3 + [SelfAttention]
-    kinds = [type(b.attn) for b in create_model("convit_nano", positional_attention="psa").blocks]
+    kinds = [type(b.attn) for b in build("convit_nano", positional_attention="psa").blocks]
     assert kinds == [PositionalSelfAttention] * 3 + [SelfAttention]
 
 
@@ -85,7 +85,7 @@ def test_first_blocks_are_gpsa_the_rest_plain():
 def test_class_token_alone_gives_the_logits_of_all_tokens(name, gpsa_layers):
     """`forward` computes one token in the last block; the long way round has to agree."""
     overrides = {"gpsa_layers": gpsa_layers} if name.startswith("convit") else {}
-    model = create_model(name, **overrides).eval()
+    model = build(name, **overrides).eval()
     x = images(model)
     torch.testing.assert_close(model(x), model.forward_head(model.forward_features(x)))
 
@@ -124,7 +124,7 @@ ARCHITECTURES = [
 @pytest.mark.parametrize(("name", "fields"), ARCHITECTURES, ids=str)
 def test_every_architecture_sees_its_images_and_learns_everywhere(name, fields):
     torch.manual_seed(0)
-    model = create_model(name, **fields)
+    model = build(name, **fields)
     logits = model(images(model))
     assert (logits[0] - logits[1]).abs().max() > 1e-4
     torch.nn.functional.cross_entropy(logits, torch.tensor([1, 2])).backward()
@@ -141,7 +141,7 @@ def test_mean_pooling_is_timms():
     theirs = timm.create_model(
         "convit_tiny", global_pool="avg", local_up_to_layer=2, embed_dim=8, **fields
     ).eval()
-    ours = create_model("convit_tiny", embed_dim=32, gpsa_layers=2, **fields).eval()
+    ours = build("convit_tiny", embed_dim=32, gpsa_layers=2, **fields).eval()
     ours.reset_classifier(1000, "avg")
     theirs.load_state_dict(to_convit(ours.state_dict(), ours.config))
     x = images(ours)
@@ -151,23 +151,23 @@ def test_mean_pooling_is_timms():
 
 def test_a_model_of_positional_layers_alone_reads_the_first_patch_as_the_authors_does():
     """With every block local no class token joins, and their classifier reads token 0."""
-    model = create_model("convit_nano", gpsa_layers=4, class_token=False).eval()
+    model = build("convit_nano", gpsa_layers=4, class_token=False).eval()
     assert model.cls_token is None and model.num_prefix_tokens == 0
     features = model.forward_features(images(model))
     assert features.shape == (2, 16, 64)
     torch.testing.assert_close(model(images(model)), model.head(features[:, 0]))
     with pytest.raises(ValueError, match="needs a class token"):
-        create_model("convit_nano", gpsa_layers=4, global_pool="avg").reset_classifier(3, "token")
+        build("convit_nano", gpsa_layers=4, global_pool="avg").reset_classifier(3, "token")
 
 
 def test_frozen_parts_get_none():
     """Table 3: b freezes the gates; f and g freeze the positional layers whole."""
-    gates = create_model("convit_nano", gating_init=0.0, freeze_gating=True)
+    gates = build("convit_nano", gating_init=0.0, freeze_gating=True)
     frozen = {key for key, p in gates.named_parameters() if not p.requires_grad}
     assert frozen == {f"blocks.{i}.attn.gating" for i in range(3)}
     assert all(float(gates.blocks[i].attn.gating.abs().max()) == 0 for i in range(3))
 
-    layers = create_model("convit_nano", freeze_gpsa=True)
+    layers = build("convit_nano", freeze_gpsa=True)
     frozen = {key for key, p in layers.named_parameters() if not p.requires_grad}
     assert frozen == {
         f"blocks.{i}.attn.{part}"
@@ -179,17 +179,17 @@ def test_frozen_parts_get_none():
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("size", [(8, 8), (12, 6), (2, 18)])
 def test_any_multiple_of_the_patch_works(name, size):
-    model = create_model(name).eval()
+    model = build(name).eval()
     assert model(images(model, size=size)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_an_image_that_does_not_fit_the_patch_is_refused(name):
-    model = create_model(name)
+    model = build(name)
     with pytest.raises(ValueError, match="multiples of 2"):
         model(torch.randn(1, 3, 9, 8))
     with pytest.raises(ValueError, match="multiples of 3"):
-        create_model(name, patch_size=3)
+        build(name, patch_size=3)
 
 
 def position_embedding(model, x):
@@ -204,7 +204,7 @@ def position_embedding(model, x):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_resampling_the_position_embedding_is_the_identity_on_its_own_grid(name):
-    model = create_model(name, img_size=(8, 12)).eval()
+    model = build(name, img_size=(8, 12)).eval()
     own = model.pos_embed[:, -4 * 6 :].expand(2, -1, -1)
     torch.testing.assert_close(position_embedding(model, images(model)), own)
     # As many patches on the other grid: there it is another one.
@@ -214,8 +214,8 @@ def test_resampling_the_position_embedding_is_the_identity_on_its_own_grid(name)
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_resampled_position_embedding_is_that_of_a_model_made_for_the_size(name):
-    model = create_model(name).eval()
-    larger = create_model(name, img_size=(12, 20)).eval()
+    model = build(name).eval()
+    larger = build(name, img_size=(12, 20)).eval()
     prefix = int(model.config.embed_class_token)
     resampled = timm.layers.resample_abs_pos_embed(
         model.pos_embed, new_size=[6, 10], old_size=[4, 4], num_prefix_tokens=prefix
@@ -229,8 +229,8 @@ def test_a_resampled_position_embedding_is_that_of_a_model_made_for_the_size(nam
 def test_without_position_embedding_the_encodings_need_no_resampling(kind):
     """Nothing that is learnt knows the grid: the weights are those of a model of any size."""
     fields = {"use_pos_embed": False, "positional_attention": kind}
-    model = create_model("convit_nano", **fields).eval()
-    larger = create_model("convit_nano", img_size=(20, 8), **fields).eval()
+    model = build("convit_nano", **fields).eval()
+    larger = build("convit_nano", img_size=(20, 8), **fields).eval()
     larger.load_state_dict(model.state_dict())
     x = images(larger)
     assert model.pos_embed is None
@@ -239,7 +239,7 @@ def test_without_position_embedding_the_encodings_need_no_resampling(kind):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_timm_surface(name):
-    model = create_model(name, num_classes=7).eval()
+    model = build(name, num_classes=7).eval()
     x = images(model)
     features = model.forward_features(x)
     assert features.shape == (2, 17, 64)
@@ -265,7 +265,7 @@ def test_timm_surface(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_intermediates_are_the_maps_of_the_blocks(name):
-    model = create_model(name).eval()
+    model = build(name).eval()
     x = images(model, size=(8, 12))
     final, maps = model.forward_intermediates(x, norm=True)
     assert [tuple(m.shape) for m in maps] == [(2, 64, 4, 6)] * 4
@@ -282,7 +282,7 @@ def test_intermediates_are_the_maps_of_the_blocks(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_gradient_checkpointing_changes_nothing(name):
-    model = create_model(name)
+    model = build(name)
     x = images(model)
     model(x).square().sum().backward()
     plain = {key: p.grad.clone() for key, p in model.named_parameters()}
@@ -295,7 +295,7 @@ def test_gradient_checkpointing_changes_nothing(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_bf16_autocast_and_channels_last(name):
-    model = create_model(name).eval()
+    model = build(name).eval()
     x = images(model)
     expected = model(x)
     torch.testing.assert_close(model(x.contiguous(memory_format=torch.channels_last)), expected)
@@ -309,7 +309,7 @@ def test_bf16_autocast_and_channels_last(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_compiles_without_graph_breaks(name):
     gated = {"gpsa_layers": 1} if name.startswith("convit") else {}
-    model = create_model(name, depth=2, **gated)
+    model = build(name, depth=2, **gated)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = images(model)
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
@@ -320,7 +320,7 @@ def test_compiles_without_graph_breaks(name):
 @pytest.mark.slow
 def test_the_default_compiler_agrees():
     # One layer of each kind: the compiler's time grows with every kernel it writes.
-    model = create_model("convit_nano", depth=2, gpsa_layers=1).eval()
+    model = build("convit_nano", depth=2, gpsa_layers=1).eval()
     x = images(model)
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True)
@@ -329,7 +329,7 @@ def test_the_default_compiler_agrees():
 
 @pytest.mark.parametrize("name", SMALL)
 def test_exports_with_a_dynamic_batch(name):
-    model = create_model(name).eval()
+    model = build(name).eval()
     x = images(model)
     batch = torch.export.Dim("batch")
     program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
@@ -338,7 +338,7 @@ def test_exports_with_a_dynamic_batch(name):
 
 
 def test_drop_path_grows_linearly():
-    model = create_model("convit_nano", drop_path_rate=0.3)
+    model = build("convit_nano", drop_path_rate=0.3)
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
 
@@ -365,12 +365,17 @@ def test_drop_path_grows_linearly():
 )
 def test_bad_settings_are_refused(fields, complaint):
     with pytest.raises(ValueError, match=complaint):
-        create_model("convit_nano", **fields)
+        build("convit_nano", **fields)
+
+
+def test_earlier_names_still_work_with_a_warning():
+    with pytest.warns(FutureWarning, match="deit_tiny_twin is called deit_tiny_baseline now"):
+        assert variant("deit_tiny_twin") is variant("deit_tiny_baseline")
 
 
 def test_unknown_models_suggest_the_nearest():
     with pytest.raises(ValueError, match="did you mean convit_small"):
-        create_model("convit_smal")
+        build("convit_smal")
 
 
 def test_list_models_filters():

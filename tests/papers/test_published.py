@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from locality.errors import UserError
-from locality.models import count_macs, count_parameters, create_model, list_models
+from locality.models import build, count_macs, count_parameters, list_models
 from locality.papers import published
 from locality.papers.published import PUBLISHED, rows, value
 
@@ -164,7 +164,7 @@ BUILT = [(row, name) for row, name in published.MODELS.items() if name in list_m
 def test_parameters_of_the_models_built_here(row, name):
     """Within about a million or one per cent of what is printed: some are rounded down, some up."""
     with torch.device("meta"):
-        built = count_parameters(create_model(name)) / 1e6
+        built = count_parameters(build(name)) / 1e6
     for place in ("convit/table-1", "cvt/table-2", "cvt/table-3"):
         printed = rows(place).get(row, {}).get("parameters")
         if printed is not None:
@@ -174,7 +174,7 @@ def test_parameters_of_the_models_built_here(row, name):
 @pytest.mark.parametrize(("row", "name"), [pair for pair in BUILT if "CvT" not in pair[0]])
 def test_convit_prints_the_flops_without_the_products_of_attention(row, name):
     with torch.device("meta"):
-        model = create_model(name)
+        model = build(name)
     tokens = 14 * 14
     attention = 2 * model.config.depth * tokens**2 * model.config.embed_dim
     counted = (count_macs(model) - attention) / 1e9
@@ -186,7 +186,7 @@ def test_convit_prints_the_flops_without_the_products_of_attention(row, name):
 @pytest.mark.parametrize("row", ["CvT-13", "CvT-21", "CvT-W24"])
 def test_flops_of_cvt(row):
     with torch.device("meta"):
-        model = create_model(published.MODELS[row])
+        model = build(published.MODELS[row])
     assert count_macs(model) / 1e9 == pytest.approx(number("cvt/table-2", row, "flops"), rel=0.01)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from locality.errors import UserError
 from locality.layers import truncated_kernel
-from locality.models import create_model
+from locality.models import build
 from locality.papers import published
 from locality.papers.beyond import start_from_convolutions
 from locality.papers.pages import results_page, write_results_page
@@ -229,7 +229,7 @@ def test_the_results_page_is_made_from_records_alone(tiny_scale, tmp_path, here)
 def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it():
     torch.manual_seed(0)
     fields = {"embed_dim": 36, "num_heads": 9, "img_size": 16}
-    net = create_model("convit_nano", positional_attention="conv", **fields).eval()
+    net = build("convit_nano", positional_attention="conv", **fields).eval()
     for block in net.blocks[:3]:
         conv = block.attn.conv
         torch.nn.init.normal_(conv.weight, std=0.05)
@@ -237,18 +237,18 @@ def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it()
         conv.padding_mode = "replicate"  # what attention does at the border
         conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
     images = torch.randn(4, 3, 16, 16)
-    model = create_model("convit_nano", **fields).eval()
+    model = build("convit_nano", **fields).eval()
     before = (model(images) - net(images)).norm()
     carried = start_from_convolutions(model, net, whole=True)
     assert carried == pytest.approx([1.0] * 3, abs=1e-4)
     assert (model(images) - net(images)).norm() < 0.1 * before
-    soft = create_model("convit_nano", **fields)
+    soft = build("convit_nano", **fields)
     patches = soft.patch_embed.weight.clone()
     start_from_convolutions(soft, net, whole=False)
     assert torch.equal(soft.patch_embed.weight, patches)
     assert soft.blocks[0].attn.gating.unique().tolist() == [1.0]
     with pytest.raises(UserError, match="no convolution"):
-        start_from_convolutions(soft, create_model("convit_nano", **fields), whole=False)
+        start_from_convolutions(soft, build("convit_nano", **fields), whole=False)
 
 
 def test_beyond_the_papers_runs_as_a_table(tiny_scale, tmp_path, here):

@@ -9,7 +9,7 @@ import torch
 
 from locality.analysis.pictures import Sample, save_pictures, take_pictures
 from locality.analysis.summary import measure_model
-from locality.models import count_parameters, create_model
+from locality.models import build, count_parameters
 from locality.training import settings
 from locality.training.config import RunConfig
 
@@ -37,7 +37,7 @@ def attention():
     def measured(model, seed):
         if (model, seed) not in cache:
             torch.manual_seed(seed)
-            network = create_model(model)
+            network = build(model)
             before = measure_model(network, images)
             after = measure_model(moved(network, seed, 0.1), images)
             found = take_pictures(network, Sample(images[:4], shown[:4], classes[:4], classes))
@@ -79,7 +79,7 @@ def make_run(tmp_path, attention):
             for step in range(150, 1501, 150):
                 value = top1 * (1 - np.exp(-step / 300))
                 rows.writerow([step, step / 21, step * 64, 1e-3, 2 - step / 1000, value, ""])
-        network = create_model(model) if measured else None
+        network = build(model) if measured else None
         result = {
             "model": model,
             "recipe": "small_images",

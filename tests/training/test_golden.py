@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from locality.models import create_model
+from locality.models import build
 from locality.training import OptimConfig
 from locality.training.optim import create_optimizer
 
@@ -60,7 +60,7 @@ def float64():
 @pytest.mark.parametrize("name", LOSSES)
 def test_ten_steps_lose_what_they_did(name, float64):
     torch.manual_seed(0)
-    model = create_model(name)
+    model = build(name)
     optimizer = create_optimizer(model, OptimConfig("adamw", lr=1e-3, weight_decay=0.05), 16)
     images, labels = torch.randn(16, 3, *model.img_size), torch.arange(16) % 10
     losses = []

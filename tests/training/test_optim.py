@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from locality.errors import UserError
-from locality.models import create_model
+from locality.models import build
 from locality.training import OptimConfig, ScheduleConfig
 from locality.training.config import EngineConfig, RunConfig
 from locality.training.optim import (
@@ -24,14 +24,14 @@ from locality.training.plan import make_plan
 @pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_13"])
 def test_every_parameter_is_in_exactly_one_group(name: str) -> None:
     with torch.device("meta"):
-        model = create_model(name)
+        model = build(name)
     groups = parameter_groups(model, 0.05)
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
 
 
 def spared(name: str, **options: bool) -> set[str]:
-    model = create_model(name)
+    model = build(name)
     undecayed = parameter_groups(model, 0.05, **options)[1]["params"]
     chosen = {id(parameter) for parameter in undecayed}
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
@@ -39,7 +39,7 @@ def spared(name: str, **options: bool) -> set[str]:
 
 def test_decay_spares_biases_norms_tokens_positions_and_gates() -> None:
     left_alone = spared("convit_nano")
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     for name, parameter in model.named_parameters():
         special = name in ("cls_token", "pos_embed") or name.endswith("v_pos")
         assert (name in left_alone) == (parameter.ndim <= 1 or special), name
@@ -55,20 +55,20 @@ def test_decay_acts_on_positions_when_told_to() -> None:
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
-    model = create_model("convit_nano", freeze_gpsa=True)
+    model = build("convit_nano", freeze_gpsa=True)
     grouped = {id(p) for group in parameter_groups(model, 0.05) for p in group["params"]}
     frozen = {id(p) for p in model.parameters() if not p.requires_grad}
     assert frozen and not grouped & frozen
 
 
 def test_a_model_that_is_all_frozen_is_refused() -> None:
-    model = create_model("convit_nano").requires_grad_(False)
+    model = build("convit_nano").requires_grad_(False)
     with pytest.raises(UserError, match="no trainable"):
         create_optimizer(model, OptimConfig(), 64)
 
 
 def test_settings_reach_the_optimiser() -> None:
-    model = create_model("convit_nano")
+    model = build("convit_nano")
     config = OptimConfig("adamw", lr=1e-3, lr_batch=32, betas=(0.8, 0.9), eps=1e-6)
     for group in create_optimizer(model, config, 64).param_groups:
         assert group["lr"] == pytest.approx(2e-3)
@@ -81,7 +81,7 @@ def test_settings_reach_the_optimiser() -> None:
 
 def test_fused_and_plain_updates_agree() -> None:
     torch.manual_seed(0)
-    one, other = create_model("convit_nano"), create_model("convit_nano")
+    one, other = build("convit_nano"), build("convit_nano")
     other.load_state_dict(one.state_dict())
     fused = create_optimizer(one, OptimConfig("adamw", lr=1e-3), 64)
     plain = torch.optim.AdamW(parameter_groups(other, 0.05), lr=1e-3, foreach=False, fused=False)

@@ -9,7 +9,7 @@ import torch
 
 from locality.commands.train import read_run
 from locality.errors import UserError
-from locality.models import create_model
+from locality.models import build
 from locality.training import RECIPES, RunConfig, recipe, replace, settings
 from locality.training.plan import make_plan
 from locality.training.recipes import describe
@@ -26,7 +26,7 @@ def test_a_recipe_is_described_and_its_model_exists(name: str) -> None:
         assert part in text
     assert describe(name).splitlines()[0].endswith(".")
     with torch.device("meta"):
-        create_model(config.model.name, img_size=config.model.img_size, **config.model.overrides)
+        build(config.model.name, img_size=config.model.img_size, **config.model.overrides)
 
 
 def test_the_deit_recipe_is_the_published_one() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from locality.errors import UserError
-from locality.models import create_model
+from locality.models import build
 from locality.training import dry_run, precision, recipe, replace
 from locality.training.dryrun import saved_activations
 from locality.training.environment import commit
@@ -194,7 +194,7 @@ def test_a_dry_run_counts_and_touches_nothing(tmp_path: Path) -> None:
 def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
     config = replace(recipe("digits"), {"engine.precision": mode})
     seen = preview(config)
-    model = create_model("convit_nano", num_classes=10).train()
+    model = build("convit_nano", num_classes=10).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from locality import cli
 from locality.errors import UserError
-from locality.models import create_model
+from locality.models import build
 from locality.training import RunConfig, load_run, recipe, replace
 
 from .conftest import SHORT, assert_same_run, train, train_interrupted
@@ -44,7 +44,7 @@ def test_it_computes_what_timm_computes() -> None:
     torch.manual_seed(0)
     theirs = timm.create_model("test_resnet", num_classes=10).eval()
     torch.manual_seed(0)
-    ours = create_model(NAME, num_classes=10).eval()
+    ours = build(NAME, num_classes=10).eval()
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(ours(images), theirs(images))
     features = ours.forward_features(images)
@@ -52,7 +52,7 @@ def test_it_computes_what_timm_computes() -> None:
 
 
 def test_the_image_size_reaches_models_that_are_made_for_one() -> None:
-    model = create_model("timm/test_vit", num_classes=10, img_size=32)
+    model = build("timm/test_vit", num_classes=10, img_size=32)
     assert model.img_size == (32, 32)
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
@@ -69,7 +69,7 @@ def test_what_timm_does_not_have_is_refused(
     name: str, overrides: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        create_model(name, **overrides)
+        build(name, **overrides)
 
 
 @pytest.mark.slow

@@ -31,8 +31,7 @@ from locality.benchmark.measure import (
 from locality.benchmark.peers import AGAINST, peers, randomise
 from locality.errors import UserError
 from locality.machine import processor
-from locality.models import ImageClassifier, create_model
-from locality.models.factory import build, configure
+from locality.models import ImageClassifier, build
 
 TASKS = ("inference", "training")
 PRECISIONS = ("fp32", "bf16")
@@ -136,11 +135,8 @@ def _contenders(
     # transformers' CvT has the exact GELU, so that is what ours is timed with beside it.
     fields: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
     fields["img_size"] = size
-    if isinstance(model, str):
-        ours = create_model(model, **fields)
-    else:
-        ours = build(configure(model.config, fields))
-        ours.variant = model.variant
+    ours = build(model if isinstance(model, str) else model.config, **fields)
+    ours.variant = model if isinstance(model, str) else model.variant
     randomise(ours)
     contenders: dict[str, nn.Module] = {"locality": ours, **peers(ours, against)}
     for contender in contenders.values():

@@ -62,7 +62,7 @@ def create_model(
     row = source(name) if pretrained or "." in name else None
     if row is not None and img_size is None:
         img_size = row.preprocessing.img_size
-    model = factory.create_model(
+    model = factory.build(
         row.model if row else name,
         num_classes=num_classes,
         in_chans=in_chans,

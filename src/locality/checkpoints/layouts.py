@@ -36,7 +36,6 @@ from locality.checkpoints.vit import (
 from locality.errors import UserError, unknown
 from locality.layers.block import hidden_width
 from locality.models.cvt_config import CvTConfig, StageConfig
-from locality.models.factory import configure
 from locality.models.from_timm import TimmConfig
 from locality.models.variants import VARIANTS
 from locality.models.vit import ViTConfig
@@ -133,7 +132,7 @@ def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
     """
     if not settings:
         return config
-    changed = configure(config, _our_names(settings))
+    changed = config.with_overrides(**_our_names(settings))
     # What comes from a command line is of any type; the description's reader knows the right one.
     return decode_config(json.loads(json.dumps(encode_config(changed))))
 

@@ -32,13 +32,13 @@ def main(arguments: Sequence[str]) -> None:
 def _models(options: Any) -> list[dict[str, object]]:
     import torch
 
-    from locality.models import count_macs, count_parameters, create_model, list_models, variant
+    from locality.models import build, count_macs, count_parameters, list_models, variant
 
     rows: list[dict[str, object]] = []
     for name in list_models(options.filter, options.family):
         row = variant(name)
         with torch.device("meta"):
-            model = create_model(name)
+            model = build(name)
         height, width = model.img_size
         rows.append(
             {
@@ -46,7 +46,7 @@ def _models(options: Any) -> list[dict[str, object]]:
                 "params (M)": f"{count_parameters(model) / 1e6:.2f}",
                 "GMACs": f"{count_macs(model) / 1e9:.3g}",
                 "image": f"{height}" if height == width else f"{height}×{width}",
-                "compare with": row.twin or "",
+                "compare with": row.baseline or "",
                 "source": row.source,
             }
         )

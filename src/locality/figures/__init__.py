@@ -19,7 +19,7 @@ from locality.errors import UserError
 from locality.figures import maps
 from locality.figures.charts import percent
 from locality.figures.curves import gates_over_training, nonlocality_over_training
-from locality.models import create_model
+from locality.models import build
 
 
 def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -93,7 +93,7 @@ def _initial_maps(
         images: at least one.
         strengths, place: see `locality.figures.maps.initial_maps`.
     """
-    subject = Classifier.of(create_model("convit_tiny"))
+    subject = Classifier.of(build("convit_tiny"))
     return maps.initial_maps(prepared(subject, images[:1]), "convit_tiny", {}, strengths, place)
 
 

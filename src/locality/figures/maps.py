@@ -22,7 +22,7 @@ from locality.analysis.pictures import DECADES, LayerPicture, Pictures, Sample, 
 from locality.errors import UserError
 from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, new_figure, settings
 from locality.layers.position import Grid
-from locality.models import create_model
+from locality.models import build
 
 Array = npt.NDArray[np.floating]
 
@@ -96,7 +96,7 @@ def initial_maps(
     taken = []
     for title, changes in variants.items():
         torch.manual_seed(seed)
-        network = create_model(model, **(dict(overrides) | changes))
+        network = build(model, **(dict(overrides) | changes))
         taken.append((title, take_pictures(network, chosen, place)))
     return maps(taken, layers=[0], own_scale=True)
 

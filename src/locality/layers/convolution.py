@@ -84,17 +84,8 @@ class ConvolutionalEmbedding(nn.Module):
         self.conv = nn.Conv2d(in_chans, dim, kernel_size, stride, padding)
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
 
-    def grid(self, size: Grid) -> Grid:
-        """The grid of tokens made of an image or token map of `size` (Eq. 1)."""
-        kernel, stride, padding = self.conv.kernel_size, self.conv.stride, self.conv.padding
-        height, width = (
-            convolved_size(size[axis], kernel[axis], stride[axis], int(padding[axis]))
-            for axis in (0, 1)
-        )
-        return height, width
-
     def forward(self, image: Tensor) -> Tensor:
-        """(B, C_in, H_in, W_in) → tokens (B, N, C) on `grid`."""
+        """(B, C_in, H_in, W_in) → tokens (B, N, C) on the grid of Eq. 1."""
         image = image.contiguous(memory_format=torch.channels_last)
         return self.norm(image_to_tokens(self.conv(image)))
 
@@ -241,11 +232,7 @@ class ConvolutionalAttention(nn.Module):
         proj_drop: float = 0.0,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
-            raise UserError(
-                f"embed_dim={dim} cannot be divided between num_heads={num_heads}; "
-                f"choose a multiple"
-            )
+        checks.heads(dim, num_heads)
         checks.choice("attention_scale", scale, ATTENTION_SCALES)
         self.dim = dim
         self.num_heads = num_heads

@@ -23,19 +23,9 @@ from locality.layers.convolution import (
     tokens_to_image,
 )
 from locality.layers.position import Grid
-from locality.models.base import (
-    ImageClassifier,
-    Run,
-    make_head,
-    position_embedding,
-    with_class_token,
-)
+from locality.models import base
+from locality.models.base import ImageClassifier, Run
 from locality.models.cvt_config import CvTConfig, StageConfig
-
-__all__ = ["ConvolutionalVisionTransformer", "CvTConfig", "QuickGELU", "Stage", "StageConfig"]
-
-torch.fx.wrap("position_embedding")  # traced by torch.fx as one step each, like timm's
-torch.fx.wrap("_refuse_small")
 
 _NORM_EPS = 1e-5
 
@@ -121,15 +111,12 @@ class Stage(nn.Module):
             )
         )
 
-    def embed_tokens(self, image: Tensor) -> tuple[Tensor, Grid]:
-        """(B, C_in, H_in, W_in) → the tokens the first block is given, (B, p + N, C), and grid."""
-        grid = self.embed.grid((image.shape[2], image.shape[3]))
+    def embed_tokens(self, image: Tensor, grid: Grid) -> Tensor:
+        """(B, C_in, H_in, W_in) → the tokens the first block is given, (B, p + N, C)."""
         x = self.embed(image)
         if self.pos_embed is not None:
-            x = x + position_embedding(self.pos_embed, self.made_for, grid)
-        if self.cls_token is not None:
-            x = with_class_token(self.cls_token, x)
-        return x, grid
+            x = x + base.position_embedding(self.pos_embed, self.made_for, grid)
+        return x if self.cls_token is None else base.with_class_token(self.cls_token, x)
 
 
 class ConvolutionalVisionTransformer(ImageClassifier):
@@ -142,7 +129,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         super().__init__(config, width)
         self.fused = False
         inputs = [config.in_chans, *(stage.embed_dim for stage in config.stages)]
-        grids = config.grids(self.img_size)
+        grids = config.home_grids
         last = len(config.stages) - 1
         self.stages = nn.ModuleList(
             Stage(stage, inputs[i], grids[i], config.has_class_token and i == last, config)
@@ -150,7 +137,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         )
         self.norm = nn.LayerNorm(width, eps=_NORM_EPS)
         self.head_drop = nn.Dropout(config.drop_rate)
-        self.head = make_head(width, config.num_classes)
+        self.head = base.make_head(width, config.num_classes)
 
     def fuse(self) -> ConvolutionalVisionTransformer:
         """A copy for evaluation, with fewer steps and the same logits to rounding.
@@ -182,13 +169,13 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         return self
 
     def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
-        grid = (x.shape[2], x.shape[3])
-        _refuse_small(self.config, grid)
+        grids = base.token_grids(self.config, (x.shape[2], x.shape[3]))
         for index, stage in enumerate(self.stages[:maps]):
             assert isinstance(stage, Stage)
-            x, grid = stage.embed_tokens(x if index == 0 else tokens_to_image(x, grid))
+            image = x if index == 0 else tokens_to_image(x, grids[index - 1])
+            x = stage.embed_tokens(image, grids[index])
             for block in stage.blocks:
-                x = run(block, x, grid)
+                x = run(block, x, grids[index])
         return x
 
     def _map_blocks(self) -> list[nn.Module]:
@@ -254,8 +241,3 @@ class ConvolutionalVisionTransformer(ImageClassifier):
                 {"num_chs": stage.embed_dim, "reduction": reduction, "module": f"stages.{index}"}
             )
         return entries
-
-
-def _refuse_small(config: CvTConfig, size: Grid) -> None:
-    """Refuse images that do not survive the strides, before any work is done."""
-    config.grids(size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, unknown
@@ -18,7 +18,7 @@ from locality.layers.convolution import (
     projected_grid,
 )
 from locality.layers.position import Grid
-from locality.models.base import POOLS
+from locality.models.base import Architecture
 
 T = TypeVar("T")
 
@@ -81,11 +81,7 @@ class StageConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("embed_dim", "num_heads", "depth", "embed_kernel", "embed_stride"):
             checks.size(name, getattr(self, name))
-        if self.embed_dim % self.num_heads:
-            raise UserError(
-                f"embed_dim={self.embed_dim} cannot be divided between num_heads="
-                f"{self.num_heads}; choose a multiple"
-            )
+        checks.heads(self.embed_dim, self.num_heads)
         # More padding than that would make tokens of nothing but padding.
         checks.integer("embed_padding", self.embed_padding, 0, self.embed_kernel - 1)
         for name in _PER_BLOCK:
@@ -146,58 +142,33 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
-class CvTConfig:
-    """The architecture of a CvT, complete (Table 2).
+class CvTConfig(Architecture):
+    """The architecture of a CvT, complete (Table 2); see `Architecture` for the other fields.
+
+    The class token is the last stage's, and there unless `global_pool` is "avg". Images of any size
+    that survives the strides work at run time.
 
     Attributes:
         stages: one `StageConfig` each.
-        img_size: what position embeddings are made for and costs are counted at, a number or
-            (height, width). Any size that survives the strides works at run time.
-        in_chans, num_classes: channels of the images, classes of the classifier.
         activation: in the MLPs; the authors' "quick_gelu", x·σ(1.702x), or the exact "gelu".
         attention_scale: of the attention scores: "width", C^−½, as in the authors' weights, or
             "head", the usual d^−½.
-        global_pool: what the classifier reads: "token", the last stage's class token; "avg", the
-            mean over patches; "" leaves all tokens, for models without a classifier.
-        class_token: whether the last stage has one; None: unless `global_pool` is "avg". Without
-            one, "token" reads the first patch.
-        drop_rate: dropout before the classifier.
-        proj_drop_rate: dropout after every attention and inside every MLP.
-
-    Raises:
-        UserError: naming the field, what was given and what is accepted.
     """
 
     stages: tuple[StageConfig, ...]
-    img_size: int | tuple[int, int] = 224
-    in_chans: int = 3
-    num_classes: int = 1000
     activation: Activation = "quick_gelu"
     attention_scale: AttentionScale = "width"
-    global_pool: Literal["token", "avg", ""] = "token"
-    class_token: bool | None = None
-    drop_rate: float = 0.0
-    proj_drop_rate: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         stages = tuple(_stage(s) if isinstance(s, dict) else s for s in self.stages)
         object.__setattr__(self, "stages", stages)
-        if isinstance(self.img_size, list):
-            object.__setattr__(self, "img_size", tuple(self.img_size))
         if not stages:
             raise UserError("stages has to hold at least one StageConfig, not none")
-        checks.size("in_chans", self.in_chans)
-        checks.size("num_classes", self.num_classes, 0)
-        checks.image_size(self.img_size)
         checks.choice("activation", self.activation, ACTIVATIONS)
         checks.choice("attention_scale", self.attention_scale, ATTENTION_SCALES)
-        checks.choice("global_pool", self.global_pool, POOLS)
-        for name in ("drop_rate", "proj_drop_rate"):
-            checks.number(name, getattr(self, name), 0, 1, below=True)
-        size = self.img_size
-        grids = self.grids((size, size) if isinstance(size, int) else size)
         channels = self.in_chans
-        for stage, (rows, columns) in zip(stages, grids, strict=True):
+        for stage, (rows, columns) in zip(stages, self.home_grids, strict=True):
             entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
             entries += 3 * stage.depth * stage.projection_kernel**2 + self.num_classes
             ratio = max(stage.mlp_ratios)
@@ -238,7 +209,7 @@ class CvTConfig:
             grids.append(grid)
         return grids
 
-    def with_overrides(self, **fields: Any) -> CvTConfig:
+    def with_overrides(self, **fields: Any) -> Self:
         """This configuration with some fields changed, the paper's ablations by their short names.
 
         Args:
@@ -269,69 +240,63 @@ class CvTConfig:
                 "embedding decides embed_kernel and embed_padding; give the one or the others"
             )
         changed = dataclasses.replace(self, **{k: v for k, v in fields.items() if k in own})
-        stages = changed.stages
+        count = len(changed.stages)
+        depths = _spread("depth", fields.get("depth", [s.depth for s in changed.stages]), count)
         values = {
-            name: _spread(name, fields[name], stages)
-            for name in fields
-            if name in per_stage - set(_PER_BLOCK)
+            name: _spread(name, value, count, depths if name in _PER_BLOCK else None)
+            for name, value in fields.items()
+            if name in per_stage
         }
-        depths = values.get("depth", [stage.depth for stage in stages])
-        for name in _PER_BLOCK:
-            if name in fields:
-                values[name] = _spread_blocks(name, fields[name], depths)
         if "position" in fields:
-            checks.choice("position", fields["position"], tuple(POSITIONS))
-            values["use_pos_embed"] = POSITIONS[fields["position"]](len(stages))
-        stages = tuple(
+            checks.choice("position", fields["position"], POSITIONS)
+            values["use_pos_embed"] = POSITIONS[fields["position"]](count)
+        stages = [
             dataclasses.replace(stage, **{name: given[index] for name, given in values.items()})
-            for index, stage in enumerate(stages)
-        )
+            for index, stage in enumerate(changed.stages)
+        ]
         if "embedding" in fields:
-            kinds = _spread("embedding", fields["embedding"], stages)
-            stages = tuple(
-                _embedded(stage, kind) for stage, kind in zip(stages, kinds, strict=True)
-            )
-        return dataclasses.replace(changed, stages=stages)
+            embeddings = _spread("embedding", fields["embedding"], count)
+            stages = [_embedded(*pair) for pair in zip(stages, embeddings, strict=True)]
+        return dataclasses.replace(changed, stages=tuple(stages))
 
 
 def _per_block(value: T | tuple[T, ...], depth: int) -> tuple[T, ...]:
     return cast(tuple[T, ...], value) if isinstance(value, tuple) else (value,) * depth
 
 
-def _spread(name: str, value: Any, stages: tuple[StageConfig, ...]) -> list[Any]:
-    """One value for all stages, or one for each, as a list of one for each."""
+def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) -> list[Any]:
+    """One value for all stages, or one for each, as a list of one for each.
+
+    Args:
+        name, value: the setting.
+        count: how many stages there are.
+        depths: given where one value per block of the whole model is accepted as well.
+    """
     if not isinstance(value, (list, tuple)):
         if name == "drop_path_rate":
-            return [0.0] * (len(stages) - 1) + [value]
-        return [value] * len(stages)
-    if len(value) != len(stages):
+            return [0.0] * (count - 1) + [value]
+        return [value] * count
+    if len(value) == count:
+        return list(value)
+    if depths is None:
         raise UserError(
-            f"{name}={tuple(value)} has {len(value)} values for {len(stages)} stages; "
+            f"{name}={tuple(value)} has {len(value)} values for {count} stages; "
             f"give one value or one per stage"
         )
-    return list(value)
-
-
-def _spread_blocks(name: str, value: Any, depths: list[int]) -> list[Any]:
-    """As `_spread`, accepting one value per block of the whole model as well."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * len(depths)
-    if len(value) == len(depths):
-        return list(value)
     if len(value) != sum(depths):
         raise UserError(
             f"{name}={tuple(value)} has {len(value)} values; give one number, one per stage "
-            f"({len(depths)}) or one per block ({sum(depths)})"
+            f"({count}) or one per block ({sum(depths)})"
         )
     remaining = iter(value)
     return [tuple(next(remaining) for _ in range(depth)) for depth in depths]
 
 
-def _embedded(stage: StageConfig, kind: str) -> StageConfig:
+def _embedded(stage: StageConfig, embedding: str) -> StageConfig:
     """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
-    checks.choice("embedding", kind, ("conv", "patch"))
+    checks.choice("embedding", embedding, ("conv", "patch"))
     stride = stage.embed_stride
-    kernel, padding = (stride, 0) if kind == "patch" else overlapping(stride)
+    kernel, padding = (stride, 0) if embedding == "patch" else overlapping(stride)
     return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)
 
 

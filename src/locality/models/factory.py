@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import fnmatch
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from locality.errors import UnknownSetting, UserError, unknown
-from locality.models.base import ImageClassifier
-from locality.models.cvt import ConvolutionalVisionTransformer, CvTConfig
+from locality.errors import UserError, unknown
+from locality.models.base import Architecture, ImageClassifier, sides
+from locality.models.cvt import ConvolutionalVisionTransformer
+from locality.models.cvt_config import CvTConfig
 from locality.models.from_timm import PREFIX, TimmConfig, TimmModel
-from locality.models.variants import VARIANTS, Variant
+from locality.models.variants import ALIASES, VARIANTS, Variant, current_name
 from locality.models.vit import VisionTransformer, ViTConfig
+
+_MODELS: dict[type, Any] = {
+    ViTConfig: VisionTransformer,
+    CvTConfig: ConvolutionalVisionTransformer,
+    TimmConfig: TimmModel,
+}
 
 
 def list_models(filter: str = "", family: str | None = None) -> list[str]:
@@ -39,39 +49,10 @@ def variant(name: str) -> Variant:
     Raises:
         UserError: if there is none, with the nearest names.
     """
+    name = current_name(name)
     if name not in VARIANTS:
         raise unknown("model", name, VARIANTS)
     return VARIANTS[name]
-
-
-def create_model(
-    name: str,
-    num_classes: int | None = None,
-    in_chans: int | None = None,
-    img_size: int | tuple[int, int] | None = None,
-    patch_size: int | None = None,
-    **overrides: Any,
-) -> ImageClassifier:
-    """Build a model by name, with fresh weights drawn from torch's default generator.
-
-    Args:
-        name: one of `list_models()`, or "timm/" and the name of one of timm's.
-        num_classes, in_chans, img_size, patch_size: the variant's own unless given.
-        overrides: any other field of the variant's configuration (`ViTConfig`, `CvTConfig`).
-
-    Raises:
-        UserError: for an unknown name or field (with the nearest), or a value out of range.
-    """
-    given = {
-        "num_classes": num_classes,
-        "in_chans": in_chans,
-        "img_size": img_size,
-        "patch_size": patch_size,
-    }
-    fields = {key: value for key, value in given.items() if value is not None} | overrides
-    model = build(named(name, fields))
-    model.variant = name
-    return model
 
 
 def named(name: str, fields: dict[str, Any]) -> Any:
@@ -80,37 +61,57 @@ def named(name: str, fields: dict[str, Any]) -> Any:
     Raises:
         UserError: for an unknown name or field (with the nearest), or a value out of range.
     """
-    if name.startswith(PREFIX):
-        return TimmConfig.named(name.removeprefix(PREFIX), fields)
-    return configure(variant(name).config, fields)
+    own = TimmConfig.named(name) if name.startswith(PREFIX) else variant(name).config
+    return own.with_overrides(**fields)
 
 
-def configure(config: Any, fields: dict[str, Any]) -> Any:
-    """`config` with some fields changed; it may know shorthands (`with_overrides`).
+def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClassifier:
+    """Build a model, with fresh weights drawn from torch's default generator.
+
+    Args:
+        model: one of `list_models()`, "timm/" and the name of one of timm's, or a configuration.
+        overrides: fields of the configuration (`ViTConfig`, `CvTConfig`) to change, such as
+            `num_classes`, `in_chans`, `img_size`; None leaves the model's own.
 
     Raises:
-        UserError: for a field it does not have, with the nearest.
+        UserError: for an unknown name or field (with the nearest), or a value out of range.
     """
-    if hasattr(config, "with_overrides"):
-        return config.with_overrides(**fields)
-    names = [field.name for field in dataclasses.fields(config)]
-    for field in fields:
-        if field not in names:
-            raise unknown(f"setting of {type(config).__name__}", field, names, UnknownSetting)
-    return dataclasses.replace(config, **fields)
-
-
-def build(config: Any) -> ImageClassifier:
-    """The model that a configuration describes."""
-    if isinstance(config, ViTConfig):
-        return VisionTransformer(config)
-    if isinstance(config, CvTConfig):
-        return ConvolutionalVisionTransformer(config)
-    if isinstance(config, TimmConfig):
-        return TimmModel(config)
-    raise UserError(f"no model is built from a {type(config).__name__}")
+    fields = {name: value for name, value in overrides.items() if value is not None}
+    if isinstance(model, str):
+        built = build(named(model, fields))
+        built.variant = ALIASES.get(model, model)
+        return built
+    if type(model) not in _MODELS:
+        raise UserError(f"no model is built from a {type(model).__name__}")
+    return _MODELS[type(model)](model.with_overrides(**fields))
 
 
 def count_parameters(model: nn.Module) -> int:
     """How many numbers the model learns or carries as parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = None) -> int:
+    """Multiply-accumulates of one image's forward pass, attention's products included.
+
+    Counted on the meta device, so it costs neither memory nor arithmetic. What is no matrix product
+    or convolution (norms, softmax, activations) is left out, as in the papers' "FLOPs". All
+    tokens of the last block are counted, as in the papers, though `forward` needs only one of them.
+
+    Args:
+        model: any of our models.
+        img_size: pixels, a number or (height, width); the model's own unless given.
+    """
+    memo = {
+        id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False)
+        if isinstance(tensor, nn.Parameter)
+        else tensor.to("meta")
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    meta = copy.deepcopy(model, memo).eval()
+    size = model.img_size if img_size is None else sides(img_size)
+    images = torch.empty(1, model.in_chans, *size, device="meta")
+    # The plain backend is made of counted products; the fused ones are opaque to the counter.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        meta.forward_head(meta.forward_features(images))
+    return counter.get_total_flops() // 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,25 +51,30 @@ class TimmConfig:
         return f"model.{_own(self.name).classifier}."
 
     @classmethod
-    def named(cls, name: str, fields: Mapping[str, Any]) -> TimmConfig:
-        """timm's own settings for a model of this name, with some fields changed.
+    def named(cls, name: str) -> TimmConfig:
+        """timm's own settings for the model called "timm/" and its name.
 
         Raises:
-            UserError: for a name that timm does not have, or a setting that is no plain value.
+            UserError: for a name that timm does not have.
         """
-        known = {field.name for field in dataclasses.fields(cls)} - {"name", "settings"}
+        name = name.removeprefix(PREFIX)
         own = dataclasses.asdict(_own(name)) if timm.is_model(name) else {}
-        size = own.get("input_size", (3, 224, 224))
-        config = cls(
-            name,
-            **{"num_classes": own.get("num_classes", 1000), "img_size": tuple(size[1:])}
-            | {key: value for key, value in fields.items() if key in known},
-        )
-        settings = {key: value for key, value in fields.items() if key not in known}
-        for key, value in settings.items():
+        size = tuple(own.get("input_size", (3, 224, 224))[1:])
+        return cls(name, num_classes=own.get("num_classes", 1000), img_size=size)
+
+    def with_overrides(self, **fields: Any) -> TimmConfig:
+        """This configuration with some settings changed; those it does not name are timm's.
+
+        Raises:
+            UserError: for a setting that is no plain value.
+        """
+        known = ("num_classes", "in_chans", "img_size")
+        own = {name: fields.pop(name) for name in known if name in fields}
+        for name, value in fields.items():
             if not isinstance(value, Plain):
-                raise UserError(f"{key} is {value!r}; timm's models take plain values here")
-        return dataclasses.replace(config, settings=tuple(settings.items()))
+                raise UserError(f"{name} is {value!r}; timm's models take plain values here")
+        settings = tuple((dict(self.settings) | fields).items())
+        return dataclasses.replace(self, settings=settings, **own)
 
 
 def _own(name: str) -> Any:
@@ -83,7 +87,7 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
     Raises:
         UserError: if timm has no such model, or no weights that are here or to be had.
     """
-    config = TimmConfig.named(name.removeprefix(PREFIX), {})
+    config = TimmConfig.named(name)
     try:
         model = timm.create_model(config.name, pretrained=True)
     except (OSError, RuntimeError) as error:

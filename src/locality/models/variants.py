@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,26 +19,26 @@ class Variant:
         family: "convit", "deit" or "cvt".
         config: the complete architecture.
         source: where the sizes come from.
-        twin: the model of the other kind to compare it with at equal size, if there is one.
+        baseline: the model to compare it with at equal size, if there is one.
     """
 
     name: str
     family: str
     config: Any
     source: str
-    twin: str | None = None
+    baseline: str | None = None
 
 
-def _convit(size: str, heads: int, width: int, source: str, twin: str, **fields: Any) -> Variant:
+def _convit(size: str, heads: int, width: int, source: str, other: str, **fields: Any) -> Variant:
     config = ViTConfig(embed_dim=width, num_heads=heads, **({"gpsa_layers": 10} | fields))
-    return Variant(f"convit_{size}", "convit", config, source, f"deit_{twin}")
+    return Variant(f"convit_{size}", "convit", config, source, f"deit_{other}")
 
 
-def _deit(size: str, heads: int, width: int, source: str, twin: str, **fields: Any) -> Variant:
+def _deit(size: str, heads: int, width: int, source: str, other: str, **fields: Any) -> Variant:
     config = ViTConfig(
         embed_dim=width, num_heads=heads, qkv_bias=True, embed_class_token=True, **fields
     )
-    return Variant(f"deit_{size}", "deit", config, source, f"convit_{twin}")
+    return Variant(f"deit_{size}", "deit", config, source, f"convit_{other}")
 
 
 def _cvt(
@@ -46,7 +47,7 @@ def _cvt(
     heads: tuple[int, ...],
     depths: tuple[int, ...],
     source: str,
-    twin: str | None = None,
+    baseline: str | None = None,
     *,
     strides: tuple[int, ...] = (4, 2, 2),
     drop_path: float = 0.0,
@@ -58,7 +59,7 @@ def _cvt(
     )
     fields = {"embedding": "conv", "drop_path_rate": drop_path} | fields
     config = CvTConfig(stages).with_overrides(**fields)
-    return Variant(f"cvt_{size}", "cvt", config, source, twin)
+    return Variant(f"cvt_{size}", "cvt", config, source, baseline)
 
 
 _TABLE_1 = "ConViT Table 1"
@@ -66,7 +67,7 @@ _CVT_TABLE_2 = "CvT Table 2"
 _EQUAL = "ConViT's width and heads, for comparison at equal size"
 _SMALL = "sized for small images"
 
-# Small images. A twin has the width, depth, heads and patches of its ConViT; a CvT of the same name
+# Small images. A DeiT has the width, depth, heads and patches of its ConViT; a CvT of the same name
 # ends on the same grid of patches.
 _NANO = {"img_size": 8, "patch_size": 2, "depth": 4, "num_classes": 10}
 _MICRO = {"img_size": 32, "patch_size": 4, "depth": 8, "num_classes": 100}
@@ -82,12 +83,12 @@ _BOTTLENECK: dict[str, Any] = {
 }
 
 _ROWS = [
-    #        size         heads  width  source       twin
-    _convit("tiny",           4,   192, _TABLE_1, "tiny_twin"),
+    #        size         heads  width  source       baseline
+    _convit("tiny",           4,   192, _TABLE_1, "tiny_baseline"),
     _convit("tiny_plus",      4,   256, _TABLE_1, "tiny_plus"),
-    _convit("small",          9,   432, _TABLE_1, "small_twin"),
+    _convit("small",          9,   432, _TABLE_1, "small_baseline"),
     _convit("small_plus",     9,   576, _TABLE_1, "small_plus"),
-    _convit("base",          16,   768, _TABLE_1, "base_twin"),
+    _convit("base",          16,   768, _TABLE_1, "base_baseline"),
     _convit("base_plus",     16,  1024, _TABLE_1, "base_plus"),
     _convit("nano",           4,    64, _SMALL, "nano", gpsa_layers=3, **_NANO),
     _convit("micro",          9,   144, _SMALL, "micro", gpsa_layers=6, **_MICRO),
@@ -98,9 +99,9 @@ _ROWS = [
     _deit("small_plus",       9,   576, _TABLE_1, "small_plus"),
     _deit("base",            12,   768, _TABLE_1, "base"),
     _deit("base_plus",       16,  1024, _TABLE_1, "base_plus"),
-    _deit("tiny_twin",        4,   192, _EQUAL, "tiny"),
-    _deit("small_twin",       9,   432, _EQUAL, "small"),
-    _deit("base_twin",       16,   768, _EQUAL, "base"),
+    _deit("tiny_baseline",        4,   192, _EQUAL, "tiny"),
+    _deit("small_baseline",       9,   432, _EQUAL, "small"),
+    _deit("base_baseline",       16,   768, _EQUAL, "base"),
     _deit("nano",             4,    64, _SMALL, "nano", **_NANO),
     _deit("micro",            9,   144, _SMALL, "micro", **_MICRO),
     _deit("mini",             9,   216, _SMALL, "mini", **_MINI),
@@ -128,6 +129,17 @@ FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
 def family_of(model: str | None) -> str:
     """The family of a model by its name; "other" for one that is not in the table."""
     return VARIANTS[model].family if model in VARIANTS else "other"
+
+
+# Earlier names, which still work.
+ALIASES = {f"deit_{size}_twin": f"deit_{size}_baseline" for size in ("tiny", "small", "base")}
+
+
+def current_name(name: str) -> str:
+    """What a model that may be given by an earlier name is called; that it is one is warned of."""
+    if name in ALIASES:
+        warnings.warn(f"{name} is called {ALIASES[name]} now", FutureWarning, stacklevel=3)
+    return ALIASES.get(name, name)
 
 
 # Names whose size has changed: what they are called today in files that version 0.1.0 wrote.

@@ -9,6 +9,7 @@ Shapes:  B batch · N = H·W patches · C embed_dim · (H, W) token grid
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,26 +27,18 @@ from locality.layers import (
     SelfAttention,
 )
 from locality.layers.conv_init import kernel_size
-from locality.models.base import (
-    POOLS,
-    ImageClassifier,
-    Run,
-    make_head,
-    position_embedding,
-    with_class_token,
-)
-
-torch.fx.wrap("position_embedding")  # traced by torch.fx as one step each, like timm's
-torch.fx.wrap("token_grid")
+from locality.models import base
+from locality.models.base import Architecture, ImageClassifier, Run
 
 
 @dataclass(frozen=True)
-class ViTConfig:
-    """The architecture of a DeiT or ConViT, complete.
+class ViTConfig(Architecture):
+    """The architecture of a DeiT or ConViT, complete; see `Architecture` for the other fields.
+
+    A class token is of use where a block attends to it: behind the positional ones. Images of any
+    multiple of the patch size work at run time.
 
     Attributes:
-        img_size: image size the position embedding is made for, a number or (height, width). Any
-            other multiple of the patch size works at run time.
         patch_size: side of a patch in pixels.
         embed_dim, depth, num_heads, mlp_ratio: as everywhere.
         qkv_bias: bias on queries, keys and values (DeiT has one, ConViT has none).
@@ -59,22 +52,13 @@ class ViTConfig:
         freeze_gpsa: do not train the positional layers' attention at all (Table 3 f, g).
         use_pos_embed: add a learned absolute position embedding to the patches.
         embed_class_token: give the class token an entry in the position embedding (DeiT).
-        global_pool: what the classifier reads: "token", the class token; "avg", the mean over
-            patches; "" leaves all tokens, for models without a classifier.
-        class_token: whether there is one; None: wherever a block attends to it, which takes a
-            block behind the positional ones. Without one, "token" reads the first patch.
-        drop_rate: dropout before the classifier.
-        proj_drop_rate: dropout after every attention and inside every MLP.
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the blocks.
     """
 
     embed_dim: int
     num_heads: int
     depth: int = 12
-    img_size: int | tuple[int, int] = 224
     patch_size: int = 16
-    in_chans: int = 3
-    num_classes: int = 1000
     mlp_ratio: float = 4.0
     qkv_bias: bool = False
     gpsa_layers: int = 0
@@ -86,30 +70,19 @@ class ViTConfig:
     freeze_gpsa: bool = False
     use_pos_embed: bool = True
     embed_class_token: bool = False
-    global_pool: Literal["token", "avg", ""] = "token"
-    class_token: bool | None = None
-    drop_rate: float = 0.0
-    proj_drop_rate: float = 0.0
     drop_path_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("embed_dim", "num_heads", "depth", "patch_size", "in_chans"):
+        super().__post_init__()
+        for name in ("embed_dim", "num_heads", "depth", "patch_size"):
             checks.size(name, getattr(self, name))
-        checks.size("num_classes", self.num_classes, 0)
-        checks.image_size(self.img_size)
-        if self.embed_dim % self.num_heads:
-            raise UserError(
-                f"embed_dim={self.embed_dim} cannot be divided between num_heads={self.num_heads}; "
-                f"choose a multiple"
-            )
+        checks.heads(self.embed_dim, self.num_heads)
         checks.number("mlp_ratio", self.mlp_ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
         checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
-        checks.choice("positional_attention", self.positional_attention, ("gpsa", "psa", "conv"))
+        checks.choice("positional_attention", self.positional_attention, POSITIONAL)
         checks.number("locality_strength", self.locality_strength, 0, above=True)
         checks.number("gating_init", self.gating_init)
-        for name in ("drop_rate", "proj_drop_rate", "drop_path_rate"):
-            checks.number(name, getattr(self, name), 0, 1, below=True)
-        checks.choice("global_pool", self.global_pool, POOLS)
+        checks.number("drop_path_rate", self.drop_path_rate, 0, 1, below=True)
         reads_token = self.global_pool == "token" and self.class_token is None
         if self.gpsa_layers == self.depth and (self.class_token or reads_token):
             raise UserError(
@@ -122,7 +95,7 @@ class ViTConfig:
                 "embed_class_token=True needs a class token and gpsa_layers=0: with positional "
                 "layers the class token joins after the position embedding has been added"
             )
-        rows, columns = token_grid(self.img_size, self.patch_size)
+        ((rows, columns),) = self.home_grids
         entries = rows * columns * self.use_pos_embed + self.num_classes
         entries += self.in_chans * self.patch_size**2
         checks.parameters(self.embed_dim, self.depth, self.mlp_ratio, self.embed_dim * entries)
@@ -132,8 +105,8 @@ class ViTConfig:
         """Whether a class token joins before the first block that is not positional."""
         return self.gpsa_layers < self.depth if self.class_token is None else self.class_token
 
-    def grids(self, size: tuple[int, ...]) -> list[Grid]:
-        """The one grid of patches on an image of `size` (height, width), as CvT has several.
+    def grids(self, size: Sequence[int]) -> list[Grid]:
+        """The one grid of patches on an image of `size` (height, width).
 
         Raises:
             UserError: if the image cannot be cut into whole patches.
@@ -141,7 +114,7 @@ class ViTConfig:
         return [token_grid(size, self.patch_size)]
 
 
-def token_grid(img_size: int | tuple[int, ...], patch_size: int) -> Grid:
+def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
     """The grid of patches on an image of `img_size` pixels, a number or (height, width).
 
     Raises:
@@ -154,6 +127,26 @@ def token_grid(img_size: int | tuple[int, ...], patch_size: int) -> Grid:
             f"{patch_size}; both sides have to be multiples of {patch_size}"
         )
     return height // patch_size, width // patch_size
+
+
+def _shared(c: ViTConfig) -> dict[str, Any]:
+    """What both kinds of positional attention are made with."""
+    return {
+        "dim": c.embed_dim,
+        "num_heads": c.num_heads,
+        "qkv_bias": c.qkv_bias,
+        "proj_drop": c.proj_drop_rate,
+        "locality_strength": c.locality_strength,
+        "conv_init": c.conv_init,
+    }
+
+
+# What stands in the first blocks, by name: a new kind of attention is a class and a row here.
+POSITIONAL: dict[str, Callable[[ViTConfig], nn.Module]] = {
+    "gpsa": lambda c: GatedPositionalSelfAttention(gating_init=c.gating_init, **_shared(c)),
+    "psa": lambda c: PositionalSelfAttention(**_shared(c)),
+    "conv": lambda c: LocalConvolution(c.embed_dim, kernel_size(c.num_heads)),
+}
 
 
 class VisionTransformer(ImageClassifier):
@@ -173,7 +166,7 @@ class VisionTransformer(ImageClassifier):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
         self.pos_embed: nn.Parameter | None = None
         if config.use_pos_embed:
-            rows, columns = token_grid(config.img_size, config.patch_size)
+            ((rows, columns),) = config.home_grids
             entries = rows * columns + config.embed_class_token
             self.pos_embed = nn.Parameter(torch.zeros(1, entries, width))
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
@@ -191,43 +184,34 @@ class VisionTransformer(ImageClassifier):
         )
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head_drop = nn.Dropout(config.drop_rate)
-        self.head = make_head(width, config.num_classes)
+        self.head = base.make_head(width, config.num_classes)
 
     def _make_attention(self, index: int) -> nn.Module:
         c = self.config
-        plain: dict[str, Any] = {"qkv_bias": c.qkv_bias, "proj_drop": c.proj_drop_rate}
         if index >= c.gpsa_layers:
-            return SelfAttention(c.embed_dim, c.num_heads, **plain)
-        if c.positional_attention == "conv":
-            return LocalConvolution(c.embed_dim, kernel_size(c.num_heads))
-        plain |= {"locality_strength": c.locality_strength, "conv_init": c.conv_init}
-        attention: nn.Module
-        if c.positional_attention == "psa":
-            attention = PositionalSelfAttention(c.embed_dim, c.num_heads, **plain)
-        else:
-            attention = GatedPositionalSelfAttention(
-                c.embed_dim, c.num_heads, gating_init=c.gating_init, **plain
-            )
+            return SelfAttention(c.embed_dim, c.num_heads, c.qkv_bias, c.proj_drop_rate)
+        attention = POSITIONAL[c.positional_attention](c)
+        if isinstance(attention, GatedPositionalSelfAttention):
             attention.gating.requires_grad_(not c.freeze_gating)
-        if c.freeze_gpsa:
+        if c.freeze_gpsa and c.positional_attention != "conv":
             attention.requires_grad_(False)
         return attention
 
     def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
-        grid = token_grid((x.shape[2], x.shape[3]), self.config.patch_size)
+        grid = base.token_grids(self.config, (x.shape[2], x.shape[3]))[0]
         # Contiguous, or every residual sum down the network would work on strided memory.
         x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
         token: Tensor | None = self.cls_token
         prefix = int(self.config.embed_class_token)
         if self.pos_embed is not None:
-            made_for = token_grid(self.config.img_size, self.config.patch_size)
-            position = position_embedding(self.pos_embed, made_for, grid, prefix)
+            (made_for,) = self.config.home_grids
+            position = base.position_embedding(self.pos_embed, made_for, grid, prefix)
             if token is not None and prefix:
                 token = token.to(x.dtype).expand(x.shape[0], -1, -1) + position[:, :1]
             x = x + position[:, prefix:]
         for index, block in enumerate(self.blocks[:maps]):
             if index == self.config.gpsa_layers and token is not None:
-                x = with_class_token(token, x)
+                x = base.with_class_token(token, x)
             x = run(block, x, grid)
         return x
 

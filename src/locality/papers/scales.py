@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from locality.errors import UserError, unknown
-from locality.models import configure, variant
+from locality.models import variant
 from locality.papers.measures import Measure, Quantity, absent, computed, measured
 from locality.runner.cost import forward_macs, parameters, train_images
 from locality.runner.runs import TRAIN, Run, content_folder
@@ -170,7 +170,7 @@ class Scale:
     def architecture(self, role: str) -> Any:
         """The configuration of a role's model, which knows its depth and heads."""
         name, own = self.models[role]
-        return configure(variant(name).config, dict(own))
+        return variant(name).config.with_overrides(**dict(own))
 
     @property
     def sizes(self) -> list[str]:

@@ -73,7 +73,7 @@ def compare(groups: Sequence[RunGroup]) -> Iterator[Comparison]:
         for second in groups:
             if (first.family, second.family) != ("convit", "deit"):
                 continue
-            named = VARIANTS[first.model].twin, VARIANTS[second.model].twin
+            named = VARIANTS[first.model].baseline, VARIANTS[second.model].baseline
             if first.dataset == second.dataset and (
                 named[0] == second.model or named[1] == first.model
             ):

@@ -18,7 +18,7 @@ from locality.benchmark.measure import interleave, training_step
 from locality.data import open_data
 from locality.data.config import DataConfig
 from locality.errors import UserError
-from locality.models import ImageClassifier, count_macs, count_parameters, create_model
+from locality.models import ImageClassifier, build, count_macs, count_parameters
 from locality.runner.runs import Run
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.plan import make_plan
@@ -153,7 +153,7 @@ def _meta_network(architecture: str, classes: int) -> ImageClassifier:
     """A network without data in its tensors."""
     model = from_yaml(ModelConfig, architecture)
     with torch.device("meta"):
-        return create_model(
+        return build(
             model.name,
             num_classes=classes,
             img_size=model.img_size,

@@ -16,7 +16,7 @@ from lightning_fabric.strategies import DDPStrategy
 from locality.data import DataSplits, open_data
 from locality.data.folder import some
 from locality.errors import UserError
-from locality.models import ImageClassifier, count_macs, count_parameters, create_model
+from locality.models import ImageClassifier, build, count_macs, count_parameters
 from locality.training.config import EngineConfig, RunConfig
 from locality.training.objective import check_teacher
 from locality.training.optim import check_optimizer
@@ -151,7 +151,7 @@ def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
         UserError: if the model cannot be built.
     """
     seed_initial_weights(config.seed)
-    model = create_model(
+    model = build(
         config.model.name,
         num_classes=num_classes,
         in_chans=3,

@@ -29,6 +29,7 @@ from locality import checks
 from locality.errors import UserError
 from locality.layers.block import hidden_width
 from locality.layers.position import Grid
+from locality.models.base import sides
 from locality.models.cvt_config import CvTConfig, StageConfig
 
 Counts = npt.NDArray[np.int64]
@@ -203,8 +204,7 @@ def _stages(
     config: CvTConfig, img_size: int | tuple[int, int] | None
 ) -> Iterator[tuple[StageConfig, Grid, int]]:
     """Each stage with its token grid and how many tokens its blocks see."""
-    size = config.img_size if img_size is None else img_size
-    grids = config.grids((size, size) if isinstance(size, int) else size)
+    grids = config.grids(sides(config.img_size if img_size is None else img_size))
     class_tokens = [0] * (len(grids) - 1) + [int(config.has_class_token)]
     for stage, grid, extra in zip(config.stages, grids, class_tokens, strict=True):
         yield stage, grid, grid[0] * grid[1] + extra

@@ -6,17 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from locality.models import (
-    Cost,
-    SearchSpace,
-    build,
-    cost,
-    count_macs,
-    count_parameters,
-    create_model,
-    list_models,
-    variant,
-)
+from locality.models import build, count_macs, count_parameters, list_models, variant
+from locality.search import Cost, SearchSpace, cost
 
 CVT_13 = variant("cvt_13").config
 
@@ -115,7 +106,7 @@ def test_the_named_reconstruction_is_the_bottleneck_the_paper_describes(space):
     assert sum(strides[i] == 1 for i in middle) > len(middle) / 2
     assert all(strides[i] == 2 for i in range(13) if i not in middle)
     assert "never published" in variant("cvt_13_nas").source
-    assert create_model("cvt_13_nas", num_classes=3, img_size=32)(torch.zeros(2, 3, 32, 32)).shape
+    assert build("cvt_13_nas", num_classes=3, img_size=32)(torch.zeros(2, 3, 32, 32)).shape
 
 
 def test_what_is_outside_is_refused(space):
