@@ -282,9 +282,7 @@ CLIPPED = """() => [...document.querySelectorAll("p, span")]
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
 def test_nothing_is_covered_or_cut_off(open_page, shaken, images, tmp_path, width, height):
     folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
-    models = [
-        shaken(build(name, img_size=8, patch_size=2)) for name in ("convit_micro",) * 2
-    ]
+    models = [shaken(build(name, img_size=8, patch_size=2)) for name in ("convit_micro",) * 2]
     subjects = [Classifier.of(model, "DeiT <b>&", SMALL) for model in models]  # nine heads each
     page = open_page(write_explorer(subjects, images[:2], tmp_path / "nine.html"), width, height)
     click(page, 2, 2)

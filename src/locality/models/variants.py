@@ -15,7 +15,7 @@ class Variant:
     """One named architecture.
 
     Attributes:
-        name: as given to `create_model`.
+        name: as given to `build` and `locality.create_model`.
         family: "convit", "deit" or "cvt".
         config: the complete architecture.
         source: where the sizes come from.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from locality import checks
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
+from locality.models.variants import current_name
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ModelConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", current_name(self.name))
         for name in ("img_size", "patch_size"):
             if getattr(self, name) is not None:
                 checks.integer(f"model.{name}", getattr(self, name), 1)
