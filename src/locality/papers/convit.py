@@ -29,8 +29,6 @@ from locality.papers.specs import (
     experiment,
 )
 
-FAMILIES = ("ConViT", "DeiT")
-
 _UNGATED = {"freeze_gating": True, "gating_init": 0.0}
 ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "a": ("ConViT", {}),

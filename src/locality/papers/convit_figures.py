@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -13,7 +14,7 @@ from locality.analysis.recording import run_pictures
 from locality.figures import maps
 from locality.models.factory import variant
 from locality.papers import published
-from locality.papers.convit import ABLATIONS, FAMILIES, ablation, distilled, percent
+from locality.papers.convit import ABLATIONS, ablation, distilled, percent
 from locality.papers.measures import (
     BEST_TOP1,
     CURVE_OVER_FRACTION,
@@ -28,8 +29,8 @@ from locality.papers.measures import (
     relative_gain,
     top1_at,
 )
-from locality.papers.scales import Scale
-from locality.papers.specs import Claim, Drawing, Figure, Panel, Series, experiment
+from locality.papers.scales import FAMILIES, Scale
+from locality.papers.specs import Claim, Drawing, Figure, Panel, Series, experiment, shaded
 
 EARLY = 0.1
 """The fraction of training that counts as early: 30 of the paper's 300 epochs."""
@@ -115,28 +116,24 @@ def _with_gpsa(s: Scale, measure: Measure, layers: int, strength: float = 1.0) -
 @experiment("convit/figure-8", "Accuracy against locality strength and number of GPSA layers")
 def figure_8(s: Scale) -> Figure:
     """Final accuracy (left) and accuracy at stages of training (right)."""
-    by_strength = tuple(
-        Series(
-            f"{layers} GPSA layer{'s' if layers > 1 else ''}",
-            over(s.strengths, [_with_gpsa(s, TOP1, layers, each) for each in s.strengths]),
-            f"depth:{index / len(s.gpsa_counts)}",
+    by_strength = {
+        f"{layers} GPSA layer{'s' if layers > 1 else ''}": over(
+            s.strengths, [_with_gpsa(s, TOP1, layers, each) for each in s.strengths]
         )
-        for index, layers in enumerate(s.gpsa_counts)
-    )
+        for layers in s.gpsa_counts
+    }
     early = top1_at(EARLY)
-    stages = {EARLY: early, 0.3: top1_at(0.3), 1.0: TOP1}
     counts = (0, *s.gpsa_counts)
-    by_stage = tuple(
-        Series(
-            f"after {percent(fraction)} of training",
-            over([float(n) for n in counts], [_with_gpsa(s, measure, n) for n in counts]),
-            f"depth:{index / len(stages)}",
+    by_stage = {
+        f"after {percent(fraction)} of training": over(
+            [float(layers) for layers in counts],
+            [_with_gpsa(s, measure, layers) for layers in counts],
         )
-        for index, (fraction, measure) in enumerate(stages.items())
-    )
+        for fraction, measure in ((EARLY, early), (0.3, top1_at(0.3)), (1.0, TOP1))
+    }
     panels = (
-        Panel("Locality strength", "α", "final top-1 (%)", by_strength, log_x=True),
-        Panel("GPSA layers", "number of GPSA layers", "top-1 (%)", by_stage),
+        Panel("Locality strength", "α", "final top-1 (%)", shaded(by_strength), log_x=True),
+        Panel("GPSA layers", "number of GPSA layers", "top-1 (%)", shaded(by_stage)),
     )
     most, least = s.gpsa_counts[-1], s.gpsa_counts[0]
     strong, weak = (_with_gpsa(s, TOP1, most, s.strengths[index]) for index in (-1, 0))
@@ -191,11 +188,14 @@ def figure_11(s: Scale) -> Figure:
     sizes = [size for size in s.sizes if size.endswith("+")] or s.sizes
 
     def curves(found: Mapping[str, tuple[Quantity, ...]]) -> tuple[Series, ...]:
-        return tuple(
-            Series(f"{family}, {label}", curve, f"depth:{i / len(found)}", dashed=family == "DeiT")
-            for i, (label, pair) in enumerate(found.items())
-            for family, curve in zip(FAMILIES, pair, strict=True)
+        families = (
+            shaded(
+                {f"{family}, {label}": pair[index] for label, pair in found.items()},
+                dashed=family == "DeiT",
+            )
+            for index, family in enumerate(FAMILIES)
         )
+        return tuple(series for pair in zip(*families, strict=True) for series in pair)
 
     def both(measure: Measure, size: str, **choices: Any) -> tuple[Quantity, ...]:
         return tuple(s.measured(measure, f"{family}-{size}", **choices) for family in FAMILIES)
@@ -234,21 +234,19 @@ def figure_11(s: Scale) -> Figure:
 @experiment("convit/figure-12", "What each ingredient does to the dynamics of learning")
 def figure_12(s: Scale) -> Figure:
     """Learning curves for numbers of GPSA layers (left) and the rows of Table 3 (right)."""
-    by_count = [Series("DeiT", _with_gpsa(s, LEARNING_CURVE, 0), "deit")]
-    by_count += [
-        Series(f"{n} GPSA", _with_gpsa(s, LEARNING_CURVE, n), f"depth:{i / len(s.gpsa_counts)}")
-        for i, n in enumerate(s.gpsa_counts)
-    ]
+    by_count = {f"{n} GPSA": _with_gpsa(s, LEARNING_CURVE, n) for n in s.gpsa_counts}
+    deit = Series("DeiT", _with_gpsa(s, LEARNING_CURVE, 0), "deit")
     by_row = tuple(
-        Series(
-            f"{row}: {label}",
-            ablation(s, row, LEARNING_CURVE, **s.small),
-            {"a": "convit", "e": "deit"}.get(row, f"depth:{index / len(ABLATIONS)}"),
+        replace(series, colour={"a": "convit", "e": "deit"}.get(series.label[0], series.colour))
+        for series in shaded(
+            {
+                f"{row}: {label}": ablation(s, row, LEARNING_CURVE, **s.small)
+                for row, (label, _) in ABLATIONS.items()
+            }
         )
-        for index, (row, (label, _)) in enumerate(ABLATIONS.items())
     )
     panels = (
-        Panel("Number of GPSA layers", "epochs", "top-1 (%)", tuple(by_count)),
+        Panel("Number of GPSA layers", "epochs", "top-1 (%)", (deit, *shaded(by_count))),
         Panel("Ingredients", "epochs", "top-1 (%)", by_row),
     )
     return Figure("On the scale's smaller training set.", panels)
@@ -295,10 +293,7 @@ def _nonlocality_panel(s: Scale, role: str, title: str = "", **choices: Any) -> 
     def curve(layer: int) -> Quantity:
         return _curve(trajectory, lambda layers: layers[layer]["nonlocality"])
 
-    series = tuple(
-        Series(f"layer {layer + 1}", curve(layer), f"depth:{layer / depth}")
-        for layer in range(depth)
-    )
+    series = shaded({f"layer {layer + 1}": curve(layer) for layer in range(depth)})
     return Panel(title or role, "epochs", "nonlocality (patches)", series)
 
 
@@ -313,17 +308,9 @@ def _gate_panels(s: Scale, size: str) -> tuple[Panel, ...]:
 
     panels = []
     for layer in range(model.gpsa_layers):
-        series = [
-            Series(
-                f"head {head + 1}",
-                gate(layer, itemgetter(head)),
-                f"depth:{head / model.num_heads}",
-                band=False,
-            )
-            for head in range(model.num_heads)
-        ]
-        series.append(Series("mean", gate(layer, _mean), "ink"))
-        panels.append(Panel(f"{role}, layer {layer + 1}", "epochs", "gate σ(λ)", tuple(series)))
+        heads = {f"head {n + 1}": gate(layer, itemgetter(n)) for n in range(model.num_heads)}
+        series = (*shaded(heads, band=False), Series("mean", gate(layer, _mean), "ink"))
+        panels.append(Panel(f"{role}, layer {layer + 1}", "epochs", "gate σ(λ)", series))
     return tuple(panels)
 
 

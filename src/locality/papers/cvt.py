@@ -8,7 +8,8 @@ from typing import Any
 import timm
 from huggingface_hub import try_to_load_from_cache
 
-from locality.data import DataConfig, Preprocessing, open_data
+from locality.checkpoints import open_model
+from locality.data import DataConfig
 from locality.errors import UserError
 from locality.files import write_atomic
 from locality.papers import published
@@ -37,7 +38,7 @@ from locality.papers.specs import (
 from locality.runner.runs import Run
 from locality.training import recipe, replace
 from locality.training.config import ModelConfig
-from locality.training.evaluation_of_runs import evaluate_on, evaluate_run
+from locality.training.evaluation_of_runs import evaluate_opened, evaluate_run
 
 OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
 """The rows of Table 3 that are trained from scratch at 224 pixels."""
@@ -172,11 +173,8 @@ def _evaluate_public(name: str, data: DataConfig) -> float:
             f"needs the public weights {repository}, which are not on this machine; "
             f"`hf download {repository}` fetches them"
         )
-    model = timm.create_model(name, pretrained=True).eval()
-    wanted: dict[str, Any] = timm.data.resolve_model_data_config(model)
-    names = ("mean", "std", "crop_pct", "interpolation")
-    prepared = Preprocessing(wanted["input_size"][-1], **{name: wanted[name] for name in names})
-    return float(evaluate_on(model, open_data(data, 0), data, prepared, batch_size=64)["top1"])
+    opened = open_model(f"timm/{name}")
+    return float(evaluate_opened(opened, data, batch_size=64)["top1"])
 
 
 def pretrained(s: Scale, role: str, seed: int) -> Run:

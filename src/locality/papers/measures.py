@@ -5,7 +5,6 @@ A number that cannot be had is empty for a reason, which stands in its place whe
 
 from __future__ import annotations
 
-import csv
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -18,14 +17,15 @@ import torch
 from torch import nn
 
 from locality.analysis.recording import measure_trajectory
+from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, estimate
 from locality.benchmark.measure import inference, interleave
-from locality.data import open_data
+from locality.checkpoints import open_model
 from locality.errors import UserError
-from locality.files import write_atomic
+from locality.files import read_json, write_atomic
 from locality.runner.runs import Run
 from locality.training import load_run
-from locality.training.evaluation_of_runs import evaluate_on
+from locality.training.evaluation_of_runs import evaluate_opened
 from locality.training.setup import resolve_accelerator
 
 MEASURED = "experiments.json"
@@ -73,7 +73,7 @@ class Measure:
 
 def read_kept(path: Path) -> dict[str, Any]:
     """The values that a file keeps by name; none if there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,8 @@ PARAMETERS = _of_result("parameters")
 
 
 def _read_curve(run: Run) -> dict[str, list[float]]:
-    with open(run.folder / "metrics.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {
-        name: [float(row[key]) for row in rows] for name, key in (("x", "epoch"), ("y", "top1"))
-    }
+    curve = RecordedRun(run.folder, {}).curve
+    return {"x": [row["epoch"] for row in curve], "y": [row["top1"] for row in curve]}
 
 
 def _over_fraction(run: Run) -> dict[str, list[float]]:
@@ -245,11 +242,10 @@ def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[An
     """
 
     def read(run: Run) -> float:
-        model, config = load_run(run.folder)
-        splits = open_data(config.data, config.seed)
-        with mask(model):
-            prepared = config.input.at(model.img_size)
-            return evaluate_on(model, splits, config.data, prepared)["top1"]
+        opened = open_model(run.folder)
+        assert opened.model is not None
+        with mask(opened.model):
+            return evaluate_opened(opened, run.config.data, seed=run.config.seed)["top1"]
 
     return Measure(f"top1, {name}", read)
 

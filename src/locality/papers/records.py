@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from locality._version import __version__
+from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, estimate
 from locality.papers import published
 from locality.papers.measures import Empty, Failures, Quantity
@@ -170,19 +171,13 @@ def verdict(claim: Claim, found: Estimate) -> str:
 def provenance(runs: Sequence[Run]) -> Record:
     """With what, where and when some runs were computed, from what they left in their folders."""
     finished = [run for run in runs if run.is_finished()]
-    environments = [_environment(run) for run in finished]
+    environments = [RecordedRun(run.folder, {}).environment for run in finished]
     results = [run.result() or {} for run in finished]
     times = [start["time"] for each in environments for start in each.get("starts", [])]
 
-    def distinct(*keys: str) -> list[Any]:
-        found: dict[str, Any] = {}
-        for environment in environments:
-            value: Any = environment
-            for key in keys:
-                value = value.get(key) if isinstance(value, dict) else None
-            if value is not None:
-                found[json.dumps(value)] = value
-        return list(found.values())
+    def distinct(key: str) -> list[Any]:
+        found = [each[key] for each in environments if each.get(key) is not None]
+        return list({json.dumps(value): value for value in found}.values())
 
     return {
         "locality": __version__,
@@ -200,8 +195,3 @@ def provenance(runs: Sequence[Run]) -> Record:
         "last": max(times, default=None),
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _environment(run: Run) -> dict[str, Any]:
-    path = run.folder / "environment.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -21,9 +21,7 @@ from locality.runner.runs import TRAIN, Run, content_folder
 from locality.training import RunConfig, recipe, replace
 from locality.training.config import ModelConfig
 
-EARLY = 0.1
-"""The share of training that counts as early: 30 of the papers' 300 epochs."""
-
+FAMILIES = ("ConViT", "DeiT")
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
 
 Model = tuple[str, dict[str, Any]]
@@ -208,12 +206,9 @@ def _words(changes: Mapping[str, Any]) -> str:
     return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in changes.items())
 
 
-def _pair(size: str, convit: Model, deit: Model) -> dict[str, Model]:
-    return {f"ConViT-{size}": convit, f"DeiT-{size}": deit}
-
-
-def _of_width(embed_dim: int, num_heads: int) -> dict[str, Any]:
-    return {"embed_dim": embed_dim, "num_heads": num_heads}
+def _pair(role: str, size: str, **fields: Any) -> dict[str, Model]:
+    """ConViT and DeiT of a size, in the place of a role of the paper's."""
+    return {f"{family}-{role}": (f"{family.lower()}_{size}", fields) for family in FAMILIES}
 
 
 # A step of the digits models costs some 30 ms of one core, so a run some 15 s, and all of them
@@ -235,24 +230,23 @@ def _digits_base(role: str, model: str) -> RunConfig:
     )
 
 
-_NANO = _pair("S", ("convit_nano", {}), ("deit_nano", {}))
 DIGITS = Scale(
     name="digits",
     about=(
-        f"scikit-learn's handwritten digits (8×8 pixels, 1,346 to train on, 451 to judge by), "
+        f"scikit-learn's handwritten digits (8×8 pixels, 1,346 to train on, 451 to evaluate on), "
         f"ConViT and DeiT of 4 layers and width 64, CvT of 175,282 parameters (cvt_pico), "
         f"{DIGITS_STEPS} steps of 64 images"
     ),
     seeds=(0, 1, 2, 3, 4),
     few_seeds=(0, 1, 2),
     models={
-        **_pair("Ti", ("convit_nano", _of_width(40, 4)), ("deit_nano", _of_width(40, 4))),
-        **_NANO,
+        **_pair("Ti", "nano", embed_dim=40, num_heads=4),
         # One model stands for both sizes, so that their tables share runs.
-        **{f"{role}+": model for role, model in _NANO.items()},
-        **_pair("B", ("convit_nano", _of_width(108, 9)), ("deit_nano", _of_width(108, 9))),
+        **_pair("S", "nano"),
+        **_pair("S+", "nano"),
+        **_pair("B", "nano", embed_dim=108, num_heads=9),
         # 3×3 kernels need nine heads.
-        **_pair("3×3", ("convit_nano", _of_width(54, 9)), ("deit_nano", _of_width(54, 9))),
+        **_pair("3×3", "nano", embed_dim=54, num_heads=9),
         "CvT-13": ("cvt_pico", {}),
     },
     base=_digits_base,
@@ -268,7 +262,6 @@ def _cifar_base(role: str, model: str) -> RunConfig:
     return recipe("cifar100_32", model=model)
 
 
-_MICRO = _pair("S", ("convit_micro", {}), ("deit_micro", {}))
 CIFAR100 = Scale(
     name="cifar100",
     about=(
@@ -278,11 +271,11 @@ CIFAR100 = Scale(
     seeds=(0, 1, 2, 3, 4),
     few_seeds=(0, 1, 2),
     models={
-        **_pair("Ti", ("convit_micro", _of_width(96, 4)), ("deit_micro", _of_width(96, 4))),
-        **_MICRO,
-        **{f"{role}+": model for role, model in _MICRO.items()},
-        **_pair("B", ("convit_micro", _of_width(256, 16)), ("deit_micro", _of_width(256, 16))),
-        **_pair("3×3", ("convit_micro", {}), ("deit_micro", {})),
+        **_pair("Ti", "micro", embed_dim=96, num_heads=4),
+        **_pair("S", "micro"),
+        **_pair("S+", "micro"),
+        **_pair("B", "micro", embed_dim=256, num_heads=16),
+        **_pair("3×3", "micro"),
         "CvT-13": ("cvt_micro", {}),
     },
     base=_cifar_base,
@@ -294,13 +287,13 @@ CIFAR100 = Scale(
 )
 
 _PAPER_MODELS: dict[str, Model] = {
-    **{
-        f"{family}-{short}{plus}": (f"{family.lower()}_{size}{'_plus' if plus else ''}", {})
-        for family in ("ConViT", "DeiT")
-        for short, size in (("Ti", "tiny"), ("S", "small"), ("B", "base"))
-        for plus in ("", "+")
-    },
-    **_pair("3×3", ("convit_small_plus", {}), ("deit_small_plus", {})),
+    **_pair("Ti", "tiny"),
+    **_pair("Ti+", "tiny_plus"),
+    **_pair("S", "small"),
+    **_pair("S+", "small_plus"),
+    **_pair("B", "base"),
+    **_pair("B+", "base_plus"),
+    **_pair("3×3", "small_plus"),
     "CvT-13": ("cvt_13", {}),
     "CvT-21": ("cvt_21", {}),
     "CvT-W24": ("cvt_w24", {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from locality.papers.measures import Quantity, all_runs
 from locality.papers.scales import Scale
@@ -104,6 +104,14 @@ class Series:
     colour: str = ""
     dashed: bool = False
     band: bool = True
+
+
+def shaded(lines: Mapping[str, Quantity], **choices: Any) -> tuple[Series, ...]:
+    """Lines in colours from dark to light, by label; `choices` are further fields of `Series`."""
+    return tuple(
+        Series(label, quantity, f"depth:{index / len(lines)}", **choices)
+        for index, (label, quantity) in enumerate(lines.items())
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from locality.files import read_rows
 from locality.runner.cost import RunCost, estimate_costs, span
 from locality.runner.executors import Executor, Outcome, make_executor, threads_per_run
 from locality.runner.runs import Run, waves, with_needs
@@ -221,11 +221,9 @@ class RunsProgress:
 def done_fraction(run: Run, cost: RunCost) -> float:
     """How much of a run is done, by the last evaluation in its folder, from 0 to 1."""
     try:
-        with open(run.folder / "metrics.csv", encoding="utf-8", newline="") as file:
-            images = [row["images"] for row in csv.DictReader(file)]
-        return min(1.0, float(images[-1]) / cost.images)
+        return min(1.0, float(read_rows(run.folder / "metrics.csv")[-1]["images"]) / cost.images)
     except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError):
-        return 0.0  # not started, or a row that is being written
+        return 0.0  # not started, or a file that says nothing of it
 
 
 def _say(outcome: Outcome) -> str:
