@@ -19,9 +19,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from locality.benchmark import to_table
-from locality.benchmark.suite import matmul_rate
+from locality.benchmark.measure import interleave
 from locality.commands.parsing import table
 from locality.files import write_atomic
 from locality.training.environment import commit
@@ -85,6 +86,13 @@ def main() -> None:
     write_atomic(RESULTS / f"{name}.json", json.dumps(content, indent=1) + "\n")
     write_atomic(RESULTS / f"{name}.md", markdown(content))
     print((RESULTS / f"{name}.md").read_text())
+
+
+def matmul_rate(tokens: int = 4096, width: int = 1024, rounds: int = 5) -> float:
+    """Multiply-accumulates per second of a large fp32 `linear` here: the floor to compare with."""
+    x, weight = torch.randn(tokens, width), torch.randn(width, width)
+    timing = interleave({"linear": lambda: F.linear(x, weight)}, x.device, rounds, 2)
+    return tokens * width * width / timing.median("linear")
 
 
 def benchmark(models: list[str], settings: list[str]) -> list[dict]:

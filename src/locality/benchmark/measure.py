@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -132,7 +133,7 @@ def peak_memory(function: Work, device: torch.device) -> int | None:
     try:
         # Memory that was freed but not handed back would hide the growth.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        _reset_resident_peak()
+        Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
     before = psutil.Process().memory_info().rss
@@ -140,13 +141,7 @@ def peak_memory(function: Work, device: torch.device) -> int | None:
     return max(0, _resident_peak() - before)
 
 
-def _reset_resident_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-
-
 def _resident_peak() -> int:
     """The highest resident set size, in bytes, since it was last reset (Linux)."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

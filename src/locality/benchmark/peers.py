@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from locality.checkpoints.cvt import to_transformers
 from locality.checkpoints.vit import to_convit, to_deit
 from locality.errors import UserError, unknown
-from locality.models import ImageClassifier, ViTConfig
+from locality.models import ImageClassifier, StageConfig, ViTConfig
 
 AGAINST = ("timm", "transformers")
 
@@ -49,11 +50,9 @@ def peers(model: ImageClassifier, against: str) -> dict[str, nn.Module]:
     Raises:
         UserError: if that library has no such model.
     """
-    if against == "timm":
-        return _timm_peers(model)
-    if against == "transformers":
-        return {"transformers": _transformers_cvt(model)}
-    raise unknown("library to measure against", against, AGAINST)
+    if against not in AGAINST:
+        raise unknown("library to measure against", against, AGAINST)
+    return _timm_peers(model) if against == "timm" else {against: _transformers_cvt(model)}
 
 
 def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
@@ -67,25 +66,19 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
         peer = timm.create_model(
             _TIMM_NAMES[model.variant], img_size=model.img_size, num_classes=model.num_classes
         )
-        state: dict[str, Tensor] = model.state_dict()
         convert = to_convit if config.gpsa_layers else to_deit
-        peer.load_state_dict(convert(state, config))
+        peer.load_state_dict(convert(model.state_dict(), config))
         found["timm"] = peer
-    found["plain ViT"] = timm.models.VisionTransformer(
-        img_size=model.img_size,
-        patch_size=config.patch_size,
-        num_classes=model.num_classes,
-        embed_dim=config.embed_dim,
-        depth=config.depth,
-        num_heads=config.num_heads,
-        mlp_ratio=config.mlp_ratio,
-    )
+    same = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
+    settings: dict[str, Any] = {name: getattr(config, name) for name in same}
+    settings |= {"img_size": model.img_size, "num_classes": model.num_classes}
+    found["plain ViT"] = timm.models.VisionTransformer(**settings)
     return found
 
 
-def _transformers_cvt(model: ImageClassifier) -> Any:
+def _transformers_cvt(model: ImageClassifier) -> nn.Module:
     try:
-        from transformers import CvtForImageClassification
+        from transformers import CvtConfig, CvtForImageClassification
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "measuring against transformers needs it installed: pip install transformers"
@@ -97,34 +90,29 @@ def _transformers_cvt(model: ImageClassifier) -> Any:
         )
     # Its MLPs have the exact GELU, always.
     state = to_transformers(model.state_dict(), replace(model.config, activation="gelu"))
-    peer = CvtForImageClassification(_cvt_config(model))
+    # transformers' name of a setting → ours, a list with an entry per stage.
+    per_stage: dict[str, Callable[[StageConfig], Any]] = {
+        "patch_sizes": lambda stage: stage.embed_kernel,
+        "patch_stride": lambda stage: stage.embed_stride,
+        "patch_padding": lambda stage: stage.embed_padding,
+        "embed_dim": lambda stage: stage.embed_dim,
+        "num_heads": lambda stage: stage.num_heads,
+        "depth": lambda stage: stage.depth,
+        "mlp_ratio": lambda stage: stage.mlp_ratios[0],
+        "kernel_qkv": lambda stage: stage.projection_kernel,
+        "padding_q": lambda stage: stage.projection_kernel // 2,
+        "padding_kv": lambda stage: stage.padding_of_keys,
+        "stride_kv": lambda stage: stage.kv_strides[0],
+        "qkv_bias": lambda stage: stage.qkv_bias,
+        "drop_path_rate": lambda stage: 0.0,
+    }
+    settings: dict[str, Any] = {
+        name: [of(stage) for stage in model.config.stages] for name, of in per_stage.items()
+    }
+    settings |= {"num_labels": model.num_classes, "num_channels": model.in_chans}
+    peer = CvtForImageClassification(CvtConfig(**settings))
     peer.load_state_dict(state)
     return _LogitsOnly(peer)
-
-
-def _cvt_config(model: ImageClassifier) -> Any:
-    """transformers' configuration of a CvT of ours."""
-    from transformers import CvtConfig as TheirConfig
-
-    stages = model.config.stages
-    settings: dict[str, Any] = {"num_labels": model.num_classes}
-    return TheirConfig(
-        **settings,
-        num_channels=model.in_chans,
-        patch_sizes=[stage.embed_kernel for stage in stages],
-        patch_stride=[stage.embed_stride for stage in stages],
-        patch_padding=[stage.embed_padding for stage in stages],
-        embed_dim=[stage.embed_dim for stage in stages],
-        num_heads=[stage.num_heads for stage in stages],
-        depth=[stage.depth for stage in stages],
-        mlp_ratio=[stage.mlp_ratios[0] for stage in stages],
-        kernel_qkv=[stage.projection_kernel for stage in stages],
-        padding_q=[stage.projection_kernel // 2 for stage in stages],
-        padding_kv=[stage.padding_of_keys for stage in stages],
-        stride_kv=[stage.kv_strides[0] for stage in stages],
-        qkv_bias=[stage.qkv_bias for stage in stages],
-        drop_path_rate=[0.0] * len(stages),
-    )
 
 
 class _LogitsOnly(nn.Module):
