@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from locality.checkpoints.cvt import to_transformers
 from locality.checkpoints.vit import to_convit, to_deit
 from locality.errors import UserError, unknown
 from locality.models import ImageClassifier, StageConfig, ViTConfig
+from locality.models.from_timm import TimmModel
 
 AGAINST = ("timm", "transformers")
 
@@ -57,6 +59,8 @@ def peers(model: ImageClassifier, against: str) -> dict[str, nn.Module]:
 
 def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
     config = model.config
+    if isinstance(model, TimmModel):
+        return {"timm": copy.deepcopy(model.model)}
     if not isinstance(config, ViTConfig):
         raise UserError(
             f"timm has no {model.variant}; measure the CvT models with --against transformers"

@@ -212,6 +212,8 @@ def read(
         UserError: if it cannot be opened, naming it and the cause.
     """
     path, name = Path(what), str(what)
+    if path.suffix == ".onnx":
+        _open_graph(path).module()  # which it has none of
     like = like if variant is None else factory.variant(variant).config
     if is_run_folder(path):
         found = _with(read_run(path), settings, path)
@@ -315,7 +317,8 @@ def open_weights(
         with naming(path):
             layout = recognise(state)
             config = layout.configuration(state, like, settings)
-            name, config = identify(config) if like is None else (None, config)
+            name, known = identify(config) if like is None else (None, config)
+            config = with_settings(known, settings or {})
             ours = layout.to_ours(state, config)
             check_finite(ours)
     except UserError:
@@ -363,8 +366,8 @@ def _with(
     with naming(what):
         check_finite(checkpoint.state)
         if settings:
-            name, config = identify(with_settings(checkpoint.config, settings))
-            checkpoint = replace(checkpoint, config=config, name=name)
+            config = with_settings(checkpoint.config, settings)
+            checkpoint = replace(checkpoint, config=config, name=identify(config)[0])
     return checkpoint
 
 

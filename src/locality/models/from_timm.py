@@ -140,6 +140,11 @@ class TimmModel(ImageClassifier):
     def feature_info(self) -> list[dict[str, Any]]:
         return list(self.model.feature_info)
 
+    @property
+    def patch_embed(self) -> Any:
+        """What cuts images into patches, where timm's model has such a part."""
+        return self.model.patch_embed
+
     def get_classifier(self) -> nn.Module:
         return self.model.get_classifier()
 

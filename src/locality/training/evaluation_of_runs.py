@@ -13,7 +13,7 @@ from locality import checks
 from locality.checkpoints.open import Classifier, open_model
 from locality.data import DataConfig, DataSplits, Preprocessing, eval_loader, open_data
 from locality.errors import UserError
-from locality.models import ImageClassifier
+from locality.models import ImageClassifier, count_macs
 from locality.training.evaluation import evaluate
 from locality.training.precision import choose_precision
 from locality.training.runs import RunFolder
@@ -121,8 +121,6 @@ def evaluate_on(
     Raises:
         UserError: for a precision or accelerator that does not exist, or a damaged image.
     """
-    from locality.models import count_macs
-
     checks.one_of("precision", precision, ("auto", "fp32", "bf16-mixed"))
     checks.integer("batch_size", batch_size, 1)
     device = torch.device(resolve_accelerator(accelerator))

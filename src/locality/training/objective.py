@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
+from locality.checkpoints import open_model
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.errors import UserError, unknown
 from locality.training.config import ObjectiveConfig
@@ -180,11 +181,9 @@ def check_teacher(config: ObjectiveConfig) -> None:
 
 
 def _teacher_of_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    from locality.training.runs import load_run
-
-    model, config = load_run(folder)
-    size = model.img_size
-    return model, {"mean": config.input.mean, "std": config.input.std, "size": size}
+    opened = open_model(folder)
+    wanted = opened.preprocessing
+    return opened.module(), {"mean": wanted.mean, "std": wanted.std, "size": wanted.size}
 
 
 def _teacher_of_timm(config: ObjectiveConfig) -> tuple[nn.Module, dict[str, Any]]:

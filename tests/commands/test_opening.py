@@ -1,0 +1,127 @@
+"""Whatever a model is given as: every command that takes one takes it, or all say the same."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import locality
+from locality.checkpoints import LAYOUTS, export, hub, load, save
+from locality.cli import main
+from locality.errors import UserError
+from locality.models import build
+
+DIGITS = ["--data.dataset", "digits", "--data.workers", "0"]
+QUICK = "--img_sizes [32] --rounds 1 --warmup 1 --batch_size 2 --tasks [inference] --memory false"
+# Given the model, an image and a folder to write to.
+COMMANDS = {
+    "predict": lambda what, image, out: ["predict", image, "--model", what],
+    "eval": lambda what, image, out: ["eval", what, *DIGITS],
+    "explore": lambda what, image, out: [
+        *("explore", what, "--images", image, "--output", f"{out}/explorer.html"),
+    ],
+    "export": lambda what, image, out: [
+        *("export", what, f"{out}/graph.pt2", "--format", "torch-export"),
+    ],
+    "convert": lambda what, image, out: ["convert", what, f"{out}/saved"],
+    "benchmark": lambda what, image, out: ["benchmark", what, *QUICK.split()],
+    "figure": lambda what, image, out: [
+        *("figure", "maps", what, "--images", image, "--output", f"{out}/maps"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """One small ConViT in every form, and where it lies."""
+    root = tmp_path_factory.mktemp("given")
+    words = (
+        "--schedule.steps 4 --schedule.warmup 0 --engine.batch_size 8 --engine.tensorboard false"
+    )
+    words += " --model convit_nano --data.workers 0 --quiet"
+    assert main(["train", "digits", "--output", str(root / "run"), *words.split()]) == 0
+    model = load(root / "run")
+    save(model, root / "saved")
+    state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
+    torch.save(state, root / "weights.pth")
+    export(model, root / "graph.onnx")
+    Image.new("RGB", (8, 8), "white").save(root / "image.png")
+    return root
+
+
+@pytest.fixture
+def inputs(given, tmp_path, monkeypatch):
+    """What may be typed: eight kinds, and a file that is not there."""
+    monkeypatch.setattr(
+        hub, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
+    )
+    tiny = build("convit_tiny")
+    monkeypatch.setenv("LOCALITY_HOME", str(tmp_path / "home"))
+    (tmp_path / "home/weights").mkdir(parents=True)
+    state = LAYOUTS["convit"].from_ours(tiny.state_dict(), tiny.config)
+    torch.save(state, tmp_path / "home/weights/convit_tiny.fb_in1k.pth")
+    theirs = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda *a, pretrained=False, **kw: theirs(*a, **kw))
+    return {
+        "architecture": "convit_nano",
+        "public": "convit_tiny.fb_in1k",
+        "timm": "timm/test_vit",
+        "hub": "me/model",
+        "run": str(given / "run"),
+        "saved": str(given / "saved"),
+        "file": str(given / "weights.pth"),
+        "graph": str(given / "graph.onnx"),
+        "missing": str(given / "nowhere.pth"),
+    }
+
+
+# What is refused, by how many of the seven commands; all others do their work.
+REFUSED = {
+    "architecture": ("is an architecture without weights", 6),  # speed needs no trained ones
+    "public": ("tells 1000 classes apart and dataset 'digits' has 10", 1),
+    "timm": ("tells 1000 classes apart and dataset 'digits' has 10", 1),
+    "graph": ("is an exported graph, which can only be run", 6),
+    "missing": ("there is no file or folder", 7),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*REFUSED, "hub", "run", "saved", "file"])
+def test_every_command_takes_the_same_models(kind, inputs, given, tmp_path, capsys):
+    refused = {}
+    for name, words in COMMANDS.items():
+        code = main(words(inputs[kind], str(given / "image.png"), str(tmp_path)))
+        error = capsys.readouterr().err
+        if code:
+            refused[name] = error
+            assert code == 2 and error.count("\n") == 1, (name, error)
+    sentence, count = REFUSED.get(kind, ("", 0))
+    assert len(refused) == count, refused
+    assert len(set(refused.values())) <= 1
+    assert all(sentence in said for said in refused.values())
+
+
+@pytest.mark.parametrize("kind", ["hub", "run", "saved", "file"])
+def test_python_opens_the_same(kind, inputs, given):
+    model = locality.load(inputs[kind])
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(model(images), load(given / "saved")(images))
+
+
+def test_settings_reach_every_opener(inputs, given, capsys):
+    model = locality.load(inputs["saved"], settings={"drop_rate": 0.5})
+    assert model.config.drop_rate == 0.5
+    with pytest.raises(UserError, match="did you mean drop_rate"):
+        locality.load(inputs["run"], settings={"drop_rat": 0.5})
+    image = str(given / "image.png")
+    words = ["predict", image, "--model", inputs["file"], "--set", "num_heads=2"]
+    assert main(words) == 2
+    assert "weights do not fit" in capsys.readouterr().err
+
+
+def test_an_exported_graph_has_no_model_to_load(inputs):
+    with pytest.raises(UserError, match="can only be run"):
+        locality.load(inputs["graph"])
