@@ -1,4 +1,4 @@
-"""Numbers over seeds: measured once, paired by seed, empty with a reason, judged by a rule."""
+"""Numbers over seeds: measured once, paired by seed, empty with a reason, decided by a rule."""
 
 from __future__ import annotations
 

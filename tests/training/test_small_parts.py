@@ -15,7 +15,7 @@ from locality.models import build
 from locality.training import dry_run, precision, recipe, replace
 from locality.training.dryrun import saved_activations
 from locality.training.environment import commit
-from locality.training.logs import Progress, Table, TensorBoard, duration
+from locality.training.logs import CsvTable, Progress, TensorBoard, duration
 from locality.training.precision import choose_precision
 from locality.training.randomness import StepRandomness
 from locality.training.recorder import Recorder
@@ -53,7 +53,7 @@ def test_seeds_ranks_steps_and_passes_draw_differently() -> None:
 
 
 def test_a_table_is_cut_back_to_a_step_and_to_whole_lines(tmp_path: Path) -> None:
-    table = Table(tmp_path / "t.csv", ("step", "value"))
+    table = CsvTable(tmp_path / "t.csv", ("step", "value"))
     table.cut(-1)
     for step in (1, 2, 3):
         table.append({"step": step, "value": step / 3})

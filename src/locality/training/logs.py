@@ -33,7 +33,7 @@ TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_m
 _SECONDS_BETWEEN_LINES = 30.0
 
 
-class Table:
+class CsvTable:
     """A CSV file that grows by a row at a time and can be cut back to a step.
 
     Args:

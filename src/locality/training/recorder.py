@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from locality.files import atomic_file, write_atomic
-from locality.training.logs import METRICS, TIMING, Progress, Table, TensorBoard, duration
+from locality.training.logs import METRICS, TIMING, CsvTable, Progress, TensorBoard, duration
 from locality.training.runs import RunFolder
 from locality.training.saver import BackgroundSaver
 
@@ -66,8 +66,8 @@ class Recorder:
         if run is None:
             return
         self._saver = BackgroundSaver(run.checkpoints)
-        self._metrics = Table(run.metrics_file, METRICS)
-        self._timing = Table(run.timing_file, TIMING)
+        self._metrics = CsvTable(run.metrics_file, METRICS)
+        self._timing = CsvTable(run.timing_file, TIMING)
         self._metrics.cut(evaluated)
         if rows := self._timing.cut(evaluated):
             self._timed_seconds = float(rows[-1]["seconds"])
