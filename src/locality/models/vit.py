@@ -203,12 +203,11 @@ class VisionTransformer(ImageClassifier):
         x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
         token: Tensor | None = self.cls_token
         prefix = int(self.config.embed_class_token)
+        if token is not None and prefix:
+            x, token = base.with_class_token(token, x), None
         if self.pos_embed is not None:
             (made_for,) = self.config.home_grids
-            position = base.position_embedding(self.pos_embed, made_for, grid, prefix)
-            if token is not None and prefix:
-                token = token.to(x.dtype).expand(x.shape[0], -1, -1) + position[:, :1]
-            x = x + position[:, prefix:]
+            x = x + base.position_embedding(self.pos_embed, made_for, grid, prefix)
         for index, block in enumerate(self.blocks[:maps]):
             if index == self.config.gpsa_layers and token is not None:
                 x = base.with_class_token(token, x)
