@@ -11,7 +11,7 @@ SOURCE = Path(locality.__file__).parent
 
 # Earlier rooms know nothing of later ones. Names on one line may not import each other.
 ORDER = [
-    {"errors", "files", "checks", "lazy", "machine", "_version"},
+    {"errors", "files", "checks", "lazy", "machine", "settings", "_version"},
     {"data", "layers"},
     {"models"},
     {"checkpoints"},

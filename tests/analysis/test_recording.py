@@ -7,8 +7,8 @@ from locality.analysis.pictures import load_pictures, sample
 from locality.analysis.recording import read_measures
 from locality.data import open_data
 from locality.errors import UserError
+from locality.settings import replace
 from locality.training import RunConfig, load_run, train
-from locality.training.settings import replace
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from locality import settings
 from locality.cli import main
 from locality.commands.opening import image_files
 from locality.commands.train import read_run
 from locality.errors import UserError
-from locality.training import RECIPES, RunConfig, RunFolder, recipe, settings
+from locality.training import RECIPES, RunConfig, RunFolder, recipe
 
 SHORT = [
     "--schedule.steps=4",

@@ -16,8 +16,8 @@ from locality.errors import UserError
 from locality.figures import FIGURES
 from locality.figures.style import save
 from locality.models import build
+from locality.settings import to_dict
 from locality.training import recipe, replace, train
-from locality.training.settings import to_dict
 
 SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 

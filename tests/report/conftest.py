@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from locality import settings
 from locality.analysis.pictures import Sample, save_pictures, take_pictures
 from locality.analysis.summary import measure_model
 from locality.models import build, count_parameters
-from locality.training import settings
 from locality.training.config import RunConfig
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from locality import settings
 from locality.errors import UserError
 from locality.runner.runs import Run, content_folder, digest, waves, with_needs
-from locality.training import replace, settings, train
+from locality.training import replace, train
 
 
 def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, tiny_config):

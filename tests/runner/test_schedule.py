@@ -9,12 +9,13 @@ import time
 import pytest
 import torch
 
+from locality import settings
 from locality.errors import UserError
 from locality.runner.cost import estimate_costs, span
 from locality.runner.executors import log_file, make_executor, perform, visible_gpus
 from locality.runner.runs import Run
 from locality.runner.schedule import RunsProgress, Workload, done_fraction, run_all
-from locality.training import load_run, settings
+from locality.training import load_run
 
 
 @pytest.fixture
@@ -180,7 +181,8 @@ import sys
 from pathlib import Path
 from locality.runner.schedule import run_all
 from locality.runner.runs import Run
-from locality.training import RunConfig, settings
+from locality import settings
+from locality.training import RunConfig
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])

@@ -9,8 +9,8 @@ import typing
 import pytest
 
 from locality.errors import UserError
+from locality.settings import differences, flatten, from_dict, from_yaml, to_dict, to_yaml
 from locality.training import RECIPES, RunConfig, recipe, replace
-from locality.training.settings import differences, flatten, from_dict, from_yaml, to_dict, to_yaml
 
 from .conftest import tiny
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from locality.training.settings import to_yaml
+from locality.settings import to_yaml
 
 from .conftest import assert_same_run, tiny
 
@@ -118,7 +118,7 @@ def test_two_processes_train_one_run_after_the_other(tmp_path: Path) -> None:
         "import sys\n"
         "from locality.training import replace, train\n"
         "from locality.training.config import RunConfig\n"
-        "from locality.training.settings import from_yaml\n"
+        "from locality.settings import from_yaml\n"
         "config = from_yaml(RunConfig, open(sys.argv[1]).read())\n"
         "for seed in range(2):\n"
         "    train(replace(config, {'seed': seed}), f'{sys.argv[2]}-{seed}', quiet=True)\n"

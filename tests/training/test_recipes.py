@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from locality import settings
 from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.models import build
-from locality.training import RECIPES, RunConfig, recipe, replace, settings
+from locality.training import RECIPES, RunConfig, recipe, replace
 from locality.training.plan import make_plan
 from locality.training.recipes import describe
 

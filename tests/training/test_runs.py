@@ -16,11 +16,11 @@ from locality.analysis.runs import read_runs
 from locality.checkpoints.open import is_run_folder
 from locality.errors import UserError
 from locality.models import count_parameters
+from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
 from locality.training.loop import Progressed
 from locality.training.recorder import Recorder
-from locality.training.settings import from_yaml
 from locality.training.setup import build_model
 
 from .conftest import tiny, train, train_interrupted

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from locality.models.factory import build
 from locality.models.from_timm import TimmConfig
 from locality.models.variants import name_today
 from locality.models.vit import ViTConfig
+from locality.settings import from_dict
 
 FORMAT = "locality"
 FORMAT_VERSION = 1
@@ -72,72 +72,8 @@ def decode_config(content: dict[str, Any]) -> Any:
     family = str(content.get("family"))
     if family not in FAMILIES:
         raise unknown("family of models", family, FAMILIES)
-    return decode(FAMILIES[family], {key: content[key] for key in content if key != "family"})
-
-
-def decode(kind: type, content: Any) -> Any:
-    """A dataclass of the given kind from a JSON object.
-
-    Raises:
-        UserError: for an unknown or missing field, or a value of the wrong kind.
-    """
-    if not isinstance(content, dict):
-        raise UserError(f"the {kind.__name__} is {content!r}, not an object")
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for name in content:
-        if name not in fields:
-            raise unknown(f"setting of {kind.__name__}", name, fields)
-    values = {
-        name: _value(hints[name], value, f"{kind.__name__}.{name}")
-        for name, value in content.items()
-    }
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise UserError(f"the {kind.__name__} lacks {', '.join(missing)}")
-    return kind(**values)
-
-
-def _value(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the type `hint` says; JSON's lists become tuples."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in arguments:
-            try:
-                return _value(option, value, name)
-            except UserError:
-                continue
-    elif origin is typing.Literal:
-        if value in arguments:
-            return value
-    elif origin is tuple:
-        if isinstance(value, list):
-            variadic = len(arguments) == 2 and arguments[1] is Ellipsis
-            kinds = (arguments[0],) * len(value) if variadic else arguments
-            if len(kinds) == len(value):
-                pairs = zip(kinds, value, strict=True)
-                return tuple(_value(kind, item, name) for kind, item in pairs)
-    elif dataclasses.is_dataclass(hint):
-        return decode(typing.cast(type, hint), value)
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        return value
-    raise UserError(f"{name} is {value!r}, which is not a {_readable(hint)}")
-
-
-def _readable(hint: Any) -> str:
-    return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")
+    fields = {name: value for name, value in content.items() if name != "family"}
+    return from_dict(FAMILIES[family], fields, "architecture")
 
 
 @dataclass(frozen=True)
@@ -247,11 +183,14 @@ class Checkpoint:
             raise UserError("its labels are not a list of names")
         name, version = content.get("name"), str(content.get("written_by")).partition(" ")[2]
         config = decode_config(content["architecture"])
+        preprocessing = None
+        if given is not None:
+            preprocessing = from_dict(Preprocessing, given, "input").completed(config.img_size)
         return cls(
             config,
             state,
             None if name is None else name_today(name, version),
-            None if given is None else decode(Preprocessing, given).completed(config.img_size),
+            preprocessing,
             None if labels is None else tuple(labels),
         )
 

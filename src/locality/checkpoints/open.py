@@ -24,7 +24,6 @@ from locality.checkpoints.format import (
     FORMAT,
     WEIGHTS,
     Checkpoint,
-    decode,
     read_file,
     read_folder,
 )
@@ -47,6 +46,7 @@ from locality.models import factory
 from locality.models.base import ImageClassifier
 from locality.models.from_timm import PREFIX, published
 from locality.models.variants import VARIANTS, name_today
+from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
 
@@ -275,8 +275,7 @@ def _prepared_in_run(content: dict[str, Any], img_size: Any) -> Preprocessing:
     if given.get("interpolation") in (None, "random"):  # the latter for training alone
         given["interpolation"] = "bicubic"
     fields = {name: given[name] for name in _PREPARED if name in given}
-    size = list(img_size) if isinstance(img_size, tuple) else img_size
-    return decode(Preprocessing, fields | {"img_size": size})
+    return from_dict(Preprocessing, fields | {"img_size": img_size}, "input")
 
 
 def open_weights(

@@ -57,9 +57,9 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     """
     from jsonargparse import ActionConfigFile
 
+    from locality.settings import to_dict
     from locality.training.config import MOVED, RunConfig
     from locality.training.recipes import RECIPES, adjusted, name_of, recipe
-    from locality.training.settings import to_dict
 
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
     words = with_aliases(arguments, ALIASES | moved)
@@ -123,8 +123,8 @@ def default_folder(config: RunConfig) -> Path:
 
 def recipes(arguments: Sequence[str]) -> None:
     """List the recipes, or show one with every value."""
+    from locality.settings import to_yaml
     from locality.training.recipes import RECIPES, describe, recipe
-    from locality.training.settings import to_yaml
 
     parser = Parser("recipes", "List the training recipes, or show one in full.")
     parser.add_argument("name", nargs="?", default=None, help="a recipe, to see all its values")

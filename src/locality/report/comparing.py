@@ -9,7 +9,7 @@ from locality.analysis.runs import INCIDENTAL, RunGroup, differing
 from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.figures.charts import percent
 from locality.models import VARIANTS
-from locality.training.settings import flatten
+from locality.settings import flatten
 
 # Counts of parameters that differ by less are called equal: gates and positional vectors, which a
 # DeiT has not, are well below.

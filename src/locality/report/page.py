@@ -21,7 +21,7 @@ from locality.figures.curves import gates_over_training, nonlocality_over_traini
 from locality.figures.style import inline_svg, save
 from locality.files import render, write_atomic
 from locality.report import comparing
-from locality.training.settings import flatten
+from locality.settings import flatten
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 

@@ -20,9 +20,9 @@ from locality.data.config import DataConfig
 from locality.errors import UserError
 from locality.models import ImageClassifier, build, count_macs, count_parameters
 from locality.runner.runs import Run
+from locality.settings import from_yaml, to_yaml
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.plan import make_plan
-from locality.training.settings import from_yaml, to_yaml
 
 # Training images of datasets that may not lie here, as their makers give them; a hundredth of a
 # per cent more or less does not matter for a plan. (images, classes)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from locality.errors import UserError
+from locality.settings import differences, flatten, to_dict
 from locality.training.config import RunConfig
 from locality.training.runs import MAY_CHANGE, PATHS, RunFolder
-from locality.training.settings import differences, flatten, to_dict
 
 TRAIN = "locality.training:train"
 

@@ -13,6 +13,7 @@ from locality.lazy import lazily
 if TYPE_CHECKING:
     from locality.checkpoints.run_state import DamagedCheckpoint
     from locality.errors import RunFailed
+    from locality.settings import replace
     from locality.training.config import (
         EngineConfig,
         ModelConfig,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from locality.training.failures import CheckpointNotSaved, NonFiniteLoss
     from locality.training.recipes import RECIPES, recipe
     from locality.training.runs import RunFolder, initial_model, load_run
-    from locality.training.settings import replace
     from locality.training.signals import Interrupted
 
 __all__ = [
@@ -69,7 +69,7 @@ __getattr__ = lazily(
         ".failures": "CheckpointNotSaved NonFiniteLoss",
         ".recipes": "RECIPES recipe",
         ".runs": "RunFolder initial_model load_run",
-        ".settings": "replace",
+        "locality.settings": "replace",
         ".signals": "Interrupted",
         "locality.checkpoints.run_state": "DamagedCheckpoint",
         "locality.errors": "RunFailed",

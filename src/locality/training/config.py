@@ -2,7 +2,7 @@
 
 Two runs with equal values do the same arithmetic. The groups mirror what a person thinks about:
 which model, which data, how images are changed, which optimiser, how long, which loss, which
-machine. `locality.training.recipes` fills them in; `locality.training.settings` writes and reads
+machine. `locality.training.recipes` fills them in; `locality.settings` writes and reads
 them as YAML.
 """
 

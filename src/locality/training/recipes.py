@@ -18,6 +18,7 @@ from typing import Any
 
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError, unknown
+from locality.settings import replace
 from locality.training.config import (
     EARLIER_RECIPES,
     EngineConfig,
@@ -27,7 +28,6 @@ from locality.training.config import (
     RunConfig,
     ScheduleConfig,
 )
-from locality.training.settings import replace
 
 # The DeiT recipe's augmentation, which both papers use for all from-scratch ImageNet runs.
 DEIT_AUGMENT = AugmentConfig(

@@ -24,11 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locality import settings
 from locality.checkpoints.open import load
 from locality.errors import UserError
 from locality.files import parse_json, read_json, read_text, write_atomic
 from locality.models.variants import name_today
-from locality.training import settings
 from locality.training.checkpoint import CheckpointFolder
 from locality.training.config import RunConfig
 from locality.training.environment import describe_environment

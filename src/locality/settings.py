@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 import typing
@@ -42,14 +43,15 @@ def from_dict(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
         path: dotted name of the whole, for messages.
 
     Raises:
-        UserError: for a setting that does not exist (with the nearest), a wrong type, or a value
-            out of range.
+        UserError: for a setting that does not exist (with the nearest) or has to be given, a wrong
+            type, or a value out of range.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
     values = getattr(kind, "upgraded", dict)(values)
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
     given: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
@@ -57,6 +59,10 @@ def from_dict(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
             within = [f"{path}.{known}" if path else known for known in names]
             raise unknown("setting", dotted, within)
         given[name] = _typed(hints[name], value, dotted)
+    for field in fields:
+        has_default = not field.default is field.default_factory is dataclasses.MISSING
+        if field.name not in given and not has_default:
+            raise UserError(f"{path or 'the configuration'} lacks {field.name}")
     return kind(**given)
 
 
@@ -87,13 +93,16 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
     """`value` as the type `hint` asks for: lists become tuples, whole numbers become floats."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if value is None and len(options) < len(typing.get_args(hint)):
             return None
-        # Of several types the one that a value of several parts, or of one, can be.
+        # Of several types, one for values of several parts comes first for such a value.
         several = isinstance(value, (list, tuple))
-        fitting = [o for o in options if (typing.get_origin(o) is tuple) == several]
-        return _typed(next(o for o in [*fitting, *options] if o is not type(None)), value, path)
+        options.sort(key=lambda option: (typing.get_origin(option) is tuple) != several)
+        for option in options[:-1]:
+            with contextlib.suppress(UserError):
+                return _typed(option, value, path)
+        return _typed(options[-1], value, path)
     if origin is Literal:
         choices = typing.get_args(hint)
         if value not in choices:
