@@ -24,10 +24,10 @@ from locality.layers.conv_init import plain
 from locality.layers.cpu import Linear
 from locality.layers.position import Grid
 
-ProjectionKind = Literal["conv", "linear", "avg", "microsoft_avg"]
+ProjectionName = Literal["conv", "linear", "avg", "microsoft_avg"]
 AttentionScale = Literal["width", "head"]
 
-PROJECTIONS: tuple[ProjectionKind, ...] = ("conv", "linear", "avg", "microsoft_avg")
+PROJECTIONS: tuple[ProjectionName, ...] = ("conv", "linear", "avg", "microsoft_avg")
 ATTENTION_SCALES: tuple[AttentionScale, ...] = ("width", "head")
 
 
@@ -46,12 +46,14 @@ def convolved_size(size: int, kernel: int, stride: int, padding: int) -> int:
     return (size + 2 * padding - kernel) // stride + 1
 
 
-def projected_grid(grid: Grid, kind: ProjectionKind, kernel: int, stride: int, pad: int) -> Grid:
+def projected_grid(
+    grid: Grid, projection: ProjectionName, kernel: int, stride: int, pad: int
+) -> Grid:
     """The grid that projections of a `grid` of tokens lie on."""
-    if kind == "linear":
+    if projection == "linear":
         return grid
     height, width = (convolved_size(size, kernel, stride, pad) for size in grid)
-    if kind == "microsoft_avg":  # rounded up, but no window begins beyond the grid
+    if projection == "microsoft_avg":  # rounded up, but no window begins beyond the grid
         height, width = (
             min(-(-(size + 2 * pad - kernel) // stride), (size + pad - 1) // stride) + 1
             for size in grid
@@ -119,14 +121,14 @@ class Projection(nn.Module):
 
     Args:
         dim: token width C.
-        kind: one of the three.
+        projection: one of these names.
         kernel_size: odd side of the window.
         stride: of the window.
         bias: bias of the linear part.
         padding: of the grid of tokens; half the window, which gives ⌈size / stride⌉, if None.
 
     Raises:
-        UserError: for an unknown kind, an even kernel or a stride below 1.
+        UserError: for an unknown name, an even kernel or a stride below 1.
     """
 
     conv: nn.Module
@@ -135,34 +137,34 @@ class Projection(nn.Module):
     def __init__(
         self,
         dim: int,
-        kind: ProjectionKind = "conv",
+        projection: ProjectionName = "conv",
         kernel_size: int = 3,
         stride: int = 1,
         bias: bool = True,
         padding: int | None = None,
     ) -> None:
         super().__init__()
-        checks.choice("projection", kind, PROJECTIONS)
+        checks.choice("projection", projection, PROJECTIONS)
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise UserError(f"projection_kernel has to be odd and above 0, not {kernel_size}")
         if stride < 1:
             raise UserError(f"the stride of a projection has to be at least 1, not {stride}")
-        self.kind = kind
-        self.stride = 1 if kind == "linear" else stride
+        self.projection = projection
+        self.stride = 1 if projection == "linear" else stride
         padding = kernel_size // 2 if padding is None else padding
         self.window = (kernel_size, stride, padding)
-        if kind == "conv":
+        if projection == "conv":
             self.conv = nn.Conv2d(dim, dim, *self.window, groups=dim, bias=False)
             self.norm = BatchNorm(dim)
-        elif kind != "linear":
-            theirs = kind == "microsoft_avg"
+        elif projection != "linear":
+            theirs = projection == "microsoft_avg"
             self.conv = nn.AvgPool2d(*self.window, ceil_mode=theirs, count_include_pad=theirs)
             self.norm = nn.Identity()
         self.linear = plain(Linear(dim, dim, bias=bias))
 
     def grid(self, grid: Grid) -> Grid:
         """The grid that the projections of a `grid` of tokens lie on."""
-        return projected_grid(grid, self.kind, *self.window)
+        return projected_grid(grid, self.projection, *self.window)
 
     def forward(self, x: Tensor, image: Tensor) -> Tensor:
         """Tokens (B, p + N, C) → projections (B, p + N', C).
@@ -176,7 +178,7 @@ class Projection(nn.Module):
 
     def mix(self, x: Tensor, image: Tensor) -> Tensor:
         """What the linear part is given: patches convolved (Eq. 2), the class token as it is."""
-        if self.kind == "linear":
+        if self.projection == "linear":
             return x
         patches = image_to_tokens(self.norm(self.conv(image)))
         prefix = prefix_length(x.shape[1], (image.shape[2], image.shape[3]))
@@ -190,7 +192,7 @@ class Projection(nn.Module):
     @torch.no_grad()
     def fold_batch_norm(self) -> None:
         """Fold BatchNorm, as it is in evaluation, into the convolution before it. In place."""
-        if self.kind == "conv" and isinstance(self.norm, BatchNorm):
+        if self.projection == "conv" and isinstance(self.norm, BatchNorm):
             convolution = cast(nn.Conv2d, self.conv.eval())
             self.conv = fuse_conv_bn_eval(convolution, self.norm.eval())
             self.norm = nn.Identity()
@@ -207,7 +209,7 @@ class ConvolutionalAttention(nn.Module):
     Args:
         dim: token width C.
         num_heads: number of heads h; divides C.
-        projection: kind of all three projections (see `Projection`).
+        projection: name of all three projections (see `Projection`).
         kernel_size: side of their window.
         kv_stride: stride of keys and values; queries have stride 1.
         qkv_bias: bias of the projections' linear parts.
@@ -223,7 +225,7 @@ class ConvolutionalAttention(nn.Module):
         self,
         dim: int,
         num_heads: int,
-        projection: ProjectionKind = "conv",
+        projection: ProjectionName = "conv",
         kernel_size: int = 3,
         kv_stride: int = 2,
         qkv_bias: bool = True,
@@ -237,7 +239,7 @@ class ConvolutionalAttention(nn.Module):
         self.dim = dim
         self.num_heads = num_heads
         self.scale = (dim if scale == "width" else dim // num_heads) ** -0.5
-        queries: ProjectionKind = "linear" if projection == "microsoft_avg" else projection
+        queries: ProjectionName = "linear" if projection == "microsoft_avg" else projection
         self.q = Projection(dim, queries, kernel_size, 1, qkv_bias)
         self.k = Projection(dim, projection, kernel_size, kv_stride, qkv_bias, kv_padding)
         self.v = Projection(dim, projection, kernel_size, kv_stride, qkv_bias, kv_padding)

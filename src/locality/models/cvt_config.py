@@ -13,7 +13,7 @@ from locality.layers.convolution import (
     ATTENTION_SCALES,
     PROJECTIONS,
     AttentionScale,
-    ProjectionKind,
+    ProjectionName,
     convolved_size,
     projected_grid,
 )
@@ -68,7 +68,7 @@ class StageConfig:
     embed_padding: int = 1
     mlp_ratio: float | tuple[float, ...] = 4.0
     kv_stride: int | tuple[int, ...] = 2
-    projection: ProjectionKind = "conv"
+    projection: ProjectionName = "conv"
     projection_kernel: int = 3
     kv_padding: int | None = None
     qkv_bias: bool = True

@@ -75,7 +75,7 @@ _MINI = {"img_size": 64, "patch_size": 8, "depth": 10, "num_classes": 200}
 
 # What the architecture search of CvT §4.2 found is described, never published: stride 2 and ratio 2
 # at both ends, stride 1 and ratio 4 at most of the middle, 18 M parameters and 4.1 G. This is the
-# bottleneck of that kind which comes nearest from below: 17.3 M and 4.09 G.
+# bottleneck of that shape which comes nearest from below: 17.3 M and 4.09 G.
 _NAS = "a reconstruction in CvT §4.2's search space; the authors never published their result"
 _BOTTLENECK: dict[str, Any] = {
     "kv_stride": (2, (2, 2), (2, 1, 1, 1, 1, 2, 2, 2, 2, 2)),

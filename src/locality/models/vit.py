@@ -130,7 +130,7 @@ def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
 
 
 def _shared(c: ViTConfig) -> dict[str, Any]:
-    """What both kinds of positional attention are made with."""
+    """What PSA and GPSA are both made with."""
     return {
         "dim": c.embed_dim,
         "num_heads": c.num_heads,
@@ -141,7 +141,7 @@ def _shared(c: ViTConfig) -> dict[str, Any]:
     }
 
 
-# What stands in the first blocks, by name: a new kind of attention is a class and a row here.
+# What stands in the first blocks, by name: another attention is a class and a row here.
 POSITIONAL: dict[str, Callable[[ViTConfig], nn.Module]] = {
     "gpsa": lambda c: GatedPositionalSelfAttention(gating_init=c.gating_init, **_shared(c)),
     "psa": lambda c: PositionalSelfAttention(**_shared(c)),
