@@ -19,22 +19,22 @@ from locality.errors import one_line, printable, unknown
 # name → (module of locality.commands: function, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("train:demo", "train ConViT and its DeiT baseline on digits and write a report"),
-    "models": ("models:main", "list the models: sizes, cost, public weights"),
+    "models": ("models:models", "list the models: sizes, cost, public weights"),
     "recipes": ("train:recipes", "list the training recipes, or show one in full"),
     "train": ("train:train", "train a model, or resume a run"),
-    "eval": ("evaluate:main", "accuracy of a run, a checkpoint or public weights"),
-    "predict": ("predict:main", "classify images"),
+    "eval": ("images:evaluate", "accuracy of a run, a checkpoint or public weights"),
+    "predict": ("images:predict", "classify images"),
     "report": ("reports:report", "write an HTML report from run folders"),
     "explore": (
-        "explore:main",
+        "images:explore",
         "write a page where one clicks a patch and sees what every head looks at",
     ),
-    "figure": ("figure:main", "draw one of the papers' figures from runs or models"),
+    "figure": ("images:figure", "draw one of the papers' figures from runs or models"),
     "reproduce": ("reports:reproduce", "run a table or figure of either paper, by name"),
-    "benchmark": ("benchmark:main", "speed and memory against timm and transformers"),
-    "convert": ("convert:main", "turn weights from one layout into another"),
-    "export": ("export:main", "write a model as ONNX or a torch.export program"),
-    "data": ("data:main", "check an image folder, or pack it for fast reading"),
+    "benchmark": ("models:benchmark", "speed and memory against timm and transformers"),
+    "convert": ("models:convert", "turn weights from one layout into another"),
+    "export": ("models:export", "write a model as ONNX or a torch.export program"),
+    "data": ("images:data", "check an image folder, or pack it for fast reading"),
 }
 
 # Errors in what the user gave, or in the files and folders they named.

@@ -10,8 +10,8 @@ from sklearn.datasets import load_digits
 
 from locality import settings
 from locality.cli import main
-from locality.commands.opening import image_files
 from locality.commands.train import read_run
+from locality.data.folder import image_files
 from locality.errors import UserError
 from locality.training import RECIPES, RunConfig, RunFolder, recipe
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
+from locality.checkpoints.open import is_run_folder
 from locality.data import open_data
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
@@ -32,6 +33,7 @@ from locality.errors import UserError
 from locality.files import open_file, parse_json, write_atomic
 from locality.layers.position import Grid
 from locality.training.config import RunConfig
+from locality.training.runs import RunFolder
 
 Array = npt.NDArray[Any]
 
@@ -100,6 +102,21 @@ def sample(
     shown = pixels.permute(0, 2, 3, 1).contiguous().numpy()
     labels = [classes[label] if classes else str(label) for label in source.labels[indices]]
     return Sample(normalise(pixels, preprocessing), shown, labels, classes)
+
+
+def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
+    """The first validation images of a run, one of each class in turn, with their class's name.
+
+    Raises:
+        UserError: if `run` is no run folder.
+    """
+    if not is_run_folder(run):
+        raise UserError(f"{run} is no run folder with images of its own; give --images")
+    config = RunFolder(run).config()
+    splits = open_data(config.data, config.seed)
+    chosen = one_of_each(splits.val.labels, count).tolist()
+    labels = splits.val.labels
+    return [(splits.classes[labels[index]], splits.val.read_or_name(index)) for index in chosen]
 
 
 def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count: int) -> Sample:

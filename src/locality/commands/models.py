@@ -1,15 +1,33 @@
-"""`locality models`: what there is, how large, how costly."""
+"""`locality models`, `convert`, `export` and `benchmark`: what there is, in any form, how fast."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from locality.commands.parsing import Parser, table
+from locality.commands.parsing import (
+    MODEL,
+    Parser,
+    add_model_options,
+    open_given,
+    read_settings,
+    table,
+    with_aliases,
+)
+from locality.errors import UserError
+from locality.files import write_atomic
+
+if TYPE_CHECKING:
+    from locality.benchmark import BenchmarkConfig
+    from locality.models import ImageClassifier
 
 
-def main(arguments: Sequence[str]) -> None:
+def models(arguments: Sequence[str]) -> None:
     """Print the table of models."""
     parser = Parser("models", "List the models: parameters, multiply-accumulates, image size.")
     parser.add_argument(
@@ -69,3 +87,117 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
         for name in matching(SOURCES, options.filter)
         if options.family in (None, variant(SOURCES[name].model).family)
     ]
+
+
+def convert(arguments: Sequence[str]) -> None:
+    """Convert and say what was done."""
+    from locality.checkpoints import LAYOUTS, convert
+
+    parser = Parser(
+        "convert",
+        "Read a model, weights of any known layout, recognised from the names of their tensors, "
+        "and write it in another. Nothing in a pickled file is ever executed.",
+    )
+    parser.add_argument("source", help=MODEL)
+    parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
+    parser.add("--to", "locality", f"one of: {', '.join(LAYOUTS)}")
+    add_model_options(parser)
+    parser.add("--overwrite", False, "replace the target")
+    options = parser.read(with_aliases(arguments, {"--model": "--variant"}))
+    done = convert(
+        options.source,
+        options.target,
+        options.to,
+        options.variant,
+        options.entry,
+        options.overwrite,
+        read_settings(options),
+    )
+    print(done)
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Export and print the path."""
+    parser = Parser(
+        "export",
+        "Write a model as an ONNX graph or a torch.export program, for any batch size (and any "
+        "image size, where the model takes any).",
+    )
+    parser.add_argument("model", help=MODEL)
+    parser.add_argument("output", help="file ending in .onnx or .pt2")
+    parser.add("--format", "onnx", "onnx or torch-export")
+    add_model_options(parser)
+    options = parser.read(arguments)
+
+    from locality.checkpoints import export
+
+    opened = open_given(options.model, options)
+    print(
+        export(
+            opened.module(),
+            options.output,
+            options.format,
+            preprocessing=opened.preprocessing,
+            classes=opened.classes,
+        )
+    )
+
+
+def benchmark(arguments: Sequence[str]) -> None:
+    """Measure each model in a process of its own and print (and write) the results."""
+    from locality.benchmark import BenchmarkConfig, to_table
+
+    parser = Parser(
+        "benchmark",
+        "Images per second of inference and of a training step, peak memory and what the backward "
+        "pass keeps, beside a peer with equal weights; contenders take turns in one process.",
+    )
+    parser.add_argument("models", nargs="+", help=f"name of an architecture, or {MODEL}")
+    add_model_options(parser)
+    parser.add_class_arguments(BenchmarkConfig, None)
+    parser.add("--output", None, "write JSON here as well", str | None)
+    options = parser.read(arguments)
+    settings = {key: value for key, value in vars(options).items() if key not in _OWN}
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    config = BenchmarkConfig(**settings)
+    if options.output and not Path(options.output).resolve().parent.is_dir():
+        raise UserError(f"the folder of --output {options.output} does not exist; create it first")
+
+    for name in options.models:
+        _opened(name, options)  # what cannot be opened is said before anything is measured
+    measure = partial(_measure, config=config, options=options)
+    if len(options.models) == 1:
+        results = [measure(options.models[0])]
+    else:
+        # A process each, so that no model inherits another's memory or caches.
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+            results = list(pool.map(measure, options.models))
+    for result in results:
+        header, cells = to_table(result)
+        print(f"\n{result['model']} on {_describe(result['machine'])}\n")
+        print(table(cells, header))
+    if options.output:
+        write_atomic(options.output, json.dumps(results, indent=2) + "\n")
+
+
+_OWN = ("models", "output", "variant", "entry", "set")
+
+
+def _measure(name: str, config: BenchmarkConfig, options: Any) -> dict[str, Any]:
+    from locality.benchmark import run_benchmark
+
+    return run_benchmark(name, config, _opened(name, options))
+
+
+def _opened(name: str, options: Any) -> ImageClassifier | None:
+    from locality.models.variants import VARIANTS
+
+    return None if name in VARIANTS else open_given(name, options).module()
+
+
+def _describe(machine: dict[str, Any]) -> str:
+    return (
+        f"{machine['device']} ({machine['threads']} threads, {machine['instructions']}), "
+        f"torch {machine['torch']}, timm {machine['timm']}, {machine['date']}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser as _JsonArgumentParser
@@ -13,6 +13,9 @@ from jsonargparse import Namespace
 
 from locality.errors import UserError, unknown
 from locality.files import read_yaml
+
+if TYPE_CHECKING:
+    from locality.checkpoints.open import Classifier
 
 
 class Parser(_JsonArgumentParser):
@@ -81,7 +84,7 @@ MODEL = "run folder, weights of any layout, public name, hub repository or ONNX 
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the options of opening a model; `opening.open_given` reads them."""
+    """Add the options of opening a model; `open_given` reads them."""
     parser.add_argument("--variant", default=None, help="architecture, if the weights do not tell")
     parser.add_argument("--entry", default=None, help="which state dict, if a file has several")
     parser.add_argument(
@@ -92,6 +95,17 @@ def add_model_options(parser: Parser) -> None:
         metavar="NAME=VALUE",
         help="a setting of the model, where the weights do not tell it: kv_stride=1",
     )
+
+
+def open_given(what: str, options: Any) -> Classifier:
+    """What `what` names, opened with the options that `add_model_options` added.
+
+    Raises:
+        FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
+    """
+    from locality.checkpoints.open import open_model
+
+    return open_model(what, options.variant, options.entry, read_settings(options))
 
 
 def read_settings(options: Namespace) -> dict[str, Any]:

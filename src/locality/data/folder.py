@@ -19,7 +19,7 @@ from PIL import Image
 
 from locality.data.config import AS_PUBLISHED, Decoding
 from locality.data.decoding import check_header, decode, read_bytes
-from locality.data.sources import ImageSource
+from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
 
 IMAGE_SUFFIXES = frozenset(
@@ -211,6 +211,43 @@ def open_folder(
     if val is None:
         return *open_one(train, decoding), None
     return open_train_val(train, val, decoding)
+
+
+def image_files(given: Iterable[str]) -> Iterator[Path]:
+    """The image files that paths of files and folders name, those of a folder in sorted order.
+
+    A folder without images of its own stands for those in the folders below it.
+
+    Raises:
+        FileNotFoundError: if there is no such file or folder.
+        UserError: if a folder has no images.
+    """
+    for name in given:
+        path = Path(name)
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+            inside = inside or sorted(
+                p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES
+            )
+            if not inside:
+                raise UserError(f"there are no images in the folder {path}")
+            yield from inside
+        elif path.exists():
+            yield path
+        else:
+            raise FileNotFoundError(f"there is no file or folder {path}")
+
+
+def read_image(file: Path) -> Image.Image:
+    """The image in a file, as RGB.
+
+    Raises:
+        UserError: if it cannot be decoded, naming the file.
+    """
+    try:
+        return decode(read_bytes(file))
+    except BadImage as error:
+        raise UserError(f"{file}: {error}") from error
 
 
 def class_difference(train: Listing, val: Listing) -> str:
