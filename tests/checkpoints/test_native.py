@@ -90,7 +90,7 @@ def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
     save(build("convit_nano"), tmp_path, card=RESULT, preprocessing=Preprocessing(8))
     text = (tmp_path / "README.md").read_text()
     assert "| Top-1 on the validation images (%) | 97.25 |" in text
-    assert "| Share of the training images | 50% |" in text
+    assert "| Fraction of the training images | 50% |" in text
     assert "3×8×8" in text and "bicubic" in text
     assert "private" not in text and "None" not in text and "Top-5" not in text
     data = ModelCard(text).data
@@ -99,9 +99,9 @@ def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
     assert (measured.dataset_name, measured.metric_value) == ("digits", 97.25)
 
 
-def test_a_small_share_of_the_images_is_not_rounded_away(tmp_path):
+def test_a_small_fraction_of_the_images_is_not_rounded_away(tmp_path):
     save(build("convit_nano"), tmp_path, card={"fraction": 0.005})
-    assert "| Share of the training images | 0.5% |" in (tmp_path / "README.md").read_text()
+    assert "| Fraction of the training images | 0.5% |" in (tmp_path / "README.md").read_text()
 
 
 def test_a_card_without_figures_claims_none(tmp_path):

@@ -104,7 +104,7 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
     """Refuse a target that `convert` could not, or may not, write.
 
     Raises:
-        UserError: for an ending or a kind of target that the layout `to` does not have, or if
+        UserError: for an ending or a form of target that the layout `to` does not have, or if
             `target` exists and is not to be overwritten.
     """
     if target.suffix not in ("", ".safetensors", ".pth", ".pt", ".bin"):

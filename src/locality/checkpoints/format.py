@@ -53,8 +53,8 @@ def encode_config(config: Any) -> dict[str, Any]:
     Raises:
         UserError: if it is none of ours.
     """
-    for family, kind in FAMILIES.items():
-        if type(config) is kind:
+    for family, config_class in FAMILIES.items():
+        if type(config) is config_class:
             return {"family": family, **dataclasses.asdict(typing.cast(Any, config))}
     raise UserError(
         f"a {type(config).__name__} is not the configuration of a model of this library"
@@ -67,7 +67,7 @@ def decode_config(content: dict[str, Any]) -> Any:
     Fields that are missing take their defaults, so that files outlive the settings added later.
 
     Raises:
-        UserError: for an unknown family or field, or a value of the wrong kind.
+        UserError: for an unknown family or field, or a value of the wrong type.
     """
     family = str(content.get("family"))
     if family not in FAMILIES:
@@ -208,7 +208,7 @@ def check_classes(classes: Sequence[str] | None, num_classes: int) -> None:
 # What a run's result may hold → how the card calls it, in this order.
 _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "dataset": ("Dataset", str),
-    "fraction": ("Share of the training images", lambda share: f"{100 * share:g}%"),
+    "fraction": ("Fraction of the training images", lambda part: f"{100 * part:g}%"),
     "train_images": ("Training images", "{:,}".format),
     "val_images": ("Validation images", "{:,}".format),
     "recipe": ("Recipe", str),

@@ -104,8 +104,8 @@ class Layout:
         held = CvTConfig if self.family == "cvt" else ViTConfig
         if self.family and not isinstance(config, held):
             raise UserError(
-                f"the layout '{self.name}' holds {_KINDS[held]}, and this model is "
-                f"{_KINDS[type(config)]}"
+                f"the layout '{self.name}' holds {_TITLES[held]}, and this model is "
+                f"{_TITLES[type(config)]}"
             )
         return self.adapt(state, config)
 
@@ -269,23 +269,23 @@ def recognise(state: State) -> Layout:
     )
 
 
-_KINDS: dict[type, str] = {
+_TITLES: dict[type, str] = {
     ViTConfig: "a DeiT or ConViT",
     CvTConfig: "a CvT",
     TimmConfig: "a model of timm's",
 }
 
 
-def check_family(kind: type, like: Any) -> None:
-    """Refuse a configuration of another kind than the weights'; None is of any.
+def check_family(expected: type, like: Any) -> None:
+    """Refuse a configuration of another family than the weights'; None is of any.
 
     Raises:
         UserError: saying what both are.
     """
-    if like is not None and not isinstance(like, kind):
+    if like is not None and not isinstance(like, expected):
         raise UserError(
-            f"these weights do not fit the model: they are of {_KINDS[kind]}, and it is "
-            f"{_KINDS[type(like)]}"
+            f"these weights do not fit the model: they are of {_TITLES[expected]}, and it is "
+            f"{_TITLES[type(like)]}"
         )
 
 
@@ -319,7 +319,7 @@ _TRAINING = (
 
 
 def unlike(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configurations of one kind say that weights mean something else.
+    """Fields in which two configurations of one family say that weights mean something else.
 
     Their ends may differ, and what matters in training alone. MLPs are compared by their width,
     and keys and values by the stride they have: a ratio and a stride can be written in many ways.

@@ -44,10 +44,10 @@ SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 ALLOWED_CLASSES: tuple[Any, ...] = (
     argparse.Namespace,
     *(
-        (kind, f"{module}.{name}")
+        (path_class, f"{module}.{name}")
         for module in ("pathlib", "pathlib._local")  # Python 3.13 writes the second
-        for kind in (PurePosixPath, PureWindowsPath)
-        for name in (kind.__name__, kind.__name__.removeprefix("Pure"))
+        for path_class in (PurePosixPath, PureWindowsPath)
+        for name in (path_class.__name__, path_class.__name__.removeprefix("Pure"))
     ),
 )
 """The classes that a pickle may name beside torch's own tensors and containers, with the name it
@@ -82,8 +82,8 @@ def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
             state dicts; naming the file and the cause.
     """
     path = Path(path)
-    kind = _kind(path)
-    if kind == "safetensors":
+    written = _written_as(path)
+    if written == "safetensors":
         return read_safetensors(path)[0]
     with open_file(path) as file:
         state = _pick(unpickle(file, path), entry, path)
@@ -128,10 +128,10 @@ def safetensors_metadata(path: Path | str) -> dict[str, str]:
 
 def is_safetensors(path: Path) -> bool:
     """Whether a file begins as safetensors files do: eight bytes of length, then JSON."""
-    return _kind(path) == "safetensors"
+    return _written_as(path) == "safetensors"
 
 
-def _kind(path: Path) -> str:
+def _written_as(path: Path) -> str:
     """ "safetensors" or "torch", by the first bytes.
 
     Raises:

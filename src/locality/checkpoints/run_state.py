@@ -65,11 +65,11 @@ def pack(state: Mapping[str, Any]) -> Packed:
 
     def packed(value: Any) -> Any:
         if isinstance(value, Tensor):
-            kind = str(value.dtype).removeprefix("torch.")
-            offset = ends.get(kind, 0)
-            ends[kind] = offset + value.numel()
-            pieces.setdefault(kind, []).append(value.detach().reshape(-1).cpu())
-            return [_TENSOR, kind, offset, list(value.shape)]
+            dtype = str(value.dtype).removeprefix("torch.")
+            offset = ends.get(dtype, 0)
+            ends[dtype] = offset + value.numel()
+            pieces.setdefault(dtype, []).append(value.detach().reshape(-1).cpu())
+            return [_TENSOR, dtype, offset, list(value.shape)]
         if isinstance(value, Mapping):
             return {key: packed(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -77,7 +77,7 @@ def pack(state: Mapping[str, Any]) -> Packed:
         return value
 
     tree = packed(state)
-    buffers = {kind: torch.cat(tensors) for kind, tensors in pieces.items()}
+    buffers = {dtype: torch.cat(tensors) for dtype, tensors in pieces.items()}
     return Packed(tree, buffers, state["step"])
 
 
@@ -86,9 +86,9 @@ def unpack(tree: Any, buffers: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, Mapping):
         return {key: unpack(item, buffers) for key, item in tree.items()}
     if isinstance(tree, list) and tree[:1] == [_TENSOR]:
-        _, kind, offset, shape = tree
+        _, dtype, offset, shape = tree
         count = math.prod(shape)
-        return buffers[kind][offset : offset + count].clone().reshape(shape)
+        return buffers[dtype][offset : offset + count].clone().reshape(shape)
     if isinstance(tree, (list, tuple)):
         return type(tree)(unpack(item, buffers) for item in tree)
     return tree

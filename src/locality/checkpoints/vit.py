@@ -64,9 +64,9 @@ def from_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
         elif leaf == "gating_param":
             ours[f"{block}.attn.gating"] = tensor
         elif leaf.startswith("qk."):
-            kind = leaf.removeprefix("qk.")
-            values = state[f"{block}.attn.v.{kind}"]
-            ours[f"{block}.attn.qkv.{kind}"] = torch.cat((tensor, values))
+            end = leaf.removeprefix("qk.")
+            values = state[f"{block}.attn.v.{end}"]
+            ours[f"{block}.attn.qkv.{end}"] = torch.cat((tensor, values))
         elif not leaf.startswith("v."):
             ours[rename_from_timm(name)] = tensor
     return ours
@@ -226,11 +226,11 @@ def _as_convit(state: State, config: ViTConfig) -> dict[str, Tensor]:
         elif leaf == "gating":
             theirs[f"{block}.attn.gating_param"] = tensor
         elif leaf.startswith("qkv.") and f"{block}.attn.v_pos" in state:
-            kind = leaf.removeprefix("qkv.")
+            end = leaf.removeprefix("qkv.")
             queries_keys, values = tensor.split([2 * config.embed_dim, config.embed_dim])
             # Copies, since formats that store each tensor once refuse two views of the same memory.
-            theirs[f"{block}.attn.qk.{kind}"] = queries_keys.clone()
-            theirs[f"{block}.attn.v.{kind}"] = values.clone()
+            theirs[f"{block}.attn.qk.{end}"] = queries_keys.clone()
+            theirs[f"{block}.attn.v.{end}"] = values.clone()
         else:
             theirs[rename_to_timm(name)] = tensor
     return theirs
