@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from locality._version import __version__
 from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_address
@@ -22,6 +21,9 @@ from locality.figures.style import inline_svg, save
 from locality.files import render, write_atomic
 from locality.report import comparing
 from locality.settings import flatten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 

@@ -33,6 +33,7 @@ from locality.training.checkpoint import CheckpointFolder
 from locality.training.config import RunConfig
 from locality.training.environment import describe_environment
 from locality.training.lock import FolderLock
+from locality.training.setup import starting_model
 
 if TYPE_CHECKING:
     from locality.models import ImageClassifier
@@ -255,7 +256,5 @@ def initial_model(folder: Path | str) -> ImageClassifier:
     Raises:
         UserError: if the folder is no run folder.
     """
-    from locality.training.setup import starting_model
-
     run = RunFolder(folder)
     return starting_model(run.config(), len(run.classes()))[0].eval()
