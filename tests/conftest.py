@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -100,3 +101,52 @@ def shaken():
         return model.eval()
 
     return moved
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+# What of a page's content reaches beyond the window's right edge.
+OUTSIDE = """(chosen) => [...document.querySelectorAll(chosen)]
+    .filter((node) => !node.closest(".view, svg") && node.checkVisibility())
+    .filter((node) => node.getBoundingClientRect().right > innerWidth + 1)
+    .map((node) => node.outerHTML)"""
+
+
+@pytest.fixture(scope="session")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a file with the network off; fails on script errors and on anything fetched."""
+    contexts, complaints = [], []
+
+    def opened(path, width=1200, height=900):
+        context = browser.new_context(viewport={"width": width, "height": height}, offline=True)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith(("file:", "data:")) or complaints.append(request.url)
+            ),
+        )
+        page.goto(Path(path).as_uri())
+        page.outside = lambda chosen="body *": page.evaluate(OUTSIDE, chosen)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []

@@ -3,7 +3,7 @@
 import pytest
 
 from locality.errors import UserError
-from locality.figures.curves import gates_over_training, nonlocality_over_training
+from locality.figures.curves import draw, gate_panels, nonlocality_panels
 from locality.figures.style import save
 
 
@@ -37,19 +37,20 @@ def recorded(steps, shift=0.0, gated=True):
 
 def test_seeds_are_averaged_where_all_of_them_were_measured():
     seeds = [recorded([0, 5, 10]), recorded([0, 10], shift=0.2)]
-    figure = nonlocality_over_training([("ConViT", seeds)])
+    figure = draw(nonlocality_panels([("ConViT", seeds)]))
     line = figure.axes[0].lines[0]
     assert line.get_xdata().tolist() == [0, 1]
     assert line.get_ydata() == pytest.approx([0.1, 1.1])
-    heads = gates_over_training("ConViT", seeds).axes[0].lines[:3]
+    heads = draw(gate_panels(seeds)).axes[0].lines[:3]
     assert [head.get_ydata()[-1] for head in heads] == pytest.approx([0.7, 0.6, 0.4])
 
 
 def test_a_panel_per_kind_of_run_and_a_line_per_layer(tmp_path):
     measured = [("DeiT", [recorded([0, 10], gated=False)]), ("C", [recorded([0, 10])])]
-    figure = nonlocality_over_training(measured)
+    figure = draw(nonlocality_panels(measured))
     panels = [axes for axes in figure.axes if axes.lines]
     assert [len(axes.lines) for axes in panels] == [2, 2]
+    assert [axes.get_ylim() for axes in panels] == [(0, pytest.approx(2.1))] * 2  # comparable
     assert panels[0].lines[0].get_ydata() == pytest.approx([0, 1])
     # Both panels show the same layers: one legend says which line is which.
     (legend,) = figure.legends
@@ -60,13 +61,12 @@ def test_a_panel_per_kind_of_run_and_a_line_per_layer(tmp_path):
 
 
 def test_gates_of_heads_and_their_mean():
-    figure = gates_over_training("ConViT", [recorded([0, 10])])
+    figure = draw(gate_panels([recorded([0, 10])]))
     values = [line.get_ydata()[-1] for line in figure.axes[0].lines]
     assert values == pytest.approx([0.7, 0.6, 0.5, 0.6])
-    with pytest.raises(UserError, match="no gates"):
-        gates_over_training("DeiT", [recorded([0], gated=False)])
+    assert gate_panels([recorded([0], gated=False)]) == []
 
 
 def test_nothing_to_draw_is_said():
-    with pytest.raises(UserError, match="no run to draw"):
-        nonlocality_over_training([])
+    with pytest.raises(UserError, match="nothing to draw"):
+        draw(nonlocality_panels([]))

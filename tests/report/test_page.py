@@ -2,7 +2,9 @@
 
 import html.parser
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +91,29 @@ def test_every_section_is_there(page):
     assert page.count("<svg") == 3 + 2 + 2  # accuracy and two curves, nonlocality, gates
 
 
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
+def test_nothing_lies_beyond_the_edge(twin_runs, make_run, open_page, tmp_path, width, height):
+    cvt = make_run("cvt_nano")
+    measured_while_training(twin_runs[3])
+    folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
+    page = open_page(build_report([*twin_runs, cvt], tmp_path / "r.html"), width, height)
+    for summary in page.locator("summary").all():
+        summary.click()
+    assert page.outside() == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.screenshot(path=folder / f"report-{width}.png", full_page=True)
+
+
+def test_a_report_of_one_run_says_what_it_reached(make_run, tmp_path):
+    runs = [make_run("convit_nano", top1=91.25)]
+    text = text_of(build_report(runs, tmp_path / "r.html").read_text())
+    assert "ConViT on digits: 91.2% top-1 accuracy" in text and "Top-5" in text
+    # One dot is no chart, and among four classes the five most probable ones say nothing.
+    assert "Final accuracy. Large markers" not in text
+    (runs[0] / "classes.json").write_text(json.dumps(["a", "b", "c", "d"]))
+    assert "Top-5" not in text_of(build_report(runs, tmp_path / "r.html").read_text())
+
+
 def test_cvt_is_a_series_of_its_own(make_run, tmp_path):
     runs = [make_run(model) for model in ("cvt_nano", "deit_nano", "convit_nano")]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())
@@ -166,7 +191,7 @@ def test_one_seed_has_no_interval(make_run, tmp_path):
 
 def test_runs_without_instruments_or_twin(make_run, tmp_path):
     page = build_report([make_run("convit_nano", measured=False)], tmp_path / "r.html").read_text()
-    assert "<h1>Training runs</h1>" in page
+    assert "<h1>ConViT on digits: 95.6% top-1 accuracy</h1>" in page
     assert "was not measured" in page and "Where single heads look" not in page
 
 
@@ -179,26 +204,30 @@ def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):
     assert "<code>model.overrides.gating_init</code>" in text
 
 
+def measured_while_training(run):
+    measures = json.loads((run / "measures.json").read_text())
+    lines = [
+        {"step": step, "epoch": step / 10, "seconds": 0.1} | measures[stage]
+        for step, stage in ((0, "before"), (100, "after"))
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "over_training.jsonl").write_text(text)
+
+
 def test_measures_taken_while_training_are_drawn(make_run, tmp_path):
     runs = [make_run("convit_nano"), make_run("deit_nano")]
     for run in runs:
-        measures = json.loads((run / "measures.json").read_text())
-        lines = [
-            {"step": step, "epoch": step / 10, "seconds": 0.1} | measures[stage]
-            for step, stage in ((0, "before"), (100, "after"))
-        ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (run / "over_training.jsonl").write_text(text)
+        measured_while_training(run)
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())
     assert "While training" in text and "DeiT, 100% of the images" in text
-    assert text.count("Gates of ConViT, 100% of the images") == 2  # in the drawing and below it
+    assert text.count("Gates of ConViT, 100% of the images") == 1
     assert "Gates of DeiT" not in text
 
 
 def test_unfinished_runs_are_named_and_left_out(make_run, tmp_path):
     runs = [make_run("convit_nano"), make_run("deit_nano", finished=False)]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())
-    assert "deit_nano-1-0 has not finished" in text and "All 1 runs" in text
+    assert "deit_nano-1-0 has not finished" in text and "1 training run on" in text
 
 
 def test_folders_of_runs_are_searched(twin_runs, tmp_path):

@@ -18,7 +18,7 @@ from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.figures import maps
 from locality.figures.charts import percent
-from locality.figures.curves import gates_over_training, nonlocality_over_training
+from locality.figures.curves import draw, gate_panels, nonlocality_panels
 from locality.models import build
 
 
@@ -41,20 +41,20 @@ def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[dict[str, A
 
 
 def _nonlocality(folders: Sequence[Path | str]) -> Figure:
-    return nonlocality_over_training(_measured(folders))
+    return draw(nonlocality_panels(_measured(folders)))
 
 
 def _gates(folders: Sequence[Path | str]) -> Figure:
-    measured = _measured(folders)
-    gated = [each for each in measured if any(layer["gates"] for layer in each[1][0]["layers"])]
-    if len(gated) > 1:
+    panels = [(label, gate_panels(seeds)) for label, seeds in _measured(folders)]
+    drawn = [each for each in panels if each[1]]
+    if len(drawn) > 1:
         raise UserError(
-            f"these runs differ in more than their seed: {'; '.join(label for label, _ in gated)}. "
+            f"these runs differ in more than their seed: {'; '.join(label for label, _ in drawn)}. "
             f"Draw the gates of one model, with one set of settings, at a time"
         )
-    if not gated:
+    if not drawn:
         raise UserError("none of these runs has gates; only ConViT has")
-    return gates_over_training(*gated[0])
+    return draw(drawn[0][1], f"Gates of {drawn[0][0]}")
 
 
 def _maps(

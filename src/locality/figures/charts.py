@@ -71,7 +71,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     # With two seeds an interval may reach beyond what an accuracy can be.
     low, high = axes.get_ylim()
     axes.set_ylim(max(0, low), min(101, high))
-    _finish(axes, "fraction of the training images", "top-1 accuracy (%)", "lower right")
+    _finish(axes, "fraction of the training images", "top-1 accuracy (%)")
 
 
 def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> None:
@@ -85,7 +85,7 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
         if len(mean):
             axes.plot(*mean.T, color=colour, linewidth=2.2, label=one.label)
     axes.set_title(f"{percent(fraction)} of the training images")
-    _finish(axes, "step", "top-1 accuracy (%)", "lower right")
+    _finish(axes, "step", "top-1 accuracy (%)")
 
 
 def curve_of(run: RecordedRun, column: str) -> np.ndarray:
@@ -167,12 +167,12 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
     return bool(measured)
 
 
-def _finish(axes: Axes, x_label: str, y_label: str, legend: Any = "best") -> None:
+def _finish(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis="y")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc=legend, fontsize=8)
+        axes.legend(loc="best", fontsize=8)
 
 
 def _by_layer(runs: Sequence[RecordedRun], stage: str, name: str) -> dict[int, np.ndarray]:

@@ -31,27 +31,29 @@ _MOST_COLUMNS = 4
 _PANEL = (3.4, 2.9)
 
 
-def draw(panels: Sequence[Record], title: str | None = None) -> Figure | None:
-    """Panels side by side; None if there is nothing to show in any of them.
+def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
+    """Panels side by side, without those that have nothing to show.
 
     Args:
         panels: each with `title`, `x_label`, `y_label`, `log_x`, `scatter` (points with names
-            instead of lines), perhaps `y_range` (which all panels then share), and `series`:
+            instead of lines), perhaps `y_range`, and `series`:
             `label`, `colour` (see `colour_named`), `dashed`, `band`, `empty` (why there is
             nothing, or None), `x`, `mean` and `half_width`.
         title: above all of them.
+
+    Raises:
+        UserError: if there is nothing to show in any of them.
     """
-    panels = [panel for panel in panels if _filled(panel)]
+    panels = [panel for panel in panels if filled(panel)]
     if not panels:
-        return None
+        raise UserError("there is nothing to draw in any of these panels")
     columns = min(len(panels), _MOST_COLUMNS)
     rows = math.ceil(len(panels) / columns)
     with settings():
         figure = new_figure(_PANEL[0] * columns, _PANEL[1] * rows)
         if title is not None:
             figure.suptitle(title, fontsize=10, fontweight="bold")
-        alike = all("y_range" in panel for panel in panels)
-        grid = figure.subplots(rows, columns, squeeze=False, sharey=alike).flatten()
+        grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, panel in zip(grid, panels, strict=False):
             _draw_panel(axes, panel)
         for axes in grid[len(panels) :]:
@@ -60,7 +62,8 @@ def draw(panels: Sequence[Record], title: str | None = None) -> Figure | None:
     return figure
 
 
-def _filled(panel: Record) -> list[Record]:
+def filled(panel: Record) -> list[Record]:
+    """The series of a panel that have something to show."""
     return [series for series in panel["series"] if not series["empty"]]
 
 
@@ -72,7 +75,7 @@ def _draw_panel(axes: Axes, panel: Record) -> None:
     if panel["log_x"]:
         axes.set_xscale("log")
     drawing = _draw_points if panel["scatter"] else _draw_line
-    for series in _filled(panel):
+    for series in filled(panel):
         drawing(axes, series)
     if "y_range" in panel:
         axes.set_ylim(*panel["y_range"])
@@ -95,7 +98,7 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
 
 def _plain_ticks(axes: Axes, panel: Record) -> None:
     """Ticks where something was measured, if that is in few places; else no powers of ten."""
-    places = sorted({x for series in _filled(panel) for x in series["x"]})
+    places = sorted({x for series in filled(panel) for x in series["x"]})
     if len(places) <= 6 and not panel["scatter"] and "y_range" not in panel:
         axes.set_xticks(places, [f"{place:g}" for place in places])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -168,14 +171,11 @@ def mean_curve(curves: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([(place, np.mean([value[place] for value in values])) for place in common])
 
 
-def nonlocality_over_training(measured: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
-    """A panel for each kind of run, a line per layer, dark to bright (Figs. 5, 10, 13).
+def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list[Record]:
+    """A panel for each group of runs, a line per layer, dark to bright (Figs. 5, 10, 13).
 
     Args:
         measured: a label and one record of `locality.analysis.recording.trajectory` per seed.
-
-    Raises:
-        UserError: if there is none.
     """
     panels = []
     for label, seeds in measured:
@@ -188,19 +188,13 @@ def nonlocality_over_training(measured: Sequence[tuple[str, Sequence[Record]]]) 
             )
             for index, layers in enumerate(_layers(seeds))
         ]
-        panels.append(_over_epochs(label, "nonlocality (patches)", (0, None), lines))
-    figure = draw(panels)
-    if figure is None:
-        raise UserError("there is no run to draw; give run folders that were measured")
-    return figure
+        panels.append(_over_epochs(label, "nonlocality (patches)", lines))
+    most = max((line["mean"].max() for panel in panels for line in panel["series"]), default=1)
+    return [panel | {"y_range": (0, 1.05 * most)} for panel in panels]
 
 
-def gates_over_training(label: str, seeds: Sequence[Record]) -> Figure:
-    """A panel per gated layer: σ(λ) of every head, and their mean in black (Figs. 6, 14).
-
-    Raises:
-        UserError: if the model has no gates.
-    """
+def gate_panels(seeds: Sequence[Record]) -> list[Record]:
+    """A panel per gated layer: σ(λ) of every head, and their mean in black (Figs. 6, 14)."""
     panels = []
     for index, layers in enumerate(_layers(seeds)):
         if layers[0]["gates"] is None:
@@ -212,11 +206,8 @@ def gates_over_training(label: str, seeds: Sequence[Record]) -> Figure:
             for head in range(heads)
         ]
         mean = _line("mean", 0, seeds, [each.mean(axis=1) for each in gates]) | {"colour": "ink"}
-        panels.append(_over_epochs(f"layer {index + 1}", "gate σ(λ)", (0, 1), [*lines, mean]))
-    figure = draw(panels, f"Gates of {label}")
-    if figure is None:
-        raise UserError(f"{label} has no gated layers, so there are no gates to draw")
-    return figure
+        panels.append(_over_epochs(f"layer {index + 1}", "gate σ(λ)", [*lines, mean]))
+    return [panel | {"y_range": (0, 1)} for panel in panels]
 
 
 def _layers(seeds: Sequence[Record]) -> list[tuple[Record, ...]]:
@@ -235,6 +226,6 @@ def _line(label: str, depth: float, seeds: Sequence[Record], values: Sequence[An
     return plain | {"label": label, "colour": f"depth:{depth}", "x": epochs, "mean": mean}
 
 
-def _over_epochs(title: str, y_label: str, y_range: Any, series: list[Record]) -> Record:
+def _over_epochs(title: str, y_label: str, series: list[Record]) -> Record:
     plain: Record = {"x_label": "epochs", "log_x": False, "scatter": False}
-    return plain | {"title": title, "y_label": y_label, "y_range": y_range, "series": series}
+    return plain | {"title": title, "y_label": y_label, "series": series}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from locality.errors import UserError, unknown
-from locality.figures.curves import draw
+from locality.figures.curves import draw, filled
 from locality.figures.style import save
 from locality.files import write_atomic
 from locality.papers import beyond, convit, convit_figures, cvt  # noqa: F401 (they register)
@@ -153,7 +153,7 @@ def write_experiment(
     record = make_record(item, spec, scale, failures)
     target = folder / item.file_name
     if isinstance(spec, Figure):
-        figure = draw(record["panels"]) if spec.panels else None
+        figure = draw(record["panels"]) if any(map(filled, record.get("panels", ()))) else None
         if spec.drawing is not None and record["empty"] is None:
             figure = spec.drawing.draw([run.folder for run in spec.drawing.runs])
         record["files"] = [] if figure is None else [path.name for path in save(figure, target)]

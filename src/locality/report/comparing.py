@@ -118,11 +118,15 @@ def _points(difference: float) -> str:
     return f"{abs(difference):.1f} percentage points {word}"
 
 
-def headline(comparisons: Sequence[Comparison]) -> str:
+def headline(groups: Sequence[RunGroup], comparisons: Sequence[Comparison]) -> str:
     """The one line at the top of a report; it claims something only of a single pair."""
     pairs = {(each.first.label, each.second.label) for each in comparisons}
+    if len(groups) == 1:
+        (one,) = groups
+        reached = estimate(list(one.top1(one.fractions[-1]).values()))
+        return f"{one.label} on {one.dataset}: {with_interval(reached)}% top-1 accuracy"
     if not pairs:
-        return "Training runs"
+        return f"Training runs of {len(groups)} models or settings"
     if len(pairs) > 1:
         return f"Training runs: {len(pairs)} pairs of models compared"
     first, second = pairs.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,12 @@ from locality.analysis.recording import recorded_trajectory
 from locality.analysis.runs import RecordedRun, RunGroup, differing, group, read_runs
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
-from locality.figures import charts, maps
-from locality.figures.curves import gates_over_training, nonlocality_over_training
+from locality.figures import charts, curves, maps
 from locality.figures.style import inline_svg, save
 from locality.files import render, write_atomic
 from locality.report import comparing
 from locality.settings import flatten
+from locality.training.runs import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,7 +90,7 @@ def draw_summary(run_folders: Iterable[Path | str], output: Path | str) -> list[
         for each in chosen
         if each.difference is not None
     }
-    title = comparing.headline(chosen)
+    title = comparing.headline(pair, chosen)
     return save(charts.summary(title, pair, fraction, differences, seen), output)
 
 
@@ -109,20 +110,22 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     shared = _settings(runs[0])
     apart = differing([_settings(run) for run in runs])
     return {
-        "title": comparing.headline(comparisons),
+        "title": comparing.headline(groups, comparisons),
         "datasets": sorted({one.dataset for one in groups}),
         "comparisons": [(each, comparing.sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_differences()}),
         "groups": groups,
         "families": {one.family for one in groups},
-        "accuracy": _svg(charts.chart(charts.draw_accuracy, groups), "accuracy", "Final accuracy"),
-        "learning": _panels("learning", fractions, charts.draw_learning, groups),
+        # Of five classes or fewer, the five most probable ones are all.
+        "top5": any(len(RunFolder(run.folder).classes()) > 5 for run in runs),
+        "accuracy": _svg(charts.chart(charts.draw_accuracy, groups), "Final accuracy"),
+        "learning": _panels("Learning curves", fractions, charts.draw_learning, groups),
         "gates": [
             panel
-            for number, one in enumerate(groups)
-            for panel in _panels(f"gates{number}", one.fractions, charts.draw_gates, one)
+            for one in groups
+            for panel in _panels(f"Gates of {one.label}", one.fractions, charts.draw_gates, one)
         ],
-        "nonlocality": _panels("nonlocality", fractions, charts.draw_nonlocality, groups),
+        "nonlocality": _panels("Nonlocality", fractions, charts.draw_nonlocality, groups),
         "over_training": _over_training(groups),
         "measured_images": max(
             (each["after"]["images"] for each in measured if each.get("after")), default=None
@@ -141,25 +144,26 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     }
 
 
-def _svg(figure: Figure | None, identifier: str, title: str) -> Markup:
+def _svg(figure: Figure | None, title: str) -> Markup:
+    """A chart inside the page; the title is what a screen reader says, and names its parts."""
     assert figure is not None
-    return Markup(inline_svg(figure, identifier, title))
+    return Markup(inline_svg(figure, re.sub(r"\W+", "-", title), title))
 
 
 def _panels(
-    identifier: str, fractions: Sequence[float], draw: Callable[..., Any], content: Any
+    what: str, fractions: Sequence[float], draw: Callable[..., Any], content: Any
 ) -> list[tuple[Markup, str]]:
     """One chart per fraction and its title, without those that had nothing to draw."""
     titled = {f"{charts.percent(part)} of the training images": part for part in fractions}
     drawn = {title: charts.chart(draw, content, part) for title, part in titled.items()}
     return [
-        (_svg(figure, f"{identifier}{number}", title), title)
-        for number, (title, figure) in enumerate(drawn.items())
+        (_svg(figure, f"{what}, {title}"), title)
+        for title, figure in drawn.items()
         if figure is not None
     ]
 
 
-def _over_training(groups: Sequence[RunGroup]) -> list[tuple[Markup, str]]:
+def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]:
     """Nonlocality and gates while training, of the runs on most data that were measured then."""
     measured = []
     for one in groups:
@@ -167,16 +171,13 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[Markup, str]]:
         if recorded := [each for each in found if each is not None]:
             part = charts.percent(one.fractions[-1])
             measured.append((f"{one.label}, {part} of the images", recorded))
-    if not measured:
-        return []
-    title = "How far layers look"
-    panels = [(_svg(nonlocality_over_training(measured), "over-training", title), title)]
-    for number, (label, seeds) in enumerate(measured):
-        if any(layer["gates"] for layer in seeds[0]["layers"]):
-            title = f"Gates of {label}"
-            drawn = gates_over_training(label, seeds)
-            panels.append((_svg(drawn, f"over-training-gates{number}", title), title))
-    return panels
+    titled = {"How far layers look": curves.nonlocality_panels(measured)}
+    titled |= {f"Gates of {label}": curves.gate_panels(seeds) for label, seeds in measured}
+    return [
+        (title, [_svg(curves.draw([panel]), f"{title}, {panel['title']}") for panel in panels])
+        for title, panels in titled.items()
+        if panels
+    ]
 
 
 def _shown_run(one: RunGroup) -> RecordedRun:
