@@ -28,7 +28,7 @@ $(TEST): $(RUN) requirements-test.lock
 	$(PIP) --requirement requirements-test.lock
 	touch $(TEST)
 
-demo: $(RUN)            ## train ConViT and its DeiT twin on digits, write demo/report.html
+demo: $(RUN)            ## train ConViT and its DeiT baseline on digits, write demo/report.html
 	$(BIN)/locality demo
 
 test: $(TEST)           ## the fast tests: what one wants before a commit

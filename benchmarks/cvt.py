@@ -1,9 +1,9 @@
 """How near CvT comes to what its matrix products allow, beside transformers' CvT.
 
 Everything takes turns in one process: transformers' model, ours, ours fused, and two large matrix
-products of equal size, `F.linear` (MKL) and the same as a 1×1 convolution (oneDNN). A share is the
-model's multiply-accumulates per second over that of the matrix product in the same round, counting
-only what `forward` computes (in the last block, the class token alone).
+products of equal size, `F.linear` (MKL) and the same as a 1×1 convolution (oneDNN). A fraction is
+the model's multiply-accumulates per second over that of the matrix product in the same round,
+counting only what `forward` computes (in the last block, the class token alone).
 
     python benchmarks/cvt.py                         CvT-13, 8 images of 224 px, two threads
     python benchmarks/cvt.py --model cvt_21 --batch-size 1 --output benchmarks/results/cvt_21.json
@@ -107,8 +107,8 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
         },
         "inference, ours over theirs": ratio(speed, "ours", "theirs"),
         "inference, fused over theirs": ratio(speed, "fused", "theirs"),
-        "fused, share of F.linear": macs / product * ratio(speed, "fused", "linear"),
-        "fused, share of 1×1 convolution": macs / product * ratio(speed, "fused", "convolution"),
+        "fused, fraction of F.linear": macs / product * ratio(speed, "fused", "linear"),
+        "fused, fraction of 1×1 convolution": macs / product * ratio(speed, "fused", "convolution"),
         **{
             f"{label} in training, images/s": batch_size / steps.median(label)
             for label in ("theirs", "ours")

@@ -53,9 +53,9 @@ def shaped(where: str, value: object, wanted: Any) -> None:
             raise UserError(f"{where} is {value!r}; a finite number belongs there")
     elif not isinstance(wanted, type) or not isinstance(value, wanted):
         names = {dict: "an object", list: "a list", str: "text", float: "a number"}
-        kind = wanted if isinstance(wanted, type) else type(wanted)
+        cls = wanted if isinstance(wanted, type) else type(wanted)
         given = "missing" if value is None else repr(value)
-        raise UserError(f"{where} is {given}; {names.get(kind, kind.__name__)} belongs there")
+        raise UserError(f"{where} is {given}; {names.get(cls, cls.__name__)} belongs there")
 
 
 def size(setting: str, value: object, low: int = 1) -> None:

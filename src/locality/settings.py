@@ -32,13 +32,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def from_dict(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """The configuration of type `kind` that `to_dict` turned into `values`.
+def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """The configuration of type `cls` that `to_dict` turned into `values`.
 
     What is missing takes its default.
 
     Args:
-        kind: a configuration dataclass.
+        cls: a configuration dataclass.
         values: nested plain values.
         path: dotted name of the whole, for messages.
 
@@ -48,9 +48,9 @@ def from_dict(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
-    values = getattr(kind, "upgraded", dict)(values)
-    hints = typing.get_type_hints(kind)
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    values = getattr(cls, "upgraded", dict)(values)
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]
     given: dict[str, Any] = {}
     for name, value in values.items():
@@ -63,7 +63,7 @@ def from_dict(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
         has_default = not field.default is field.default_factory is dataclasses.MISSING
         if field.name not in given and not has_default:
             raise UserError(f"{path or 'the configuration'} lacks {field.name}")
-    return kind(**given)
+    return cls(**given)
 
 
 def replace(config: T, changes: Mapping[str, Any]) -> T:
@@ -141,11 +141,11 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
-def from_yaml(kind: type[T], text: str, where: str = "the configuration") -> T:
+def from_yaml(cls: type[T], text: str, where: str = "the configuration") -> T:
     """The configuration that a YAML text describes.
 
     Args:
-        kind: a configuration dataclass.
+        cls: a configuration dataclass.
         text: YAML.
         where: what to call the text in messages, such as its path.
 
@@ -153,7 +153,7 @@ def from_yaml(kind: type[T], text: str, where: str = "the configuration") -> T:
         UserError: if it is not YAML, or as `from_dict`.
     """
     values = parse_yaml(text, where)
-    return from_dict(kind, {} if values is None else values)
+    return from_dict(cls, {} if values is None else values)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -220,7 +220,7 @@ def test_no_training_part(tmp_path):
         opened("arrow", tmp_path)
 
 
-def test_two_kinds_of_files(tmp_path, train_val):
+def test_files_of_two_formats(tmp_path, train_val):
     pack(train_val, tmp_path / "both", progress=False)
     write_parquet(tmp_path / "both" / "train" / "a.parquet", image=[png(1)], label=[0])
     with pytest.raises(UserError, match=r"both \.arrow and \.parquet"):

@@ -45,7 +45,7 @@ def test_seeds_are_averaged_where_all_of_them_were_measured():
     assert [head.get_ydata()[-1] for head in heads] == pytest.approx([0.7, 0.6, 0.4])
 
 
-def test_a_panel_per_kind_of_run_and_a_line_per_layer(tmp_path):
+def test_a_panel_per_group_of_runs_and_a_line_per_layer(tmp_path):
     measured = [("DeiT", [recorded([0, 10], gated=False)]), ("C", [recorded([0, 10])])]
     figure = draw(nonlocality_panels(measured))
     panels = [axes for axes in figure.axes if axes.lines]

@@ -215,11 +215,11 @@ def test_scales():
 @pytest.mark.parametrize("training", [False, True])
 def test_the_class_token_alone_is_the_first_row(training):
     layer = attention().train(training)
-    twin = copy.deepcopy(layer)
+    copied = copy.deepcopy(layer)
     x = torch.randn(3, 1 + 12, 16)
     first = layer(x, (3, 4), class_token_only=True)
-    torch.testing.assert_close(first, twin(x, (3, 4))[:, :1])
-    for (name, ours), theirs in zip(layer.named_buffers(), twin.buffers(), strict=True):
+    torch.testing.assert_close(first, copied(x, (3, 4))[:, :1])
+    for (name, ours), theirs in zip(layer.named_buffers(), copied.buffers(), strict=True):
         assert torch.equal(ours, theirs), name
 
 

@@ -171,10 +171,10 @@ def test_small_models_are_about_as_large_as_their_convit_and_end_on_its_grid():
 def test_class_token_alone_gives_the_logits_of_all_tokens(pool, training):
     """`forward` computes one token in the last block; the long way round has to agree."""
     model = randomised(small(global_pool=pool)).train(training)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     x = images(model)
-    torch.testing.assert_close(model(x), twin.forward_head(twin.forward_features(x)))
-    for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+    torch.testing.assert_close(model(x), copied.forward_head(copied.forward_features(x)))
+    for (name, ours), theirs in zip(model.named_buffers(), copied.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
@@ -247,11 +247,11 @@ def test_feature_maps_of_every_stage():
 
 def test_recomputing_blocks_changes_no_gradient():
     model = randomised(small()).eval()
-    twin = copy.deepcopy(model)
-    twin.set_grad_checkpointing()
-    for net in (model, twin):
+    copied = copy.deepcopy(model)
+    copied.set_grad_checkpointing()
+    for net in (model, copied):
         net(images(net)).square().sum().backward()
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for (name, ours), theirs in zip(model.named_parameters(), copied.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
@@ -342,13 +342,13 @@ def test_one_graph_holds_all_of_it(fuse):
 @pytest.mark.slow
 def test_one_graph_holds_training_too():
     model = randomised(small())
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(images(model)).square().sum().backward()
-    twin(images(twin)).square().sum().backward()
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+    copied(images(copied)).square().sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), copied.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3, msg=name)
-    for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+    for (name, ours), theirs in zip(model.named_buffers(), copied.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
 
 

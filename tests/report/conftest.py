@@ -112,7 +112,7 @@ def make_run(tmp_path, attention):
 
 @pytest.fixture
 def twin_runs(make_run):
-    """Both models, two shares of the data, three seeds."""
+    """Both models, two fractions of the data, three seeds."""
     return [
         make_run(model, fraction, seed)
         for model in ("convit_nano", "deit_nano")

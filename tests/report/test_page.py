@@ -118,7 +118,7 @@ def test_cvt_is_a_series_of_its_own(make_run, tmp_path):
     runs = [make_run(model) for model in ("cvt_nano", "deit_nano", "convit_nano")]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())
     assert "CvT, after training" in text and "CvT's distances" in text.replace("&#39;", "'")
-    # Compared are the twins alone.
+    # Compared are the baselines alone.
     assert text.count("percentage points") == 1
 
 
@@ -130,7 +130,7 @@ def test_no_difference_is_not_called_one(make_run, tmp_path):
     assert "cannot tell the difference from zero" in page
 
 
-def test_the_twin_may_win(make_run, tmp_path):
+def test_the_baseline_may_win(make_run, tmp_path):
     runs = [make_run("convit_nano", seed=s, top1=60.0 + s) for s in range(3)]
     runs += [make_run("deit_nano", seed=s, top1=70.0 + s) for s in range(3)]
     page = build_report(runs, tmp_path / "r.html").read_text()
@@ -189,7 +189,7 @@ def test_one_seed_has_no_interval(make_run, tmp_path):
     assert "one seed: no interval" in text and "which says nothing about chance" in text
 
 
-def test_runs_without_instruments_or_twin(make_run, tmp_path):
+def test_runs_without_instruments_or_baseline(make_run, tmp_path):
     page = build_report([make_run("convit_nano", measured=False)], tmp_path / "r.html").read_text()
     assert "<h1>ConViT on digits: 95.6% top-1 accuracy</h1>" in page
     assert "was not measured" in page and "Where single heads look" not in page

@@ -126,10 +126,10 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_never_replace_good_ones(written: Path) -> None:
     folder = CheckpointFolder(written)
     folder.load()
-    spoilt = state(3)
-    spoilt["model"]["weight"][1, 2] = float("nan")
+    damaged = state(3)
+    damaged["model"]["weight"][1, 2] = float("nan")
     with pytest.raises(NonFiniteWeights, match="weight is not finite after step 3"):
-        folder.save(pack(spoilt))
+        folder.save(pack(damaged))
     assert_same(CheckpointFolder(written).load()[0], state(2))
 
 
@@ -161,7 +161,7 @@ def test_a_full_disk_keeps_what_is_there_and_says_so(
     assert not list(written.glob(".*"))
 
 
-def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_room_again(
+def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny(), tmp_path / "whole")

@@ -180,11 +180,11 @@ def test_a_skipped_update_leaves_running_statistics_alone(
     mix = Objective.mix
     calls = iter(range(10**6))
 
-    def spoilt(self: Objective, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def broken(self: Objective, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         images, targets = mix(self, images, labels)
         return (images * float("inf") if next(calls) == 2 else images), targets
 
-    monkeypatch.setattr(Objective, "mix", spoilt)
+    monkeypatch.setattr(Objective, "mix", broken)
     stages = [{"embed_dim": 8, "num_heads": 1, "depth": 1}]
     config = tiny(model__name="cvt_13", model__img_size=8, engine__max_bad_losses=1)
     config = replace(config, {"model.overrides": {"stages": stages}})

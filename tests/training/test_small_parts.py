@@ -39,7 +39,7 @@ def test_what_a_step_draws_depends_on_its_place_alone() -> None:
         assert draws(fresh, *place) == expected[place]
 
 
-def test_seeds_ranks_steps_and_passes_draw_differently() -> None:
+def test_seeds_ranks_steps_and_micro_batches_draw_differently() -> None:
     cpu = torch.device("cpu")
     found = {
         draws(StepRandomness(seed, rank, 2, cpu), step, micro)[number]

@@ -1,1 +1,1 @@
-"""The commands: each reads its options and calls the room that does the work."""
+"""The commands: each reads its options and calls the package that does the work."""

@@ -142,10 +142,11 @@ def figure(arguments: Sequence[str]) -> None:
     """Draw one of the papers' figures and print the paths of its PNG and SVG."""
     from locality.figures import FIGURES
 
-    kinds = "; ".join(
-        f"{name}: {kind.about}, from {kind.takes} ({kind.papers})" for name, kind in FIGURES.items()
+    listed = "; ".join(
+        f"{name}: {drawn.about}, from {drawn.takes} ({drawn.papers})"
+        for name, drawn in FIGURES.items()
     )
-    parser = Parser("figure", f"Draw a figure as PNG and SVG. {kinds}.")
+    parser = Parser("figure", f"Draw a figure as PNG and SVG. {listed}.")
     parser.add_argument("name", help=", ".join(FIGURES))
     parser.add_argument("sources", nargs="+", help="run folders, models, or images")
     add_model_options(parser)

@@ -35,7 +35,7 @@ from locality.errors import UserError
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # More than the largest image that is decoded would take uncompressed.
 LARGEST_FILE = 400_000_000
-# Of an interlaced PNG's passes: first column and row, steps to the next.
+# Of the seven images in an interlaced PNG: first column and row, steps to the next.
 _ADAM7 = (
     *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
     *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
@@ -82,8 +82,8 @@ def decode(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
     """The RGB image in `data`.
 
     Raises:
-        BadImage: empty, truncated, not an image, too large, or of a kind without a defined
-            meaning in 8 bits.
+        BadImage: empty, truncated, not an image, too large, or of a colour mode without
+            a meaning in 8 bits.
     """
     return to_rgb(load(data, decoding), decoding)
 
@@ -92,7 +92,7 @@ def load(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
     """The image in `data` in its own colour mode and orientation, fully decoded.
 
     Raises:
-        BadImage: as `decode`, but for kinds without a meaning in 8 bits.
+        BadImage: as `decode`, but for modes without a meaning in 8 bits.
     """
     with _quiet():
         image = _recognised(io.BytesIO(data), decoding)
@@ -143,25 +143,25 @@ def _check_png(data: bytes, image: Image.Image) -> None:
     Raises:
         BadImage: if the file is not as it was written.
     """
-    place, compressed, interlaced, kind = 8, [], False, b""
-    while kind != b"IEND" and len(data) >= place + 12:
+    place, compressed, interlaced, chunk = 8, [], False, b""
+    while chunk != b"IEND" and len(data) >= place + 12:
         size = int.from_bytes(data[place : place + 4], "big")
-        kind, end = data[place + 4 : place + 8], place + 8 + size
+        chunk, end = data[place + 4 : place + 8], place + 8 + size
         if zlib.crc32(data[place + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
             raise BadImage("the image is damaged (a checksum in it is wrong)")
-        if kind == b"IHDR":
+        if chunk == b"IHDR":
             bits = data[place + 16] * {2: 3, 4: 2, 6: 4}.get(data[place + 17], 1)
             interlaced = bool(data[place + 20])
-        elif kind == b"IDAT":
+        elif chunk == b"IDAT":
             compressed.append(data[place + 8 : end])
         place = end + 4
     # Rows that are missing stay black. Where the last one is not, inflating twice is saved.
     last = image.crop((0, image.height - 1, image.width, image.height))
     if not interlaced and last.getbbox(alpha_only=False) is not None:
         return
-    passes = _ADAM7 if interlaced else ((0, 0, 1, 1),)
+    grids = _ADAM7 if interlaced else ((0, 0, 1, 1),)
     expected = 0
-    for left, top, right, down in passes:
+    for left, top, right, down in grids:
         columns = -(-(image.width - left) // right)
         rows = -(-(image.height - top) // down)
         expected += rows * (1 + (columns * bits + 7) // 8) if columns > 0 and rows > 0 else 0

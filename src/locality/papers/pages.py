@@ -395,7 +395,7 @@ def _section(record: Record, remark: str | None, link: str) -> str:
     # The page's opening says what the scale is.
     text = markdown({**record, "files": files, "scale_about": ""}).strip()
     name = record["name"].replace("/", "-")
-    data = " · ".join(f"[{kind}]({link}/{name}.{kind})" for kind in ("csv", "html", "json"))
+    data = " · ".join(f"[{suffix}]({link}/{name}.{suffix})" for suffix in ("csv", "html", "json"))
     return "\n\n".join(filter(None, (text, remark and f"*{' '.join(remark.split())}*", data)))
 
 

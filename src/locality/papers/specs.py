@@ -198,6 +198,6 @@ def experiment(name: str, title: str) -> Callable[[Callable[[Scale], Spec]], Cal
 def papers_order(name: str) -> tuple[bool, bool, bool, int, str]:
     """Sorts experiments: ConViT, CvT, what is beyond them; tables before figures, by number."""
     paper, _, place = name.partition("/")
-    kind, _, number = place.partition("-")
+    what, _, number = place.partition("-")
     digits = "".join(filter(str.isdigit, number))
-    return paper != "convit", paper != "cvt", kind != "table", int(digits or 0), number
+    return paper != "convit", paper != "cvt", what != "table", int(digits or 0), number

@@ -47,10 +47,10 @@ DEIT_AUGMENT = AugmentConfig(
 def digits(model: str = "convit_nano", fraction: float = 1.0, seed: int = 0) -> RunConfig:
     """Handwritten digits of 8×8 pixels: the small-image recipe, and what `locality demo` runs.
 
-    Command: `locality train digits`, and `--model.name deit_nano` for the twin.
+    Command: `locality train digits`, and `--model.name deit_nano` for the baseline.
     Cost: 1,500 steps of 64 images, about 45 s on one core.
-    Expect: ConViT ahead of its twin by some 2 points on all of the training images and by far more
-    on 5% of them (`--data.fraction 0.05`).
+    Expect: ConViT ahead of its baseline by some 2 points on all of the training images and by far
+    more on 5% of them (`--data.fraction 0.05`).
     """
     return RunConfig(
         recipe="digits",
