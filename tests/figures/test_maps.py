@@ -44,7 +44,8 @@ def test_a_figure_has_an_input_and_a_panel_per_head(layer, tmp_path):
     written = save(figure, tmp_path / "maps")
     with Image.open(written[0]) as opened:
         assert opened.width > opened.height
-    assert "layer 1" in written[1].read_text()
+    text = written[1].read_text()
+    assert all(words in text for words in ("layer 1", "(a) input", "(b) ours", "(c) ours"))
 
 
 def test_colours_reach_three_powers_of_ten_below_the_largest_value():

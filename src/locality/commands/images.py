@@ -13,10 +13,10 @@ from locality.commands.parsing import MODEL, Parser, add_model_options, open_giv
 from locality.errors import UserError, printable, unknown
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from PIL import Image
 
     from locality.figures import NamedFigure
+    from locality.figures.style import Figure
 
 _AT_ONCE = 32
 _TASKS = ("check", "pack")

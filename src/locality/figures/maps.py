@@ -6,6 +6,7 @@ from white (content) to red (position) shows the gate of heads that have one.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def maps(
     image: int | None = 0,
     own_scale: bool = False,
 ) -> Figure:
-    """Some layers of some models, side by side under their titles.
+    """Some layers of some models, side by side under their titles, lettered from (a).
 
     Args:
         pictures: a title and what that model's heads look at, for each model.
@@ -63,10 +64,11 @@ def maps(
         height = max(map(len, blocks))
         figure = new_figure(_INCH * sum(widths), _INCH * height + 0.45)
         parts = list(figure.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
+        letters = iter(string.ascii_lowercase)
         if image is not None:
-            draw_image(parts.pop(0), pictures[0][1], image)
+            draw_image(parts.pop(0), pictures[0][1], image, f"({next(letters)}) input")
         for part, (title, _), rows in zip(parts, pictures, blocks, strict=True):
-            draw_rows(part, title, rows, heads, image, own_scale)
+            draw_rows(part, f"({next(letters)}) {title}", rows, heads, image, own_scale)
     return figure
 
 
@@ -111,9 +113,9 @@ def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
     return layers
 
 
-def draw_image(part: SubFigure, pictures: Pictures, index: int) -> None:
+def draw_image(part: SubFigure, pictures: Pictures, index: int, title: str = "input") -> None:
     """One image, with the patch boxed that the heads of the first layer look from."""
-    part.suptitle("input", fontsize=10, fontweight="bold")
+    part.suptitle(title, fontsize=10, fontweight="bold")
     axes = part.subplots()
     image, layer = pictures.images[index], pictures.layers[0]
     axes.imshow(image, interpolation="nearest")

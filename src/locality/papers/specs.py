@@ -12,7 +12,7 @@ from locality.papers.scales import Scale
 from locality.runner.runs import Run
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
+    from locality.figures.style import Figure as Canvas
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -17,14 +17,11 @@ from locality.analysis.runs import RecordedRun, RunGroup, differing, group, read
 from locality.analysis.statistics import estimate
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
-from locality.figures.style import inline_svg, save
+from locality.figures.style import Figure, inline_svg, save
 from locality.files import render, write_atomic
 from locality.report import comparing
 from locality.settings import flatten
 from locality.training.runs import RunFolder
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 
