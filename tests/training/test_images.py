@@ -16,7 +16,7 @@ from PIL import Image
 from locality.checkpoints.run_state import latest_state, pack, read_checkpoint, write_checkpoint
 from locality.data import checking
 from locality.errors import UserError
-from locality.training import RunConfig, dry_run
+from locality.training import RunConfig, dry_run, loop
 from locality.training import train as train_loudly
 from locality.training.loop import Loop
 
@@ -111,6 +111,25 @@ def test_an_image_that_is_damaged_on_the_way_costs_no_step(
     assert reached == 3 if part == "val" else reached >= 2
     file.write_bytes(good)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
+
+
+def test_an_evaluation_that_fails_costs_no_step(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For whatever reason, and whether or not a checkpoint is due before it."""
+    config = on(photos, schedule__save_every=8)
+    train(config, tmp_path / "undisturbed")
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "evaluate", out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(config, tmp_path / "run")
+    assert latest_state(tmp_path / "run")["step"] == 3
     train(config, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
 

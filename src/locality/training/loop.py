@@ -182,7 +182,13 @@ class Loop:
                 if self._saved != at.step and self.plan.saves(at.step):
                     self._save()
                 if at.evaluated < at.step and self.plan.evaluates(at.step):
-                    self._evaluate()
+                    try:
+                        self._evaluate()
+                    except (MemoryError, RuntimeError):
+                        # No memory, a loading process killed: an evaluation changes no state.
+                        if self.agreement.alone:
+                            self._keep()
+                        raise
                 if self.plan.snapshots(at.step):
                     self._snapshot()
                 if self.watch is not None:
