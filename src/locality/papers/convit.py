@@ -18,16 +18,7 @@ from locality.papers.measures import (
     relative_gain,
 )
 from locality.papers.scales import Scale
-from locality.papers.specs import (
-    MACS_COLUMN,
-    PARAMETERS_COLUMN,
-    TOP1_COLUMN,
-    Claim,
-    Column,
-    Row,
-    Table,
-    experiment,
-)
+from locality.papers.specs import Claim, Column, Row, Table, columns, experiment
 
 _UNGATED = {"freeze_gating": True, "gating_init": 0.0}
 ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,13 +47,6 @@ def percent(fraction: float) -> str:
 @experiment("convit/table-1", "ConViT and DeiT of six sizes")
 def table_1(s: Scale) -> Table:
     """Parameters, cost, speed and accuracy of every size."""
-    columns = {
-        "parameters": PARAMETERS_COLUMN,
-        "flops": MACS_COLUMN,
-        "speed": Column("images/s, inference", "", 0),
-        "top1": TOP1_COLUMN,
-        "top5": Column("top-5"),
-    }
     rows, claims = [], []
     for size in s.sizes:
         deit, convit = (
@@ -81,13 +65,14 @@ def table_1(s: Scale) -> Table:
         above = convit.cells["top1"] - deit.cells["top1"]
         claims.append(Claim(f"{convit.label} is above {deit.label}", above))
     about = "Accuracy, size and speed of ConViT and DeiT, all trained from scratch."
-    return Table(about, columns, tuple(rows), tuple(claims))
+    shown = columns("parameters", "flops", "speed", "top1", "top5")
+    return Table(about, shown, tuple(rows), tuple(claims))
 
 
 @experiment("convit/table-2", "Sample efficiency: ConViT-S and DeiT-S on parts of the data")
 def table_2(s: Scale) -> Table:
     """Accuracy on fractions of the training images, and the relative gain of ConViT."""
-    columns, rows, claims = {}, [], []
+    shown, rows, claims = {}, [], []
     for fraction in s.fractions:
         cells = {}
         for measure, metric in ((TOP1, "top-1"), (TOP5, "top-5")):
@@ -97,9 +82,9 @@ def table_2(s: Scale) -> Table:
             cells[f"DeiT-S/{measure.name}"] = deit
             cells[f"ConViT-S/{measure.name}"] = convit
             cells[f"gap/{measure.name}"] = relative_gain(convit, deit)
-            columns[f"DeiT-S/{measure.name}"] = Column(f"DeiT, {metric}")
-            columns[f"ConViT-S/{measure.name}"] = Column(f"ConViT, {metric}")
-            columns[f"gap/{measure.name}"] = Column(f"gap, {metric}", signed=True)
+            shown[f"DeiT-S/{measure.name}"] = Column(f"DeiT, {metric}")
+            shown[f"ConViT-S/{measure.name}"] = Column(f"ConViT, {metric}")
+            shown[f"gap/{measure.name}"] = Column(f"gap, {metric}", signed=True)
         rows.append(Row(percent(fraction), cells))
         above = cells["ConViT-S/top1"] - cells["DeiT-S/top1"]
         with_part = f"with {percent(fraction)} of the images"
@@ -116,13 +101,13 @@ def table_2(s: Scale) -> Table:
         "A fraction of each class's training images, the number of images shown unchanged. The gap "
         "is ConViT's gain in per cent of DeiT's accuracy."
     )
-    return Table(about, columns, tuple(rows), tuple(claims))
+    return Table(about, shown, tuple(rows), tuple(claims))
 
 
 @experiment("convit/table-3", "Ablation of gating, convolutional initialisation and GPSA")
 def table_3(s: Scale) -> Table:
     """Rows a to g on all data and on 10% of it."""
-    columns = {
+    shown = {
         "full": Column("all data"),
         "full over e": Column("over e", signed=True),
         "10%": Column("10% of the data"),
@@ -162,7 +147,7 @@ def table_3(s: Scale) -> Table:
         Claim("all data: DeiT (e) is above GPSA frozen at random (g)", full["e"] - full["g"]),
     )
     about = "Top-1 of ConViT with parts of it frozen or removed; e is DeiT."
-    return Table(about, columns, tuple(rows), claims)
+    return Table(about, shown, tuple(rows), claims)
 
 
 def distilled(s: Scale) -> dict[str, Any]:
@@ -179,7 +164,7 @@ def distilled(s: Scale) -> dict[str, Any]:
 @experiment("convit/table-4", "Hard distillation from a convolutional teacher")
 def table_4(s: Scale) -> Table:
     """Accuracy with and without a teacher."""
-    columns = {
+    shown = {
         "none": Column("no distillation"),
         "hard": Column("hard distillation"),
         "gain": Column("gain", signed=True),
@@ -197,13 +182,13 @@ def table_4(s: Scale) -> Table:
         Claim("DeiT gains more than ConViT", deit - convit),
     )
     about = f"Half of the target is the class that the teacher ({s.teacher}) finds most likely."
-    return Table(about, columns, tuple(rows), claims)
+    return Table(about, shown, tuple(rows), claims)
 
 
 @experiment("convit/table-5", "Position embedding masked at test time")
 def table_5(s: Scale) -> Table:
     """Accuracy of trained models without their absolute position embedding."""
-    columns = {
+    shown = {
         "masked": Column("masked"),
         "unmasked": Column("no mask"),
         "loss": Column("loss", signed=True),
@@ -217,13 +202,13 @@ def table_5(s: Scale) -> Table:
         rows.append(Row(role, cells, printed=f"{family}-Ti"))
     more = rows[0].cells["loss"] - rows[1].cells["loss"]
     about = "Top-1 of trained models with the absolute position embedding masked and not."
-    return Table(about, columns, tuple(rows), (Claim("DeiT loses more than ConViT", more),))
+    return Table(about, shown, tuple(rows), (Claim("DeiT loses more than ConViT", more),))
 
 
 @experiment("convit/table-6", "Content or position masked at test time")
 def table_6(s: Scale) -> Table:
     """Accuracy of a trained ConViT with one half of its first layers' attention masked."""
-    columns = {
+    shown = {
         "content": Column("content masked"),
         "position": Column("position masked"),
         "none": Column("no mask"),
@@ -247,4 +232,4 @@ def table_6(s: Scale) -> Table:
         Claim("in the first layers, both cost about the same", first, margin=5.0),
     )
     about = "Top-1 of a trained ConViT whose first gated layers attend by position or content only."
-    return Table(about, columns, tuple(rows), claims)
+    return Table(about, shown, tuple(rows), claims)

@@ -24,17 +24,7 @@ from locality.papers.measures import (
     read_kept,
 )
 from locality.papers.scales import Scale, counted
-from locality.papers.specs import (
-    MACS_COLUMN,
-    PARAMETERS_COLUMN,
-    TOP1_COLUMN,
-    Claim,
-    Column,
-    Figure,
-    Row,
-    Table,
-    experiment,
-)
+from locality.papers.specs import Claim, Column, Figure, Row, Table, columns, experiment
 from locality.runner.runs import Run
 from locality.training import recipe, replace
 from locality.training.config import ModelConfig
@@ -70,27 +60,21 @@ def _built(name: str, img_size: int | None = None) -> dict[str, Quantity]:
 @experiment("cvt/table-2", "The architectures: parameters and cost")
 def table_2(s: Scale) -> Table:
     """Counted on the models as built; needs no run and no data."""
-    columns = {"parameters": PARAMETERS_COLUMN, "flops": Column("GMACs", "G", 2)}
+    shown = columns("parameters") | {"flops": Column("GMACs", "G", 2)}
     rows = tuple(Row(row, _built(published.MODELS[row])) for row in published.rows("cvt/table-2"))
-    return Table("The paper's own models at 224 pixels, whatever the scale.", columns, rows)
+    return Table("The paper's own models at 224 pixels, whatever the scale.", shown, rows)
 
 
 @experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, beside other models")
 def table_3(s: Scale) -> Table:
     """Our runs, fine-tuned ones, and other people's models with their public weights."""
-    columns = {
-        "parameters": PARAMETERS_COLUMN,
-        "flops": MACS_COLUMN,
-        "top1": TOP1_COLUMN,
-        "real": Column("ReaL"),
-        "v2": Column("V2"),
-    }
+    shown = columns("parameters", "flops", *_METRICS)
     rows = tuple(Row(row, _table_3_cells(s, row)) for row in published.rows("cvt/table-3"))
     claims: tuple[Claim, ...] = ()
     if "CvT-13" in s.models:
         above = s.measured(TOP1, "CvT-13") - s.measured(TOP1, "DeiT-S")
         claims = (Claim("CvT-13 is above DeiT-S", above),)
-    return Table("Trained from scratch unless the row says otherwise.", columns, rows, claims)
+    return Table("Trained from scratch unless the row says otherwise.", shown, rows, claims)
 
 
 def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
@@ -226,8 +210,8 @@ def table_4(s: Scale) -> Table:
         Row(row, {target: cell(row, target) for target in targets})
         for row in published.rows("cvt/table-4")
     )
-    columns = {target: Column(target, digits=2) for target in targets}
-    return Table("Top-1 after fine-tuning on each target.", columns, rows)
+    shown = {target: Column(target, digits=2) for target in targets}
+    return Table("Top-1 after fine-tuning on each target.", shown, rows)
 
 
 def _row(s: Scale, label: str, role: str = "CvT-13", **fields: Any) -> Row:
@@ -263,8 +247,8 @@ def table_5(s: Scale) -> Table:
         ),
         Claim("DeiT needs its position embedding more than CvT", deit_loses - cvt_loses),
     )
-    columns = {"parameters": PARAMETERS_COLUMN, "top1": TOP1_COLUMN}
-    return Table("Position embeddings present or not while training.", columns, rows, claims)
+    about = "Position embeddings present or not while training."
+    return Table(about, columns("parameters", "top1"), rows, claims)
 
 
 @experiment("cvt/table-6", "Convolutional token embedding")
@@ -286,7 +270,7 @@ def table_6(s: Scale) -> Table:
         ),
     )
     about = "Token embeddings; position embeddings are in every stage (the paper's sizes say so)."
-    return Table(about, {"parameters": PARAMETERS_COLUMN, "top1": TOP1_COLUMN}, rows, claims)
+    return Table(about, columns("parameters", "top1"), rows, claims)
 
 
 @experiment("cvt/table-7", "Stride of the key and value projections")
@@ -299,8 +283,8 @@ def table_7(s: Scale) -> Table:
         Claim("stride 1 is above stride 2", costs),
         Claim("stride 2 costs little accuracy", costs, margin=1.0),
     )
-    columns = {"parameters": PARAMETERS_COLUMN, "flops": MACS_COLUMN, "top1": TOP1_COLUMN}
-    return Table("Keys and values on the full grid, or on a quarter of it.", columns, rows, claims)
+    about = "Keys and values on the full grid, or on a quarter of it."
+    return Table(about, columns("parameters", "flops", "top1"), rows, claims)
 
 
 @experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")
@@ -319,7 +303,7 @@ def table_8(s: Scale) -> Table:
         Claim("… which are above stage 1 alone", top1["c"] - top1["b"]),
         Claim("… which is above linear projection", top1["b"] - top1["a"]),
     )
-    return Table("Stages with convolutional projection.", {"top1": TOP1_COLUMN}, rows, claims)
+    return Table("Stages with convolutional projection.", columns("top1"), rows, claims)
 
 
 @experiment("cvt/figure-1", "Accuracy against parameters")

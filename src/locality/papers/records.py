@@ -97,7 +97,8 @@ def _cell(
 
 
 def _panel(panel: Panel, failures: Failures) -> Record:
-    return vars(panel) | {"series": [_series(series, failures) for series in panel.series]}
+    axes = {name: value for name, value in vars(panel).items() if name != "series"}
+    return axes | {"series": [_series(series, failures) for series in panel.series]}
 
 
 def _series(series: Series, failures: Failures) -> Record:

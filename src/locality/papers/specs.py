@@ -25,9 +25,21 @@ class Column:
     signed: bool = False
 
 
-PARAMETERS_COLUMN = Column("parameters (M)", "M", 2)
-MACS_COLUMN = Column("GMACs", "G", 3)
-TOP1_COLUMN = Column("top-1")
+COLUMNS = {
+    "parameters": Column("parameters (M)", "M", 2),
+    "flops": Column("GMACs", "G", 3),
+    "speed": Column("images/s, inference", "", 0),
+    "top1": Column("top-1"),
+    "top5": Column("top-5"),
+    "real": Column("ReaL"),
+    "v2": Column("V2"),
+}
+"""What several tables show, by the metric that published numbers have in it."""
+
+
+def columns(*metrics: str) -> dict[str, Column]:
+    """Those of `COLUMNS` with these names."""
+    return {metric: COLUMNS[metric] for metric in metrics}
 
 
 @dataclass(frozen=True)
