@@ -69,6 +69,7 @@ def test_report_of_the_run(run, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(output)
 
 
+@pytest.mark.slow
 def test_predict_with_run_saved_model_and_graph_agree(run, images, tmp_path, capsys):
     saved, graph = tmp_path / "saved", tmp_path / "model.onnx"
     assert main(["convert", str(run), str(saved)]) == 0

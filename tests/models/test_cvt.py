@@ -329,6 +329,7 @@ def test_a_fused_model_refuses_to_train():
 # Compilers, exporters, number formats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [False, True])
 def test_one_graph_holds_all_of_it(fuse):
     model = randomised(small()).eval()
