@@ -35,12 +35,12 @@ import torch
 
 from locality.checkpoints.run_state import DamagedCheckpoint, latest_state
 from locality.files import write_atomic
+from locality.machine import describe_environment
 from locality.training import RunConfig, recipe, replace, train
 from locality.training.checkpoint import CheckpointFolder
-from locality.training.environment import describe_environment
 from locality.training.loop import Loop
+from locality.training.preview import preview
 from locality.training.runs import RunFolder
-from locality.training.setup import preview
 from locality.training.signals import Interrupted
 
 PHASES = ("step", "evaluate", "save")

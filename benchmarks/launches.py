@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from locality.files import write_atomic
+from locality.machine import describe_environment
 from locality.settings import to_yaml
 from locality.training import recipe, replace
-from locality.training.environment import describe_environment
 
 RANK = Path(__file__).parents[1] / "tests/training/rank.py"
 LAUNCHERS = {

@@ -24,12 +24,14 @@ import torch.nn.functional as F
 from lightning_fabric import Fabric
 
 from locality.files import write_atomic
+from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace
+from locality.training.distributed import create_fabric
 from locality.training.engine import build_parts
-from locality.training.environment import describe_environment
+from locality.training.load import build_model
 from locality.training.loop import Loop
+from locality.training.preview import preview
 from locality.training.recorder import Recorder
-from locality.training.setup import build_model, create_fabric, preview
 from locality.training.signals import Interruption
 
 

@@ -25,7 +25,7 @@ from locality.benchmark import to_table
 from locality.benchmark.measure import interleave
 from locality.commands.parsing import table
 from locality.files import write_atomic
-from locality.training.environment import commit
+from locality.machine import commit
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -66,3 +66,15 @@ def unknown(
     near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
     return error(f"unknown {kind} '{given}'; {hint}")
+
+
+class NonFiniteLoss(RunFailed):
+    """The loss of a step was infinite or not a number; the update was not made."""
+
+
+class NonFiniteWeights(RunFailed):
+    """Weights became infinite or not a number; they were not saved."""
+
+
+class CheckpointNotSaved(RunFailed):
+    """A checkpoint could not be written; the message says what is still there."""

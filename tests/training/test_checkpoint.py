@@ -23,10 +23,9 @@ from locality.checkpoints.run_state import (
     unpack,
     write_checkpoint,
 )
+from locality.errors import NonFiniteWeights
 from locality.training import CheckpointNotSaved, DamagedCheckpoint
-from locality.training.checkpoint import CheckpointFolder
-from locality.training.failures import NonFiniteWeights
-from locality.training.saver import BackgroundSaver
+from locality.training.checkpoint import BackgroundSaver, CheckpointFolder
 
 from .conftest import assert_same, assert_same_run, tiny, train
 

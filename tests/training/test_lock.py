@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from locality.errors import UserError
-from locality.training.lock import FolderLock
+from locality.training.runs import FolderLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from locality.training.lock import FolderLock
+from locality.training.runs import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 getattr(lock, sys.argv[2])()
 print("held", flush=True)

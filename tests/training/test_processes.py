@@ -12,9 +12,10 @@ import pytest
 from locality.checkpoints.run_state import latest_state
 from locality.data import open_data, train_loader
 from locality.errors import UserError
-from locality.training import Interrupted, NonFiniteLoss, RunFolder, setup
+from locality.training import Interrupted, NonFiniteLoss, RunFolder, distributed
 from locality.training.loop import Loop
 from locality.training.objective import Objective
+from locality.training.preview import preview
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
@@ -117,29 +118,29 @@ def test_a_batch_that_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(UserError, match="divided evenly between 3"):
-        setup.preview(tiny())
+        preview(tiny())
 
 
 def test_mixing_needs_pairs_in_every_process() -> None:
     with pytest.raises(UserError, match="even number of images"):
-        setup.preview(tiny(augment__mixup=0.8, engine__devices=2, engine__batch_size=6))
+        preview(tiny(augment__mixup=0.8, engine__devices=2, engine__batch_size=6))
 
 
 def test_torchrun_and_slurm_decide_how_many_processes_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = tiny().engine
-    assert setup.count_processes(engine, "cpu") == 1
+    assert distributed.count_processes(engine, "cpu") == 1
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "1")
         patch.setenv("WORLD_SIZE", "8")
         patch.setenv("LOCAL_WORLD_SIZE", "4")
-        assert setup._layout(engine, "cpu") == (4, 2)
+        assert distributed._layout(engine, "cpu") == (4, 2)
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_NTASKS", "16")
         patch.setenv("SLURM_NNODES", "2")
         patch.setenv("SLURM_JOB_NAME", "train")
-        assert setup._layout(engine, "cpu") == (8, 2)
+        assert distributed._layout(engine, "cpu") == (8, 2)
 
 
 def test_a_run_of_two_processes_can_go_on_in_one(

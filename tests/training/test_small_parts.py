@@ -11,16 +11,14 @@ import pytest
 import torch
 
 from locality.errors import UserError
+from locality.machine import commit
 from locality.models import build
-from locality.training import dry_run, precision, recipe, replace
-from locality.training.dryrun import saved_activations
-from locality.training.environment import commit
-from locality.training.logs import CsvTable, Progress, TensorBoard, duration
-from locality.training.precision import choose_precision
+from locality.training import distributed, dry_run, recipe, replace
+from locality.training.distributed import choose_precision, resolve_accelerator
+from locality.training.preview import preview, saved_activations
 from locality.training.randomness import StepRandomness
-from locality.training.recorder import Recorder
+from locality.training.recorder import CsvTable, Progress, Recorder, TensorBoard, duration
 from locality.training.runs import RunFolder
-from locality.training.setup import preview, resolve_accelerator
 
 from .conftest import tiny, train
 
@@ -145,7 +143,7 @@ def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.Monkey
     assert choose_precision("bf16-mixed", cpu, 1) == "bf16-mixed"
     assert choose_precision("fp32", cpu, 1e12) == "fp32"
     for fast in (True, False):
-        monkeypatch.setattr(precision, "has_fast_bf16", lambda fast=fast: fast)
+        monkeypatch.setattr(distributed, "has_fast_bf16", lambda fast=fast: fast)
         assert choose_precision("auto", cpu, 1e11) == ("bf16-mixed" if fast else "fp32")
         assert choose_precision("auto", cpu, 1e6) == "fp32"
     assert choose_precision("auto", torch.device("mps"), 1e12) == "fp32"

@@ -35,9 +35,10 @@ from locality.analysis.summary import Record, measure_model
 from locality.data import open_data
 from locality.errors import UserError
 from locality.files import parse_json, read_json, read_text, write_atomic
-from locality.training.observer import Moment
+from locality.training.load import initial_model, load_run
 from locality.training.plan import make_plan
-from locality.training.runs import RunFolder, initial_model, load_run
+from locality.training.recorder import Moment
+from locality.training.runs import RunFolder
 
 MEASURES = "measures.json"
 PICTURES = "attention.npz"

@@ -109,7 +109,18 @@ def write_checkpoint(path: Path, packed: Packed) -> None:
         file.flush()
         os.fsync(file.fileno())
         if path.exists():
-            os.replace(path, path.parent / PREVIOUS)
+            _keep(path)
+
+
+def _keep(path: Path) -> None:
+    """Make a checkpoint the previous one, by a second name while it is the last one too."""
+    second = path.parent / f".{PREVIOUS}.tmp"
+    second.unlink(missing_ok=True)
+    try:
+        os.link(path, second)
+    except OSError:  # a file system without links
+        second = path
+    os.replace(second, path.parent / PREVIOUS)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

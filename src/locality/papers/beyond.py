@@ -24,8 +24,8 @@ from locality.papers.scales import Scale
 from locality.papers.specs import Claim, Column, Row, Table, experiment
 from locality.runner.runs import Run
 from locality.training import RunConfig, load_run, train
+from locality.training.load import build_model
 from locality.training.runs import RunFolder
-from locality.training.setup import build_model
 
 FRACTIONS = (0.05, 0.2, 1.0)
 

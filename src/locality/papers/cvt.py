@@ -28,7 +28,7 @@ from locality.papers.specs import Claim, Column, Figure, Row, Table, columns, ex
 from locality.runner.runs import Run
 from locality.training import recipe, replace
 from locality.training.config import ModelConfig
-from locality.training.evaluation_of_runs import evaluate_opened, evaluate_run
+from locality.training.evaluation import evaluate_opened, evaluate_run
 
 OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
 """The rows of Table 3 that are trained from scratch at 224 pixels."""

@@ -25,8 +25,8 @@ from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.runner.runs import Run
 from locality.training import load_run
-from locality.training.evaluation_of_runs import evaluate_opened
-from locality.training.setup import resolve_accelerator
+from locality.training.distributed import resolve_accelerator
+from locality.training.evaluation import evaluate_opened
 
 MEASURED = "experiments.json"
 """Where the measures of a run are kept, in its folder, so that none is taken twice."""

@@ -27,7 +27,7 @@ from locality.errors import UserError, unknown
 from locality.machine import processors
 from locality.runner.runs import Run
 from locality.training import RunConfig
-from locality.training.setup import launched_from_outside
+from locality.training.distributed import launched_from_outside
 from locality.training.signals import Interrupted
 
 _POLL_SECONDS = 0.2

@@ -12,7 +12,7 @@ from locality.lazy import lazily
 
 if TYPE_CHECKING:
     from locality.checkpoints.run_state import DamagedCheckpoint
-    from locality.errors import RunFailed
+    from locality.errors import CheckpointNotSaved, NonFiniteLoss, RunFailed
     from locality.settings import replace
     from locality.training.config import (
         EngineConfig,
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
         RunConfig,
         ScheduleConfig,
     )
-    from locality.training.dryrun import DryRun, dry_run
     from locality.training.engine import train
-    from locality.training.evaluation import evaluate
-    from locality.training.evaluation_of_runs import evaluate_on, evaluate_opened, evaluate_run
-    from locality.training.failures import CheckpointNotSaved, NonFiniteLoss
+    from locality.training.evaluation import evaluate, evaluate_on, evaluate_opened, evaluate_run
+    from locality.training.load import initial_model, load_run
+    from locality.training.preview import DryRun, dry_run
     from locality.training.recipes import RECIPES, recipe
-    from locality.training.runs import RunFolder, initial_model, load_run
+    from locality.training.runs import RunFolder
     from locality.training.signals import Interrupted
 
 __all__ = [
@@ -61,17 +60,16 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "locality.checkpoints.run_state": "DamagedCheckpoint",
+        "locality.errors": "CheckpointNotSaved NonFiniteLoss RunFailed",
         ".config": "EngineConfig ModelConfig ObjectiveConfig OptimConfig RunConfig ScheduleConfig",
-        ".dryrun": "DryRun dry_run",
         ".engine": "train",
-        ".evaluation": "evaluate",
-        ".evaluation_of_runs": "evaluate_on evaluate_opened evaluate_run",
-        ".failures": "CheckpointNotSaved NonFiniteLoss",
+        ".evaluation": "evaluate evaluate_on evaluate_opened evaluate_run",
+        ".load": "initial_model load_run",
+        ".preview": "DryRun dry_run",
         ".recipes": "RECIPES recipe",
-        ".runs": "RunFolder initial_model load_run",
+        ".runs": "RunFolder",
         "locality.settings": "replace",
         ".signals": "Interrupted",
-        "locality.checkpoints.run_state": "DamagedCheckpoint",
-        "locality.errors": "RunFailed",
     },
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from locality.checkpoints.run_state import (
     PREVIOUS,
     DamagedCheckpoint,
     Packed,
+    pack,
     read_checkpoint,
     write_checkpoint,
 )
-from locality.training.failures import CheckpointNotSaved, NonFiniteWeights
+from locality.errors import CheckpointNotSaved, NonFiniteWeights
 
 
 class CheckpointFolder:
@@ -109,3 +112,53 @@ class CheckpointFolder:
         for leftover in leftovers:
             leftover.unlink(missing_ok=True)
         return bool(leftovers)
+
+
+class BackgroundSaver:
+    """Saves one checkpoint at a time in a thread of its own.
+
+    Args:
+        folder: where to.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self._folder = folder
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def start(self, state: Mapping[str, Any]) -> None:
+        """Copy `state` and begin to save the copy, once the checkpoint before it is saved.
+
+        Raises:
+            CheckpointNotSaved: if the checkpoint before it could not be.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._save, args=(pack(state),), name="checkpoint")
+        self._thread.start()
+
+    def _save(self, packed: Packed) -> None:
+        try:
+            self._folder.save(packed)
+        except Exception as error:  # handed over to the thread that trains
+            self._failure = error
+
+    def wait(self) -> None:
+        """Return when nothing is being saved.
+
+        Raises:
+            CheckpointNotSaved: if the checkpoint could not be.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong, if something has; costs nothing.
+
+        Raises:
+            CheckpointNotSaved: if the last checkpoint could not be saved.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure

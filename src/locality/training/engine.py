@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import subprocess
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -17,29 +16,29 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from timm.utils import ModelEmaV3
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data import ImageRecord, verify
-from locality.errors import UserError
+from locality.errors import NonFiniteLoss, UserError
 from locality.files import write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
-from locality.training.dryrun import check_memory
-from locality.training.failures import NonFiniteLoss
-from locality.training.logs import duration
+from locality.training.distributed import (
+    children_taken_over,
+    create_fabric,
+    end_processes,
+    exit_code,
+    waited_for,
+)
+from locality.training.load import build_model, load_teacher, starting_model
 from locality.training.loop import Loop, Parts
-from locality.training.objective import Objective, load_teacher
-from locality.training.observer import Observer, Watch
+from locality.training.objective import Objective
 from locality.training.optim import create_optimizer, create_schedule
-from locality.training.recorder import Recorder
+from locality.training.preview import Preview, check_memory, preview
+from locality.training.recorder import Observer, Recorder, Watch, duration
 from locality.training.runs import RunFolder
-from locality.training.setup import Preview, build_model, create_fabric, preview, starting_model
 from locality.training.signals import Interrupted, Interruption, forwarded_to_children
-
-# So long a process may take to end by itself; one that waits for a lost GPU would never end.
-_CHILD_SECONDS = 30
 
 
 def train(
@@ -75,7 +74,7 @@ def train(
         fabric, prepared = _prepare(config, run, quiet)
     except (UserError, OSError) as error:
         fabric, prepared = create_fabric(config.engine, "fp32"), None
-        if not _waited_for(fabric):
+        if not waited_for(fabric):
             raise
         # The other processes were started by torchrun or srun and wait to hear about it.
         status = str(error)
@@ -89,44 +88,13 @@ def train(
     finally:
         run.lock.release()
     if "signum" in outcome:
-        raise Interrupted(outcome["signum"], outcome["step"], _exit_code(fabric, None))
+        raise Interrupted(outcome["signum"], outcome["step"], exit_code(fabric, None))
     if "raised" in outcome:
         if fabric.global_rank > 0:
             # The same on every rank, and the first one says it.
-            raise SystemExit(_exit_code(fabric, 1))
+            raise SystemExit(exit_code(fabric, 1))
         raise outcome["raised"]
     return outcome
-
-
-def _end_processes(fabric: Fabric) -> None:
-    """What a process does last: leave the process group, then outlive those it has started.
-
-    The group's threads hold the tensors of the last operations until they are joined. One that
-    lets go of them when the interpreter has begun to finalise aborts the process. It is too early
-    for this when a run ends: the same processes may go on with another one.
-    """
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    for child in _children_taken_over(fabric):
-        try:
-            child.wait(_CHILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-def _children_taken_over(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
-    """The processes that Fabric has started, no longer watched by its observer.
-
-    That one kills this process when one of them has failed; ending by itself it can say why.
-    """
-    launcher: Any = fabric.strategy.launcher
-    watched = getattr(launcher, "procs", [])
-    children = watched[:]
-    if children:
-        watched.clear()
-        launcher.procs = children
-    return children
 
 
 def _forget_locals(error: BaseException | None) -> None:
@@ -134,26 +102,6 @@ def _forget_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _exit_code(fabric: Fabric, wanted: int | None) -> int | None:
-    """`wanted`, but 0 in processes that Fabric has started by repeating the command line.
-
-    It watches those, and kills all processes at any other exit code, the first one included.
-    """
-    repeated = isinstance(_environment(fabric), LightningEnvironment) and fabric.local_rank > 0
-    return 0 if repeated else wanted
-
-
-def _environment(fabric: Fabric) -> ClusterEnvironment | None:
-    return getattr(fabric.strategy, "cluster_environment", None)
-
-
-def _waited_for(fabric: Fabric) -> bool:
-    """Whether other processes exist already and would wait for this one."""
-    environment = _environment(fabric)
-    external = environment is not None and environment.creates_processes_externally
-    return external and fabric.world_size > 1
 
 
 def _prepare(config: RunConfig, run: RunFolder, quiet: bool) -> tuple[Fabric, Preview]:
@@ -179,7 +127,7 @@ def _train_here(
     fabric: Fabric,
 ) -> dict[str, Any]:
     """One process's part; what it returns says how it ended."""
-    atexit.register(_end_processes, fabric)
+    atexit.register(end_processes, fabric)
     run = RunFolder(folder)
     try:
         status = fabric.broadcast(status)
@@ -197,7 +145,7 @@ def _train_here(
     except BaseException as error:
         # Its traceback holds the model, which holds the process group.
         _forget_locals(error)
-        _children_taken_over(fabric)
+        children_taken_over(fabric)
         if isinstance(error, Interrupted):
             return {"signum": error.signum, "step": error.step}
         if isinstance(error, (NonFiniteLoss, DamagedCheckpoint)):

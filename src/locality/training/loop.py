@@ -1,7 +1,7 @@
 """The step loop: what happens, in which order, between a run's first and last update.
 
 Everything random in step s is a function of (seed, s), so the state of a run is its weights, its
-optimiser's moments, and a few counts (`Progressed`). Whatever interrupts the loop, it goes on from
+optimiser's moments, and a few counts (`Counts`). Whatever interrupts the loop, it goes on from
 the last checkpoint as if nothing had happened.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,41 +21,16 @@ from torch import Tensor, nn
 
 from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, eval_loader, train_loader
-from locality.errors import UserError
+from locality.errors import NonFiniteLoss, UserError
 from locality.models import ImageClassifier
-from locality.training.agreement import Agreement, measured
 from locality.training.config import RunConfig
-from locality.training.evaluation import EvaluationStopped, evaluate
-from locality.training.failures import NonFiniteLoss
+from locality.training.distributed import Agreement, measured
+from locality.training.evaluation import evaluate
 from locality.training.objective import Objective
-from locality.training.observer import Watch
+from locality.training.preview import Preview
 from locality.training.randomness import StepRandomness
-from locality.training.recorder import Recorder
-from locality.training.setup import Preview
-from locality.training.signals import Interrupted, Interruption
-
-
-@dataclass
-class Progressed:
-    """The counts that belong to a run's state.
-
-    Attributes:
-        step: updates finished (or skipped for a bad loss).
-        evaluated: step of the last evaluation; -1 before the first.
-        loss_sum, right, seen: of the training images since the last evaluation.
-        row: the last evaluation.
-        bad_losses: updates skipped.
-        skipped: images that could not be read, name → reason.
-    """
-
-    step: int = 0
-    evaluated: int = -1
-    loss_sum: float = 0.0
-    right: float = 0.0
-    seen: int = 0
-    row: dict[str, Any] = field(default_factory=dict)
-    bad_losses: int = 0
-    skipped: dict[str, str] = field(default_factory=dict)
+from locality.training.recorder import Counts, Recorder, Watch
+from locality.training.signals import EvaluationStopped, Interrupted, Interruption
 
 
 @dataclass
@@ -110,7 +85,7 @@ class Loop:
         self.parts = parts
         self.recorder = recorder
         self.watch = watch
-        self.at = Progressed()
+        self.at = Counts()
         self.data = ""  # fingerprint of the data, kept in checkpoints
         self.agreement = Agreement(fabric, interruption)
         self.randomness = StepRandomness(
@@ -151,7 +126,7 @@ class Loop:
             DamagedCheckpoint: if it is another model's.
         """
         try:
-            self.at = Progressed(**state["progress"])
+            self.at = Counts(**state["progress"])
             self.parts.model.load_state_dict(state["model"])
             if self.parts.ema is not None:
                 self.parts.ema.module.load_state_dict(state["ema"])

@@ -2,25 +2,207 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import os
 import resource
 import statistics
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from locality.files import atomic_file, write_atomic
-from locality.training.logs import METRICS, TIMING, CsvTable, Progress, TensorBoard, duration
+from locality.data import ImageSource
+from locality.errors import UserError, printable
+from locality.files import atomic_file, read_rows, write_atomic
+from locality.models import ImageClassifier
+from locality.training.checkpoint import BackgroundSaver
+from locality.training.config import RunConfig
+from locality.training.plan import Plan, is_due
 from locality.training.runs import RunFolder
-from locality.training.saver import BackgroundSaver
 
-if TYPE_CHECKING:
-    from locality.models import ImageClassifier
-    from locality.training.loop import Progressed
+
+@dataclass
+class Counts:
+    """The counts that belong to a run's state.
+
+    Attributes:
+        step: updates finished (or skipped for a bad loss).
+        evaluated: step of the last evaluation; -1 before the first.
+        loss_sum, right, seen: of the training images since the last evaluation.
+        row: the last evaluation.
+        bad_losses: updates skipped.
+        skipped: images that could not be read, name → reason.
+    """
+
+    step: int = 0
+    evaluated: int = -1
+    loss_sum: float = 0.0
+    right: float = 0.0
+    seen: int = 0
+    row: dict[str, Any] = field(default_factory=dict)
+    bad_losses: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+# One row per evaluation. Everything in metrics.csv repeats exactly; what depends on the day and
+# the machine is in timing.csv.
+METRICS = (
+    "step",
+    "epoch",
+    "images",
+    "lr",
+    "train_loss",
+    "train_top1",
+    "top1",
+    "top5",
+    "val_loss",
+)
+
+
+TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_mb")
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+class CsvTable:
+    """A CSV file that grows by a row at a time and can be cut back to a step.
+
+    Args:
+        path: the file; it may exist.
+        columns: the first is "step".
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.path = path
+        self.columns = columns
+
+    def cut(self, step: int) -> list[dict[str, str]]:
+        """Remove rows behind `step` and what a killed process left half-written.
+
+        Returns:
+            the rows that stay.
+        """
+        rows = []
+        if self.path.exists():
+            try:
+                rows = [row for row in read_rows(self.path) if int(row["step"]) <= step]
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{self.path} is not a table of a run's steps: {error}") from error
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, self.columns, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomic(self.path, buffer.getvalue())
+        return rows
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row, on disk when this returns."""
+        line = io.StringIO()
+        csv.DictWriter(line, self.columns, lineterminator="\n").writerow(row)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line.getvalue())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, from the step a run starts or resumes at."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        # Takes a second to import; only the process that writes needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def add(self, row: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
+        """One evaluation."""
+        groups = {"train_loss": "loss/train", "val_loss": "loss/val", "train_top1": "top1/train"}
+        groups |= {"top1": "top1/val", "top5": "top5/val", "lr": "lr"}
+        for name, tag in groups.items():
+            if row[name] is not None:
+                self._writer.add_scalar(tag, row[name], row["step"])
+        self._writer.add_scalar("images_per_second", timing["images_per_second"], row["step"])
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._writer.close()
+
+
+class Progress:
+    """Tells a person how a run goes: a bar on a terminal, a line now and then elsewhere.
+
+    Args:
+        total: steps in all.
+        step: steps finished already.
+        quiet: say nothing.
+    """
+
+    def __init__(self, total: int, step: int, quiet: bool) -> None:
+        self.quiet = quiet
+        self._total = total
+        self._first = step
+        self._started = self._told = time.monotonic()
+        self._bar: Any = None
+        if not quiet and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self.quiet:
+            return
+        text = printable(text, keep="\n")
+        with self._as_long_as_somebody_reads():
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stderr)
+            else:
+                print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def _as_long_as_somebody_reads(self) -> Iterator[None]:
+        # A terminal that was closed is no reason for a run to fail before it has saved.
+        try:
+            yield
+        except OSError:
+            self.quiet, self._bar = True, None
+
+    def wants_update(self, step: int) -> bool:
+        """Whether it is time to say something again, after `step` steps."""
+        if self._bar is not None and step == self._total:
+            return True
+        wait = 0.1 if self._bar is not None else _SECONDS_BETWEEN_LINES
+        return not self.quiet and time.monotonic() - self._told > wait
+
+    def update(self, step: int, loss: float, top1: float, images_per_second: float) -> None:
+        """Show where the run is."""
+        self._told = time.monotonic()
+        figures = f"loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
+        if self._bar is not None:
+            with self._as_long_as_somebody_reads():
+                self._bar.set_postfix_str(figures, refresh=False)
+                self._bar.update(step - self._bar.n)
+        else:
+            left = duration(self.seconds_left(step))
+            self.say(f"step {step}/{self._total}: {figures}, {left} left")
+
+    def seconds_left(self, step: int) -> float:
+        """What the rest will take if it goes on as since the start or resumption."""
+        done = max(1, step - self._first)
+        return (time.monotonic() - self._started) / done * (self._total - step)
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            with self._as_long_as_somebody_reads():
+                self._bar.close()
+
 
 # The first steps pay for allocations and compilation and say little about the rest.
 _WARMING_STEPS, _MEASURED_STEPS = 5, 20
@@ -85,7 +267,7 @@ class Recorder:
         """Tell the person."""
         self.progress.say(text)
 
-    def stepped(self, at: Progressed, seconds: float) -> None:
+    def stepped(self, at: Counts, seconds: float) -> None:
         """A step was finished in `seconds`.
 
         Raises:
@@ -196,3 +378,76 @@ def peak_memory_mb() -> int:
         return round(torch.cuda.max_memory_allocated() / 1e6)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(kilobytes / (1e6 if sys.platform == "darwin" else 1e3))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A run between two steps.
+
+    Attributes:
+        folder: of the run.
+        config: its configuration.
+        step, epoch: how far it is.
+        model: the weights it would be judged by now; an observer leaves them as they are.
+        val: its validation images.
+    """
+
+    folder: Path
+    config: RunConfig
+    step: int
+    epoch: float
+    model: ImageClassifier
+    val: ImageSource
+
+
+class Observer(Protocol):
+    """What `train` shows the model to, before the first step, now and then, and after the last.
+
+    It must draw no random numbers and change nothing of the model. It is called in the first
+    process alone. After a resumption it may see a step again.
+
+    Attributes:
+        every: epochs or steps between two looks, in the unit of the run's schedule.
+    """
+
+    every: float
+
+    def observe(self, moment: Moment) -> None:
+        """Look at the model."""
+
+
+class Watch:
+    """An observer of one run: knows when it is to look."""
+
+    def __init__(
+        self, observer: Observer, folder: Path, config: RunConfig, plan: Plan, val: ImageSource
+    ) -> None:
+        self._observer = observer
+        self._folder = folder
+        self._config = config
+        self._plan = plan
+        self._val = val
+        unit = 1.0 if config.schedule.unit == "steps" else plan.epoch_images / plan.batch_size
+        self._every = max(1.0, observer.every * unit)
+
+    def __call__(self, step: int, model: ImageClassifier) -> None:
+        """`step` updates are finished; let the observer look if it is time."""
+        if step in (0, self._plan.steps) or is_due(step, self._every):
+            epoch = self._plan.epoch(step)
+            self._observer.observe(
+                Moment(self._folder, self._config, step, epoch, model, self._val)
+            )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: "42 s", "3 min 20 s", "5 h 10 min", "2 d 4 h"."""
+    whole = round(seconds)
+    for size, name, smaller, smaller_name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {name}" + (f" {rest} {smaller_name}" if rest else "")
+    return f"{whole} s"

@@ -37,6 +37,10 @@ class Interrupted(Exception):
         self.exit_code = 128 + signum if exit_code is None else exit_code
 
 
+class EvaluationStopped(Exception):
+    """An evaluation was asked to stop, by the signal whose number it carries."""
+
+
 class Interruption:
     """Remembers the first signal that came.
 

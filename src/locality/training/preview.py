@@ -1,21 +1,139 @@
-"""A run without running it: everything checked and counted, nothing computed."""
+"""A run before its first step: everything checked and counted, nothing computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import checks, machine
+from locality.data import DataSplits, open_data
+from locality.data.folder import some
 from locality.errors import UserError
+from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
-from locality.training.logs import duration
+from locality.training.distributed import choose_precision, count_processes, resolve_accelerator
+from locality.training.load import build_model, check_teacher, check_weights, meta_model
+from locality.training.optim import check_optimizer
+from locality.training.plan import Plan, make_plan
+from locality.training.recorder import duration
 from locality.training.runs import RunFolder
-from locality.training.setup import Preview, build_model, preview
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What is known of a run before its first step.
+
+    Attributes:
+        splits: the data.
+        plan: steps and calendar.
+        world_size: processes.
+        micro_batch: images per process and pass.
+        precision: resolved.
+        parameters: of the model; `trainable` of them are trained.
+        macs: multiply-accumulates of one image's forward pass.
+        buffers: bytes of the model's buffers.
+        notes: what is worth knowing about the data before training on it.
+    """
+
+    splits: DataSplits
+    plan: Plan
+    world_size: int
+    micro_batch: int
+    precision: str
+    device_type: str
+    parameters: int
+    trainable: int
+    macs: int
+    buffers: int
+    img_size: tuple[int, int]
+    notes: list[str]
+
+    def checkpoint_bytes(self, config: RunConfig) -> int:
+        """About the size of a checkpoint: weights, average, and two moments of the gradients."""
+        weights = 4 * self.parameters + self.buffers
+        copies = 1 if config.engine.ema_decay is None else 2
+        return weights * copies + 8 * self.trainable + (1 << 20)
+
+
+def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool = False) -> Preview:
+    """Open the data and build the model on the meta device, checking all that can be checked.
+
+    Args:
+        config: the run.
+        splits: its data, if they are open already.
+        resumes: it goes on from a checkpoint, and no longer needs the weights it started from.
+
+    Raises:
+        UserError: if the run cannot work as it is configured.
+    """
+    # Whatever is wrong with the settings shows before a large dataset is read.
+    check_optimizer(config.optim)
+    check_teacher(config.objective)
+    if not resumes:
+        check_weights(config.model.weights)
+    meta_model(config, num_classes=1)
+    splits = open_data(config.data, config.seed) if splits is None else splits
+    if not len(splits.val):
+        raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
+    plan = make_plan(config, len(splits.train))
+    notes = look_at_classes(splits, plan)
+    model = meta_model(config, len(splits.classes))
+    device_type = resolve_accelerator(config.engine.accelerator)
+    world_size = count_processes(config.engine, device_type)
+    micro_batch = config.engine.micro_batch(world_size)
+    if config.mixes and micro_batch % 2:
+        raise UserError(
+            f"mixup and cutmix mix pairs, so each process needs an even number of images per pass, "
+            f"not {micro_batch}; change engine.batch_size or engine.accumulate"
+        )
+    macs = count_macs(model)
+    return Preview(
+        splits=splits,
+        plan=plan,
+        world_size=world_size,
+        micro_batch=micro_batch,
+        precision=choose_precision(config.engine.precision, torch.device(device_type), macs),
+        device_type=device_type,
+        parameters=count_parameters(model),
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        macs=macs,
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        img_size=model.img_size,
+        notes=notes,
+    )
+
+
+def look_at_classes(splits: DataSplits, plan: Plan) -> list[str]:
+    """What is odd about classes and batches, in sentences.
+
+    Raises:
+        UserError: if there is nothing to tell apart.
+    """
+    if len(splits.classes) < 2:
+        raise UserError(
+            f"dataset '{splits.name}' has {len(splits.classes)} class; a classifier needs at "
+            f"least two: one folder of images per class"
+        )
+    notes = []
+    for source, what in ((splits.train, "training"), (splits.val, "validation")):
+        counts = np.bincount(source.labels, minlength=len(splits.classes))
+        if empty := [splits.classes[label] for label in np.flatnonzero(counts == 0)]:
+            notes.append(
+                f"{len(empty)} of {len(splits.classes):,} classes have no {what} images: "
+                f"{some(empty)}"
+            )
+    if plan.batch_size > len(splits.train):
+        notes.append(
+            f"a batch of {plan.batch_size:,} is larger than the training set: every step sees "
+            f"images of {len(splits.train):,} more than once"
+        )
+    return notes
 
 
 @dataclass(frozen=True)

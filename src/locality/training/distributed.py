@@ -1,0 +1,321 @@
+"""Devices and processes: which there are, what they tell each other, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning_fabric.strategies import DDPStrategy
+from torch import Tensor
+
+from locality.errors import UserError
+from locality.training.config import EngineConfig
+from locality.training.signals import (
+    SIGNALS,
+    EvaluationStopped,
+    Interruption,
+)
+
+# How Fabric calls what `engine.strategy` says.
+_START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
+_FABRIC_PRECISION = {"fp32": "32-true", "bf16-mixed": "bf16-mixed"}
+
+# So long a process may take to end by itself, even on a crowded machine; one that waits for a lost
+# GPU would never end.
+_CHILD_SECONDS = 300
+
+# On a processor bfloat16 pays for wide models on many tokens. Training steps on a Zen 5 core, fp32
+# time over bf16 time: 1.3 to 1.5 for DeiT-Ti, ConViT-Ti and -S and 1.1 to 1.2 for CvT-13 at 224
+# pixels, all above 10⁹ multiply-accumulates per image; 0.4 to 1.0 for the models of small images,
+# all below, in whatever batch.
+_WORTHWHILE_MACS = 1e9
+
+# Fabric announces on every start what a run prints itself.
+logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+
+
+def resolve_accelerator(wanted: str) -> str:
+    """ "auto" resolved: CUDA if there is a GPU, then Apple's, then the processor.
+
+    Raises:
+        UserError: if the one asked for is not there.
+    """
+    available = {"cpu": True, "cuda": torch.cuda.is_available()}
+    available["mps"] = torch.backends.mps.is_available()
+    if wanted == "auto":
+        return next(name for name in ("cuda", "mps", "cpu") if available[name])
+    if not available[wanted]:
+        raise UserError(
+            f"engine.accelerator is '{wanted}', which this machine does not have; "
+            f"available: {', '.join(name for name in available if available[name])}"
+        )
+    return wanted
+
+
+def launched_from_outside() -> bool:
+    """Whether torchrun or srun has started this process, and the others if there are any."""
+    return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+
+
+def count_processes(engine: EngineConfig, device_type: str) -> int:
+    """Processes over all machines."""
+    devices, nodes = _layout(engine, device_type)
+    return devices * nodes
+
+
+def _layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
+    """Processes per machine, and machines; torchrun and srun know better than the settings.
+
+    Raises:
+        UserError: if there are fewer devices than asked for.
+    """
+    if TorchElasticEnvironment.detect():
+        local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+        return local, world // local
+    if SLURMEnvironment.detect():
+        tasks, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", "1"))
+        return tasks // nodes, nodes
+    there = torch.cuda.device_count() if device_type == "cuda" else 1
+    if device_type == "cuda" and engine.devices > there:
+        raise UserError(f"engine.devices is {engine.devices} and there are {there} GPUs")
+    return engine.devices or there, engine.num_nodes
+
+
+def choose_precision(wanted: str, device: torch.device, macs_per_image: float) -> str:
+    """Resolve "auto" to "fp32" or "bf16-mixed".
+
+    bfloat16 where the hardware multiplies it natively: GPUs from Ampere on, processors with
+    AVX512-BF16 or AMX, the latter only for models large enough to gain from it.
+
+    Args:
+        wanted: "auto", or a choice already made.
+        device: where training happens.
+        macs_per_image: multiply-accumulates of one image's forward pass.
+    """
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        fast = has_fast_bf16() and macs_per_image >= _WORTHWHILE_MACS
+    else:
+        fast = False
+    return "bf16-mixed" if fast else "fp32"
+
+
+def has_fast_bf16() -> bool:
+    """Whether this processor multiplies bfloat16 natively."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def create_fabric(engine: EngineConfig, precision: str) -> Fabric:
+    """Lightning Fabric for the devices, processes and precision of a run.
+
+    Args:
+        engine: the settings.
+        precision: resolved.
+    """
+    device_type = resolve_accelerator(engine.accelerator)
+    devices, nodes = _layout(engine, device_type)
+    strategy: Any = "auto"
+    if devices * nodes > 1 or engine.strategy != "auto":
+        strategy = DDPStrategy(
+            start_method=_START_METHODS.get(engine.strategy, "popen"),  # type: ignore[arg-type]
+            gradient_as_bucket_view=True,
+        )
+    if device_type == "cpu" and not torch.cuda.is_available():
+        # torch's optimisers ask for GPUs on every step. Where there are none, looking for NVIDIA's
+        # library each time costs 2% of a small model's step; told that none is visible, they ask
+        # no further.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    if engine.deterministic:
+        # Read when CUDA starts; without it cuBLAS may choose another algorithm each time.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return Fabric(
+        accelerator=device_type,
+        devices=devices,
+        num_nodes=nodes,
+        strategy=strategy,
+        precision=_FABRIC_PRECISION[precision],  # type: ignore[arg-type]
+    )
+
+
+def _environment(fabric: Fabric) -> ClusterEnvironment | None:
+    return getattr(fabric.strategy, "cluster_environment", None)
+
+
+def waited_for(fabric: Fabric) -> bool:
+    """Whether other processes exist already and would wait for this one."""
+    environment = _environment(fabric)
+    external = environment is not None and environment.creates_processes_externally
+    return external and fabric.world_size > 1
+
+
+def exit_code(fabric: Fabric, wanted: int | None) -> int | None:
+    """`wanted`, but 0 in processes that Fabric has started by repeating the command line.
+
+    It watches those, and kills all processes at any other exit code, the first one included.
+    """
+    repeated = isinstance(_environment(fabric), LightningEnvironment) and fabric.local_rank > 0
+    return 0 if repeated else wanted
+
+
+def end_processes(fabric: Fabric) -> None:
+    """What a process does last: leave the process group, then outlive those it has started.
+
+    The group's threads hold the tensors of the last operations until they are joined. One that
+    lets go of them when the interpreter has begun to finalise aborts the process. It is too early
+    for this when a run ends: the same processes may go on with another one.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for child in children_taken_over(fabric):
+        try:
+            child.wait(_CHILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def children_taken_over(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
+    """The processes that Fabric has started, no longer watched by its observer.
+
+    That one kills this process when one of them has failed; ending by itself it can say why.
+    """
+    launcher: Any = fabric.strategy.launcher
+    watched = getattr(launcher, "procs", [])
+    children = watched[:]
+    if children:
+        watched.clear()
+        launcher.procs = children
+    return children
+
+
+class Agreement:
+    """Sums, signals and lists over all processes; what a single process knows, if it is alone.
+
+    Args:
+        fabric: devices and processes.
+        interruption: whether a signal has come to this process.
+    """
+
+    def __init__(self, fabric: Fabric, interruption: Interruption) -> None:
+        self.alone = fabric.world_size == 1
+        self._device = fabric.device
+        self._world_size = fabric.world_size
+        self._interruption = interruption
+        self._copy = _DelayedCopy(2 + len(SIGNALS)) if fabric.device.type == "cuda" else None
+
+    def new_total(self) -> Tensor:
+        """Zeros to add `measured` to."""
+        return torch.zeros(2, dtype=exact(self._device), device=self._device)
+
+    def share(self, total: Tensor) -> Reading:
+        """Add up a step's totals and signals over all processes; the result arrives later."""
+        if not self.alone:
+            total = self.sum(torch.cat((total, total.new_tensor(self._flags()))))
+        if self._copy is not None:
+            return Reading(self._copy.send(total), self._interruption)
+        return Reading(total.tolist(), self._interruption)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """`tensor` added up over all processes, in place."""
+        if not self.alone:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def stop_if_asked(self) -> None:
+        """Leave an evaluation, on all processes alike, if a signal has come to any of them.
+
+        Raises:
+            EvaluationStopped: with the signal's number.
+        """
+        signum = self._interruption.signum
+        if not self.alone:
+            flags = torch.tensor(self._flags(), device=self._device)
+            signum = signal_of(self.sum(flags).tolist())
+        if signum:
+            raise EvaluationStopped(signum)
+
+    def gather(self, known: dict[str, str]) -> None:
+        """Add to `known` what the other processes know."""
+        if self.alone:
+            return
+        gathered: list[dict[str, str] | None] = [None] * self._world_size
+        torch.distributed.all_gather_object(gathered, known)
+        for other in gathered:
+            known.update(other or {})
+
+    def equalise(self, buffers: list[Tensor]) -> None:
+        """Give `buffers` the first process's values everywhere."""
+        if not self.alone:
+            for buffer in buffers:
+                torch.distributed.broadcast(buffer, src=0)
+
+    def _flags(self) -> list[float]:
+        return [float(self._interruption.signum == signum) for signum in SIGNALS]
+
+
+class Reading:
+    """A step's totals on their way to the processor."""
+
+    def __init__(self, numbers: list[float] | _DelayedCopy, interruption: Interruption) -> None:
+        self._numbers = numbers
+        self._interruption = interruption
+
+    def values(self) -> tuple[float, float, int]:
+        """Loss summed over passes and processes, right answers, and the signal to stop or 0."""
+        numbers = self._numbers
+        loss_sum, right, *flags = numbers if isinstance(numbers, list) else numbers.arrived()
+        return loss_sum, right, signal_of(flags) if flags else self._interruption.signum
+
+
+class _DelayedCopy:
+    """Copies a few numbers from a GPU without waiting for what is queued after them."""
+
+    def __init__(self, size: int) -> None:
+        self._host = torch.empty(size, dtype=torch.float64, pin_memory=True)
+        self._event = torch.cuda.Event()
+        self._size = size
+
+    def send(self, tensor: Tensor) -> _DelayedCopy:
+        self._size = tensor.numel()
+        self._host[: self._size].copy_(tensor, non_blocking=True)
+        self._event.record()
+        return self
+
+    def arrived(self) -> list[float]:
+        self._event.synchronize()
+        return self._host[: self._size].tolist()
+
+
+def measured(loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+    """A batch's mean loss and its number of right answers, (2,).
+
+    After mixing, the class that makes up most of an image counts as right.
+    """
+    labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
+    right = (logits.argmax(dim=1) == labels).sum()
+    kind = exact(loss.device)
+    return torch.stack((loss.detach().to(kind), right.to(kind)))
+
+
+def signal_of(counts: list[float]) -> int:
+    """The signal that came to any process, 0 if none did."""
+    return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
+
+
+def exact(device: torch.device) -> torch.dtype:
+    """The dtype to add up in: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,177 @@
+"""From a configuration or a run folder to a model with weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from locality.checkpoints import load_into, open_model, source
+from locality.checkpoints.open import load, read
+from locality.data.config import Preprocessing
+from locality.errors import UserError, unknown
+from locality.models import ImageClassifier, build
+from locality.training.config import ObjectiveConfig, RunConfig
+from locality.training.objective import Teacher
+from locality.training.randomness import seed_initial_weights
+from locality.training.runs import RunFolder
+
+
+def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
+    """The architecture of a run, with the weights its seed draws.
+
+    Raises:
+        UserError: if the model cannot be built.
+    """
+    seed_initial_weights(config.seed)
+    model = build(
+        config.model.name,
+        num_classes=num_classes,
+        in_chans=3,
+        img_size=config.model.img_size,
+        patch_size=config.model.patch_size,
+        **config.model.overrides,
+    )
+    if config.engine.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    return model
+
+
+def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
+    """The model of a run without data in its tensors.
+
+    Raises:
+        UserError: if the model cannot be built.
+    """
+    with torch.device("meta"):
+        return build_model(config, num_classes)
+
+
+def starting_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier, list[str]]:
+    """The model of a run as its first step finds it, and what was noticed on the way.
+
+    Raises:
+        UserError: if the model cannot be built, or `model.weights` are another architecture's.
+    """
+    model = build_model(config, num_classes)
+    if config.model.weights is None:
+        return model, []
+    return model, start_from(model, config.model.weights)
+
+
+def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
+    """The model of a run with its latest weights, in evaluation mode, and its configuration.
+
+    Raises:
+        UserError: if the folder is no run folder or has no checkpoint.
+    """
+    config = RunFolder(folder).config()
+    return load(folder), config
+
+
+def initial_model(folder: Path | str) -> ImageClassifier:
+    """The model of a run as it was before its first step, in evaluation mode.
+
+    Raises:
+        UserError: if the folder is no run folder.
+    """
+    run = RunFolder(folder)
+    return starting_model(run.config(), len(run.classes()))[0].eval()
+
+
+def check_weights(weights: str | None) -> None:
+    """Check that what `model.weights` names is there, or is a known name, without loading it.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    if weights is None or Path(weights).exists():
+        return
+    if "/" in weights:
+        raise UserError(f"model.weights: there is no file or folder {weights}")
+    source(weights)
+
+
+def start_from(model: ImageClassifier, weights: str) -> list[str]:
+    """Give a model the weights that `model.weights` names.
+
+    The image size and the classes may differ: position embeddings are resampled, and a classifier
+    for other classes keeps its fresh weights.
+
+    Args:
+        model: changed in place.
+        weights: a run folder, weights in any layout, or the name of public ones.
+
+    Returns:
+        a sentence for each such difference.
+
+    Raises:
+        UserError: if the weights cannot be read or are another architecture's.
+    """
+    try:
+        return load_into(model, read(weights, like=model.config))
+    except UserError as error:
+        raise UserError(f"model.weights {weights}: {error}") from error
+
+
+def check_teacher(config: ObjectiveConfig) -> None:
+    """Check that the teacher exists, without loading it.
+
+    Raises:
+        UserError: if it does not.
+    """
+    if config.teacher is None:
+        return
+    if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
+        raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
+    if Path(config.teacher).is_dir() or timm.is_model(config.teacher.partition(".")[0]):
+        return
+    # timm's own ways of naming a model with its weights: a repository on the hub, or a folder.
+    source, _, place = config.teacher.partition(":")
+    if source in ("hf-hub", "hf_hub") or (source == "local-dir" and Path(place).is_dir()):
+        return
+    if "/" in config.teacher:
+        raise UserError(f"objective.teacher: there is no run folder {config.teacher}")
+    raise unknown("teacher", config.teacher, timm.list_models())
+
+
+def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: int) -> Teacher:
+    """The teacher that a configuration names: a run folder's model or timm's.
+
+    Raises:
+        UserError: if there is none of that name, or it knows other classes than the student.
+    """
+    assert config.teacher is not None
+    if Path(config.teacher).is_dir():
+        model, settings = _teacher_of_run(Path(config.teacher))
+    else:
+        model, settings = _teacher_of_timm(config)
+    classes = getattr(model, "num_classes", num_classes)
+    if classes != num_classes:
+        raise UserError(
+            f"teacher '{config.teacher}' tells {classes} classes apart and the data has "
+            f"{num_classes}; distillation needs a teacher for the same classes"
+        )
+    return Teacher(model, student_mean=student.mean, student_std=student.std, **settings)
+
+
+def _teacher_of_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    opened = open_model(folder)
+    wanted = opened.preprocessing
+    return opened.module(), {"mean": wanted.mean, "std": wanted.std, "size": wanted.size}
+
+
+def _teacher_of_timm(config: ObjectiveConfig) -> tuple[nn.Module, dict[str, Any]]:
+    check_teacher(config)
+    assert config.teacher is not None
+    model = timm.create_model(
+        config.teacher,
+        pretrained=config.teacher_weights is None,
+        checkpoint_path=config.teacher_weights or "",
+    )
+    wanted = timm.data.resolve_model_data_config(model)
+    size = tuple(wanted["input_size"][-2:])
+    return model, {"mean": tuple(wanted["mean"]), "std": tuple(wanted["std"]), "size": size}
