@@ -12,7 +12,13 @@ import torch
 from locality import settings
 from locality.errors import UserError
 from locality.runner.cost import estimate_costs, span
-from locality.runner.executors import log_file, make_executor, perform, visible_gpus
+from locality.runner.executors import (
+    PollingExecutor,
+    log_file,
+    make_executor,
+    perform,
+    visible_gpus,
+)
 from locality.runner.runs import Run
 from locality.runner.schedule import RunsProgress, Workload, done_fraction, run_all
 from locality.training import load_run
@@ -121,6 +127,34 @@ def test_unknown_executors_and_no_jobs_are_refused():
         make_executor("submitt", 2)
     with pytest.raises(UserError, match="jobs is 0"):
         make_executor("local", 0)
+
+
+def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run):
+    class First(PollingExecutor):
+        """Only the first job ever ends."""
+
+        window = 2
+
+        def submit(self, runs):
+            return [run.name for run in runs]
+
+        def is_done(self, job):
+            return job == "convit_nano 0"
+
+        def error(self, job):
+            return f"{job} broke"
+
+        def cancel(self, jobs):
+            self.cancelled = jobs
+
+        def close(self):
+            self.closed = True
+
+    executor = First()
+    outcomes = executor.map([tiny_run(tmp_path, seed=seed) for seed in range(4)])
+    assert next(outcomes).error == "convit_nano 0 broke"
+    outcomes.close()
+    assert executor.cancelled == ["convit_nano 1"] and executor.closed
 
 
 def fingerprint(run):
