@@ -51,7 +51,7 @@ def test_version(capsys):
         (["modles"], "unknown command 'modles'; did you mean models?"),
         (["models", "--famly", "cvt"], "unknown setting 'famly'; did you mean family?"),
         (["models", "one", "two"], "'two' is one word too many"),
-        (["benchmark", "convit_nan"], "unknown model 'convit_nan'; did you mean convit_nano"),
+        (["benchmark", "convit_nan"], "unknown file, folder or model 'convit_nan'; did you mean"),
         (["benchmark", "convit_nano", "--rounds", "many"], "rounds is many; it has to be: int"),
         (["benchmark", "convit_nano", "--rounds", "0"], "rounds is 0; give a whole number"),
         (["benchmark", "convit_nano", "--against", "tim"], "did you mean timm"),
