@@ -27,7 +27,7 @@ from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace
 from locality.training.distributed import create_fabric
-from locality.training.engine import build_parts
+from locality.training.engine import build_components
 from locality.training.load import build_model
 from locality.training.loop import Loop
 from locality.training.preview import preview
@@ -42,7 +42,7 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     seen = preview(config)
     run = RunFolder(folder)
     run.prepare(config)
-    parts = build_parts(fabric, config, seen, build_model(config, len(seen.splits.classes)))
+    parts = build_components(fabric, config, seen, build_model(config, len(seen.splits.classes)))
     recorder = Recorder(
         run,
         batch_size=seen.plan.batch_size,

@@ -40,7 +40,7 @@ class CheckpointFolder:
             CheckpointNotSaved: if it cannot be written; what was there is untouched.
             NonFiniteWeights: if a weight is infinite or not a number; what was there is untouched.
         """
-        self._refuse_spoilt_weights(packed)
+        self._refuse_non_finite_weights(packed)
         try:
             write_checkpoint(self.path / LAST, packed)
         except (OSError, RuntimeError) as error:
@@ -51,7 +51,7 @@ class CheckpointFolder:
             raise CheckpointNotSaved(self._not_saved(packed.step, cause)) from error
         self.saved_step = packed.step
 
-    def _refuse_spoilt_weights(self, packed: Packed) -> None:
+    def _refuse_non_finite_weights(self, packed: Packed) -> None:
         for name, (_, kind, offset, shape) in packed.tree["model"].items():
             if not packed.buffers[kind][offset : offset + math.prod(shape)].isfinite().all():
                 raise NonFiniteWeights(

@@ -177,7 +177,7 @@ class ObjectiveConfig:
     """What is minimised.
 
     Attributes:
-        label_smoothing: share of the target spread evenly over all classes.
+        label_smoothing: fraction of the target spread evenly over all classes.
         teacher: distil from this model: a run folder, or a timm name (its pretrained weights), or
             "local-dir:FOLDER" and "hf-hub:REPOSITORY" as timm writes them; None trains on labels
             alone.
@@ -263,7 +263,7 @@ class EngineConfig:
         self.micro_batch(max(1, self.devices) * self.num_nodes)
 
     def micro_batch(self, world_size: int) -> int:
-        """Images per process and pass when `world_size` processes share an update.
+        """Images per process and micro-batch when `world_size` processes share an update.
 
         Raises:
             UserError: if the batch cannot be divided evenly.

@@ -202,7 +202,7 @@ def children_taken_over(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
     return children
 
 
-class Agreement:
+class Processes:
     """Sums, signals and lists over all processes; what a single process knows, if it is alone.
 
     Args:
@@ -221,13 +221,13 @@ class Agreement:
         """Zeros to add `measured` to."""
         return torch.zeros(2, dtype=exact(self._device), device=self._device)
 
-    def share(self, total: Tensor) -> Reading:
+    def share(self, total: Tensor) -> StepTotals:
         """Add up a step's totals and signals over all processes; the result arrives later."""
         if not self.alone:
             total = self.sum(torch.cat((total, total.new_tensor(self._flags()))))
         if self._copy is not None:
-            return Reading(self._copy.send(total), self._interruption)
-        return Reading(total.tolist(), self._interruption)
+            return StepTotals(self._copy.send(total), self._interruption)
+        return StepTotals(total.tolist(), self._interruption)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` added up over all processes, in place."""
@@ -267,7 +267,7 @@ class Agreement:
         return [float(self._interruption.signum == signum) for signum in SIGNALS]
 
 
-class Reading:
+class StepTotals:
     """A step's totals on their way to the processor."""
 
     def __init__(self, numbers: list[float] | _DelayedCopy, interruption: Interruption) -> None:
@@ -275,7 +275,7 @@ class Reading:
         self._interruption = interruption
 
     def values(self) -> tuple[float, float, int]:
-        """Loss summed over passes and processes, right answers, and the signal to stop or 0."""
+        """Loss summed over all micro-batches, right answers, and the signal to stop or 0."""
         numbers = self._numbers
         loss_sum, right, *flags = numbers if isinstance(numbers, list) else numbers.arrived()
         return loss_sum, right, signal_of(flags) if flags else self._interruption.signum

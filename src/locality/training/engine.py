@@ -32,7 +32,7 @@ from locality.training.distributed import (
     waited_for,
 )
 from locality.training.load import build_model, load_teacher, starting_model
-from locality.training.loop import Loop, Parts
+from locality.training.loop import Components, Loop
 from locality.training.objective import Objective
 from locality.training.optim import create_optimizer, create_schedule
 from locality.training.preview import Preview, check_memory, preview
@@ -175,7 +175,7 @@ def _run(
         notes += changes
     else:
         model = build_model(config, classes)
-    parts = build_parts(fabric, config, seen, model)
+    parts = build_components(fabric, config, seen, model)
     progress = {"step": 0, "evaluated": -1} if state is None else state["progress"]
     recorder = Recorder(
         run if fabric.is_global_zero else None,
@@ -231,7 +231,9 @@ def _last_state(fabric: Fabric, run: RunFolder) -> tuple[dict[str, Any] | None, 
     return state, notes
 
 
-def build_parts(fabric: Fabric, config: RunConfig, seen: Preview, model: ImageClassifier) -> Parts:
+def build_components(
+    fabric: Fabric, config: RunConfig, seen: Preview, model: ImageClassifier
+) -> Components:
     """Model, optimiser, schedule, average and loss of a run, on their device."""
     engine = config.engine
     classes = len(seen.splits.classes)
@@ -251,7 +253,7 @@ def build_parts(fabric: Fabric, config: RunConfig, seen: Preview, model: ImageCl
             teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
     objective = Objective(config.objective, config.augment, classes, teacher, fabric.autocast)
     model.train()
-    return Parts(model, forward, optimizer, schedule, ema, objective)
+    return Components(model, forward, optimizer, schedule, ema, objective)
 
 
 def _look_at_images(
@@ -319,7 +321,7 @@ def introduction(
     batch = f"{plan.batch_size} images"
     if seen.world_size * config.engine.accumulate > 1:
         batch += (
-            f" ({seen.world_size} processes × {config.engine.accumulate} passes × "
+            f" ({seen.world_size} processes × {config.engine.accumulate} micro-batches × "
             f"{seen.micro_batch})"
         )
     lines = [

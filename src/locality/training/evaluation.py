@@ -160,7 +160,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy in per cent, mean cross entropy, and the number of images.
 
-    With several processes each evaluates its share and every one gets the totals.
+    With several processes each evaluates its part and every one gets the totals.
 
     Args:
         model: images → logits; put into evaluation mode and back.
@@ -218,11 +218,11 @@ def _right(
     indices: list[int],
     label_sets: Sequence[tuple[int, ...]] | None,
 ) -> Tensor:
-    """Which of the (up to) five likeliest classes are right, (B, 5) bool, likeliest first."""
-    likeliest = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    """Which of the (up to) five most likely classes are right, (B, 5) bool, best first."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     if label_sets is None:
-        return likeliest == targets[:, None]
+        return best == targets[:, None]
     answers = torch.zeros_like(logits, dtype=torch.bool)
     for row, index in enumerate(indices):
         answers[row, list(label_sets[index])] = True
-    return answers.gather(1, likeliest)
+    return answers.gather(1, best)

@@ -24,7 +24,7 @@ from locality.data import Batch, eval_loader, train_loader
 from locality.errors import NonFiniteLoss, UserError
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
-from locality.training.distributed import Agreement, measured
+from locality.training.distributed import Processes, measured
 from locality.training.evaluation import evaluate
 from locality.training.objective import Objective
 from locality.training.preview import Preview
@@ -34,7 +34,7 @@ from locality.training.signals import EvaluationStopped, Interrupted, Interrupti
 
 
 @dataclass
-class Parts:
+class Components:
     """What a run computes with.
 
     Attributes:
@@ -71,7 +71,7 @@ class Loop:
         fabric: Fabric,
         config: RunConfig,
         preview: Preview,
-        parts: Parts,
+        parts: Components,
         recorder: Recorder,
         interruption: Interruption,
         watch: Watch | None = None,
@@ -87,7 +87,7 @@ class Loop:
         self.watch = watch
         self.at = Counts()
         self.data = ""  # fingerprint of the data, kept in checkpoints
-        self.agreement = Agreement(fabric, interruption)
+        self.processes = Processes(fabric, interruption)
         self.randomness = StepRandomness(
             config.seed, fabric.global_rank, config.engine.accumulate, fabric.device
         )
@@ -161,13 +161,13 @@ class Loop:
                         self._evaluate()
                     except (MemoryError, RuntimeError):
                         # No memory, a loading process killed: an evaluation changes no state.
-                        if self.agreement.alone:
+                        if self.processes.alone:
                             self._keep()
                         raise
                 if self.plan.snapshots(at.step):
                     self._snapshot()
                 if self.watch is not None:
-                    self.watch(at.step, self._judged())
+                    self.watch(at.step, self._evaluated_model())
                 if at.step == self.plan.steps:
                     self.recorder.wait_until_saved()
                     return at.row
@@ -181,7 +181,7 @@ class Loop:
             raise AssertionError("unreachable") from stopped
         except UserError:
             # An image that cannot be read; the step it was for has changed nothing.
-            if self.agreement.alone:
+            if self.processes.alone:
                 self._keep()
             raise
         finally:
@@ -191,7 +191,7 @@ class Loop:
         """One update, and the signal that asks to stop, or 0."""
         parts, engine, at = self.parts, self.config.engine, self.at
         parts.schedule.step_update(at.step)
-        alone, total = self.agreement.alone, self.agreement.new_total()
+        alone, total = self.processes.alone, self.processes.new_total()
         before = self._remembered_buffers()
         started = time.perf_counter()
         for micro in range(engine.accumulate):
@@ -212,7 +212,7 @@ class Loop:
                 total += measured(loss, logits, targets)
                 if last:
                     # Asked for before the backward pass, whose results the check does not need.
-                    reading = self.agreement.share(total)
+                    reading = self.processes.share(total)
                 self.fabric.backward(loss / engine.accumulate)
         if at.step == 0:
             self._name_the_unreached()
@@ -252,7 +252,7 @@ class Loop:
     def _clip(self) -> bool:
         """Clip the gradients if the run does so; whether they are finite as far as is known then.
 
-        Without clipping nobody looks at the gradients. Should they spoil the weights, the next loss
+        Without clipping nobody looks at the gradients. should they ruin the weights, the next loss
         shows it, and no checkpoint is written of such weights (`CheckpointFolder.save`).
         """
         clip = self.config.optim.clip_grad
@@ -309,20 +309,20 @@ class Loop:
 
     def _evaluate(self) -> None:
         at, parts = self.at, self.parts
-        model = self._judged()
+        model = self._evaluated_model()
         self.recorder.wait_until_saved()
         started = time.perf_counter()
         # Running statistics differ between processes; rank 0's are the ones that are saved.
-        self.agreement.equalise(list(model.buffers()))
+        self.processes.equalise(list(model.buffers()))
         with self.fabric.autocast():
             found = evaluate(
                 model,
                 self._eval_loader,
                 self.fabric.device,
                 label_sets=self.splits.val.label_sets,
-                all_sum=self.agreement.sum,
+                all_sum=self.processes.sum,
                 rounds=self._eval_rounds(),
-                stop=self.agreement.stop_if_asked,
+                stop=self.processes.stop_if_asked,
                 channels_last=self.config.engine.channels_last,
             )
         row = {
@@ -341,7 +341,7 @@ class Loop:
         self.recorder.evaluated(row, found["n"], time.perf_counter() - started)
 
     def _save(self) -> None:
-        self.agreement.gather(self.at.skipped)
+        self.processes.gather(self.at.skipped)
         if self.fabric.is_global_zero:
             self.recorder.save(self.state())
         self._saved = self.at.step
@@ -361,10 +361,10 @@ class Loop:
 
     def _snapshot(self) -> None:
         if self.fabric.is_global_zero:
-            self.recorder.snapshot(self.at.step, self._judged())
+            self.recorder.snapshot(self.at.step, self._evaluated_model())
 
-    def _judged(self) -> ImageClassifier:
-        """The weights that the run is judged by: averaged ones if it keeps an average."""
+    def _evaluated_model(self) -> ImageClassifier:
+        """The weights that the run is evaluated by: averaged ones if it keeps an average."""
         return self.parts.model if self.parts.ema is None else self.parts.ema.module
 
     # -- loaders ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from locality.training.config import RunConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's length and calendar, all in steps (updates of the weights).
+    """A run's length and schedule, all in steps (updates of the weights).
 
     Step numbers count finished updates: 0 is before the first, `steps` after the last.
 

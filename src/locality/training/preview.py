@@ -31,7 +31,7 @@ class Preview:
 
     Attributes:
         splits: the data.
-        plan: steps and calendar.
+        plan: steps, and when something is due.
         world_size: processes.
         micro_batch: images per process and pass.
         precision: resolved.

@@ -11,7 +11,7 @@ import torch
 
 from locality.data.sampling import Stream, keys, seed_generators
 
-# Keys are cheap by the hundred and dear one by one.
+# Keys are cheap by the hundred and slow one by one.
 _BLOCK = 256
 
 

@@ -388,7 +388,7 @@ class Moment:
         folder: of the run.
         config: its configuration.
         step, epoch: how far it is.
-        model: the weights it would be judged by now; an observer leaves them as they are.
+        model: the weights it would be evaluated by now; an observer leaves them as they are.
         val: its validation images.
     """
 
