@@ -514,9 +514,9 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         write("run/environment.json", b"\xff"),
         "environment.json",
     ),
-    "report: environment is missing": (
+    "report: environment of a number": (
         REPORT,
-        lambda root: (root / "run/environment.json").unlink(),
+        write("run/environment.json", '{"starts": 3}'),
         "environment.json",
     ),
     "report: result without its accuracy": (

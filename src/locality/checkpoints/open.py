@@ -36,12 +36,12 @@ from locality.checkpoints.reading import (
     read_state,
     safetensors_metadata,
 )
-from locality.checkpoints.run_state import latest_state
+from locality.checkpoints.run_state import classes_of, latest_state
 from locality.checkpoints.sources import SOURCES, find_weights, source
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import UserError, naming, unknown
-from locality.files import open_file, parse_json, read_json, read_text, read_yaml
+from locality.files import open_file, parse_json, read_json, read_yaml
 from locality.models import factory
 from locality.models.base import ImageClassifier
 from locality.models.from_timm import PREFIX, published
@@ -245,9 +245,7 @@ def read_run(folder: Path | str) -> Checkpoint:
     if not is_run_folder(folder):
         raise UserError(f"{folder} is not a run folder: it has no config.yaml")
     content, state = read_yaml(folder / "config.yaml"), latest_state(folder)
-    if not (folder / "classes.json").exists():
-        raise UserError(f"run folder {folder} has no classes.json: the run never started")
-    classes = parse_json(read_text(folder / "classes.json"), str(folder / "classes.json"))
+    classes = classes_of(folder)
     result, environment = (
         read_json(folder / name) if (folder / name).exists() else {}
         for name in ("result.json", "environment.json")

@@ -20,9 +20,10 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from locality import checks
 from locality.checkpoints.reading import unpickle
 from locality.errors import RunFailed, UserError
-from locality.files import atomic_file, open_file
+from locality.files import atomic_file, open_file, parse_json, read_text
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
@@ -206,6 +207,20 @@ class _Payload(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = offset + self._offset if whence == os.SEEK_SET else offset
         return self._file.seek(start, whence) - self._offset
+
+
+def classes_of(folder: Path | str) -> list[str]:
+    """The names of a run's classes, in the order of the logits.
+
+    Raises:
+        UserError: if the run has not got as far as opening its data, or the file holds no names.
+    """
+    path = Path(folder) / "classes.json"
+    if not path.exists():
+        raise UserError(f"run folder {folder} has no classes.json: the run never started")
+    names = parse_json(read_text(path), str(path))
+    checks.shaped(str(path), names, [str])
+    return names
 
 
 def latest_state(folder: Path | str) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from locality import settings
+from locality.checkpoints.run_state import classes_of
 from locality.errors import UserError
-from locality.files import parse_json, read_json, read_text, write_atomic
+from locality.files import read_json, read_text, write_atomic
 from locality.machine import describe_environment
 from locality.models.variants import name_today
 from locality.training.checkpoint import CheckpointFolder
@@ -201,12 +202,7 @@ class RunFolder:
         Raises:
             UserError: if the run has not got as far as opening its data.
         """
-        if not self.classes_file.exists():
-            raise UserError(f"run folder {self.path} has no classes.json: the run never started")
-        names = parse_json(read_text(self.classes_file), str(self.classes_file))
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise UserError(f"{self.classes_file} is not a list of class names")
-        return names
+        return classes_of(self.path)
 
     def write_json(self, path: Path, content: Any) -> None:
         """Write one of the folder's JSON files, atomically."""
