@@ -1,0 +1,189 @@
+"""Every command and every piece of Python in the pages does what it is printed for.
+
+A page's snippets are run one after the other in a folder that holds what a reader would have. What
+is not run says so above its block: `<!-- not run: why -->` for all of it, `<!-- not run (words):
+why -->` for the lines that contain these words. Training is cut to two steps; what would take a
+table's hours is only planned.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from locality import create_model, save
+from locality.checkpoints import convert, export
+from locality.cli import main
+from locality.papers import specs
+from locality.training import recipe, replace, train
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHORT = [
+    "--schedule.steps=2",
+    "--schedule.warmup=1",
+    "--schedule.eval_every=1",
+    "--engine.batch_size=8",
+    "--engine.tensorboard=false",
+    "--quiet",
+]
+
+
+@dataclass
+class Snippet:
+    """A fenced block: its language, its lines, and the reasons given above it by what they skip."""
+
+    place: str
+    language: str
+    lines: list[str]
+    skipped: dict[str, str]
+
+    def to_run(self) -> list[str]:
+        if "" in self.skipped:
+            return []
+        return [line for line in self.lines if not any(words in line for words in self.skipped)]
+
+
+def snippets(page: Path) -> Iterator[Snippet]:
+    lines = iter(enumerate(page.read_text().splitlines(), 1))
+    skipped: dict[str, str] = {}
+    for number, line in lines:
+        if found := re.fullmatch(r"<!-- not run(?: \((.+?)\))?: (.+) -->", line):
+            skipped[found[1] or ""] = found[2]
+        elif line.startswith("```"):
+            body = []
+            for _, inner in lines:
+                if inner == "```":
+                    break
+                body.append(inner)
+            yield Snippet(f"{page.name}:{number}", line[3:], body, skipped)
+            skipped = {}
+        elif line:
+            assert not skipped, f"{page.name}:{number}: a reason stands above no block"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_say_their_language_and_reasons_have_lines(page):
+    for snippet in snippets(page):
+        assert snippet.language in ("sh", "python", "text"), snippet.place
+        for words in snippet.skipped:
+            assert any(words in line for line in snippet.lines), f"{snippet.place}: {words}"
+            assert snippet.language != "text", snippet.place
+
+
+@pytest.fixture(scope="module")
+def readers_folder(tmp_path_factory) -> Path:
+    """Photos, weights of each kind and a run, all small."""
+    folder = tmp_path_factory.mktemp("reader")
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            place = folder / "photos" / part / name
+            place.mkdir(parents=True)
+            for index in range(8):
+                pixels = rng.integers(0, 255, (72, 80, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{index}.png")
+    shutil.copy(folder / "photos/train/cat/0.png", folder / "photo.jpg")
+    train(two_steps(), folder / "runs/mine", quiet=True)
+    # Public weights where `locality` looks for them first, under the names that pages use.
+    public = folder / "home/weights"
+    public.mkdir(parents=True)
+    for name, layout in (("convit_tiny.fb_in1k", "convit"), ("cvt_13.ms_in1k", "cvt-microsoft")):
+        model = create_model(name.partition(".")[0])
+        save(model, folder / "own")
+        convert(folder / "own", folder / "foreign.pth", to=layout)
+        save_file(torch.load(folder / "foreign.pth"), public / f"{name}.safetensors")
+        shutil.rmtree(folder / "own")
+        (folder / "foreign.pth").rename(folder / f"{name.partition('.')[0]}.pth")
+    (folder / "cvt_13.pth").rename(folder / "model.pth")
+    save(create_model("cvt_13", depth=(1, 1, 1)), folder / "own")
+    convert(folder / "own", folder / "cvt.pth", to="cvt-microsoft")
+    shutil.rmtree(folder / "own")
+    return folder
+
+
+def two_steps():
+    changes = {"schedule.steps": 2, "schedule.warmup": 1, "schedule.eval_every": 1}
+    changes |= {"engine.tensorboard": False, "engine.batch_size": 8}
+    return replace(recipe("digits"), changes)
+
+
+@pytest.fixture
+def workplace(readers_folder, tmp_path, monkeypatch) -> Path:
+    """A copy of the reader's folder to work in, offline."""
+    folder = tmp_path / "reader"
+    shutil.copytree(readers_folder, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("LOCALITY_HOME", str(folder / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return folder
+
+
+def commands(snippet: Snippet) -> Iterator[list[str]]:
+    """The words of each command, without comments, wildcards as the files they stand for."""
+    text = "\n".join(snippet.to_run()).replace("\\\n", " ")
+    for line in text.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word != ";":
+                words += sorted(glob.glob(word)) if "*" in word else [word]
+            elif words:
+                yield words
+                words = []
+
+
+def shortened(words: list[str]) -> list[str]:
+    if words[0] == "train":
+        return [*words, *SHORT]
+    if words[0] == "reproduce" and not {"--list", "--plan"} & set(words):
+        return [*words, "--plan"]
+    return words
+
+
+def given(page: Path, folder: Path) -> dict[str, object]:
+    """What the pages' Python speaks of without saying where it comes from."""
+    model = create_model("convit_nano", depth=6, gpsa_layers=5, img_size=224, patch_size=32).eval()
+    images = torch.randn(2, 3, 224, 224)
+    if "mine.pt2" in page.read_text():
+        export(model, folder / "mine.pt2", "torch-export")
+    return {
+        "torch": torch,
+        "train": train,
+        "model": model,
+        "images": images,
+        "batch": images.numpy(),
+        "image": Image.open(folder / "photo.jpg"),
+        "names": [f"class {number}" for number in range(10)],
+        "result": {"top1": 97.0},
+        "config": two_steps(),
+        "folder": folder / "runs/over-training",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_run(page, workplace, monkeypatch, capsys):
+    monkeypatch.setattr(specs, "REGISTRY", dict(specs.REGISTRY))
+    names = given(page, workplace)
+    for snippet in snippets(page):
+        if snippet.language == "python":
+            source = "\n".join(snippet.to_run())
+            exec(compile(source, snippet.place, "exec"), names)
+        elif snippet.language == "sh":
+            for words in commands(snippet):
+                assert words[0] == "locality", f"{snippet.place}: {words}"
+                code = main(shortened(words[1:]))
+                assert code == 0, f"{snippet.place}: {words}: {capsys.readouterr().err}"
