@@ -98,6 +98,7 @@ def true_row(maps, mode, head, query):
     return (part[head] if mode == "position" else part[0, head])[query].numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "column", "image"), [(2, 1, 0), (0, 3, 5)])
 def test_every_head_shows_the_attention_of_the_clicked_patch(
     open_explorer, file, subjects, images, row, column, image
@@ -236,6 +237,7 @@ CLIPPED = """() => [...document.querySelectorAll("p, span")]
     .filter((node) => getComputedStyle(node).overflow !== "visible").length"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
 def test_nothing_is_covered_or_cut_off(open_explorer, shaken, images, tmp_path, width, height):
     folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))

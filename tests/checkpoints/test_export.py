@@ -72,6 +72,7 @@ def inputs(sizes):
             yield torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(batch))
 
 
+@pytest.mark.slow
 def test_onnx_runtime_computes_the_models_logits(exported):
     model, graph, _, sizes = exported
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
@@ -81,6 +82,7 @@ def test_onnx_runtime_computes_the_models_logits(exported):
             np.testing.assert_allclose(logits, model(images).numpy(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_torch_export_program_computes_the_models_logits(exported):
     model, _, program, sizes = exported
     module = torch.export.load(program).module()
@@ -152,6 +154,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, mon
         export(build("deit_nano"), tmp_path / "a.onnx")
 
 
+@pytest.mark.slow
 def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "TOLERANCE", 0.0)
     with pytest.raises(UserError, match="logits differ from the model's"):

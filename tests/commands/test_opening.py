@@ -107,6 +107,7 @@ def test_every_command_takes_the_same_models(kind, inputs, given, tmp_path, caps
     assert all(sentence in said for said in refused.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hub", "run", "saved", "file"])
 def test_python_opens_the_same(kind, inputs, given):
     model = locality.load(inputs[kind])

@@ -105,6 +105,7 @@ def test_every_published_number_of_a_table_has_its_cell(place):
     assert printed <= shown
 
 
+@pytest.mark.slow
 def test_a_table_is_carried_out_measured_and_written(tiny_scale, tmp_path, here):
     out = tmp_path / "results"
     (record,) = reproduce("convit/table-5", tiny_scale, out, executor=here, quiet=True)
@@ -135,6 +136,7 @@ def test_a_table_is_carried_out_measured_and_written(tiny_scale, tmp_path, here)
     assert shown in (folder / "convit-table-5.html").read_text()
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_from_runs(tiny_scale, tmp_path, here):
     for name in ("convit/figure-5", "convit/figure-6", "convit/figure-3", "convit/figure-17",
                  "convit/figure-15"):  # fmt: skip
@@ -251,6 +253,7 @@ def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it()
         start_from_convolutions(soft, build("convit_nano", **fields), whole=False)
 
 
+@pytest.mark.slow
 def test_beyond_the_papers_runs_as_a_table(tiny_scale, tmp_path, here):
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
     (record,) = reproduce("beyond", scale, tmp_path, executor=here, quiet=True)

@@ -42,6 +42,7 @@ def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path: Path) -> None:
     with holder(tmp_path / "lock", "claim") as process:
         started = time.monotonic()
@@ -50,6 +51,7 @@ def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path:
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_folder_free(tmp_path: Path) -> None:
     with holder(tmp_path / "lock", "claim") as process:
         process.kill()
@@ -59,6 +61,7 @@ def test_a_killed_process_leaves_the_folder_free(tmp_path: Path) -> None:
         lock.release()
 
 
+@pytest.mark.slow
 def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path: Path) -> None:
     with holder(tmp_path / "lock", "claim") as launcher, holder(tmp_path / "lock", "join"):
         launcher.kill()
@@ -87,6 +90,7 @@ def test_a_forked_worker_holds_the_folder_too(tmp_path: Path) -> None:
     FolderLock(tmp_path / "lock").claim(patience=0)
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_run_is_waited_for(tmp_path: Path) -> None:
     with holder(tmp_path / "lock", "claim") as launcher, holder(tmp_path / "lock", "join") as rest:
         launcher.kill()
