@@ -21,6 +21,12 @@ from locality.errors import UserError
         ({"val_fraction": 1.0}, r"val_fraction is 1.0; give a finite number above 0 and below 1"),
         ({"first_classes": 0}, r"first_classes is 0; give a whole number, at least 1"),
         ({"first_classes": 2.5}, r"first_classes is 2.5"),
+        ({"skip_classes": -1}, r"skip_classes is -1"),
+        (
+            {"train_part": (0.5, 0.5)},
+            r"train_part is \(0.5, 0.5\); give two fractions with 0 ≤ low",
+        ),
+        ({"val_part": (0.5, 1)}, r"train_part \(0.0, 1.0\) and val_part \(0.5, 1\) overlap"),
         ({"workers": -1}, r"workers is -1"),
         ({"workers": True}, r"workers is True"),
         ({"subset_seed": -3}, r"subset_seed is -3"),

@@ -9,6 +9,7 @@ from sklearn.datasets import load_digits
 from locality.data import DataConfig, open_data
 from locality.data.sampling import (
     balanced_fraction,
+    class_part,
     first_classes,
     sorted_fraction,
     stratified_split,
@@ -113,6 +114,39 @@ def test_a_split_divides_every_class_alike(labels, fraction, seed):
 
 def test_first_classes():
     assert set(LABELS[first_classes(LABELS, 2)]) == {0, 1}
+
+
+def test_parts_share_no_image_and_leave_none_out():
+    parts = [class_part(LABELS, part, 0) for part in ((0.0, 0.2), (0.2, 0.75), (0.75, 1.0))]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(LABELS)))
+    assert [np.sum(LABELS[part] == 5) for part in parts] == [22, 61, 28]
+    assert not np.array_equal(parts[0], class_part(LABELS, (0.0, 0.2), 1))
+
+
+def pictures_of(source):
+    return {source.read(index).tobytes() for index in range(len(source))}
+
+
+def test_students_teacher_and_pilot_see_each_their_own_digits_and_none_those_of_the_test():
+    student = open_data(DataConfig(train_part=(0, 0.5), fraction=0.5), seed=3)
+    teacher = open_data(DataConfig(train_part=(0.5, 1)), seed=0)
+    pilot = open_data(DataConfig(train_part=(0, 0.5), val_part=(0.5, 1)), seed=0)
+    seen = [pictures_of(part) for part in (student.train, teacher.train, student.val)]
+    assert sum(map(len, seen)) == len(set.union(*seen)) > 1450
+    assert pictures_of(pilot.val) == seen[1] and pictures_of(teacher.val) == seen[2]
+
+
+def test_later_classes_are_numbered_from_0():
+    splits = open_data(DataConfig(skip_classes=7, train_part=(0, 0.5), fraction=0.5), seed=0)
+    whole = open_data(DataConfig(), seed=0)
+    assert splits.classes == ["7", "8", "9"]
+    assert set(splits.train.labels.tolist()) == set(splits.val.labels.tolist()) == {0, 1, 2}
+    eights = whole.val.subset(np.flatnonzero(whole.val.labels == 8))
+    assert pictures_of(splits.val.subset(np.flatnonzero(splits.val.labels == 1))) == pictures_of(
+        eights
+    )
+    with pytest.raises(UserError, match="skip_classes is 10, but digits has 10 classes"):
+        open_data(DataConfig(skip_classes=10), seed=0)
 
 
 def test_digits():

@@ -8,6 +8,7 @@ import pytest
 
 from locality import settings
 from locality.errors import UserError
+from locality.runner import runs
 from locality.runner.runs import Run, content_folder, digest, waves, with_needs
 from locality.training import replace, train
 
@@ -25,6 +26,14 @@ def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, 
     ):
         assert digest(replace(config, change)) != digest(config), change
     assert digest(config, "locality.papers.beyond:train_with_convolutions") != digest(config)
+
+
+def test_a_setting_that_has_its_default_names_no_folder(tiny_config, monkeypatch):
+    before = digest(tiny_config())
+    # As a later version would, with one more setting.
+    known = runs.flatten
+    monkeypatch.setattr(runs, "flatten", lambda values: known(values) | {"data.new": 0})
+    assert digest(tiny_config()) == before
 
 
 def test_where_a_needed_run_lies_does_not_matter_but_which_it_is_does(tiny_config):

@@ -84,10 +84,17 @@ class DataConfig:
         subset: "balanced" keeps a seeded random choice, nested from one fraction to the next;
             "sorted" keeps the first int(n · fraction) file names of each class, as the code that
             was released with the ConViT paper does.
+        train_part: which part of each class's training images a run may use, as two fractions of
+            an order that `split_seed` draws: (0, 0.2) and (0.2, 1) share no image. `fraction` is of
+            this part.
+        val_part: evaluate on this part of the training images, which it must not share with
+            `train_part`, instead of on the validation images: to choose settings by.
         first_classes: keep the first k classes in sorted order; None keeps all.
+        skip_classes: leave out the first k classes.
         subset_seed: seed of the balanced choice; None takes the run's seed.
         val_fraction: fraction of each class set aside when the dataset has no validation part.
-        split_seed: seed of that split; not the run's, so that all seeds are evaluated alike.
+        split_seed: seed of that split and of the parts; not the run's, so that all seeds are
+            evaluated alike.
         on_bad_image: what to do with a file that cannot be decoded: "error" names it and stops,
             "skip" leaves it out and counts it, "auto" skips while training and stops otherwise.
         on_changed_images: what to do when a run is resumed and its images are no longer those of
@@ -106,7 +113,10 @@ class DataConfig:
     download: bool = False
     fraction: float = 1.0
     subset: Literal["balanced", "sorted"] = "balanced"
+    train_part: tuple[float, float] = (0.0, 1.0)
+    val_part: tuple[float, float] | None = None
     first_classes: int | None = None
+    skip_classes: int = 0
     subset_seed: int | None = None
     val_fraction: float = 0.25
     split_seed: int = 0
@@ -131,6 +141,16 @@ class DataConfig:
         checks.integer("max_pixels", self.max_pixels, 1, PIXEL_LIMIT)
         checks.integer("workers", self.workers, 0)
         checks.integer("split_seed", self.split_seed, 0)
+        _part("train_part", self.train_part)
+        if self.val_part is not None:
+            _part("val_part", self.val_part)
+            lows, highs = zip(self.train_part, self.val_part, strict=True)
+            if max(lows) < min(highs):
+                raise UserError(
+                    f"train_part {self.train_part} and val_part {self.val_part} overlap; a model "
+                    f"is not evaluated on what it was trained on"
+                )
+        checks.integer("skip_classes", self.skip_classes, 0)
         if self.subset_seed is not None:
             checks.integer("subset_seed", self.subset_seed, 0)
         if self.first_classes is not None:
@@ -264,6 +284,11 @@ class AugmentConfig:
 def _known(setting: str, given: str, accepted: object) -> None:
     if given not in accepted:  # type: ignore[operator]
         raise unknown(setting, str(given), accepted)  # type: ignore[arg-type]
+
+
+def _part(setting: str, value: tuple[float, float]) -> None:
+    if len(value) != 2 or not 0 <= value[0] < value[1] <= 1:
+        raise UserError(f"{setting} is {value!r}; give two fractions with 0 ≤ low < high ≤ 1")
 
 
 def _range(setting: str, value: tuple[float, float], high: float) -> None:

@@ -31,6 +31,7 @@ from locality.data.folder import (
 )
 from locality.data.sampling import (
     balanced_fraction,
+    class_part,
     first_classes,
     sorted_fraction,
     stratified_split,
@@ -48,7 +49,7 @@ Opened = tuple[list[str], ImageSource, ImageSource]
 
 
 def open_data(config: DataConfig, seed: int) -> DataSplits:
-    """The dataset a run asks for, split, restricted to its first classes and its fraction.
+    """The dataset a run asks for, split, restricted to its classes, its part and its fraction.
 
     Args:
         config: which images.
@@ -61,6 +62,12 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     classes, train, val = opener(config)
     if config.first_classes is not None:
         classes, train, val = _first_classes(config, classes, train, val, config.first_classes)
+    if config.skip_classes:
+        classes, train, val = _later_classes(config, classes, train, val)
+    if config.val_part is not None:
+        val = train.subset(class_part(train.labels, config.val_part, config.split_seed))
+    if config.train_part != (0.0, 1.0):
+        train = train.subset(class_part(train.labels, config.train_part, config.split_seed))
     if config.fraction < 1.0 and len(train):
         if config.subset == "sorted":
             kept = sorted_fraction(train.labels, config.fraction)
@@ -81,6 +88,25 @@ def _first_classes(
         )
     some_train, some_val = (part.subset(first_classes(part.labels, count)) for part in (train, val))
     return classes[:count], some_train, some_val
+
+
+def _later_classes(
+    config: DataConfig, classes: list[str], train: ImageSource, val: ImageSource
+) -> Opened:
+    """Without the first classes, the others numbered from 0."""
+    skipped = config.skip_classes
+    if skipped >= len(classes):
+        raise UserError(
+            f"skip_classes is {skipped}, but {config.dataset} has {len(classes)} classes here"
+        )
+    parts = []
+    for source in (train, val):
+        part = source.subset(np.flatnonzero(source.labels >= skipped))
+        part.labels = part.labels - skipped
+        if part.label_sets is not None:
+            part.label_sets = [tuple(n - skipped for n in answers) for answers in part.label_sets]
+        parts.append(part)
+    return classes[skipped:], *parts
 
 
 def _split(

@@ -189,6 +189,18 @@ def stratified_split(
     return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
+def class_part(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> Indices:
+    """A part of every class in an order that `seed` draws: from one fraction of it to another.
+
+    Parts that do not overlap have no image in common, and adjoining ones leave none out.
+    """
+    chosen = []
+    for members, key in _classes(np.asarray(labels, dtype=np.int64), seed, Stream.SPLIT):
+        low, high = (int(len(members) * fraction + 0.5) for fraction in part)
+        chosen.append(members[permuted(np.arange(low, high), len(members), key)])
+    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
+
+
 def first_classes(labels: npt.ArrayLike, count: int) -> Indices:
     """The images of classes 0 … count − 1."""
     return np.flatnonzero(np.asarray(labels) < count)

@@ -84,13 +84,13 @@ class Subset(ImageSource):
     """Some images of another source, in the order given."""
 
     def __init__(self, source: ImageSource, indices: npt.NDArray[np.int64]) -> None:
+        self.labels = source.labels[indices]
         if isinstance(source, Subset):
             # One level is enough, however often a subset of a subset is taken.
             indices = source.indices[indices]
             source = source.source
         self.source: ImageSource = source
         self.indices: npt.NDArray[np.int64] = indices
-        self.labels = source.labels[indices]
         if source.pixels is not None:
             self.pixels = source.pixels[torch.from_numpy(indices)]
         if source.label_sets is not None:

@@ -137,8 +137,9 @@ def train_images(config: RunConfig) -> tuple[int, int]:
     known = "imagenet22k" if config.recipe == "cvt_22k" else data.dataset
     if known in NOMINAL:
         images, classes = NOMINAL[known]
-        kept = min(data.first_classes or classes, classes)
-        return round(images * kept / classes * data.fraction), kept
+        kept = min(data.first_classes or classes, classes) - data.skip_classes
+        part = (data.train_part[1] - data.train_part[0]) * data.fraction
+        return round(images * kept / classes * part), kept
     return _opened(data, config.seed)
 
 

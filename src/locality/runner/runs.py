@@ -80,12 +80,14 @@ class Run:
 def digest(config: RunConfig, task: str = TRAIN) -> str:
     """Twelve letters and digits that two configurations share if their runs do the same.
 
-    The recipe's name, the number of loading processes and the like do not count.
+    The recipe's name, the number of loading processes and the like do not count, and a setting
+    counts only where it is not its default: a new one changes the folder of no run without it.
     """
+    default = flatten(to_dict(RunConfig()))
     values = {
         name: _folder_name(value) if name in PATHS else value
         for name, value in flatten(to_dict(config)).items()
-        if name not in _LABELS
+        if name not in _LABELS and (name not in default or value != default[name])
     }
     text = json.dumps([task, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
