@@ -14,20 +14,14 @@ from locality._version import __version__
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.checkpoints import create_model, load, save
-    from locality.models import list_models
-    from locality.training import train
+    from locality.checkpoints import create_model as create_model
+    from locality.checkpoints import load as load
+    from locality.checkpoints import save as save
+    from locality.models import list_models as list_models
+    from locality.training import train as train
 
-__all__ = ["__version__", "create_model", "list_models", "load", "save", "train"]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "locality.checkpoints": "create_model load save",
-        "locality.models": "list_models",
-        "locality.training": "train",
-    },
-)
+__all__, __getattr__ = lazily(__name__, __file__)
+__all__ += ["__version__"]
 
 
 def __dir__() -> list[str]:

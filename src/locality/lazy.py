@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562).
+def lazily(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
+    """A package's `__all__`, and the `__getattr__` (PEP 562) that imports what is in it.
+
+    The names are those that the package imports for type checkers, so that they are listed once.
 
     Args:
         package: its `__name__`.
-        homes: module, relative to the package if it begins with a dot → the names it gives,
-            separated by spaces. A module must not have the name of something it gives: once it is
+        file: its `__file__`, with a line `from MODULE import NAME as NAME` for each name below
+            `if TYPE_CHECKING:`. A module must not have the name of something it gives: once it is
             imported, Python puts the module itself in that place.
 
     Example:
-        >>> __getattr__ = lazily(__name__, {".config": "DataConfig AugmentConfig"})
+        >>> __all__, __getattr__ = lazily(__name__, __file__)
     """
-    home = {name: module for module, names in homes.items() for name in names.split()}
+    with open(file, encoding="utf-8") as source:
+        lines = [line.split() for line in source]
+    home = {words[5]: words[1] for words in lines if words[:1] == ["from"] and "as" in words[4:5]}
 
     def load(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        return getattr(importlib.import_module(home[name], package), name)
+        return getattr(importlib.import_module(home[name]), name)
 
-    return load
+    return list(home), load

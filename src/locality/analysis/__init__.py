@@ -1,20 +1,12 @@
 """Instruments: what the layers of a model attend to, observed in its ordinary forward pass."""
 
-from locality.analysis.explorer import write_explorer
-from locality.analysis.masks import content_off, position_embedding_off, position_off
-from locality.analysis.recording import OverTraining, record
-from locality.analysis.summary import measure_model, released_nonlocality
-from locality.analysis.taps import LayerView, capture
-
-__all__ = [
-    "LayerView",
-    "OverTraining",
-    "capture",
-    "content_off",
-    "measure_model",
-    "position_embedding_off",
-    "position_off",
-    "record",
-    "released_nonlocality",
-    "write_explorer",
-]
+from locality.analysis.explorer import write_explorer as write_explorer
+from locality.analysis.masks import content_off as content_off
+from locality.analysis.masks import position_embedding_off as position_embedding_off
+from locality.analysis.masks import position_off as position_off
+from locality.analysis.recording import OverTraining as OverTraining
+from locality.analysis.recording import record as record
+from locality.analysis.summary import measure_model as measure_model
+from locality.analysis.summary import released_nonlocality as released_nonlocality
+from locality.analysis.taps import LayerView as LayerView
+from locality.analysis.taps import capture as capture

@@ -10,57 +10,32 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.data.arrow import pack
-    from locality.data.checking import CheckReport, ImageRecord, check, verify
-    from locality.data.config import DATASETS, AugmentConfig, DataConfig, Decoding, Preprocessing
-    from locality.data.datasets import open_data
-    from locality.data.decoding import decode
-    from locality.data.loader import Batch, BatchLoader, eval_loader, train_loader
-    from locality.data.preprocessing import eval_transform, normalise, train_transform
-    from locality.data.sampling import Stream, keys, preserved_generators, seed_generators
-    from locality.data.sources import ArraySource, BadImage, DataSplits, ImageSource
+    from locality.data.arrow import pack as pack
+    from locality.data.checking import CheckReport as CheckReport
+    from locality.data.checking import ImageRecord as ImageRecord
+    from locality.data.checking import check as check
+    from locality.data.checking import verify as verify
+    from locality.data.config import DATASETS as DATASETS
+    from locality.data.config import AugmentConfig as AugmentConfig
+    from locality.data.config import DataConfig as DataConfig
+    from locality.data.config import Decoding as Decoding
+    from locality.data.config import Preprocessing as Preprocessing
+    from locality.data.datasets import open_data as open_data
+    from locality.data.decoding import decode as decode
+    from locality.data.loader import Batch as Batch
+    from locality.data.loader import BatchLoader as BatchLoader
+    from locality.data.loader import eval_loader as eval_loader
+    from locality.data.loader import train_loader as train_loader
+    from locality.data.preprocessing import eval_transform as eval_transform
+    from locality.data.preprocessing import normalise as normalise
+    from locality.data.preprocessing import train_transform as train_transform
+    from locality.data.sampling import Stream as Stream
+    from locality.data.sampling import keys as keys
+    from locality.data.sampling import preserved_generators as preserved_generators
+    from locality.data.sampling import seed_generators as seed_generators
+    from locality.data.sources import ArraySource as ArraySource
+    from locality.data.sources import BadImage as BadImage
+    from locality.data.sources import DataSplits as DataSplits
+    from locality.data.sources import ImageSource as ImageSource
 
-__all__ = [
-    "DATASETS",
-    "ArraySource",
-    "AugmentConfig",
-    "BadImage",
-    "Batch",
-    "BatchLoader",
-    "CheckReport",
-    "DataConfig",
-    "DataSplits",
-    "Decoding",
-    "ImageRecord",
-    "ImageSource",
-    "Preprocessing",
-    "Stream",
-    "check",
-    "decode",
-    "eval_loader",
-    "eval_transform",
-    "keys",
-    "normalise",
-    "open_data",
-    "pack",
-    "preserved_generators",
-    "seed_generators",
-    "train_loader",
-    "train_transform",
-    "verify",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        ".datasets": "open_data",
-        ".checking": "CheckReport ImageRecord check verify",
-        ".config": "DATASETS AugmentConfig DataConfig Decoding Preprocessing",
-        ".decoding": "decode",
-        ".sampling": "Stream keys preserved_generators seed_generators",
-        ".loader": "Batch BatchLoader eval_loader train_loader",
-        ".arrow": "pack",
-        ".preprocessing": "eval_transform normalise train_transform",
-        ".sources": "ArraySource BadImage DataSplits ImageSource",
-    },
-)
+__all__, __getattr__ = lazily(__name__, __file__)

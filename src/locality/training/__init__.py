@@ -11,65 +11,29 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.checkpoints.run_state import DamagedCheckpoint
-    from locality.errors import CheckpointNotSaved, NonFiniteLoss, RunFailed
-    from locality.settings import replace
-    from locality.training.config import (
-        EngineConfig,
-        ModelConfig,
-        ObjectiveConfig,
-        OptimConfig,
-        RunConfig,
-        ScheduleConfig,
-    )
-    from locality.training.engine import train
-    from locality.training.evaluation import evaluate, evaluate_on, evaluate_opened, evaluate_run
-    from locality.training.load import initial_model, load_run
-    from locality.training.preview import DryRun, dry_run
-    from locality.training.recipes import RECIPES, recipe
-    from locality.training.runs import RunFolder
-    from locality.training.signals import Interrupted
+    from locality.checkpoints.run_state import DamagedCheckpoint as DamagedCheckpoint
+    from locality.errors import CheckpointNotSaved as CheckpointNotSaved
+    from locality.errors import NonFiniteLoss as NonFiniteLoss
+    from locality.errors import RunFailed as RunFailed
+    from locality.settings import replace as replace
+    from locality.training.config import EngineConfig as EngineConfig
+    from locality.training.config import ModelConfig as ModelConfig
+    from locality.training.config import ObjectiveConfig as ObjectiveConfig
+    from locality.training.config import OptimConfig as OptimConfig
+    from locality.training.config import RunConfig as RunConfig
+    from locality.training.config import ScheduleConfig as ScheduleConfig
+    from locality.training.engine import train as train
+    from locality.training.evaluation import evaluate as evaluate
+    from locality.training.evaluation import evaluate_on as evaluate_on
+    from locality.training.evaluation import evaluate_opened as evaluate_opened
+    from locality.training.evaluation import evaluate_run as evaluate_run
+    from locality.training.load import initial_model as initial_model
+    from locality.training.load import load_run as load_run
+    from locality.training.preview import DryRun as DryRun
+    from locality.training.preview import dry_run as dry_run
+    from locality.training.recipes import RECIPES as RECIPES
+    from locality.training.recipes import recipe as recipe
+    from locality.training.runs import RunFolder as RunFolder
+    from locality.training.signals import Interrupted as Interrupted
 
-__all__ = [
-    "RECIPES",
-    "CheckpointNotSaved",
-    "DamagedCheckpoint",
-    "DryRun",
-    "EngineConfig",
-    "Interrupted",
-    "ModelConfig",
-    "NonFiniteLoss",
-    "ObjectiveConfig",
-    "OptimConfig",
-    "RunConfig",
-    "RunFailed",
-    "RunFolder",
-    "ScheduleConfig",
-    "dry_run",
-    "evaluate",
-    "evaluate_on",
-    "evaluate_opened",
-    "evaluate_run",
-    "initial_model",
-    "load_run",
-    "recipe",
-    "replace",
-    "train",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "locality.checkpoints.run_state": "DamagedCheckpoint",
-        "locality.errors": "CheckpointNotSaved NonFiniteLoss RunFailed",
-        ".config": "EngineConfig ModelConfig ObjectiveConfig OptimConfig RunConfig ScheduleConfig",
-        ".engine": "train",
-        ".evaluation": "evaluate evaluate_on evaluate_opened evaluate_run",
-        ".load": "initial_model load_run",
-        ".preview": "DryRun dry_run",
-        ".recipes": "RECIPES recipe",
-        ".runs": "RunFolder",
-        "locality.settings": "replace",
-        ".signals": "Interrupted",
-    },
-)
+__all__, __getattr__ = lazily(__name__, __file__)
