@@ -40,15 +40,22 @@ def test_a_sample_is_a_function_of_its_position(size, seed, repeats, positions):
     together = sample_order(positions, size, seed, repeats)
     assert together.tolist() == [int(sample_order(p, size, seed, repeats)[0]) for p in positions]
     assert ((together >= 0) & (together < size)).all()
-    neighbours = sample_order([p - p % repeats for p in positions], size, seed, repeats)
+    neighbours = sample_order([p - p % size % repeats for p in positions], size, seed, repeats)
     assert np.array_equal(together, neighbours)
 
 
 @given(st.integers(1, 200), SEEDS, st.integers(1, 4), st.integers(0, 50))
-def test_a_pass_shows_every_sample_as_often(size, seed, repeats, passes):
-    first = passes * size * repeats
-    order = sample_order(first + np.arange(size * repeats), size, seed, repeats)
-    assert np.array_equal(np.bincount(order, minlength=size), np.full(size, repeats))
+def test_an_epoch_shows_as_many_samples_as_it_can_repeat(size, seed, repeats, epoch):
+    order = sample_order(epoch * size + np.arange(size), size, seed, repeats)
+    counts = np.bincount(order, minlength=size)
+    assert sorted(counts[counts > 0])[1:] == [repeats] * (-(-size // repeats) - 1)
+
+
+def test_repeated_augmentation_draws_anew_in_every_epoch():
+    epochs = sample_order(np.arange(300), 100, seed=0, repeats=2).reshape(3, 100)
+    shown = [set(epoch.tolist()) for epoch in epochs]
+    # Two halves of one permutation would share nothing.
+    assert shown[0] & shown[1] and shown[0] != shown[1] != shown[2]
 
 
 @given(SEEDS, st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20))

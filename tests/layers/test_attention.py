@@ -79,13 +79,32 @@ def test_open_gate_ignores_content():
 
 
 def test_psa_has_one_softmax_over_the_sum():
-    layer = PositionalSelfAttention(36, 9)
+    layer = PositionalSelfAttention(36, 9, conv_init=False)
     x = tokens()
     q, k = (
         part.unflatten(2, (9, 4)).transpose(1, 2) for part in layer.qkv(x)[..., :72].split(36, -1)
     )
     scores = q @ k.transpose(-2, -1) / 2 + positional_scores(layer.v_pos, GRID)
     torch.testing.assert_close(layer.attention_maps(x, GRID).mixed, scores.softmax(dim=-1))
+
+
+def test_psa_starts_as_a_convolution_without_content_and_its_content_gets_no_gradient():
+    """W_qry = W_key = 0 (Eq. 5), a saddle: each one's gradient is a multiple of the other."""
+    layer, x = PositionalSelfAttention(36, 9), tokens()
+    maps = layer.attention_maps(x, GRID)
+    torch.testing.assert_close(maps.mixed, maps.position.expand_as(maps.mixed))
+    layer(x, GRID).square().sum().backward()
+    content, value = layer.qkv.weight.grad.split([72, 36])
+    assert torch.count_nonzero(content) == 0 and torch.count_nonzero(value) > 0
+    assert torch.count_nonzero(GatedPositionalSelfAttention(36, 9).qkv.weight[:72]) > 0
+
+
+def test_heads_beyond_the_kernel_start_with_alpha_times_the_plain_v_pos():
+    def start(strength):
+        torch.manual_seed(0)
+        return GatedPositionalSelfAttention(44, 11, locality_strength=strength).v_pos
+
+    torch.testing.assert_close(start(2.0)[9:], 2 * start(1.0)[9:])
 
 
 def test_convolutional_initialisation():

@@ -17,6 +17,7 @@ from locality.layers import truncated_kernel
 from locality.models import build
 from locality.papers import published
 from locality.papers.beyond import start_from_convolutions
+from locality.papers.convit import ABLATIONS
 from locality.papers.pages import results_page, write_results_page
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.scales import SCALES, get_scale
@@ -251,6 +252,14 @@ def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it()
     assert soft.blocks[0].attn.gating.unique().tolist() == [1.0]
     with pytest.raises(UserError, match="no convolution"):
         start_from_convolutions(soft, build("convit_nano", **fields), whole=False)
+
+
+@pytest.mark.parametrize("row", ["b", "d", "f", "g"])
+def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
+    model = build("convit_nano", **ABLATIONS[row][1])
+    for block in model.blocks[: model.config.gpsa_layers]:
+        assert not block.attn.gating.requires_grad
+        assert torch.count_nonzero(block.attn.gating) == 0
 
 
 @pytest.mark.slow

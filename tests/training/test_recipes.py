@@ -12,6 +12,7 @@ from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.models import build
 from locality.training import RECIPES, RunConfig, recipe, replace
+from locality.training.optim import create_schedule
 from locality.training.plan import make_plan
 from locality.training.recipes import describe
 
@@ -33,7 +34,15 @@ def test_a_recipe_is_described_and_its_model_exists(name: str) -> None:
 def test_the_deit_recipe_is_the_published_one() -> None:
     config = recipe("deit_300", model="convit_small")
     assert config.schedule.epochs == 300
-    assert (config.schedule.warmup, config.schedule.cooldown) == (5, 10)
+    assert (config.schedule.warmup, config.schedule.cooldown) == (5, 0)
+    plan = make_plan(config, 102_400)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter], lr=config.optim.peak_lr(1024))
+    schedule = create_schedule(optimizer, config.schedule, plan)
+    rates = [schedule._get_lr(step)[0] for step in (plan.steps // 2, plan.steps - 1)]
+    # Half of the way down at half time, and only at the very end at the floor.
+    assert rates == pytest.approx([(1e-3 + 1e-5) / 2, 1e-5], rel=1e-3)
+    assert schedule._get_lr(290 * 100)[0] > 1.2e-5
     assert (config.schedule.warmup_lr, config.schedule.min_lr) == (1e-6, 1e-5)
     assert config.engine.batch_size == 1024
     assert config.optim.peak_lr(1024) == pytest.approx(5e-4 * 1024 / 512)
@@ -76,6 +85,7 @@ def test_fine_tuning_lasts_as_long_as_in_the_paper(target: str, steps: int) -> N
     assert config.schedule.steps == steps
     assert (config.optim.name, config.optim.momentum) == ("sgd", 0.9)
     assert (config.engine.batch_size, config.model.img_size) == (512, 384)
+    assert config.input.crop_mode == "squash"
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3, 0.5, 1.0])

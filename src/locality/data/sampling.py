@@ -109,13 +109,14 @@ def _feistel(x: Keys, rows: np.uint64, columns: np.uint64, key: Keys) -> Keys:
 
 
 def sample_order(positions: npt.ArrayLike, size: int, seed: int, repeats: int = 1) -> Indices:
-    """The sample trained at each global position: an own permutation for every pass.
+    """The sample trained at each global position: an own permutation for every epoch.
 
     With repeated augmentation (Hoffer et al., 2020) `repeats` neighbouring positions share a
-    sample, and one pass over the permutation lasts `repeats` epochs of `size` positions.
+    sample, and an epoch of `size` positions shows the first part of its permutation, as timm's
+    `RepeatAugSampler` does.
     """
-    draws = np.atleast_1d(np.asarray(positions, dtype=np.int64)) // repeats
-    return permuted(draws % size, size, keys(seed, Stream.ORDER, draws // size))
+    epochs, places = np.divmod(np.atleast_1d(np.asarray(positions, dtype=np.int64)), size)
+    return permuted(places // repeats, size, keys(seed, Stream.ORDER, epochs))
 
 
 def seed_generators(key: int) -> None:

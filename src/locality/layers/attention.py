@@ -210,8 +210,15 @@ class _PositionedAttention(_Attention):
 class PositionalSelfAttention(_PositionedAttention):
     """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
 
-    Content is scaled by 1/√d so that this layer and the gated one differ in the gate alone.
+    Content is scaled by 1/√d so that this layer and the gated one differ in the gate alone. The
+    convolutional initialisation sets W_qry and W_key to zero too, as Eq. 5 prints it: attention is
+    purely positional then, and stays so, since neither gets a gradient while the other is zero.
     """
+
+    def __init__(self, dim: int, num_heads: int, **positioned: Any) -> None:
+        super().__init__(dim, num_heads, **positioned)
+        if self.conv_init:
+            nn.init.zeros_(self.qkv.weight[: 2 * num_heads * self.head_dim].data)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B, N, C) → (B, N, C) with N = H·W."""
@@ -237,7 +244,8 @@ class GatedPositionalSelfAttention(_PositionedAttention):
     Both terms have rows that sum to one, so the paper's `normalize` changes nothing.
 
     Args:
-        gating_init: initial λ of every head (the paper's 1).
+        gating_init: initial λ of every head (the paper's 1). Thanks to the gate W_qry and W_key
+            start plainly (§3), whatever `conv_init`.
         positioned: as of `PositionalSelfAttention`.
     """
 

@@ -53,10 +53,11 @@ def attention_centres(offsets: Tensor, strength: float) -> Tensor:
 def as_random_convolution(v_pos: Tensor, value_weight: Tensor, strength: float) -> None:
     """Eq. 5, in place: W_val = I, and the k² offsets of a k×k kernel, k = ⌊√h⌋, to the first heads.
 
-    Offsets are in row-major order; heads beyond k² stay as they are, and so do W_qry and W_key: the
-    gate makes zeroing them needless.
+    Offsets are in row-major order. Heads beyond k² keep α times their plain start, as in the code
+    released with the paper.
     """
     offsets = kernel_offsets(kernel_size(len(v_pos)))
+    v_pos *= strength
     v_pos[: len(offsets)] = attention_centres(offsets, strength)
     nn.init.eye_(value_weight)
 

@@ -27,10 +27,13 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "c": ("no convolutional init", {"conv_init": False}),
     "d": ("neither", {**_UNGATED, "conv_init": False}),
     "e": ("DeiT", {}),
-    "f": ("GPSA frozen at conv. init", {"freeze_gpsa": True}),
-    "g": ("GPSA frozen, random init", {"freeze_gpsa": True, "conv_init": False}),
+    "f": ("GPSA frozen at conv. init", {**_UNGATED, "freeze_gpsa": True}),
+    "g": ("GPSA frozen, random init", {**_UNGATED, "freeze_gpsa": True, "conv_init": False}),
 }
-"""The rows of Table 3: what they are and which fields of the model they change."""
+"""The rows of Table 3: what they are and which fields of the model they change.
+
+Rows f and g cross out "Train gating" too, which footnote 4 explains as λ frozen at 0.
+"""
 
 
 def ablation(s: Scale, row: str, measure: Measure, **choices: Any) -> Quantity:

@@ -94,8 +94,13 @@ def cifar100_32(model: str = "convit_micro", dataset: str = "cifar100", seed: in
 def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
     """ImageNet from scratch in 300 epochs, as DeiT and ConViT were trained (ConViT Table 1).
 
-    The rate is 5e-4 per 512 images, so 1e-3 at the batch of 1024. 300 epochs include 5 of warm-up
-    and 10 of cool-down. Weight decay acts on v_pos as in the code released with the paper.
+    The rate is 5e-4 per 512 images, so 1e-3 at the batch of 1024. A cosine spans all 300 epochs, of
+    which the first 5 are warm-up; timm's 10 epochs of cool-down would come after them, and the
+    released code never runs them. Weight decay acts on v_pos as in that code.
+
+    Differs from the released code: the rate follows the step, theirs the epoch before (epochs 0 and
+    1 both train at 1e-6); class token and position embedding are spared weight decay, while theirs,
+    wrapped for several processes, decays them.
 
     Command: `locality train deit_300 --data.root IMAGENET`, under torchrun on several GPUs.
     Cost: 13 exaFLOPs for `convit_small`, 3 for `convit_tiny`, 40 for `convit_base`.
@@ -116,7 +121,6 @@ def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
             steps=None,
             warmup=5,
             warmup_lr=1e-6,
-            cooldown=10,
             min_lr=1e-5,
             eval_every=1,
         ),
@@ -218,6 +222,9 @@ def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
     that, 2.5e-4 per 256 images, which is what this is. Weight decay is 0.05 for CvT-13 and 0.1 for
     the larger ones; CvT-21 has repeated augmentation.
 
+    Differs from the released file of CvT-21, which beside mixup and cutmix has crop and flip alone;
+    the paper gives every model DeiT's augmentation, and so does this.
+
     Command: `locality train cvt_300 --data.root IMAGENET`
     Cost: 11 exaFLOPs for `cvt_13`, 17 for `cvt_21`.
     Expect: top-1 81.6 (`cvt_13`), 82.5 (`cvt_21`).
@@ -286,7 +293,12 @@ def finetune_384(
 
     SGD with momentum 0.9 and a cosine at a batch of 512, for 20,000 steps on ImageNet, 10,000 on
     CIFAR, 500 on Pets and Flowers-102. The papers leave rate and clipping open; ViT, whose
-    fine-tuning CvT adopts, clips at 1 and searches rates around 0.01.
+    fine-tuning CvT adopts, clips at 1 and searches rates around 0.01. Evaluation squashes the image
+    to a square, as the released code does at 384 pixels.
+
+    Differs from the released code: that fine-tunes on random crops of the resized image, this on
+    random areas of it; position embeddings, where there are any, are resampled linearly there and
+    bicubically here.
 
     Command: `locality train finetune_384 --model.weights RUN --data.root IMAGENET`, where RUN is a
     run folder (of `cvt_22k`, say), a file, or the name of public weights; for CvT-13 and -21 the
@@ -308,7 +320,7 @@ def finetune_384(
         seed=seed,
         model=ModelConfig(model, img_size=384, weights=weights),
         data=DataConfig(dataset, workers=8),
-        input=Preprocessing(crop_pct=1.0),
+        input=Preprocessing(crop_pct=1.0, crop_mode="squash"),
         augment=AugmentConfig(crop="resized", scale=(0.25, 1.0), hflip=0.5),
         optim=OptimConfig("sgd", lr=0.01, weight_decay=0.0, momentum=0.9, clip_grad=1.0),
         schedule=ScheduleConfig(
