@@ -54,6 +54,27 @@ def test_decay_acts_on_positions_when_told_to() -> None:
     } == {"v_pos"}
 
 
+def test_a_factor_multiplies_the_rate_of_positions_and_gates_at_every_step() -> None:
+    model = build("convit_nano")
+    factor = OptimConfig(lr=1e-2, position_lr_factor=10)
+    schedule = ScheduleConfig(steps=100, warmup=10)
+    optimizer = create_optimizer(model, factor, 64)
+    plan = make_plan(RunConfig(optim=factor, schedule=schedule, engine=EngineConfig(64)), 1000)
+    scheduler = create_schedule(optimizer, schedule, plan)
+    plain = create_optimizer(model, OptimConfig(lr=1e-2), 64)
+    usual = create_schedule(plain, schedule, plan)
+    for step in (0, 5, 50, 99):
+        scheduler.step_update(step)
+        usual.step_update(step)
+        rate = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+        before = {id(p): g["lr"] for g in plain.param_groups for p in g["params"]}
+        assert rate.keys() == before.keys() == {id(p) for p in model.parameters()}
+        for name, parameter in model.named_parameters():
+            positional = name.endswith(("v_pos", "gating"))
+            expected = before[id(parameter)] * (10 if positional else 1)
+            assert rate[id(parameter)] == pytest.approx(expected), name
+
+
 def test_frozen_parameters_are_in_no_group() -> None:
     model = build("convit_nano", freeze_gpsa=True)
     grouped = {id(p) for group in parameter_groups(model, 0.05) for p in group["params"]}

@@ -43,7 +43,7 @@ def reproduce(arguments: Sequence[str]) -> None:
     )
     parser.add("--list", False, "every table and figure, and its state")
     parser.add("--plan", False, "runs, images, MACs, hours; no start")
-    parser.add("--scale", "digits", "digits, cifar100, imagenet100, imagenet")
+    parser.add("--scale", "digits", "digits, fashion, fashion14, cifar100, imagenet100, imagenet")
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
     parser.add("--seeds", None, "at most this many seeds", int | None)

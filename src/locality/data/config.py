@@ -29,6 +29,9 @@ DATASETS: dict[str, DatasetRow] = {
     "folder": DatasetRow(
         "open_images", "any image folder: train/ and val/, or one folder per class to be split"
     ),
+    "fashion_mnist": DatasetRow(
+        "open_fashion_mnist", "Fashion-MNIST, 28×28: Debian's dataset-fashion-mnist, or torchvision"
+    ),
     "cifar10": DatasetRow("open_cifar10", "CIFAR-10 through torchvision"),
     "cifar100": DatasetRow("open_cifar100", "CIFAR-100 through torchvision"),
     "flowers102": DatasetRow(
@@ -78,8 +81,9 @@ class DataConfig:
 
     Attributes:
         dataset: one of `DATASETS`.
-        root: folder of the dataset; not used by `digits`.
-        download: let torchvision fetch what is missing (CIFAR, Flowers-102, Pets).
+        root: folder of the dataset; not used by `digits`, and `fashion_mnist` needs none where
+            Debian's package is installed.
+        download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).
         fraction: fraction of each class's training images to keep, in (0, 1].
         subset: "balanced" keeps a seeded random choice, nested from one fraction to the next;
             "sorted" keeps the first int(n · fraction) file names of each class, as the code that

@@ -7,14 +7,17 @@ which have no public name, so that all images meet the same decoding policy.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
 import numpy as np
+import numpy.typing as npt
 import torchvision
 
 from locality.data.arrow import open_arrow
@@ -265,6 +268,57 @@ def open_cifar100(config: DataConfig) -> Opened:
     return _open(config, "CIFAR100", "CIFAR-100", content, [{"train": True}], {"train": False})
 
 
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist puts it."""
+
+
+def open_fashion_mnist(config: DataConfig) -> Opened:
+    """Fashion-MNIST: 60,000 grey images to train on, 10,000 of test, 28×28, in memory.
+
+    The four IDX files, compressed or not, lie in the root itself or where torchvision puts them.
+
+    Raises:
+        UserError: they are not there, or damaged.
+    """
+    if config.download:
+        _parts(config, "FashionMNIST", "Fashion-MNIST", "FashionMNIST/raw", [{}])
+    root = FASHION_MNIST if config.root is None else Path(config.root).expanduser()
+    sources = []
+    for part, prefix in (("train", "train"), ("test", "t10k")):
+        images, labels = (
+            _idx(_found(root, f"{prefix}-{content}-ubyte"), dims)
+            for content, dims in (("images-idx3", 3), ("labels-idx1", 1))
+        )
+        rgb = np.broadcast_to(images[..., None], (*images.shape, 3))
+        sources.append(ArraySource(rgb, labels, f"fashion_mnist {part}"))
+    return list(torchvision.datasets.FashionMNIST.classes), *sources
+
+
+def _found(root: Path, name: str) -> Path:
+    """One of Fashion-MNIST's files."""
+    for folder in (root, root / "FashionMNIST" / "raw"):
+        for path in (folder / name, folder / f"{name}.gz"):
+            if path.exists():
+                return path
+    raise UserError(
+        f"Fashion-MNIST is not in '{root}': there is no {name}; install it with `apt-get install "
+        f"dataset-fashion-mnist`, which needs no data.root, or give a folder as data.root and set "
+        f"data.download to true"
+    )
+
+
+def _idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
+    """What an IDX file of bytes holds: a type, sizes of four bytes each, the values."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if content[:4] != bytes((0, 0, 8, dims)):
+            raise ValueError("its first bytes are not those of such a file")
+        shape = np.frombuffer(content, ">i4", dims, 4)
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * dims).reshape(shape)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise UserError(f"'{path}' is damaged: {error}") from error
+
+
 def open_flowers102(config: DataConfig) -> Opened:
     """Flowers-102: 1,020 training and 1,020 validation images to train on, 6,149 of test.
 
@@ -282,14 +336,9 @@ def open_pets(config: DataConfig) -> Opened:
     return _open(config, "OxfordIIITPet", "Oxford-IIIT Pets", content, train, {"split": "test"})
 
 
-def _open(
-    config: DataConfig,
-    reader: str,
-    title: str,
-    content: str,
-    train: list[dict[str, Any]],
-    val: dict[str, Any],
-) -> Opened:
+def _parts(
+    config: DataConfig, reader: str, title: str, content: str, parts: list[dict[str, Any]]
+) -> list[Any]:
     """The parts of a dataset that a reader of torchvision's finds, with its options for each."""
     if config.root is None:
         raise UserError(f"{title} needs a folder; give it as data.root")
@@ -298,9 +347,9 @@ def _open(
     turn = one_at_a_time(root) if config.download else contextlib.nullcontext()
     try:
         with turn:
-            parts = [
+            return [
                 getattr(torchvision.datasets, reader)(str(root), download=config.download, **part)
-                for part in (*train, val)
+                for part in parts
             ]
     except URLError as error:
         raise UserError(
@@ -316,6 +365,18 @@ def _open(
             f"{title} is not in '{root}', or damaged: expected {content}; set data.download to "
             "true to fetch it"
         ) from error
+
+
+def _open(
+    config: DataConfig,
+    reader: str,
+    title: str,
+    content: str,
+    train: list[dict[str, Any]],
+    val: dict[str, Any],
+) -> Opened:
+    """A dataset from its parts to train on and the one to evaluate on."""
+    parts = _parts(config, reader, title, content, [*train, val])
     # Older versions of torchvision do not know the flowers' names.
     classes = getattr(parts[0], "classes", [f"class {n}" for n in range(1, 103)])
     return (

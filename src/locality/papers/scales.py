@@ -1,8 +1,9 @@
 """Scales: complete choices of data, models, length and seeds at which every experiment can run.
 
 The paper's names of models stand for a role. At each scale a role is filled by one of our models,
-so that an experiment is written once. Only `digits` has been run for the repository; the others are
-the same code with other values, and `reproduce --plan` says what they cost.
+so that an experiment is written once. `digits`, `fashion` and `fashion14` have been run for the
+repository; the others are the same code with other values, and `reproduce --plan` says what they
+cost.
 """
 
 from __future__ import annotations
@@ -186,8 +187,8 @@ class Scale:
     def missing_data(self, run: Run) -> str | None:
         """Why a run's data cannot be had, known before anything starts; None if it may be."""
         data = run.config.data
-        if data.dataset == "digits" or data.root is not None:
-            return None
+        if data.dataset in ("digits", "fashion_mnist") or data.root is not None:
+            return None  # where those are not, a run says so itself
         name = "imagenet" if data.dataset == "imagenet100" else data.dataset
         name = "imagenet22k" if run.config.recipe == "cvt_22k" else name
         return f"needs the folder of {name}; say where with --data.{name} PATH"
@@ -256,6 +257,68 @@ DIGITS = Scale(
     teacher="timm/test_resnet",
     masked_size="S",
 )
+
+
+def _fashion_models(embed_stride: tuple[int, ...]) -> dict[str, Model]:
+    """Models of five layers: three gated ones, and the class token two layers before the end."""
+
+    def pair(role: str, **fields: Any) -> dict[str, Model]:
+        return {
+            f"ConViT-{role}": ("convit_nano", {"depth": 5, "gpsa_layers": 3, **fields}),
+            f"DeiT-{role}": ("deit_nano", {"depth": 5, **fields}),
+        }
+
+    return {
+        **pair("Ti", embed_dim=40),
+        **pair("S"),
+        **pair("S+"),
+        **pair("B", embed_dim=108, num_heads=9),
+        **pair("3×3", embed_dim=54, num_heads=9),
+        "CvT-13": ("cvt_nano", {"embed_stride": embed_stride}),
+    }
+
+
+def _fashion(name: str, patch_size: int, steps: int, embed_stride: tuple[int, ...]) -> Scale:
+    def base(role: str, model: str) -> RunConfig:
+        own = None if role.startswith("CvT") else patch_size
+        return replace(
+            recipe("fashion_mnist", model=model),
+            {
+                "model.patch_size": own,
+                "data.train_part": FASHION_PART,
+                "schedule.steps": steps,
+                "schedule.warmup": steps / 10,
+                "schedule.eval_every": steps / 10,
+                "engine.tensorboard": False,
+                "engine.precision": "fp32",
+            },
+        )
+
+    side = 28 // patch_size
+    return Scale(
+        name=name,
+        about=(
+            f"Fashion-MNIST's photographs (28×28 pixels, 10,000 to train on, 10,000 to evaluate "
+            f"on) in {side}×{side} patches, ConViT and DeiT of 5 layers and width 64, {steps:,} "
+            f"steps of 64 images"
+        ),
+        seeds=(0, 1, 2, 3, 4),
+        few_seeds=(0, 1, 2),
+        models=_fashion_models(embed_stride),
+        base=base,
+        small={"fraction": 0.1},
+        gpsa_counts=(1, 2, 3),
+        masked_layers=(1, 2, 3),
+        teacher="timm/test_resnet",
+        masked_size="S",
+    )
+
+
+FASHION_PART = (0.0, 1 / 6)
+"""The training images of Fashion-MNIST that are all of the data to its scales. The others choose
+settings and teach teachers."""
+FASHION = _fashion("fashion", 4, 1500, (2, 2, 1))
+FASHION_14 = _fashion("fashion14", 2, 1000, (2, 1, 1))
 
 
 def _cifar_base(role: str, model: str) -> RunConfig:
@@ -339,7 +402,7 @@ IMAGENET = Scale(
 )
 
 SCALES: dict[str, Scale] = {
-    scale.name: scale for scale in (DIGITS, CIFAR100, IMAGENET100, IMAGENET)
+    scale.name: scale for scale in (DIGITS, FASHION, FASHION_14, CIFAR100, IMAGENET100, IMAGENET)
 }
 
 

@@ -30,6 +30,7 @@ NOMINAL: dict[str, tuple[int, int]] = {
     "imagenet": (1_281_167, 1000),
     "imagenet22k": (14_197_122, 21_841),
     "imagenet100": (128_117, 100),
+    "fashion_mnist": (60_000, 10),
     "cifar10": (50_000, 10),
     "cifar100": (50_000, 100),
     "flowers102": (2_040, 102),

@@ -62,6 +62,9 @@ class OptimConfig:
         weight_decay: leaves biases, norms, class token, position embedding and gates alone.
         decay_positions: let weight decay act on the positional vectors v_pos too, as the code
             released with the ConViT paper does. It pulls the locality strength towards 0.
+        position_lr_factor: multiplies the learning rate of the positional vectors v_pos and the
+            gates λ. Adam moves a parameter by at most about the sum of its rates, and a short
+            run's is a small part of what 300 epochs sum up to.
         betas, eps: of optimisers that have them; None takes the optimiser's own.
         momentum: of optimisers that have it.
         clip_grad: scale gradients down to this global norm; None leaves them.
@@ -72,6 +75,7 @@ class OptimConfig:
     lr_batch: int | None = None
     weight_decay: float = 0.05
     decay_positions: bool = False
+    position_lr_factor: float = 1.0
     betas: tuple[float, float] | None = None
     eps: float | None = None
     momentum: float = 0.9
@@ -80,6 +84,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         checks.number("optim.lr", self.lr, 0, above=True)
         checks.number("optim.weight_decay", self.weight_decay, 0)
+        checks.number("optim.position_lr_factor", self.position_lr_factor, 0, above=True)
         checks.number("optim.momentum", self.momentum, 0, 1, below=True)
         if self.lr_batch is not None:
             checks.integer("optim.lr_batch", self.lr_batch, 1)

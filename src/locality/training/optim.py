@@ -16,31 +16,35 @@ from locality.training.plan import Plan
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, decay_positions: bool = False
+    model: nn.Module,
+    weight_decay: float,
+    decay_positions: bool = False,
+    position_lr_factor: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups: those that weight decay pulls at, and the others.
+    """The trainable parameters in groups: those that weight decay pulls at, and the others.
 
     Left alone are all vectors and scalars (biases, norms, the gates λ), what the model names in
     `no_weight_decay()` (class token, position embedding) and, unless `decay_positions`, the
-    positional vectors v_pos. Every trainable parameter is in exactly one group; frozen ones are in
+    positional vectors v_pos. v_pos and λ have groups of their own where a factor multiplies their
+    rate (timm's `lr_scale`). Every trainable parameter is in exactly one group; frozen ones are in
     none.
     """
     spared: set[str] = getattr(model, "no_weight_decay", set)()
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        positional = name.rpartition(".")[2] == "v_pos"
-        if parameter.ndim <= 1 or name in spared or (positional and not decay_positions):
-            undecayed.append(parameter)
-        else:
-            decayed.append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
+        own = name.rpartition(".")[2]
+        left_alone = parameter.ndim <= 1 or name in spared
+        left_alone |= own == "v_pos" and not decay_positions
+        factor = position_lr_factor if own in ("v_pos", "gating") else 1.0
+        groups.setdefault((factor, not left_alone), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay * decayed}
+        | ({} if factor == 1 else {"lr_scale": factor})
+        for (factor, decayed), parameters in groups.items()
+        if parameters
     ]
-    return [group for group in groups if group["params"]]
 
 
 def check_optimizer(config: OptimConfig) -> None:
@@ -69,7 +73,9 @@ def create_optimizer(
         UserError: as `check_optimizer`, or if every parameter is frozen.
     """
     check_optimizer(config)
-    groups = parameter_groups(model, config.weight_decay, config.decay_positions)
+    groups = parameter_groups(
+        model, config.weight_decay, config.decay_positions, config.position_lr_factor
+    )
     if not groups:
         raise UserError("the model has no trainable parameter")
     device = groups[0]["params"][0].device
