@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ def lazily(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
 
     Args:
         package: its `__name__`.
-        file: its `__file__`, with a line `from MODULE import NAME as NAME` for each name below
+        file: its `__file__`, with `from MODULE import NAME as NAME` for each name below
             `if TYPE_CHECKING:`. A module must not have the name of something it gives: once it is
             imported, Python puts the module itself in that place.
 
@@ -22,8 +23,9 @@ def lazily(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
         >>> __all__, __getattr__ = lazily(__name__, __file__)
     """
     with open(file, encoding="utf-8") as source:
-        lines = [line.split() for line in source]
-    home = {words[5]: words[1] for words in lines if words[:1] == ["from"] and "as" in words[4:5]}
+        # Over several lines where the names are long.
+        found = re.findall(r"^ +from (\S+) import \(?\s*(\w+) as", source.read(), re.MULTILINE)
+    home = {name: module for module, name in found}
 
     def load(name: str) -> Any:
         if name not in home:

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from locality import checks
 from locality.errors import UserError
 from locality.layers.block import hidden_width
-from locality.layers.position import Grid
-from locality.models.base import sides
+from locality.layers.grid import Grid
+from locality.models.architecture import sides
 from locality.models.cvt_config import CvTConfig, StageConfig
 
 Counts = npt.NDArray[np.int64]

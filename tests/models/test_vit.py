@@ -393,3 +393,10 @@ def test_configurations_are_values():
     assert dataclasses.replace(config) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.depth = 3
+
+
+@pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_nano"])
+def test_images_of_other_channels_are_refused_in_words(name):
+    with pytest.raises(ValueError, match=r"have 1 channels and the model takes 3.*in_chans=1"):
+        build(name)(torch.zeros(1, 1, 8, 8))
+    assert build(name, in_chans=1)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from locality.layers.position import Grid
+from locality.layers.grid import Grid
 
 Stride = tuple[int, int]
 

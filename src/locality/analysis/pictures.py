@@ -31,7 +31,7 @@ from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.files import open_file, parse_json, write_atomic
-from locality.layers.position import Grid
+from locality.layers.grid import Grid
 from locality.training.config import RunConfig
 from locality.training.runs import RunFolder
 

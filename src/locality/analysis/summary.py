@@ -20,7 +20,7 @@ from locality.analysis.taps import (
     timm_grid,
 )
 from locality.errors import UserError
-from locality.layers.position import Grid
+from locality.layers.grid import Grid
 
 Record = dict[str, Any]
 

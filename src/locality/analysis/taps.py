@@ -28,7 +28,8 @@ from locality.analysis.measures import Stride
 from locality.errors import UserError
 from locality.layers.attention import AttentionMaps, prefix_length
 from locality.layers.convolution import ConvolutionalAttention
-from locality.layers.position import Grid, positional_attention
+from locality.layers.grid import Grid
+from locality.layers.position import positional_attention
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from locality.models import factory
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
 from locality.models.from_timm import TimmConfig
-from locality.models.vit import ViTConfig, token_grid
+from locality.models.vit_config import ViTConfig, token_grid
 
 State = dict[str, Tensor]
 

@@ -34,7 +34,7 @@ from locality.models.cvt_config import CvTConfig
 from locality.models.factory import build
 from locality.models.from_timm import TimmConfig
 from locality.models.variants import name_today
-from locality.models.vit import ViTConfig
+from locality.models.vit_config import ViTConfig
 from locality.settings import from_dict
 
 FORMAT = "locality"

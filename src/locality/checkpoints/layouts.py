@@ -38,7 +38,7 @@ from locality.layers.block import hidden_width
 from locality.models.cvt_config import CvTConfig, StageConfig
 from locality.models.from_timm import TimmConfig
 from locality.models.variants import VARIANTS
-from locality.models.vit import ViTConfig
+from locality.models.vit_config import ViTConfig
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _models(options: Any) -> list[dict[str, object]]:
 def _pretrained(options: Any) -> list[dict[str, object]]:
     from locality.checkpoints import SOURCES
     from locality.models import variant
-    from locality.models.factory import matching
+    from locality.models.variants import matching
 
     return [
         {

@@ -22,7 +22,7 @@ from matplotlib.patches import Rectangle
 from locality.analysis.pictures import DECADES, LayerPicture, Pictures, Sample, take_pictures
 from locality.errors import UserError
 from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, new_figure, settings
-from locality.layers.position import Grid
+from locality.layers.grid import Grid
 from locality.models import build
 
 Array = npt.NDArray[np.floating]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from locality.layers.conv_init import plain
 from locality.layers.cpu import Linear
-from locality.layers.position import Grid
+from locality.layers.grid import Grid
 
 
 def hidden_width(dim: int, mlp_ratio: float) -> int:

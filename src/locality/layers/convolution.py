@@ -9,7 +9,7 @@ other is a view, and the convolutions here work on that view. Nothing is ever tr
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,14 @@ from locality.errors import UserError
 from locality.layers.attention import AttentionMaps, prefix_length
 from locality.layers.conv_init import plain
 from locality.layers.cpu import Linear
-from locality.layers.position import Grid
-
-ProjectionName = Literal["conv", "linear", "avg", "microsoft_avg"]
-AttentionScale = Literal["width", "head"]
-
-PROJECTIONS: tuple[ProjectionName, ...] = ("conv", "linear", "avg", "microsoft_avg")
-ATTENTION_SCALES: tuple[AttentionScale, ...] = ("width", "head")
+from locality.layers.grid import (
+    ATTENTION_SCALES,
+    PROJECTIONS,
+    AttentionScale,
+    Grid,
+    ProjectionName,
+    projected_grid,
+)
 
 
 def tokens_to_image(tokens: Tensor, grid: Grid) -> Tensor:
@@ -39,26 +40,6 @@ def tokens_to_image(tokens: Tensor, grid: Grid) -> Tensor:
 def image_to_tokens(image: Tensor) -> Tensor:
     """A channels-last image (B, C, H, W) as patches (B, N, C): a view."""
     return image.permute(0, 2, 3, 1).flatten(1, 2)
-
-
-def convolved_size(size: int, kernel: int, stride: int, padding: int) -> int:
-    """The length that a convolution makes of a length of `size` (Eq. 1)."""
-    return (size + 2 * padding - kernel) // stride + 1
-
-
-def projected_grid(
-    grid: Grid, projection: ProjectionName, kernel: int, stride: int, pad: int
-) -> Grid:
-    """The grid that projections of a `grid` of tokens lie on."""
-    if projection == "linear":
-        return grid
-    height, width = (convolved_size(size, kernel, stride, pad) for size in grid)
-    if projection == "microsoft_avg":  # rounded up, but no window begins beyond the grid
-        height, width = (
-            min(-(-(size + 2 * pad - kernel) // stride), (size + pad - 1) // stride) + 1
-            for size in grid
-        )
-    return height, width
 
 
 class ConvolutionalEmbedding(nn.Module):

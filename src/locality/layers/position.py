@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Grid = tuple[int, int]
+from locality.layers.grid import Grid
 
 
 def relative_encodings(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,16 +1,28 @@
-"""The models: DeiT, ConViT and CvT under one surface."""
+"""The models: DeiT, ConViT and CvT under one surface.
 
-from locality.models.base import Architecture as Architecture
-from locality.models.base import ImageClassifier as ImageClassifier
-from locality.models.cvt import ConvolutionalVisionTransformer as ConvolutionalVisionTransformer
-from locality.models.cvt_config import CvTConfig as CvTConfig
-from locality.models.cvt_config import StageConfig as StageConfig
-from locality.models.factory import build as build
-from locality.models.factory import count_macs as count_macs
-from locality.models.factory import count_parameters as count_parameters
-from locality.models.factory import list_models as list_models
-from locality.models.factory import variant as variant
-from locality.models.variants import VARIANTS as VARIANTS
-from locality.models.variants import Variant as Variant
-from locality.models.vit import VisionTransformer as VisionTransformer
-from locality.models.vit import ViTConfig as ViTConfig
+Names are imported when they are first used: the table and the configurations load without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from locality.lazy import lazily
+
+if TYPE_CHECKING:
+    from locality.models.architecture import Architecture as Architecture
+    from locality.models.base import ImageClassifier as ImageClassifier
+    from locality.models.cvt import ConvolutionalVisionTransformer as ConvolutionalVisionTransformer
+    from locality.models.cvt_config import CvTConfig as CvTConfig
+    from locality.models.cvt_config import StageConfig as StageConfig
+    from locality.models.factory import build as build
+    from locality.models.factory import count_macs as count_macs
+    from locality.models.factory import count_parameters as count_parameters
+    from locality.models.variants import VARIANTS as VARIANTS
+    from locality.models.variants import Variant as Variant
+    from locality.models.variants import list_models as list_models
+    from locality.models.variants import variant as variant
+    from locality.models.vit import VisionTransformer as VisionTransformer
+    from locality.models.vit_config import ViTConfig as ViTConfig
+
+__all__, __getattr__ = lazily(__name__, __file__)

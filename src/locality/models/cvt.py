@@ -169,7 +169,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         return self
 
     def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
-        grids = base.token_grids(self.config, (x.shape[2], x.shape[3]))
+        grids = base.token_grids(self.config, x.shape[1:])
         for index, stage in enumerate(self.stages[:maps]):
             assert isinstance(stage, Stage)
             image = x if index == 0 else tokens_to_image(x, grids[index - 1])

@@ -9,16 +9,16 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, unknown
-from locality.layers.convolution import (
+from locality.layers.grid import (
     ATTENTION_SCALES,
     PROJECTIONS,
     AttentionScale,
+    Grid,
     ProjectionName,
     convolved_size,
     projected_grid,
 )
-from locality.layers.position import Grid
-from locality.models.base import Architecture
+from locality.models.architecture import Architecture
 
 T = TypeVar("T")
 

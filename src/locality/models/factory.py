@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,47 +10,21 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from locality.errors import UserError, unknown
-from locality.models.base import Architecture, ImageClassifier, sides
+from locality.errors import UserError
+from locality.models.architecture import Architecture, sides
+from locality.models.base import ImageClassifier
 from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.cvt_config import CvTConfig
 from locality.models.from_timm import PREFIX, TimmConfig, TimmModel
-from locality.models.variants import ALIASES, VARIANTS, Variant, current_name
-from locality.models.vit import VisionTransformer, ViTConfig
+from locality.models.variants import ALIASES, variant
+from locality.models.vit import VisionTransformer
+from locality.models.vit_config import ViTConfig
 
 _MODELS: dict[type, Any] = {
     ViTConfig: VisionTransformer,
     CvTConfig: ConvolutionalVisionTransformer,
     TimmConfig: TimmModel,
 }
-
-
-def list_models(filter: str = "", family: str | None = None) -> list[str]:
-    """Names of the models, in the order of the table.
-
-    Args:
-        filter: a wildcard pattern ("convit_*") or a part of the name.
-        family: only "convit", "deit" or "cvt".
-    """
-    return [name for name in matching(VARIANTS, filter) if family in (None, VARIANTS[name].family)]
-
-
-def matching(names: Iterable[str], filter: str) -> list[str]:
-    """Those of `names` that fit a wildcard pattern, or have `filter` as a part."""
-    pattern = filter if any(mark in filter for mark in "*?[") else f"*{filter}*"
-    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-
-
-def variant(name: str) -> Variant:
-    """The row of the table with this name.
-
-    Raises:
-        UserError: if there is none, with the nearest names.
-    """
-    name = current_name(name)
-    if name not in VARIANTS:
-        raise unknown("model", name, VARIANTS)
-    return VARIANTS[name]
 
 
 def named(name: str, fields: dict[str, Any]) -> Any:

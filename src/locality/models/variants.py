@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from locality.errors import unknown
 from locality.models.cvt_config import CvTConfig, StageConfig
-from locality.models.vit import ViTConfig
+from locality.models.vit_config import ViTConfig
 
 
 @dataclass(frozen=True)
@@ -149,3 +152,31 @@ _IN_0_1_0 = {"cvt_nano": "cvt_pico"}
 def name_today(name: str, version: str | None) -> str:
     """The name of the model that a file written by `version` calls `name`."""
     return _IN_0_1_0.get(name, name) if version == "0.1.0" else name
+
+
+def list_models(filter: str = "", family: str | None = None) -> list[str]:
+    """Names of the models, in the order of the table.
+
+    Args:
+        filter: a wildcard pattern ("convit_*") or a part of the name.
+        family: only "convit", "deit" or "cvt".
+    """
+    return [name for name in matching(VARIANTS, filter) if family in (None, VARIANTS[name].family)]
+
+
+def matching(names: Iterable[str], filter: str) -> list[str]:
+    """Those of `names` that fit a wildcard pattern, or have `filter` as a part."""
+    pattern = filter if any(mark in filter for mark in "*?[") else f"*{filter}*"
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+
+
+def variant(name: str) -> Variant:
+    """The row of the table with this name.
+
+    Raises:
+        UserError: if there is none, with the nearest names.
+    """
+    name = current_name(name)
+    if name not in VARIANTS:
+        raise unknown("model", name, VARIANTS)
+    return VARIANTS[name]

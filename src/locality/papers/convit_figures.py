@@ -12,7 +12,7 @@ from typing import Any
 from locality.analysis.pictures import validation_sample
 from locality.analysis.recording import run_pictures
 from locality.figures import maps
-from locality.models.factory import variant
+from locality.models.variants import variant
 from locality.papers import published
 from locality.papers.convit import ABLATIONS, ablation, distilled, percent
 from locality.papers.measures import (
