@@ -31,28 +31,20 @@ from locality.training.engine import build_components
 from locality.training.load import build_model
 from locality.training.loop import Loop
 from locality.training.preview import preview
-from locality.training.recorder import Recorder
+from locality.training.recorder import Counts, Recorder
 from locality.training.signals import Interruption
 
 
 def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     """A run of the digits recipe that never evaluates or saves by itself."""
     changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
+    changes["engine.tensorboard"] = False
     config = replace(recipe("digits", model=model), changes)
     seen = preview(config)
     run = RunFolder(folder)
     run.prepare(config)
-    parts = build_components(fabric, config, seen, build_model(config, len(seen.splits.classes)))
-    recorder = Recorder(
-        run,
-        batch_size=seen.plan.batch_size,
-        total=steps,
-        step=0,
-        evaluated=-1,
-        quiet=True,
-        tensorboard=False,
-    )
-    return Loop(fabric, config, seen, parts, recorder, Interruption())
+    parts = build_components(fabric, seen, build_model(config, len(seen.splits.classes)))
+    return Loop(fabric, seen, parts, Recorder(run, seen, Counts(), quiet=True), Interruption())
 
 
 def milliseconds(action: Callable[[], Any]) -> float:

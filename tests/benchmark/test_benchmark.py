@@ -8,11 +8,12 @@ from torch import nn
 
 import locality.benchmark
 from locality.benchmark import BenchmarkConfig, run_benchmark, to_table
-from locality.benchmark.measure import Timing, interleave, peak_memory, saved_activations
+from locality.benchmark.measure import Timing, interleave, peak_memory
 from locality.benchmark.peers import peers, randomise
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
+from locality.training.preview import saved_activations
 
 QUICK = {"rounds": 2, "warmup": 1, "batch_size": 2}
 

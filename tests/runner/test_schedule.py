@@ -11,7 +11,7 @@ import torch
 
 from locality import settings
 from locality.errors import UserError
-from locality.runner.cost import estimate_costs, span
+from locality.runner.cost import estimate_costs
 from locality.runner.executors import (
     PollingExecutor,
     log_file,
@@ -22,6 +22,7 @@ from locality.runner.executors import (
 from locality.runner.runs import Run
 from locality.runner.schedule import RunsProgress, Workload, done_fraction, run_all
 from locality.training import load_run
+from locality.training.preview import span
 
 
 @pytest.fixture

@@ -86,8 +86,8 @@ class Fixed(nn.Module):
         return self.logits * self.scale
 
 
-def teacher(logits: Tensor, mean: object = HALF, size: tuple[int, int] | None = None) -> Teacher:
-    return Teacher(Fixed(logits), mean, HALF, size, HALF, HALF)  # type: ignore[arg-type]
+def teacher(logits: Tensor, mean: tuple[float, ...] = HALF, size: int = 6) -> Teacher:
+    return Teacher(Fixed(logits), Preprocessing(size, mean, HALF), Preprocessing(6, HALF, HALF))
 
 
 def test_hard_distillation_is_half_label_and_half_teacher(
@@ -122,7 +122,7 @@ def test_a_teacher_sees_images_at_its_own_normalisation_and_size(
     taught(student)
     expected = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / 0.5
     torch.testing.assert_close(taught.model.seen, expected)
-    enlarged = teacher(batch[2], size=(12, 12))
+    enlarged = teacher(batch[2], size=12)
     enlarged(student)
     assert enlarged.model.seen.shape == (8, 3, 12, 12)
 

@@ -130,17 +130,17 @@ def test_torchrun_and_slurm_decide_how_many_processes_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = tiny().engine
-    assert distributed.count_processes(engine, "cpu") == 1
+    assert distributed.layout(engine, "cpu") == (1, 1)
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "1")
         patch.setenv("WORLD_SIZE", "8")
         patch.setenv("LOCAL_WORLD_SIZE", "4")
-        assert distributed._layout(engine, "cpu") == (4, 2)
+        assert distributed.layout(engine, "cpu") == (4, 2)
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_NTASKS", "16")
         patch.setenv("SLURM_NNODES", "2")
         patch.setenv("SLURM_JOB_NAME", "train")
-        assert distributed._layout(engine, "cpu") == (8, 2)
+        assert distributed.layout(engine, "cpu") == (8, 2)
 
 
 def test_a_run_of_two_processes_can_go_on_in_one(

@@ -15,9 +15,9 @@ from locality.machine import commit
 from locality.models import build
 from locality.training import distributed, dry_run, recipe, replace
 from locality.training.distributed import choose_precision, resolve_accelerator
-from locality.training.preview import preview, saved_activations
-from locality.training.randomness import StepRandomness
-from locality.training.recorder import CsvTable, Progress, Recorder, TensorBoard, duration
+from locality.training.loop import StepRandomness
+from locality.training.preview import preview
+from locality.training.recorder import Counts, CsvTable, Progress, Recorder
 from locality.training.runs import RunFolder
 
 from .conftest import tiny, train
@@ -66,15 +66,6 @@ def test_a_table_is_cut_back_to_a_step_and_to_whole_lines(tmp_path: Path) -> Non
     assert table.path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (42, "42 s"), (60, "1 min"), (200, "3 min 20 s"), (18600, "5 h 10 min")],
-)
-def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
-    assert duration(2 * 86400 + 4 * 3600) == "2 d 4 h"
-
-
 def test_progress_says_nothing_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     Progress(10, 0, quiet=True).say("word")
     assert capsys.readouterr().err == ""
@@ -95,8 +86,19 @@ def test_a_closed_terminal_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.stderr", Closed())
     progress = Progress(10, 0, quiet=False)
     progress.say("word")
-    progress.update(1, 0.5, 50.0, 100.0)
+    progress.update(1, 0.5, 50.0, 100.0, 0.1)
     assert progress.quiet
+
+
+def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen = preview(tiny(schedule__steps=120))
+    recorder = Recorder(RunFolder(tmp_path), seen, Counts())
+    for step in range(1, 41):
+        recorder.stepped(Counts(step=step, seen=16), 60.0 if step < 6 else 2.0)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("step 20/120: ") and line.endswith(", 3 min left")
 
 
 def test_a_terminal_gets_a_bar_with_figures(
@@ -106,10 +108,10 @@ def test_a_terminal_gets_a_bar_with_figures(
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress = Progress(10, 0, quiet=False)
-    progress.update(4, 1.25, 50.0, 321.0)
+    progress.update(4, 1.25, 50.0, 321.0, 0.1)
     progress.say("a line")
     assert progress.wants_update(10)
-    progress.update(10, 1.0, 60.0, 300.0)
+    progress.update(10, 1.0, 60.0, 300.0, 0.1)
     progress.close()
     shown = capsys.readouterr().err
     assert "4/10" in shown and "loss 1.250, top-1 50.0%, 321 images/s" in shown
@@ -119,11 +121,13 @@ def test_a_terminal_gets_a_bar_with_figures(
 def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = TensorBoard(tmp_path, 0)
-    row = {"step": 5, "train_loss": 1.5, "val_loss": 2.5, "train_top1": None, "lr": 0.1}
-    board.add(row | {"top1": 30.0, "top5": 70.0}, {"images_per_second": 9.0})
-    board.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    recorder = Recorder(
+        RunFolder(tmp_path), preview(tiny(engine__tensorboard=True)), Counts(), True
+    )
+    row = {"step": 5, "epoch": 1, "images": 80, "lr": 0.1, "train_loss": 1.5, "train_top1": None}
+    recorder.evaluated(row | {"top1": 30.0, "top5": 70.0, "val_loss": 2.5}, 9, 1.0)
+    recorder.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("top1/val")[0].value == 30.0
     assert events.Scalars("loss/train")[0].step == 5
     assert "top1/train" not in events.Tags()["scalars"]
@@ -133,8 +137,7 @@ def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = RunFolder(tmp_path)
-    options = {"batch_size": 4, "total": 2, "step": 0, "evaluated": 0, "quiet": True}
-    Recorder(run, tensorboard=True, **options)
+    Recorder(run, preview(tiny(engine__tensorboard=True)), Counts(), True)
     assert not run.tensorboard.exists()
 
 
@@ -183,7 +186,7 @@ def test_a_dry_run_counts_and_touches_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     assert run.hours == pytest.approx(8 * 16 / 1000 / 3600)
     text = str(run)
-    for words in ("parameters", "GMACs", "steps", "8 of 16 images", "activations", "GB", "h)"):
+    for words in ("parameters", "GMACs", "8 steps of 16 images", "activations", "GB", "h)"):
         assert words in text
     assert "give images_per_second" in str(dry_run(tiny()))
 
@@ -210,13 +213,13 @@ def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
         loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
     assert loss.requires_grad
     real = sum(size for size, _ in kept.values())
-    assert saved_activations(config, seen) == pytest.approx(real, rel=0.02)
+    assert seen.activation_bytes == pytest.approx(real, rel=0.02)
 
 
 def test_gradient_checkpointing_keeps_fewer_activations() -> None:
     config = recipe("digits")
     less = replace(config, {"engine.grad_checkpointing": True})
-    assert saved_activations(less, preview(less)) < 0.5 * saved_activations(config, preview(config))
+    assert preview(less).activation_bytes < 0.5 * preview(config).activation_bytes
 
 
 def test_a_dry_run_refuses_what_training_would_refuse(tmp_path: Path) -> None:

@@ -25,13 +25,13 @@ from locality.benchmark.measure import (
     inference,
     interleave,
     peak_memory,
-    saved_activations,
     training_step,
 )
 from locality.benchmark.peers import AGAINST, peers, randomise
 from locality.errors import UserError
 from locality.machine import processor
 from locality.models import ImageClassifier, build
+from locality.training.preview import saved_activations
 
 TASKS = ("inference", "training")
 PRECISIONS = ("fp32", "bf16")

@@ -1,4 +1,4 @@
-"""Measuring several models in turn: time, peak memory, and what the backward pass keeps."""
+"""Measuring several models in turn: time and peak memory."""
 
 from __future__ import annotations
 
@@ -91,30 +91,6 @@ def training_step(model: nn.Module, images: Tensor, autocast: Callable[[], objec
         optimizer.zero_grad(set_to_none=True)
 
     return work
-
-
-def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], object]) -> int:
-    """Bytes that one training forward pass keeps for the backward pass.
-
-    Each storage counts once, however many views of it are kept; parameters and the images
-    themselves are there anyway and do not count.
-    """
-    known = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
-    known.add(images.untyped_storage().data_ptr())
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            # Holding on to the storage keeps its address from being used again.
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast():  # type: ignore[attr-defined]
-        loss = model(images).float().square().mean()
-    total = sum(storage.nbytes() for storage in kept.values())
-    del loss
-    return total
 
 
 def peak_memory(function: Work, device: torch.device) -> int | None:

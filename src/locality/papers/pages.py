@@ -26,7 +26,7 @@ from locality.files import render, write_atomic
 from locality.papers.published import COMPUTED
 from locality.papers.records import FAILS, HOLDS, NOT_RUN, UNDECIDED, VERDICTS, Record, verdict
 from locality.papers.specs import papers_order
-from locality.runner.cost import span
+from locality.training.preview import span
 
 MARKS = {HOLDS: "✓", FAILS: "✗", UNDECIDED: "?", NOT_RUN: "–"}
 EMPTY = "—"

@@ -18,10 +18,10 @@ from locality.papers.pages import markdown, to_csv, to_html
 from locality.papers.records import Record, make_record
 from locality.papers.scales import Scale, get_scale
 from locality.papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
-from locality.runner.cost import span
 from locality.runner.executors import Executor
 from locality.runner.runs import Run, with_needs
 from locality.runner.schedule import Workload, run_all
+from locality.training.preview import span
 
 RUNS = "runs/reproduce"
 """Where run folders go unless told otherwise, apart from those of `locality train`."""

@@ -212,11 +212,3 @@ def _steps_rate(architecture: str, classes: int, images: int) -> float:
     seconds = interleave({"": step}, device, _TIMED_STEPS, warmup=0).seconds[""]
     # The fastest: everything else is what the machine was doing besides.
     return images / min(seconds)
-
-
-def span(seconds: float) -> str:
-    """A length of time for people: "19 s", "4 min", "2.5 h", "12 d"."""
-    for unit, length in (("d", 86400), ("h", 3600)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

@@ -20,11 +20,7 @@ from torch import Tensor
 
 from locality.errors import UserError
 from locality.training.config import EngineConfig
-from locality.training.signals import (
-    SIGNALS,
-    EvaluationStopped,
-    Interruption,
-)
+from locality.training.signals import SIGNALS, EvaluationStopped, Interruption
 
 # How Fabric calls what `engine.strategy` says.
 _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
@@ -67,13 +63,7 @@ def launched_from_outside() -> bool:
     return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
 
 
-def count_processes(engine: EngineConfig, device_type: str) -> int:
-    """Processes over all machines."""
-    devices, nodes = _layout(engine, device_type)
-    return devices * nodes
-
-
-def _layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
+def layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
     """Processes per machine, and machines; torchrun and srun know better than the settings.
 
     Raises:
@@ -104,12 +94,11 @@ def choose_precision(wanted: str, device: torch.device, macs_per_image: float) -
     """
     if wanted != "auto":
         return wanted
+    fast = False
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":
         fast = has_fast_bf16() and macs_per_image >= _WORTHWHILE_MACS
-    else:
-        fast = False
     return "bf16-mixed" if fast else "fp32"
 
 
@@ -126,7 +115,7 @@ def create_fabric(engine: EngineConfig, precision: str) -> Fabric:
         precision: resolved.
     """
     device_type = resolve_accelerator(engine.accelerator)
-    devices, nodes = _layout(engine, device_type)
+    devices, nodes = layout(engine, device_type)
     strategy: Any = "auto"
     if devices * nodes > 1 or engine.strategy != "auto":
         strategy = DDPStrategy(
@@ -215,7 +204,6 @@ class Processes:
         self._device = fabric.device
         self._world_size = fabric.world_size
         self._interruption = interruption
-        self._copy = _DelayedCopy(2 + len(SIGNALS)) if fabric.device.type == "cuda" else None
 
     def new_total(self) -> Tensor:
         """Zeros to add `measured` to."""
@@ -225,9 +213,7 @@ class Processes:
         """Add up a step's totals and signals over all processes; the result arrives later."""
         if not self.alone:
             total = self.sum(torch.cat((total, total.new_tensor(self._flags()))))
-        if self._copy is not None:
-            return StepTotals(self._copy.send(total), self._interruption)
-        return StepTotals(total.tolist(), self._interruption)
+        return StepTotals(total, self._interruption)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` added up over all processes, in place."""
@@ -268,36 +254,27 @@ class Processes:
 
 
 class StepTotals:
-    """A step's totals on their way to the processor."""
+    """A step's totals on their way to the processor.
 
-    def __init__(self, numbers: list[float] | _DelayedCopy, interruption: Interruption) -> None:
-        self._numbers = numbers
+    From a GPU they are copied without waiting for what is queued after them.
+    """
+
+    def __init__(self, total: Tensor, interruption: Interruption) -> None:
         self._interruption = interruption
+        self._arrived = None
+        if total.is_cuda:
+            pinned = torch.empty_like(total, device="cpu", pin_memory=True)
+            total = pinned.copy_(total, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        self._total = total
 
     def values(self) -> tuple[float, float, int]:
         """Loss summed over all micro-batches, right answers, and the signal to stop or 0."""
-        numbers = self._numbers
-        loss_sum, right, *flags = numbers if isinstance(numbers, list) else numbers.arrived()
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss_sum, right, *flags = self._total.tolist()
         return loss_sum, right, signal_of(flags) if flags else self._interruption.signum
-
-
-class _DelayedCopy:
-    """Copies a few numbers from a GPU without waiting for what is queued after them."""
-
-    def __init__(self, size: int) -> None:
-        self._host = torch.empty(size, dtype=torch.float64, pin_memory=True)
-        self._event = torch.cuda.Event()
-        self._size = size
-
-    def send(self, tensor: Tensor) -> _DelayedCopy:
-        self._size = tensor.numel()
-        self._host[: self._size].copy_(tensor, non_blocking=True)
-        self._event.record()
-        return self
-
-    def arrived(self) -> list[float]:
-        self._event.synchronize()
-        return self._host[: self._size].tolist()
 
 
 def measured(loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ from locality.training.load import build_model, load_teacher, starting_model
 from locality.training.loop import Components, Loop
 from locality.training.objective import Objective
 from locality.training.optim import create_optimizer, create_schedule
-from locality.training.preview import Preview, check_memory, preview
-from locality.training.recorder import Observer, Recorder, Watch, duration
+from locality.training.preview import Preview, check_memory, preview, span
+from locality.training.recorder import Counts, Observer, Recorder
 from locality.training.runs import RunFolder
 from locality.training.signals import Interrupted, Interruption, forwarded_to_children
 
@@ -71,7 +71,7 @@ def train(
     run = RunFolder(folder)
     status = ""
     try:
-        fabric, prepared = _prepare(config, run, quiet)
+        fabric, prepared = _prepare(config, run)
     except (UserError, OSError) as error:
         fabric, prepared = create_fabric(config.engine, "fp32"), None
         if not waited_for(fabric):
@@ -104,16 +104,16 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _prepare(config: RunConfig, run: RunFolder, quiet: bool) -> tuple[Fabric, Preview]:
+def _prepare(config: RunConfig, run: RunFolder) -> tuple[Fabric, Preview]:
     """Check and build what comes before the processes; the first process takes the folder."""
     seen = preview(config, resumes=run.has_begun())
     fabric = create_fabric(config.engine, seen.precision)
     if fabric.global_rank == 0:
         if config.engine.strategy != "ddp_fork":  # whose processes must be the first to use a GPU
-            check_memory(config, seen)
+            check_memory(seen)
         run.prepare(config)
         if run.result() is None:
-            run.check_space(seen.checkpoint_bytes(config))
+            run.check_space(seen.checkpoint_bytes)
     return fabric, seen
 
 
@@ -141,7 +141,7 @@ def _train_here(
             return result
         seen = preview(config, resumes=run.has_begun()) if prepared is None else prepared
         with Interruption().listening() as interruption:
-            return _run(fabric, config, run, seen, interruption, quiet, observer)
+            return _run(fabric, run, seen, interruption, quiet, observer)
     except BaseException as error:
         # Its traceback holds the model, which holds the process group.
         _forget_locals(error)
@@ -157,15 +157,15 @@ def _train_here(
 
 def _run(
     fabric: Fabric,
-    config: RunConfig,
     run: RunFolder,
     seen: Preview,
     interruption: Interruption,
     quiet: bool,
     observer: Observer | None,
 ) -> dict[str, Any]:
+    config = seen.config
     state, notes = _last_state(fabric, run)
-    fingerprint, looked, refusal = _look_at_images(fabric, config, run, seen, state)
+    fingerprint, looked, refusal = _look_at_images(fabric, run, seen, state)
     if refusal:
         return {"raised": UserError(refusal)}
     # A resumed run takes its weights from the checkpoint, wherever they once came from.
@@ -175,31 +175,19 @@ def _run(
         notes += changes
     else:
         model = build_model(config, classes)
-    parts = build_components(fabric, config, seen, model)
-    progress = {"step": 0, "evaluated": -1} if state is None else state["progress"]
-    recorder = Recorder(
-        run if fabric.is_global_zero else None,
-        batch_size=seen.plan.batch_size,
-        total=seen.plan.steps,
-        step=progress["step"],
-        evaluated=progress["evaluated"],
-        quiet=quiet,
-        tensorboard=config.engine.tensorboard,
-    )
+    parts = build_components(fabric, seen, model)
+    at = Counts() if state is None else parts.load(state)
+    recorder = Recorder(run if fabric.is_global_zero else None, seen, at, quiet, observer)
     try:
-        watch = None
-        if observer is not None and fabric.is_global_zero:
-            watch = Watch(observer, run.path, config, seen.plan, seen.splits.val)
-        loop = Loop(fabric, config, seen, parts, recorder, interruption, watch)
-        loop.data = fingerprint
-        notes += [*seen.notes, *looked]
-        if state is not None:
-            loop.load(state)
+        loop = Loop(fabric, seen, parts, recorder, interruption, at, fingerprint)
         if fabric.is_global_zero:
-            run.note_start(config, loop.at.step, str(fabric.device), seen.precision)
-            recorder.say(introduction(config, seen, run, loop.at.step, notes))
+            run.note_start(config, at.step, str(fabric.device), seen.precision)
+            resumed = [f"resumed after step {at.step:,}"] if at.step else []
+            said = [f"run {run.path}, seed {config.seed}", *str(seen).splitlines()]
+            said += [f"note    {note}" for note in (*resumed, *notes, *looked)]
+            recorder.say("\n  ".join(said))
         row = loop.run()
-        return _finish(fabric, config, run, seen, recorder, row)
+        return _finish(fabric, run, seen, recorder, row)
     finally:
         recorder.close()
 
@@ -231,11 +219,9 @@ def _last_state(fabric: Fabric, run: RunFolder) -> tuple[dict[str, Any] | None, 
     return state, notes
 
 
-def build_components(
-    fabric: Fabric, config: RunConfig, seen: Preview, model: ImageClassifier
-) -> Components:
+def build_components(fabric: Fabric, seen: Preview, model: ImageClassifier) -> Components:
     """Model, optimiser, schedule, average and loss of a run, on their device."""
-    engine = config.engine
+    config, engine = seen.config, seen.config.engine
     classes = len(seen.splits.classes)
     if engine.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -257,7 +243,7 @@ def build_components(
 
 
 def _look_at_images(
-    fabric: Fabric, config: RunConfig, run: RunFolder, seen: Preview, state: dict[str, Any] | None
+    fabric: Fabric, run: RunFolder, seen: Preview, state: dict[str, Any] | None
 ) -> tuple[str, list[str], str]:
     """The fingerprint of the images, what is to be said about them, and why not to start.
 
@@ -269,8 +255,8 @@ def _look_at_images(
         fingerprint = record.fingerprint
         try:
             if state is not None:
-                notes += _same_images(config, run, seen, state, record)
-            elif config.data.on_bad(training=False) == "error":
+                notes += _same_images(run, seen, state, record)
+            elif seen.config.data.on_bad(training=False) == "error":
                 notes += filter(None, [verify(seen.splits.val)])
             write_atomic(run.images_file, record.table)
             run.write_json(run.classes_file, seen.splits.classes)
@@ -280,7 +266,7 @@ def _look_at_images(
 
 
 def _same_images(
-    config: RunConfig, run: RunFolder, seen: Preview, state: dict[str, Any], record: ImageRecord
+    run: RunFolder, seen: Preview, state: dict[str, Any], record: ImageRecord
 ) -> list[str]:
     """Compare a checkpoint's images with those there are now; notes on what differs.
 
@@ -299,7 +285,7 @@ def _same_images(
     if run.images_file.exists():
         found = record.differences(run.images_file.read_bytes()) or found
     changed = f"the images of run folder {run.path} have changed since its checkpoint ({found})"
-    if config.data.on_changed_images == "error":
+    if seen.config.data.on_changed_images == "error":
         raise UserError(
             f"{changed}; restore them, start in a new folder, or go on with them: "
             f"data.on_changed_images resume"
@@ -312,47 +298,13 @@ def _same_images(
     return [changed]
 
 
-def introduction(
-    config: RunConfig, seen: Preview, run: RunFolder, step: int, notes: list[str]
-) -> str:
-    """What a run is about to do."""
-    plan, splits = seen.plan, seen.splits
-    where = seen.device_type if seen.world_size == 1 else f"{seen.world_size} × {seen.device_type}"
-    batch = f"{plan.batch_size} images"
-    if seen.world_size * config.engine.accumulate > 1:
-        batch += (
-            f" ({seen.world_size} processes × {config.engine.accumulate} micro-batches × "
-            f"{seen.micro_batch})"
-        )
-    lines = [
-        f"{config.model.name} on {splits.name}, seed {config.seed}, in {run.path}",
-        f"  model   {seen.parameters:,} parameters, {seen.macs / 1e9:.4g} GMACs per image of "
-        f"{seen.img_size[0]}×{seen.img_size[1]}",
-        f"  data    {len(splits.train):,} training and {len(splits.val):,} validation images of "
-        f"{len(splits.classes)} classes",
-        f"  length  {plan.steps:,} steps of {batch}: {plan.images:,} images, "
-        f"{plan.epoch(plan.steps):.4g} epochs",
-        f"  engine  {where}, {seen.precision}, {config.optim.name} at learning rate "
-        f"{config.optim.peak_lr(plan.batch_size):.3g}",
-    ]
-    if step:
-        lines.append(f"  resumed after step {step:,}")
-    lines += [f"  note    {note}" for note in notes]
-    return "\n".join(lines)
-
-
 def _finish(
-    fabric: Fabric,
-    config: RunConfig,
-    run: RunFolder,
-    seen: Preview,
-    recorder: Recorder,
-    row: dict[str, Any],
+    fabric: Fabric, run: RunFolder, seen: Preview, recorder: Recorder, row: dict[str, Any]
 ) -> dict[str, Any]:
     """Write result.json; the same content on every rank."""
     result: dict[str, Any] = {}
     if fabric.is_global_zero:
-        seconds = recorder.seconds
+        config, seconds = seen.config, recorder.seconds
         result = {
             "model": config.model.name,
             "recipe": config.recipe,
@@ -371,5 +323,5 @@ def _finish(
             "images_per_second": round(seen.plan.images / seconds, 1) if seconds else None,
         }
         run.write_json(run.result_file, result)
-        recorder.say(f"finished in {duration(seconds)}: top-1 {row['top1']:.2f}%")
+        recorder.say(f"finished in {span(seconds)}: top-1 {row['top1']:.2f}%")
     return fabric.broadcast(result)

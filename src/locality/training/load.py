@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -12,25 +11,23 @@ from torch import nn
 from locality.checkpoints import load_into, open_model, source
 from locality.checkpoints.open import load, read
 from locality.data.config import Preprocessing
-from locality.errors import UserError, unknown
+from locality.errors import UserError, naming, unknown
 from locality.models import ImageClassifier, build
 from locality.training.config import ObjectiveConfig, RunConfig
 from locality.training.objective import Teacher
-from locality.training.randomness import seed_initial_weights
 from locality.training.runs import RunFolder
 
 
 def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
-    """The architecture of a run, with the weights its seed draws.
+    """The architecture of a run, with the weights its seed draws, the same on every rank.
 
     Raises:
         UserError: if the model cannot be built.
     """
-    seed_initial_weights(config.seed)
+    torch.manual_seed(config.seed)
     model = build(
         config.model.name,
         num_classes=num_classes,
-        in_chans=3,
         img_size=config.model.img_size,
         patch_size=config.model.patch_size,
         **config.model.overrides,
@@ -53,13 +50,18 @@ def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
 def starting_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier, list[str]]:
     """The model of a run as its first step finds it, and what was noticed on the way.
 
+    The image size and the classes of `model.weights` may differ: position embeddings are resampled,
+    and a classifier for other classes keeps its fresh weights.
+
     Raises:
-        UserError: if the model cannot be built, or `model.weights` are another architecture's.
+        UserError: if the model cannot be built, or `model.weights` cannot be read or are another
+            architecture's.
     """
-    model = build_model(config, num_classes)
-    if config.model.weights is None:
+    model, weights = build_model(config, num_classes), config.model.weights
+    if weights is None:
         return model, []
-    return model, start_from(model, config.model.weights)
+    with naming(f"model.weights {weights}"):
+        return model, load_into(model, read(weights, like=model.config))
 
 
 def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
@@ -95,28 +97,6 @@ def check_weights(weights: str | None) -> None:
     source(weights)
 
 
-def start_from(model: ImageClassifier, weights: str) -> list[str]:
-    """Give a model the weights that `model.weights` names.
-
-    The image size and the classes may differ: position embeddings are resampled, and a classifier
-    for other classes keeps its fresh weights.
-
-    Args:
-        model: changed in place.
-        weights: a run folder, weights in any layout, or the name of public ones.
-
-    Returns:
-        a sentence for each such difference.
-
-    Raises:
-        UserError: if the weights cannot be read or are another architecture's.
-    """
-    try:
-        return load_into(model, read(weights, like=model.config))
-    except UserError as error:
-        raise UserError(f"model.weights {weights}: {error}") from error
-
-
 def check_teacher(config: ObjectiveConfig) -> None:
     """Check that the teacher exists, without loading it.
 
@@ -144,34 +124,26 @@ def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: i
     Raises:
         UserError: if there is none of that name, or it knows other classes than the student.
     """
+    check_teacher(config)
     assert config.teacher is not None
+    model: nn.Module
     if Path(config.teacher).is_dir():
-        model, settings = _teacher_of_run(Path(config.teacher))
+        opened = open_model(config.teacher)
+        model, own = opened.module(), opened.preprocessing
     else:
-        model, settings = _teacher_of_timm(config)
+        model = timm.create_model(
+            config.teacher,
+            pretrained=config.teacher_weights is None,
+            checkpoint_path=config.teacher_weights or "",
+        )
+        wanted = timm.data.resolve_model_data_config(model)
+        own = Preprocessing(
+            tuple(wanted["input_size"][-2:]), tuple(wanted["mean"]), tuple(wanted["std"])
+        )
     classes = getattr(model, "num_classes", num_classes)
     if classes != num_classes:
         raise UserError(
             f"teacher '{config.teacher}' tells {classes} classes apart and the data has "
             f"{num_classes}; distillation needs a teacher for the same classes"
         )
-    return Teacher(model, student_mean=student.mean, student_std=student.std, **settings)
-
-
-def _teacher_of_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    opened = open_model(folder)
-    wanted = opened.preprocessing
-    return opened.module(), {"mean": wanted.mean, "std": wanted.std, "size": wanted.size}
-
-
-def _teacher_of_timm(config: ObjectiveConfig) -> tuple[nn.Module, dict[str, Any]]:
-    check_teacher(config)
-    assert config.teacher is not None
-    model = timm.create_model(
-        config.teacher,
-        pretrained=config.teacher_weights is None,
-        checkpoint_path=config.teacher_weights or "",
-    )
-    wanted = timm.data.resolve_model_data_config(model)
-    size = tuple(wanted["input_size"][-2:])
-    return model, {"mean": tuple(wanted["mean"]), "std": tuple(wanted["std"]), "size": size}
+    return Teacher(model, own, student)

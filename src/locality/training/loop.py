@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_fabric import Fabric
 from timm.scheduler import CosineLRScheduler
@@ -20,16 +21,14 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from locality.checkpoints.run_state import DamagedCheckpoint
-from locality.data import Batch, eval_loader, train_loader
+from locality.data import Batch, Stream, eval_loader, keys, seed_generators, train_loader
 from locality.errors import NonFiniteLoss, UserError
 from locality.models import ImageClassifier
-from locality.training.config import RunConfig
 from locality.training.distributed import Processes, measured
 from locality.training.evaluation import evaluate
 from locality.training.objective import Objective
 from locality.training.preview import Preview
-from locality.training.randomness import StepRandomness
-from locality.training.recorder import Counts, Recorder, Watch
+from locality.training.recorder import Counts, Recorder
 from locality.training.signals import EvaluationStopped, Interrupted, Interruption
 
 
@@ -53,90 +52,123 @@ class Components:
     ema: ModelEmaV3 | None
     objective: Objective
 
+    def state(self) -> dict[str, Any]:
+        """What of them a checkpoint keeps."""
+        return {
+            "model": self.model.state_dict(),
+            "ema": None if self.ema is None else self.ema.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> Counts:
+        """Go back to where a checkpoint was written; returns how far that was.
+
+        Raises:
+            DamagedCheckpoint: if it is another model's.
+        """
+        try:
+            self.model.load_state_dict(state["model"])
+            if self.ema is not None:
+                self.ema.module.load_state_dict(state["ema"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            return Counts(**state["progress"])
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error
+
+
+class StepRandomness:
+    """The randomness of training steps, as a function of where a run is.
+
+    Mixup, dropout and stochastic depth draw from global generators. Seeding these from (seed, step,
+    micro-batch, rank) before every pass makes a resumed run draw what an uninterrupted one would.
+
+    Args:
+        seed: the run's.
+        rank: of this process.
+        accumulate: passes per step.
+        device: whose generator to seed beside the processor's.
+    """
+
+    BLOCK = 256  # keys are cheap by the hundred and slow one by one
+
+    def __init__(self, seed: int, rank: int, accumulate: int, device: torch.device) -> None:
+        self._seed = seed
+        self._rank = rank
+        self._accumulate = accumulate
+        self._device = device
+        self._first = -self.BLOCK
+        self._keys: list[list[int]] = []
+
+    def enter(self, step: int, micro: int) -> None:
+        """Seed Python's, numpy's and torch's generators for pass `micro` of step `step`."""
+        if not self._first <= step < self._first + self.BLOCK:
+            self._first = step
+            steps = np.arange(step, step + self.BLOCK)[:, None]
+            micros = np.arange(self._accumulate)[None]
+            self._keys = keys(self._seed, Stream.STEP, self._rank, steps, micros).tolist()
+        key = self._keys[step - self._first][micro]
+        seed_generators(key)
+        if self._device.type == "cuda":
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(key >> 1)
+        elif self._device.type == "mps":
+            torch.mps.manual_seed(key & 0xFFFF_FFFF)
+
 
 class Loop:
     """Runs the steps of one process.
 
     Args:
         fabric: devices and processes.
-        config, preview: the run.
+        run: what it is to do.
         parts: model, optimiser and so on, on their device.
         recorder: writes and says things; only that of rank 0 does.
         interruption: whether a signal has come.
-        watch: shows the model to an observer.
+        at: how far it is; 0 steps unless given.
+        fingerprint: of the data, kept in checkpoints.
     """
 
     def __init__(
         self,
         fabric: Fabric,
-        config: RunConfig,
-        preview: Preview,
+        run: Preview,
         parts: Components,
         recorder: Recorder,
         interruption: Interruption,
-        watch: Watch | None = None,
+        at: Counts | None = None,
+        fingerprint: str = "",
     ) -> None:
         self.fabric = fabric
-        self.config = config
-        self.plan = preview.plan
-        self.splits = preview.splits
-        self.img_size = preview.img_size
-        self.micro_batch = preview.micro_batch
+        self.config, self.plan, self.splits = run.config, run.plan, run.splits
         self.parts = parts
         self.recorder = recorder
-        self.watch = watch
-        self.at = Counts()
-        self.data = ""  # fingerprint of the data, kept in checkpoints
+        self.at = Counts() if at is None else at
+        self.fingerprint = fingerprint
         self.processes = Processes(fabric, interruption)
+        engine, data = self.config.engine, self.config.data
         self.randomness = StepRandomness(
-            config.seed, fabric.global_rank, config.engine.accumulate, fabric.device
+            self.config.seed, fabric.global_rank, engine.accumulate, fabric.device
         )
-        self.layout = torch.channels_last if config.engine.channels_last else torch.preserve_format
-        self._saved = -1  # step of the last checkpoint
+        self.layout = torch.channels_last if engine.channels_last else torch.preserve_format
+        self._saved = -1 if at is None else at.step  # step of the last checkpoint
+        self._input = self.config.input.at(run.img_size)
+        self._loading: dict[str, Any] = {
+            "rank": fabric.global_rank,
+            "world_size": fabric.world_size,
+            "workers": data.workers,
+            "max_bad_images": data.max_bad_images,
+            "pin_memory": fabric.device.type == "cuda",
+        }
+        # Without gradients twice the training batch fits; for tiny batches larger is faster.
+        batch = max(2 * run.micro_batch, 64)
+        self._eval_rounds = math.ceil(len(self.splits.val) / (fabric.world_size * batch))
         self._eval_loader = eval_loader(
             self.splits.val,
-            config.input.at(self.img_size),
-            batch_size=self._eval_batch(),
-            rank=fabric.global_rank,
-            world_size=fabric.world_size,
-            workers=config.data.workers,
-            on_bad_image=config.data.on_bad(training=False),
-            max_bad_images=config.data.max_bad_images,
-            pin_memory=fabric.device.type == "cuda",
+            self._input,
+            batch_size=batch,
+            on_bad_image=data.on_bad(training=False),
+            **self._loading,
         )
-
-    # -- state ------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """The complete state of the run."""
-        ema = self.parts.ema
-        return {
-            "step": self.at.step,
-            "progress": asdict(self.at),
-            "data": self.data,
-            "model": self.parts.model.state_dict(),
-            "ema": None if ema is None else ema.module.state_dict(),
-            "optimizer": self.parts.optimizer.state_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go back to where `state` was taken.
-
-        Raises:
-            DamagedCheckpoint: if it is another model's.
-        """
-        try:
-            self.at = Counts(**state["progress"])
-            self.parts.model.load_state_dict(state["model"])
-            if self.parts.ema is not None:
-                self.parts.ema.module.load_state_dict(state["ema"])
-            self.parts.optimizer.load_state_dict(state["optimizer"])
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error
-        self._saved = self.at.step
-
-    # -- the loop ---------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Train to the end.
@@ -164,10 +196,7 @@ class Loop:
                         if self.processes.alone:
                             self._keep()
                         raise
-                if self.plan.snapshots(at.step):
-                    self._snapshot()
-                if self.watch is not None:
-                    self.watch(at.step, self._evaluated_model())
+                self.recorder.look(at.step, self._evaluated_model())
                 if at.step == self.plan.steps:
                     self.recorder.wait_until_saved()
                     return at.row
@@ -223,7 +252,9 @@ class Loop:
         elif not self._clip():
             self._leave_out("the gradients are not finite", before)
         else:
-            self._update()
+            parts.optimizer.step()
+            if parts.ema is not None:
+                parts.ema.update(parts.model, step=at.step + 1)
             at.loss_sum += mean * self.plan.batch_size
             at.right += right
             at.seen += self.plan.batch_size
@@ -260,12 +291,6 @@ class Loop:
             return True
         return bool(nn.utils.clip_grad_norm_(self.parts.model.parameters(), clip).isfinite())
 
-    def _update(self) -> None:
-        parts = self.parts
-        parts.optimizer.step()
-        if parts.ema is not None:
-            parts.ema.update(parts.model, step=self.at.step + 1)
-
     def _remembered_buffers(self) -> list[Tensor]:
         """Copies of the model's buffers, if this step may have to be undone.
 
@@ -295,10 +320,9 @@ class Loop:
             return
         rate = self.parts.optimizer.param_groups[0]["lr"]
         skipped = f" after {at.bad_losses} skipped updates" if allowed else ""
-        saved = self._saved
-        kept = f"the last good checkpoint is that of step {saved}"
-        if saved < 0:
-            kept = "there is no checkpoint yet"
+        kept = "there is no checkpoint yet"
+        if self._saved >= 0:
+            kept = f"the last good checkpoint is that of step {self._saved}"
         raise NonFiniteLoss(
             f"{reason} in step {at.step + 1} at learning rate {rate:.3g}{skipped}; "
             f"the update was not made, and {kept}. Lower optim.lr, set "
@@ -308,8 +332,7 @@ class Loop:
     # -- what happens between steps -----------------------------------------------------------
 
     def _evaluate(self) -> None:
-        at, parts = self.at, self.parts
-        model = self._evaluated_model()
+        at, model = self.at, self._evaluated_model()
         self.recorder.wait_until_saved()
         started = time.perf_counter()
         # Running statistics differ between processes; rank 0's are the ones that are saved.
@@ -321,7 +344,7 @@ class Loop:
                 self.fabric.device,
                 label_sets=self.splits.val.label_sets,
                 all_sum=self.processes.sum,
-                rounds=self._eval_rounds(),
+                rounds=self._eval_rounds,
                 stop=self.processes.stop_if_asked,
                 channels_last=self.config.engine.channels_last,
             )
@@ -329,7 +352,7 @@ class Loop:
             "step": at.step,
             "epoch": round(self.plan.epoch(at.step), 6),
             "images": at.step * self.plan.batch_size,
-            "lr": parts.optimizer.param_groups[0]["lr"],
+            "lr": self.parts.optimizer.param_groups[0]["lr"],
             "train_loss": at.loss_sum / at.seen if at.seen else None,
             "train_top1": 100 * at.right / at.seen if at.seen else None,
             "top1": found["top1"],
@@ -343,7 +366,10 @@ class Loop:
     def _save(self) -> None:
         self.processes.gather(self.at.skipped)
         if self.fabric.is_global_zero:
-            self.recorder.save(self.state())
+            self.recorder.save(
+                {"step": self.at.step, "progress": asdict(self.at), "data": self.fingerprint}
+                | self.parts.state()
+            )
         self._saved = self.at.step
 
     def _keep(self) -> None:
@@ -359,44 +385,26 @@ class Loop:
         self.fabric.barrier()
         raise Interrupted(signum, self.at.step)
 
-    def _snapshot(self) -> None:
-        if self.fabric.is_global_zero:
-            self.recorder.snapshot(self.at.step, self._evaluated_model())
-
     def _evaluated_model(self) -> ImageClassifier:
         """The weights that the run is evaluated by: averaged ones if it keeps an average."""
         return self.parts.model if self.parts.ema is None else self.parts.ema.module
 
-    # -- loaders ------------------------------------------------------------------------------
-
     def _train_loader(self) -> Any:
-        config, fabric = self.config, self.fabric
+        config = self.config
         # Workers are forked, and a fork should find no thread at work.
         self.recorder.wait_until_saved()
         loader = train_loader(
             self.splits.train,
             config.augment,
-            config.input.at(self.img_size),
+            self._input,
             batch_size=self.plan.batch_size,
             seed=config.seed,
             start_step=self.at.step,
             stop_step=self.plan.steps,
-            rank=fabric.global_rank,
-            world_size=fabric.world_size,
             accumulate=config.engine.accumulate,
-            workers=config.data.workers,
             on_bad_image=config.data.on_bad(training=True),
-            max_bad_images=config.data.max_bad_images,
-            pin_memory=fabric.device.type == "cuda",
+            **self._loading,
         )
         loader.skipped.update(self.at.skipped)
         self.at.skipped = loader.skipped
         return loader
-
-    def _eval_batch(self) -> int:
-        # Without gradients twice the training batch fits; for tiny batches larger is faster.
-        return max(2 * self.micro_batch, 64)
-
-    def _eval_rounds(self) -> int:
-        share = -(-len(self.splits.val) // self.fabric.world_size)
-        return -(-share // self._eval_batch())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
-from locality.data.config import AugmentConfig
+from locality.data.config import AugmentConfig, Preprocessing
 from locality.training.config import ObjectiveConfig
 
 
@@ -54,9 +54,7 @@ class Objective:
         Returns:
             images, and targets: the labels (B,), or probabilities (B, classes) after mixing.
         """
-        if self._mixup is None:
-            return images, labels
-        return self._mixup(images, labels)
+        return (images, labels) if self._mixup is None else self._mixup(images, labels)
 
     def loss(self, logits: Tensor, targets: Tensor, images: Tensor) -> Tensor:
         """The mean loss of a batch, a float32 scalar.
@@ -92,28 +90,21 @@ class Teacher(nn.Module):
 
     Args:
         model: images → logits.
-        mean, std, size: what it was trained with; size is (H, W), None takes images as they are.
-        student_mean, student_std: how the student's images are normalised.
+        own: the size and normalisation it was trained with.
+        student: those of the student's images.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        size: tuple[int, int] | None,
-        student_mean: tuple[float, ...],
-        student_std: tuple[float, ...],
-    ) -> None:
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, model: nn.Module, own: Preprocessing, student: Preprocessing) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
-        self.size = size
+        self.size = own.size
         # (x·s + m − m′) / s′ as one scale and one shift.
-        own_mean, own_std = _channels(mean), _channels(std)
-        scale, shift = _channels(student_std) / own_std, _channels(student_mean) - own_mean
-        self.same = mean == student_mean and std == student_std
-        self.scale: Tensor
-        self.shift: Tensor
+        own_mean, own_std = _channels(own.mean), _channels(own.std)
+        scale, shift = _channels(student.std) / own_std, _channels(student.mean) - own_mean
+        self.same = own.mean == student.mean and own.std == student.std
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("shift", shift / own_std, persistent=False)
 
@@ -122,7 +113,7 @@ class Teacher(nn.Module):
         """(B, 3, H, W) as the student sees them → logits (B, classes)."""
         if not self.same:
             images = images * self.scale + self.shift
-        if self.size is not None and tuple(images.shape[-2:]) != self.size:
+        if tuple(images.shape[-2:]) != self.size:
             images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
         return self.model(images)
 

@@ -18,13 +18,15 @@ class Plan:
         steps: updates in all.
         epoch_images: images that count as one epoch.
         batch_size: images per update.
+        unit: updates per epoch or step that the schedule counts in.
         warmup, cooldown: updates at the start and the end of the learning-rate schedule.
-        eval_every, save_every, snapshot_every: updates between them, not always whole.
+        eval_every, save_every, snapshot_every: as in the schedule.
     """
 
     steps: int
     epoch_images: float
     batch_size: int
+    unit: float
     warmup: int
     cooldown: int
     eval_every: float
@@ -40,21 +42,22 @@ class Plan:
         """Epochs finished after `step` updates."""
         return step * self.batch_size / self.epoch_images
 
+    def due(self, step: int, every: float) -> bool:
+        """Whether `step` is the last, or the nearest to a multiple of `every` of the schedule's."""
+        gap = max(1.0, every * self.unit)
+        return step == self.steps or (step > 0 and round(round(step / gap) * gap) == step)
+
     def evaluates(self, step: int) -> bool:
         """Whether the model is evaluated after `step` updates."""
-        return step == self.steps or is_due(step, self.eval_every)
+        return self.due(step, self.eval_every)
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` updates."""
-        if self.save_every is None:
-            return self.evaluates(step)
-        return step == self.steps or is_due(step, self.save_every)
+        return self.due(step, self.save_every or self.eval_every)
 
-    def snapshots(self, step: int) -> bool:
-        """Whether a copy of the weights is kept after `step` updates."""
-        if self.snapshot_every is None:
-            return False
-        return step in (0, self.steps) or is_due(step, self.snapshot_every)
+    def looks(self, step: int, every: float | None) -> bool:
+        """Whether what looks at the weights from the first to the last does so after `step`."""
+        return every is not None and (step == 0 or self.due(step, every))
 
 
 def make_plan(config: RunConfig, train_images: int) -> Plan:
@@ -77,25 +80,15 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
             f"schedule.epochs is {schedule.length:g}, less than one step of {batch} images with "
             f"{train_images} training images; train longer or lower engine.batch_size"
         )
-
-    def every(length: float | None) -> float | None:
-        return None if length is None else max(1.0, length * unit)
-
-    eval_every = every(schedule.eval_every)
-    assert eval_every is not None
     cooldown = round(schedule.cooldown * unit)
     return Plan(
         steps=steps,
         epoch_images=epoch_images,
         batch_size=batch,
+        unit=unit,
         warmup=min(round(schedule.warmup * unit), steps - cooldown),
         cooldown=min(cooldown, steps - 1),
-        eval_every=eval_every,
-        save_every=every(schedule.save_every),
-        snapshot_every=every(schedule.snapshot_every),
+        eval_every=schedule.eval_every,
+        save_every=schedule.save_every,
+        snapshot_every=schedule.snapshot_every,
     )
-
-
-def is_due(step: int, every: float) -> bool:
-    """Whether `step` is the whole number nearest to a multiple of `every`."""
-    return step > 0 and round(round(step / every) * every) == step

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import checks, machine
@@ -17,11 +19,10 @@ from locality.data.folder import some
 from locality.errors import UserError
 from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
-from locality.training.distributed import choose_precision, count_processes, resolve_accelerator
-from locality.training.load import build_model, check_teacher, check_weights, meta_model
+from locality.training.distributed import choose_precision, layout, resolve_accelerator
+from locality.training.load import check_teacher, check_weights, meta_model
 from locality.training.optim import check_optimizer
 from locality.training.plan import Plan, make_plan
-from locality.training.recorder import duration
 from locality.training.runs import RunFolder
 
 
@@ -30,23 +31,27 @@ class Preview:
     """What is known of a run before its first step.
 
     Attributes:
+        config: the run.
         splits: the data.
         plan: steps, and when something is due.
+        device_type: "cpu", "cuda" or "mps".
         world_size: processes.
         micro_batch: images per process and pass.
         precision: resolved.
         parameters: of the model; `trainable` of them are trained.
         macs: multiply-accumulates of one image's forward pass.
         buffers: bytes of the model's buffers.
+        img_size: of the images, (H, W).
         notes: what is worth knowing about the data before training on it.
     """
 
+    config: RunConfig
     splits: DataSplits
     plan: Plan
+    device_type: str
     world_size: int
     micro_batch: int
     precision: str
-    device_type: str
     parameters: int
     trainable: int
     macs: int
@@ -54,11 +59,80 @@ class Preview:
     img_size: tuple[int, int]
     notes: list[str]
 
-    def checkpoint_bytes(self, config: RunConfig) -> int:
+    @property
+    def checkpoint_bytes(self) -> int:
         """About the size of a checkpoint: weights, average, and two moments of the gradients."""
         weights = 4 * self.parameters + self.buffers
-        copies = 1 if config.engine.ema_decay is None else 2
+        copies = 1 if self.config.engine.ema_decay is None else 2
         return weights * copies + 8 * self.trainable + (1 << 20)
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients, moments and average, in each process."""
+        return self.checkpoint_bytes + 4 * self.trainable
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Held by each process between a forward and its backward pass, weights left out.
+
+        Measured on one real pass over tensors without data.
+        """
+        kind = "cuda" if self.device_type == "cuda" else "cpu"
+        model = meta_model(self.config, len(self.splits.classes)).train()
+        # Fake tensors choose the kernels of a real device, which decide what is saved; initialising
+        # weights asks for numbers, which fake tensors have not, so that is done before.
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
+            model.to_empty(device=kind)
+            images = torch.empty(self.micro_batch, 3, *self.img_size)
+            mixed = self.precision == "bf16-mixed"
+            return saved_activations(
+                model, images, partial(torch.autocast, kind, torch.bfloat16, enabled=mixed)
+            )
+
+    def __str__(self) -> str:
+        plan, splits, optim = self.plan, self.splits, self.config.optim
+        height, width = self.img_size
+        passes = self.config.engine.accumulate
+        return "\n".join(
+            [
+                f"model   {self.config.model.name}, {self.parameters:,} parameters "
+                f"({self.trainable:,} trained), {self.macs / 1e9:.4g} GMACs per image of "
+                f"{height}×{width}",
+                f"data    {splits.name}, {len(splits.train):,} training and "
+                f"{len(splits.val):,} validation images of {len(splits.classes):,} classes",
+                f"length  {plan.steps:,} steps of {plan.batch_size:,} images: {plan.images:,} "
+                f"images, {plan.epoch(plan.steps):.4g} epochs; {plan.warmup:,} steps of warm-up, "
+                f"{plan.cooldown:,} of cool-down",
+                f"engine  {self.world_size} × {self.device_type}, {self.precision}, {passes} × "
+                f"{self.micro_batch:,} images each, {optim.name} at learning rate "
+                f"{optim.peak_lr(plan.batch_size):.3g}",
+                *(f"note    {note}" for note in self.notes),
+            ]
+        )
+
+
+def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> int:
+    """Bytes that one training forward pass keeps for the backward pass.
+
+    Each storage counts once, however many views of it are kept; weights and the images themselves
+    are there anyway and do not count.
+    """
+    there = [*model.state_dict().values(), images]
+    known = {tensor.untyped_storage()._cdata for tensor in there}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            # Holding on to the storage keeps its address from being used again.
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast():
+        loss = model(images).float().square().mean()
+    total = sum(storage.nbytes() for storage in kept.values())
+    del loss
+    return total
 
 
 def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool = False) -> Preview:
@@ -85,7 +159,8 @@ def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool =
     notes = look_at_classes(splits, plan)
     model = meta_model(config, len(splits.classes))
     device_type = resolve_accelerator(config.engine.accelerator)
-    world_size = count_processes(config.engine, device_type)
+    devices, nodes = layout(config.engine, device_type)
+    world_size = devices * nodes
     micro_batch = config.engine.micro_batch(world_size)
     if config.mixes and micro_batch % 2:
         raise UserError(
@@ -94,12 +169,13 @@ def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool =
         )
     macs = count_macs(model)
     return Preview(
+        config=config,
         splits=splits,
         plan=plan,
+        device_type=device_type,
         world_size=world_size,
         micro_batch=micro_batch,
         precision=choose_precision(config.engine.precision, torch.device(device_type), macs),
-        device_type=device_type,
         parameters=count_parameters(model),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         macs=macs,
@@ -141,18 +217,11 @@ class DryRun:
     """What a run comes to.
 
     Attributes:
-        preview: data, plan, parameters and MACs.
-        activation_bytes: held for the backward pass by each process.
-        state_bytes: weights, gradients, moments and average, in each process.
-        checkpoint_bytes: of one checkpoint file.
+        preview: data, plan, parameters, MACs and memory.
         images_per_second: as given, over all processes.
     """
 
-    config: RunConfig
     preview: Preview
-    activation_bytes: int
-    state_bytes: int
-    checkpoint_bytes: int
     images_per_second: float | None
 
     @property
@@ -163,39 +232,21 @@ class DryRun:
         return self.preview.plan.images / self.images_per_second / 3600
 
     def __str__(self) -> str:
-        seen, plan, splits = self.preview, self.preview.plan, self.preview.splits
-        flops = 6 * seen.macs * plan.images
+        seen = self.preview
         time = "give images_per_second to have it estimated"
         if self.hours is not None:
             time = (
-                f"{duration(3600 * self.hours)} at {self.images_per_second:g} images/s "
+                f"{span(3600 * self.hours)} at {self.images_per_second:g} images/s "
                 f"({self.hours:.3g} h)"
             )
-        rows = [
-            ("model", f"{self.config.model.name}, images of {seen.img_size[0]}×{seen.img_size[1]}"),
-            ("parameters", f"{seen.parameters:,} ({seen.trainable:,} trained)"),
-            ("forward pass", f"{seen.macs / 1e9:.4g} GMACs per image"),
-            ("classes", f"{len(splits.classes):,}"),
-            ("training images", f"{len(splits.train):,}"),
-            ("validation images", f"{len(splits.val):,}"),
-            ("steps", f"{plan.steps:,} of {plan.batch_size:,} images"),
-            ("images seen", f"{plan.images:,}, {plan.epoch(plan.steps):.4g} epochs"),
-            ("warm-up, cool-down", f"{plan.warmup:,}, {plan.cooldown:,} steps"),
-            ("learning rate", f"{self.config.optim.peak_lr(plan.batch_size):.3g}"),
-            (
-                "processes",
-                f"{seen.world_size} × {seen.device_type}, {seen.precision}, "
-                f"{seen.micro_batch} images per pass",
-            ),
-            ("activations", f"{self.activation_bytes / 1e9:.3g} GB per process"),
-            ("weights and moments", f"{self.state_bytes / 1e9:.3g} GB per process"),
-            ("checkpoint", f"{self.checkpoint_bytes / 1e9:.3g} GB"),
-            ("arithmetic", f"{flops:.3g} operations"),
-            ("time", time),
-            *(("note", note) for note in seen.notes),
-        ]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return (
+            f"{seen}\n"
+            f"memory  {seen.activation_bytes / 1e9:.3g} GB of activations and "
+            f"{seen.state_bytes / 1e9:.3g} GB of weights and moments per process\n"
+            f"disk    {seen.checkpoint_bytes / 1e9:.3g} GB per checkpoint\n"
+            f"cost    {6 * seen.macs * seen.plan.images:.3g} operations\n"
+            f"time    {time}"
+        )
 
 
 def dry_run(
@@ -217,19 +268,11 @@ def dry_run(
     seen = preview(config, resumes=run is not None and run.has_begun())
     if run is not None:
         run.check(config)
-    activations = saved_activations(config, seen)
-    _refuse_too_large(config, seen, activations)
-    return DryRun(
-        config,
-        seen,
-        activation_bytes=activations,
-        state_bytes=_state_bytes(config, seen),
-        checkpoint_bytes=seen.checkpoint_bytes(config),
-        images_per_second=images_per_second,
-    )
+    check_memory(seen)
+    return DryRun(seen, images_per_second)
 
 
-def check_memory(config: RunConfig, seen: Preview) -> None:
+def check_memory(seen: Preview) -> None:
     """Check that a run fits this machine's memory.
 
     Activations are only counted where they could be too many: a layer saves no more bytes than it
@@ -238,15 +281,13 @@ def check_memory(config: RunConfig, seen: Preview) -> None:
     Raises:
         UserError: if it does not.
     """
-    if seen.macs * seen.micro_batch > machine.memory(seen.device_type):
-        _refuse_too_large(config, seen, saved_activations(config, seen))
-
-
-def _refuse_too_large(config: RunConfig, seen: Preview, activations: int) -> None:
     there = machine.memory(seen.device_type)
+    if seen.macs * seen.micro_batch <= there:
+        return
     # The processes of one machine share its memory; GPUs have their own.
-    sharing = seen.world_size // config.engine.num_nodes if seen.device_type == "cpu" else 1
-    needed = sharing * (activations + _state_bytes(config, seen))
+    nodes = seen.config.engine.num_nodes
+    sharing = seen.world_size // nodes if seen.device_type == "cpu" else 1
+    needed = sharing * (seen.activation_bytes + seen.state_bytes)
     if needed > there:
         raise UserError(
             f"a step on {seen.micro_batch:,} images at once needs {needed / 1e9:.3g} GB and there "
@@ -255,41 +296,9 @@ def _refuse_too_large(config: RunConfig, seen: Preview, activations: int) -> Non
         )
 
 
-def _state_bytes(config: RunConfig, seen: Preview) -> int:
-    return seen.checkpoint_bytes(config) + 4 * seen.trainable
-
-
-def saved_activations(config: RunConfig, seen: Preview) -> int:
-    """Bytes that one process holds between a forward and its backward pass, weights left out.
-
-    Measured on one real pass over tensors without data: every tensor that autograd saves, each
-    storage once.
-    """
-    storages: dict[int, tuple[int, Tensor]] = {}
-    parameters: set[int] = set()
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            # The tensor is kept so that no other storage gets its address.
-            storages[storage._cdata] = (storage.nbytes(), tensor)
-        return tensor
-
-    kind = "cuda" if seen.device_type == "cuda" else "cpu"
-    with torch.device("meta"):
-        model = build_model(config, len(seen.splits.classes)).train()
-    # Fake tensors choose the kernels of a real device, which decide what is saved; initialising
-    # weights asks for numbers, which fake tensors have not, so that is done before.
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
-        model.to_empty(device=kind)
-        parameters |= {p.untyped_storage()._cdata for p in model.parameters()}
-        images = torch.empty(seen.micro_batch, 3, *seen.img_size)
-        labels = torch.zeros(seen.micro_batch, dtype=torch.int64)
-        mixed = seen.precision == "bf16-mixed"
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            torch.autocast(kind, torch.bfloat16, enabled=mixed),
-        ):
-            loss = F.cross_entropy(model(images).float(), labels)
-        del loss
-    return sum(size for size, _ in storages.values())
+def span(seconds: float) -> str:
+    """A length of time for people: "19 s", "4 min", "2.5 h", "12 d"."""
+    for unit, length in (("d", 86400), ("h", 3600)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

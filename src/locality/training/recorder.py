@@ -10,6 +10,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save
 
 from locality.data import ImageSource
 from locality.errors import UserError, printable
@@ -24,7 +26,7 @@ from locality.files import atomic_file, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.training.checkpoint import BackgroundSaver
 from locality.training.config import RunConfig
-from locality.training.plan import Plan, is_due
+from locality.training.preview import Preview, span
 from locality.training.runs import RunFolder
 
 
@@ -64,10 +66,20 @@ METRICS = (
     "top5",
     "val_loss",
 )
-
-
 TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_mb")
+# What TensorBoard calls them.
+_TAGS = {
+    "train_loss": "loss/train",
+    "val_loss": "loss/val",
+    "train_top1": "top1/train",
+    "top1": "top1/val",
+    "top5": "top5/val",
+    "lr": "lr",
+    "images_per_second": "images_per_second",
+}
 _SECONDS_BETWEEN_LINES = 30.0
+# The first steps pay for allocations and compilation: the median of so many does not show them.
+_MEASURED_STEPS = 20
 
 
 class CsvTable:
@@ -111,29 +123,6 @@ class CsvTable:
             os.fsync(file.fileno())
 
 
-class TensorBoard:
-    """Scalars for TensorBoard, from the step a run starts or resumes at."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        # Takes a second to import; only the process that writes needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-    def add(self, row: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
-        """One evaluation."""
-        groups = {"train_loss": "loss/train", "val_loss": "loss/val", "train_top1": "top1/train"}
-        groups |= {"top1": "top1/val", "top5": "top5/val", "lr": "lr"}
-        for name, tag in groups.items():
-            if row[name] is not None:
-                self._writer.add_scalar(tag, row[name], row["step"])
-        self._writer.add_scalar("images_per_second", timing["images_per_second"], row["step"])
-
-    def close(self) -> None:
-        """Write what is buffered."""
-        self._writer.close()
-
-
 class Progress:
     """Tells a person how a run goes: a bar on a terminal, a line now and then elsewhere.
 
@@ -147,7 +136,7 @@ class Progress:
         self.quiet = quiet
         self._total = total
         self._first = step
-        self._started = self._told = time.monotonic()
+        self._told = time.monotonic()
         self._bar: Any = None
         if not quiet and sys.stderr.isatty():
             from tqdm import tqdm
@@ -175,13 +164,17 @@ class Progress:
 
     def wants_update(self, step: int) -> bool:
         """Whether it is time to say something again, after `step` steps."""
-        if self._bar is not None and step == self._total:
+        if self.quiet:
+            return False
+        if step == (self._first + _MEASURED_STEPS if self._bar is None else self._total):
             return True
-        wait = 0.1 if self._bar is not None else _SECONDS_BETWEEN_LINES
-        return not self.quiet and time.monotonic() - self._told > wait
+        wait = _SECONDS_BETWEEN_LINES if self._bar is None else 0.1
+        return time.monotonic() - self._told > wait
 
-    def update(self, step: int, loss: float, top1: float, images_per_second: float) -> None:
-        """Show where the run is."""
+    def update(
+        self, step: int, loss: float, top1: float, images_per_second: float, seconds: float
+    ) -> None:
+        """Show where the run is; a step takes `seconds`."""
         self._told = time.monotonic()
         figures = f"loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
         if self._bar is not None:
@@ -189,13 +182,8 @@ class Progress:
                 self._bar.set_postfix_str(figures, refresh=False)
                 self._bar.update(step - self._bar.n)
         else:
-            left = duration(self.seconds_left(step))
+            left = span(seconds * (self._total - step))
             self.say(f"step {step}/{self._total}: {figures}, {left} left")
-
-    def seconds_left(self, step: int) -> float:
-        """What the rest will take if it goes on as since the start or resumption."""
-        done = max(1, step - self._first)
-        return (time.monotonic() - self._started) / done * (self._total - step)
 
     def close(self) -> None:
         """End the bar."""
@@ -204,8 +192,40 @@ class Progress:
                 self._bar.close()
 
 
-# The first steps pay for allocations and compilation and say little about the rest.
-_WARMING_STEPS, _MEASURED_STEPS = 5, 20
+@dataclass(frozen=True)
+class Moment:
+    """A run between two steps.
+
+    Attributes:
+        folder: of the run.
+        config: its configuration.
+        step, epoch: how far it is.
+        model: the weights it would be evaluated by now; an observer leaves them as they are.
+        val: its validation images.
+    """
+
+    folder: Path
+    config: RunConfig
+    step: int
+    epoch: float
+    model: ImageClassifier
+    val: ImageSource
+
+
+class Observer(Protocol):
+    """What `train` shows the model to, before the first step, now and then, and after the last.
+
+    It must draw no random numbers and change nothing of the model. It is called in the first
+    process alone. After a resumption it may see a step again.
+
+    Attributes:
+        every: epochs or steps between two looks, in the unit of the run's schedule.
+    """
+
+    every: float
+
+    def observe(self, moment: Moment) -> None:
+        """Look at the model."""
 
 
 class Recorder:
@@ -213,48 +233,47 @@ class Recorder:
 
     Args:
         run: the run's folder; None on all ranks but 0, where nothing is written or said.
-        batch_size: images per step.
-        total: steps in all.
-        step: the step the run starts or resumes at.
-        evaluated: step of the last evaluation before that.
+        seen: what it is to do.
+        at: where it starts or resumes.
         quiet: write, but say nothing.
-        tensorboard: write TensorBoard logs, where TensorBoard is installed.
+        observer: is shown the model now and then.
     """
 
     def __init__(
         self,
         run: RunFolder | None,
-        *,
-        batch_size: int,
-        total: int,
-        step: int,
-        evaluated: int,
-        quiet: bool,
-        tensorboard: bool,
+        seen: Preview,
+        at: Counts,
+        quiet: bool = False,
+        observer: Observer | None = None,
     ) -> None:
-        self._run = run
-        self._batch_size = batch_size
-        self._total = total
-        self._first = step
-        self.progress = Progress(total, step, quiet or run is None)
+        self._run, self._config, self._plan = run, seen.config, seen.plan
+        self._val = seen.splits.val
+        self._observer = observer
+        self._progress = Progress(seen.plan.steps, at.step, quiet or run is None)
+        self.say = self._progress.say
         # Time is kept by evaluation. What a resumed run repeats no part of, the steps between its
         # last evaluation and its checkpoint, counts as having gone at the speed of the others.
-        self._timed_seconds, self._timed_steps, self._step = 0.0, max(evaluated, 0), step
-        self._stepping = 0.0
-        self._steps = 0
-        self._sample: list[float] = []
+        evaluated = max(at.evaluated, 0)
+        self._timed_seconds, self._timed_steps, self._step = 0.0, evaluated, at.step
+        self._stepping, self._steps = 0.0, 0
+        self._recent: deque[float] = deque(maxlen=_MEASURED_STEPS)
         self._skipped = 0
-        self._tensorboard: TensorBoard | None = None
+        self._tensorboard: Any = None
         if run is None:
             return
         self._saver = BackgroundSaver(run.checkpoints)
         self._metrics = CsvTable(run.metrics_file, METRICS)
         self._timing = CsvTable(run.timing_file, TIMING)
-        self._metrics.cut(evaluated)
-        if rows := self._timing.cut(evaluated):
+        self._metrics.cut(at.evaluated)
+        if rows := self._timing.cut(at.evaluated):
             self._timed_seconds = float(rows[-1]["seconds"])
-        if tensorboard and find_spec("tensorboard"):
-            self._tensorboard = TensorBoard(run.tensorboard, max(evaluated, 0))
+        if seen.config.engine.tensorboard and find_spec("tensorboard"):
+            # Takes a second to import; only the process that writes needs it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            purged = evaluated + 1 if evaluated else None
+            self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purged)
 
     @property
     def seconds(self) -> float:
@@ -262,10 +281,6 @@ class Recorder:
         if not self._timed_steps:
             return 0.0
         return self._timed_seconds * self._step / self._timed_steps
-
-    def say(self, text: str) -> None:
-        """Tell the person."""
-        self.progress.say(text)
 
     def stepped(self, at: Counts, seconds: float) -> None:
         """A step was finished in `seconds`.
@@ -280,23 +295,19 @@ class Recorder:
         self._step = at.step
         self._stepping += seconds
         self._steps += 1
-        done = at.step - self._first
-        if _WARMING_STEPS < done <= _MEASURED_STEPS:
-            self._sample.append(seconds)
-            if done == _MEASURED_STEPS and self._total - at.step > _MEASURED_STEPS:
-                left = duration(statistics.median(self._sample) * (self._total - at.step))
-                self.say(f"about {left} for the remaining {self._total - at.step} steps")
-        if self.progress.wants_update(at.step):
+        self._recent.append(seconds)
+        if self._progress.wants_update(at.step):
             seen = max(1, at.seen)
-            self.progress.update(
-                at.step, at.loss_sum / seen, 100 * at.right / seen, self.images_per_second()
-            )
+            loss, top1 = at.loss_sum / seen, 100 * at.right / seen
+            pace = statistics.median(self._recent)
+            self._progress.update(at.step, loss, top1, self.images_per_second(), pace)
 
     def images_per_second(self) -> float:
         """Training speed since the last evaluation."""
-        return self._steps * self._batch_size / self._stepping if self._stepping else 0.0
+        images = self._steps * self._plan.batch_size
+        return images / self._stepping if self._stepping else 0.0
 
-    def evaluated(self, row: Mapping[str, Any], images: int, seconds: float) -> None:
+    def evaluated(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """An evaluation on `images` images was finished in `seconds`."""
         if self._run is None:
             return
@@ -310,7 +321,9 @@ class Recorder:
         self._metrics.append(row)
         self._timing.append(timing)
         if self._tensorboard is not None:
-            self._tensorboard.add(row, timing)
+            for name, value in (row | timing).items():
+                if name in _TAGS and value is not None:
+                    self._tensorboard.add_scalar(_TAGS[name], value, row["step"])
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         self.say(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}top-1 {row['top1']:.2f}%, "
@@ -350,15 +363,25 @@ class Recorder:
         if self._run is not None:
             self._saver.wait()
 
-    def snapshot(self, step: int, model: ImageClassifier) -> None:
-        """Keep a copy of the weights as they are after `step` steps."""
-        from safetensors.torch import save
+    def look(self, step: int, model: ImageClassifier) -> None:
+        """Keep a copy of the weights after `step` steps and show them to the observer, where due.
 
-        assert self._run is not None
-        self._run.snapshots.mkdir(exist_ok=True)
-        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-        with atomic_file(self._run.snapshots / f"step-{step:08d}.safetensors") as file:
-            file.write(save(weights, metadata={"step": str(step)}))
+        Args:
+            step: how far the run is.
+            model: what it would be evaluated by.
+        """
+        if self._run is None:
+            return
+        if self._plan.looks(step, self._plan.snapshot_every):
+            self._run.snapshots.mkdir(exist_ok=True)
+            weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+            with atomic_file(self._run.snapshots / f"step-{step:08d}.safetensors") as file:
+                file.write(save(weights, metadata={"step": str(step)}))
+        if self._observer is not None and self._plan.looks(step, self._observer.every):
+            epoch = self._plan.epoch(step)
+            self._observer.observe(
+                Moment(self._run.path, self._config, step, epoch, model, self._val)
+            )
 
     def close(self) -> None:
         """Finish writing; end the bar and the logs.
@@ -366,7 +389,7 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
-        self.progress.close()
+        self._progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         self.wait_until_saved()
@@ -378,76 +401,3 @@ def peak_memory_mb() -> int:
         return round(torch.cuda.max_memory_allocated() / 1e6)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(kilobytes / (1e6 if sys.platform == "darwin" else 1e3))
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A run between two steps.
-
-    Attributes:
-        folder: of the run.
-        config: its configuration.
-        step, epoch: how far it is.
-        model: the weights it would be evaluated by now; an observer leaves them as they are.
-        val: its validation images.
-    """
-
-    folder: Path
-    config: RunConfig
-    step: int
-    epoch: float
-    model: ImageClassifier
-    val: ImageSource
-
-
-class Observer(Protocol):
-    """What `train` shows the model to, before the first step, now and then, and after the last.
-
-    It must draw no random numbers and change nothing of the model. It is called in the first
-    process alone. After a resumption it may see a step again.
-
-    Attributes:
-        every: epochs or steps between two looks, in the unit of the run's schedule.
-    """
-
-    every: float
-
-    def observe(self, moment: Moment) -> None:
-        """Look at the model."""
-
-
-class Watch:
-    """An observer of one run: knows when it is to look."""
-
-    def __init__(
-        self, observer: Observer, folder: Path, config: RunConfig, plan: Plan, val: ImageSource
-    ) -> None:
-        self._observer = observer
-        self._folder = folder
-        self._config = config
-        self._plan = plan
-        self._val = val
-        unit = 1.0 if config.schedule.unit == "steps" else plan.epoch_images / plan.batch_size
-        self._every = max(1.0, observer.every * unit)
-
-    def __call__(self, step: int, model: ImageClassifier) -> None:
-        """`step` updates are finished; let the observer look if it is time."""
-        if step in (0, self._plan.steps) or is_due(step, self._every):
-            epoch = self._plan.epoch(step)
-            self._observer.observe(
-                Moment(self._folder, self._config, step, epoch, model, self._val)
-            )
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them: "42 s", "3 min 20 s", "5 h 10 min", "2 d 4 h"."""
-    whole = round(seconds)
-    for size, name, smaller, smaller_name in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size} {name}" + (f" {rest} {smaller_name}" if rest else "")
-    return f"{whole} s"
