@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # These fork processes that train, which torch allows only where nothing has trained before.
 FORKING := tests/training/test_processes.py
 
-.PHONY: setup demo test test-slow coverage check format lint types bench clean
+.PHONY: setup demo test test-slow coverage check format lint types bench dist clean
 
 setup: $(RUN)
 
@@ -56,5 +56,9 @@ types: $(TEST)
 bench: $(TEST)          ## speed and memory against timm and transformers, written to benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
+dist: $(TEST)           ## an sdist and, from it, a wheel, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
 clean:
-	rm -rf $(VENV) demo build .pytest_cache .mypy_cache .ruff_cache .coverage*
+	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .coverage*
