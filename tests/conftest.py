@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
+from locality.data import datasets
 from locality.papers.scales import DIGITS, Scale
 from locality.runner.executors import Outcome, perform
 from locality.runner.runs import Run, content_folder
@@ -87,6 +90,25 @@ def tiny_scale(tmp_path: Path) -> Scale:
     return dataclasses.replace(
         DIGITS, base=base, root=tmp_path / "runs", seeds=(0, 1), few_seeds=(0,), snapshots=3
     )
+
+
+def _idx(array: np.ndarray) -> bytes:
+    return bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+
+
+@pytest.fixture
+def fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Fashion-MNIST of 600 images to train on and 40 of test, where Debian would put it."""
+    folder = tmp_path / "fashion-mnist"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for prefix, count in (("train", 600), ("t10k", 40)):
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            (folder / f"{prefix}-{name}-ubyte.gz").write_bytes(gzip.compress(_idx(array)))
+    monkeypatch.setattr(datasets, "FASHION_MNIST", folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

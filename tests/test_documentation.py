@@ -148,8 +148,8 @@ def commands(snippet: Snippet) -> Iterator[list[str]]:
 def shortened(words: list[str]) -> list[str]:
     if words[0] == "train":
         return [*words, *SHORT]
-    if words[0] == "reproduce" and not {"--list", "--plan"} & set(words):
-        return [*words, "--plan"]
+    if words[0] == "reproduce" and not {"--list", "--dry_run"} & set(words):
+        return [*words, "--dry_run"]
     return words
 
 

@@ -12,7 +12,6 @@ import scipy.io
 from torchvision import datasets
 
 from locality.data import DataConfig, open_data
-from locality.data import datasets as ours
 from locality.errors import UserError
 
 NAMES = {
@@ -85,57 +84,40 @@ def test_a_damaged_cifar_is_noticed(cifar):
         opened("cifar10", cifar)
 
 
-def idx(array):
-    return bytes((0, 0, 8, array.ndim)) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
-
-
-@pytest.fixture
-def fashion(tmp_path):
-    """A Fashion-MNIST of 40 images to train on and 20 of test, packed as Debian packs it."""
-    rng = np.random.default_rng(0)
-    for prefix, count in (("train", 40), ("t10k", 20)):
-        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = (np.arange(count) % 10).astype(np.uint8)
-        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-            (tmp_path / f"{prefix}-{name}-ubyte.gz").write_bytes(gzip.compress(idx(array)))
-    return tmp_path
-
-
-def test_fashion_mnist_is_found_where_debian_puts_it(fashion, monkeypatch):
-    monkeypatch.setattr(ours, "FASHION_MNIST", fashion)
+def test_fashion_mnist_is_found_where_debian_puts_it(fashion_mnist):
     splits = open_data(DataConfig("fashion_mnist"), seed=0)
     assert splits.classes[:2] == ["T-shirt/top", "Trouser"] and len(splits.classes) == 10
-    assert splits.train.pixels.shape == (40, 3, 28, 28) and len(splits.val) == 20
+    assert splits.train.pixels.shape == (600, 3, 28, 28) and len(splits.val) == 40
     assert splits.train.labels[13] == 3 and splits.val.describe(2) == "fashion_mnist test[2]"
 
 
-def test_fashion_mnist_as_torchvision_downloads_it(fashion):
-    root = fashion / "elsewhere"
+def test_fashion_mnist_as_torchvision_downloads_it(fashion_mnist):
+    root = fashion_mnist / "elsewhere"
     raw = root / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
-    for path in fashion.glob("*.gz"):
+    for path in fashion_mnist.glob("*.gz"):
         (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
     theirs = datasets.FashionMNIST(str(root))
     splits = opened("fashion_mnist", root, download=True)  # all is there: nothing to fetch
     image, label = theirs[7]
     assert splits.train.read(7).tobytes() == image.convert("RGB").tobytes()
     assert splits.train.labels[7] == label
-    packed = opened("fashion_mnist", fashion)
+    packed = opened("fashion_mnist", fashion_mnist)
     assert np.array_equal(packed.val.pixels, splits.val.pixels)
 
 
-def test_a_missing_or_damaged_fashion_mnist_is_named(fashion):
-    labels = fashion / "t10k-labels-idx1-ubyte.gz"
+def test_a_missing_or_damaged_fashion_mnist_is_named(fashion_mnist):
+    labels = fashion_mnist / "t10k-labels-idx1-ubyte.gz"
     whole = labels.read_bytes()
     for content in (whole[:-9], b"x", gzip.compress(b"\0\0\x0c\1"), gzip.compress(b"\0\0\x08\1")):
         labels.write_bytes(content)
         with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte\.gz' is damaged"):
-            opened("fashion_mnist", fashion)
+            opened("fashion_mnist", fashion_mnist)
     labels.unlink()
     with pytest.raises(
         UserError, match=r"no t10k-labels.*apt-get install dataset-fashion-mnist.*data\.download"
     ):
-        opened("fashion_mnist", fashion)
+        opened("fashion_mnist", fashion_mnist)
 
 
 @pytest.fixture

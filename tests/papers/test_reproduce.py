@@ -7,11 +7,13 @@ import dataclasses
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from locality.data import DataConfig, open_data
 from locality.errors import UserError
 from locality.layers import truncated_kernel
 from locality.models import build
@@ -181,6 +183,53 @@ def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_pat
     assert cells["CvT-13"]["paper"]["value"] == 81.6
     counted = next(row["cells"][0] for row in record["rows"] if row["label"] == "CvT-21")
     assert counted["mean"] == pytest.approx(31.62, abs=0.01)
+
+
+def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
+    reproduce("convit/table-2", "fashion", tmp_path, plan_only=True, seeds=1, fraction=0.05)
+    assert "2 runs: 0 finished, 0 to resume, 2 to start" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"fraction is 0.2; scale 'digits' has 0.05, 0.1"):
+        reproduce("convit/table-2", "digits", tmp_path, plan_only=True, fraction=0.2)
+
+
+@pytest.mark.parametrize("name", ["fashion", "fashion14"])
+def test_no_test_image_is_trained_on(name, fashion_mnist):
+    def pictures(source):
+        return {image.numpy().tobytes() for image in source.pixels}
+
+    scale = get_scale(name, Path("runs"))
+    runs = [run for item in experiments().values() for run in with_needs(item.build(scale).runs)]
+    wanted = {(run.config.data, run.config.seed) for run in runs}
+    wanted = {each for each in wanted if each[0].dataset == "fashion_mnist"}
+    test = pictures(open_data(DataConfig("fashion_mnist"), 0).val)
+    assert len(wanted) > 20 and len(test) == 40
+    for data, seed in wanted:
+        splits = open_data(data, seed)
+        assert pictures(splits.val) <= test and not pictures(splits.train) & test
+    # What settings are chosen by: images of neither.
+    for data in (replace(data, val_part=(5 / 6, 1.0)) for data, _ in wanted):
+        if data.train_part[1] <= 5 / 6:
+            pilot = open_data(data, 0)
+            assert not pictures(pilot.val) & (test | pictures(pilot.train))
+
+
+def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, tmp_path, here):
+    class WithoutWeights(type(here)):
+        """Takes the weights of a run away before the next one starts."""
+
+        def map(self, runs):
+            for outcome in super().map(runs):
+                yield outcome
+                for path in outcome.run.folder.glob("*/*"):
+                    path.unlink()
+
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("convit/table-5", scale, tmp_path, executor=WithoutWeights(), quiet=True)
+    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 6
+    again = reproduce("convit/table-5", scale, tmp_path, finished_only=True, quiet=True)
+    assert again[0]["rows"] == record["rows"]
+    rows = reproduce("convit/table-6", scale, tmp_path, finished_only=True, quiet=True)[0]["rows"]
+    assert all(cell["empty"] for row in rows for cell in row["cells"][:2])
 
 
 def test_plan_only_starts_nothing(tiny_scale, tmp_path, here, capsys):

@@ -42,11 +42,13 @@ def reproduce(arguments: Sequence[str]) -> None:
         "name", nargs="?", default=None, help="convit/table-3, cvt/figure-1, convit, beyond, all"
     )
     parser.add("--list", False, "every table and figure, and its state")
-    parser.add("--plan", False, "runs, images, MACs, hours; no start")
+    parser.add("--dry_run", False, "runs, images, MACs, hours; no start")
+    parser.add("--finished", False, "write what finished runs give; no start")
     parser.add("--scale", "digits", "digits, fashion, fashion14, cifar100, imagenet100, imagenet")
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
     parser.add("--seeds", None, "at most this many seeds", int | None)
+    parser.add("--fraction", None, "of fractions of the data, this alone", float | None)
     parser.add("--jobs", 2, "runs at a time")
     parser.add("--threads", None, "threads per run", int | None)
     parser.add("--executor", "local", "local, submitit or ray")
@@ -69,12 +71,14 @@ def reproduce(arguments: Sequence[str]) -> None:
         options.name,
         options.scale,
         options.output,
-        plan_only=options.plan,
+        plan_only=options.dry_run,
+        finished_only=options.finished,
         executor=options.executor,
         jobs=options.jobs,
         threads=options.threads,
         runs=options.runs,
         data=options.data,
         seeds=options.seeds,
+        fraction=options.fraction,
         quiet=options.quiet,
     )

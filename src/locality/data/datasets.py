@@ -109,7 +109,7 @@ def _later_classes(
         if part.label_sets is not None:
             part.label_sets = [tuple(n - skipped for n in answers) for answers in part.label_sets]
         parts.append(part)
-    return classes[skipped:], *parts
+    return classes[skipped:], parts[0], parts[1]
 
 
 def _split(
@@ -291,7 +291,8 @@ def open_fashion_mnist(config: DataConfig) -> Opened:
         )
         rgb = np.broadcast_to(images[..., None], (*images.shape, 3))
         sources.append(ArraySource(rgb, labels, f"fashion_mnist {part}"))
-    return list(torchvision.datasets.FashionMNIST.classes), *sources
+    train, test = sources
+    return list(torchvision.datasets.FashionMNIST.classes), train, test
 
 
 def _found(root: Path, name: str) -> Path:

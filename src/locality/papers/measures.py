@@ -51,11 +51,13 @@ class Measure:
         name: says all that the value depends on, since it is what the value is kept under.
         function: the run → a number, or a list or dictionary of numbers for a curve.
         kept: keep the value in the run folder, because taking it costs forward passes.
+        timed: it is a time, to be taken when nothing else is going on.
     """
 
     name: str
     function: Callable[[Run], Any] = field(compare=False)
     kept: bool = True
+    timed: bool = False
 
     def __call__(self, run: Run) -> Any:
         """The value on a finished run, measured now unless it was before."""
@@ -101,11 +103,13 @@ class Quantity:
         runs: what it is measured on.
         evaluate: failures → values; raises `Empty`, which says why, if there are none.
         unit: of its differences; those of accuracies are in points.
+        measures: what it takes of each run.
     """
 
     runs: tuple[Run, ...]
     evaluate: Callable[[Failures], Values]
     unit: str = "points"
+    measures: tuple[tuple[Run, Measure], ...] = ()
 
     def __sub__(self, other: Quantity) -> Quantity:
         return combined(operator.sub, self, other, unit=self.unit)
@@ -133,7 +137,7 @@ def measured(runs: tuple[Run, ...], measure: Measure) -> Quantity:
             raise Empty(next(iter(problems.values())) if common else sentences[0])
         return Values(found, tuple(sentences))
 
-    return Quantity(runs, evaluate)
+    return Quantity(runs, evaluate, measures=tuple((run, measure) for run in runs))
 
 
 def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
@@ -152,7 +156,12 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
             tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
         )
 
-    return Quantity(tuple(run for part in parts for run in part.runs), evaluate, unit)
+    return Quantity(
+        tuple(run for part in parts for run in part.runs),
+        evaluate,
+        unit,
+        tuple(taken for part in parts for taken in part.measures),
+    )
 
 
 def computed(function: Callable[[], Any]) -> Quantity:
@@ -259,5 +268,5 @@ def _images_per_second(run: Run) -> float:
     return round(_SPEED_BATCH / min(seconds), 1)
 
 
-INFERENCE_SPEED = Measure("inference images per second", _images_per_second)
+INFERENCE_SPEED = Measure("inference images per second", _images_per_second, timed=True)
 """At batch 128 on this machine, the best of a few."""

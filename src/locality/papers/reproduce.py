@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from locality.figures.curves import draw, filled
 from locality.figures.style import save
 from locality.files import write_atomic
 from locality.papers import beyond, convit, convit_figures, cvt  # noqa: F401 (they register)
-from locality.papers.measures import Failures
+from locality.papers.measures import Failures, Measure
 from locality.papers.pages import markdown, to_csv, to_html
 from locality.papers.records import Record, make_record
 from locality.papers.scales import Scale, get_scale
 from locality.papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
-from locality.runner.executors import Executor
+from locality.runner.executors import Executor, Outcome
 from locality.runner.runs import Run, with_needs
 from locality.runner.schedule import Workload, run_all
 from locality.training.preview import span
@@ -53,12 +54,14 @@ def reproduce(
     out: Path | str = "results",
     *,
     plan_only: bool = False,
+    finished_only: bool = False,
     executor: str | Executor = "local",
     jobs: int = 2,
     threads: int | None = None,
     runs: Path | str = RUNS,
     data: Mapping[str, str] | None = None,
     seeds: int | None = None,
+    fraction: float | None = None,
     quiet: bool = False,
 ) -> list[Record]:
     """Carry out the runs of an experiment, measure, and write its tables and figures.
@@ -72,12 +75,14 @@ def reproduce(
         out: folder for the files: `out/SCALE/convit-table-3.md`, `.csv`, `.html`, `.json`, and
             `.png`, `.svg` for figures.
         plan_only: print runs, images, multiply-accumulates and hours, and do nothing.
+        finished_only: start no run; what is not finished stays empty.
         executor: "local", "submitit", "ray", or an object with their `map`.
         jobs: runs at a time.
         threads: processor threads per run; the machine's divided by `jobs` unless given.
         runs: folder for the run folders, which experiments share: `runs/reproduce/SCALE/…`.
         data: dataset → its folder, for those that have one.
         seeds: use only the first so many of the scale's seeds.
+        fraction: of the fractions of the data that the scale compares, only this one.
         quiet: print nothing.
 
     Returns:
@@ -86,7 +91,7 @@ def reproduce(
     Raises:
         UserError: for a name or scale that does not exist, with the nearest.
     """
-    chosen = _scale(scale, Path(runs), data, seeds)
+    chosen = _scale(scale, Path(runs), data, seeds, fraction)
     items = find(name)
     specs = {item.name: item.build(chosen) for item in items}
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
@@ -94,12 +99,12 @@ def reproduce(
         plan = Workload(wanted, jobs)
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
         return []
-    failures, ready = _without_data(chosen, wanted)
-    if not quiet:
+    failures, ready = ({}, []) if finished_only else _without_data(chosen, wanted)
+    if not (quiet or finished_only):
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs)}")
         if failures:
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
-    outcomes = run_all(ready, jobs, executor, threads, quiet)
+    outcomes = run_all(ready, jobs, executor, threads, quiet, _measuring(specs.values()))
     failures |= {each.run.folder: each.error for each in outcomes if each.error is not None}
     folder = Path(out) / chosen.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,9 +115,18 @@ def reproduce(
 
 
 def _scale(
-    scale: str | Scale, runs: Path, data: Mapping[str, str] | None, seeds: int | None
+    scale: str | Scale,
+    runs: Path,
+    data: Mapping[str, str] | None,
+    seeds: int | None,
+    fraction: float | None,
 ) -> Scale:
     chosen = get_scale(scale, runs / scale, data) if isinstance(scale, str) else scale
+    if fraction is not None:
+        if fraction not in chosen.fractions:
+            given = ", ".join(f"{each:g}" for each in chosen.fractions)
+            raise UserError(f"fraction is {fraction:g}; scale '{chosen.name}' has {given}")
+        chosen = dataclasses.replace(chosen, fractions=(fraction,))
     if seeds is None:
         return chosen
     if seeds < 1:
@@ -136,6 +150,22 @@ def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str],
         else:
             ready.append(run)
     return failures, ready
+
+
+def _measuring(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
+    """What takes the measures of a run when it ends, so that they outlive its weights."""
+    wanted: dict[Path, set[Measure]] = {}
+    for spec in specs:
+        for run, measure in (taken for each in spec.quantities for taken in each.measures):
+            if measure.kept and not measure.timed:
+                wanted.setdefault(run.folder, set()).add(measure)
+
+    def measure(outcome: Outcome) -> None:
+        for each in wanted.get(outcome.run.folder, ()) if outcome.error is None else ():
+            with contextlib.suppress(UserError, FileNotFoundError):  # its cell will say so
+                each(outcome.run)
+
+    return measure
 
 
 def write_experiment(

@@ -2,8 +2,8 @@
 
 The paper's names of models stand for a role. At each scale a role is filled by one of our models,
 so that an experiment is written once. `digits`, `fashion` and `fashion14` have been run for the
-repository; the others are the same code with other values, and `reproduce --plan` says what they
-cost.
+repository; the others are the same code with other values, and `reproduce --dry_run` says what
+they cost.
 """
 
 from __future__ import annotations

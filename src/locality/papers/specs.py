@@ -93,10 +93,15 @@ class Table:
     claims: tuple[Claim, ...] = ()
 
     @property
+    def quantities(self) -> list[Quantity]:
+        """All that it shows or decides by."""
+        cells = [quantity for row in self.rows for quantity in row.cells.values()]
+        return [*cells, *(claim.quantity for claim in self.claims)]
+
+    @property
     def runs(self) -> list[Run]:
         """All runs it needs, each once."""
-        cells = [quantity for row in self.rows for quantity in row.cells.values()]
-        return all_runs([*cells, *(claim.quantity for claim in self.claims)])
+        return all_runs(self.quantities)
 
 
 @dataclass(frozen=True)
@@ -163,10 +168,15 @@ class Figure:
     claims: tuple[Claim, ...] = ()
 
     @property
+    def quantities(self) -> list[Quantity]:
+        """All that it shows or decides by."""
+        lines = [series.quantity for panel in self.panels for series in panel.series]
+        return [*lines, *(claim.quantity for claim in self.claims)]
+
+    @property
     def runs(self) -> list[Run]:
         """All runs it needs, each once."""
-        lines = [series.quantity for panel in self.panels for series in panel.series]
-        runs = all_runs([*lines, *(claim.quantity for claim in self.claims)])
+        runs = all_runs(self.quantities)
         drawn = self.drawing.runs if self.drawing is not None else ()
         return list({run.folder: run for run in (*runs, *drawn)}.values())
 

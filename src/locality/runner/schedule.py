@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -84,6 +84,7 @@ def run_all(
     executor: str | Executor = "local",
     threads: int | None = None,
     quiet: bool = False,
+    ended: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Carry out runs and everything they need; finished ones are left alone, others resume.
 
@@ -95,6 +96,7 @@ def run_all(
         executor: "local", "submitit", "ray", or an object with their `map`.
         threads: processor threads per run; the machine's divided by `jobs` unless given.
         quiet: show no progress.
+        ended: called with the outcome of each run that was carried out, while the others go on.
 
     Returns:
         one outcome per run given, in their order.
@@ -121,6 +123,7 @@ def run_all(
             for outcome in chosen.map(ready):
                 outcomes[outcome.run.folder] = outcome
                 progress.ended(outcome)
+                ended(outcome)
     return [Outcome(run, outcomes[run.folder].error) for run in runs]
 
 

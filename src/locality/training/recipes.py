@@ -81,7 +81,7 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
         model=ModelConfig(model, img_size=28, patch_size=patch_size),
         data=DataConfig("fashion_mnist"),
         input=Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
-        augment=AugmentConfig(crop="pad", pad=2, hflip=0.5),
+        augment=AugmentConfig(crop="pad", pad=1, hflip=0.0),
         optim=OptimConfig("adamw", lr=2e-3, weight_decay=0.05),
         schedule=ScheduleConfig(
             steps=1500, warmup=150, warmup_lr=1e-6, min_lr=1e-5, eval_every=150
