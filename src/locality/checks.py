@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from locality.errors import UserError, unknown
 
@@ -107,7 +109,7 @@ def parameters(width: int, depth: int, mlp_ratio: float, others: int) -> None:
         )
 
 
-def one_of(setting: str, given: str, accepted: Iterable[str]) -> None:
+def one_of(setting: str, given: object, accepted: Iterable[str]) -> None:
     """`given` has to be one of `accepted`.
 
     Raises:
@@ -118,12 +120,18 @@ def one_of(setting: str, given: str, accepted: Iterable[str]) -> None:
         raise unknown(f"value of {setting}", str(given), accepted)
 
 
-def choice(setting: str, given: object, accepted: Iterable[str]) -> None:
-    """As `one_of`, where the choices are so few that the message lists them all."""
-    accepted = list(accepted)
-    if given not in accepted:
-        listed = ", ".join(f"'{name}'" for name in accepted)
-        raise UserError(f"{setting}={given!r} is not one of {listed}")
+_hints = cache(typing.get_type_hints)
+
+
+def literals(config: Any, group: str = "") -> None:
+    """Each setting of a dataclass whose type is a `Literal` has to be one of its values.
+
+    Raises:
+        UserError: for the first that is not; `group` comes before its name.
+    """
+    for name, hint in _hints(config.__class__).items():
+        if typing.get_origin(hint) is Literal:
+            one_of(group + name, getattr(config, name), typing.get_args(hint))
 
 
 def integer(setting: str, value: object, low: int, high: int | None = None) -> None:

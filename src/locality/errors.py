@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 # Letters of a message: no sentence is longer, but what it quotes may be.
 _LONGEST = 2000
+# So many names are told even where one of them is near.
+_FEW = 5
 
 
 class UserError(ValueError):
@@ -64,8 +66,10 @@ def unknown(
     """
     names = sorted(accepted)
     near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-    return error(f"unknown {kind} '{given}'; {hint}")
+    hints = [f"did you mean {' or '.join(near)}?"] if near else []
+    if not near or len(names) <= _FEW:
+        hints.append("known: " + ", ".join(name or "''" for name in names))
+    return error(f"unknown {kind} '{given}'; {' '.join(hints)}")
 
 
 class NonFiniteLoss(RunFailed):

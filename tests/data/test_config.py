@@ -11,9 +11,9 @@ from locality.errors import UserError
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": "digit"}, r"unknown dataset 'digit'; did you mean digits"),
-        ({"subset": "random"}, r"unknown subset 'random'"),
-        ({"on_bad_image": "ignore"}, r"unknown on_bad_image 'ignore'"),
+        ({"dataset": "digit"}, r"unknown value of dataset 'digit'; did you mean digits"),
+        ({"subset": "random"}, r"unknown value of subset 'random'"),
+        ({"on_bad_image": "ignore"}, r"unknown value of on_bad_image 'ignore'"),
         ({"fraction": 0.0}, r"fraction is 0.0; give a finite number above 0 and at most 1"),
         ({"fraction": 1.5}, r"fraction is 1.5"),
         ({"fraction": float("nan")}, r"fraction is nan"),
@@ -43,8 +43,11 @@ def test_data_settings(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"crop": "resize"}, r"unknown crop 'resize'; did you mean resized"),
-        ({"interpolation": "cubic"}, r"unknown interpolation 'cubic'; did you mean bicubic"),
+        ({"crop": "resize"}, r"unknown value of crop 'resize'; did you mean resized"),
+        (
+            {"interpolation": "cubic"},
+            r"unknown value of interpolation 'cubic'; did you mean bicubic",
+        ),
         ({"pad": -1}, r"pad is -1"),
         ({"repeats": 0}, r"repeats is 0"),
         ({"hflip": 1.1}, r"hflip is 1.1; give a finite number at least 0 and at most 1"),
@@ -71,8 +74,8 @@ def test_augment_settings(settings, message):
     ("settings", "message"),
     [
         ({"crop_pct": 0.0}, r"crop_pct is 0.0"),
-        ({"crop_mode": "centre"}, r"unknown crop_mode 'centre'; did you mean center"),
-        ({"interpolation": "random"}, r"unknown interpolation 'random'"),
+        ({"crop_mode": "centre"}, r"unknown value of crop_mode 'centre'; did you mean center"),
+        ({"interpolation": "random"}, r"unknown value of interpolation 'random'"),
         ({"mean": (0.5, 0.5)}, r"mean has 2 values and std 3"),
         ({"std": (0.5, 0.0, 0.5)}, r"std is 0.0; give a finite number above 0"),
         ({"img_size": 0}, r"img_size is 0"),

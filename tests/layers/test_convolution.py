@@ -240,8 +240,8 @@ def test_looking_leaves_running_statistics_alone():
     [
         ({"num_heads": 3}, "embed_dim=16 .* num_heads=3"),
         ({"num_heads": 0}, "embed_dim=16 .* num_heads=0"),
-        ({"projection": "dense"}, "projection='dense' .* 'conv', 'linear', 'avg'"),
-        ({"scale": "depth"}, "attention_scale='depth' .* 'width', 'head'"),
+        ({"projection": "dense"}, "projection 'dense'; known: avg, conv, linear"),
+        ({"scale": "depth"}, "attention_scale 'depth'.* known: head, width"),
         ({"kernel_size": 2}, "projection_kernel .* odd .* 2"),
         ({"kv_stride": 0}, "stride .* at least 1, not 0"),
     ],

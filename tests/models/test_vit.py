@@ -257,7 +257,9 @@ def test_timm_surface(name):
     torch.testing.assert_close(model(x), model.head(features[:, 1:].mean(dim=1)))
     model.reset_classifier(0, "")
     torch.testing.assert_close(model(x), features)
-    with pytest.raises(ValueError, match="global_pool='max' is not one of 'token', 'avg', ''"):
+    with pytest.raises(
+        ValueError, match="unknown value of global_pool 'max'; known: '', avg, token"
+    ):
         model.reset_classifier(5, "max")
     names = dict(model.named_parameters())
     assert model.no_weight_decay() <= set(names)
@@ -351,7 +353,7 @@ def test_drop_path_grows_linearly():
         ({"gpsa_layers": 4, "global_pool": "avg", "class_token": True}, "without class_token"),
         ({"embed_dim": 66, "num_heads": 4}, "multiple"),
         ({"depth": 0}, "from 1"),
-        ({"positional_attention": "psi"}, "'gpsa', 'psa'"),
+        ({"positional_attention": "psi"}, "known: conv, gpsa, psa"),
         ({"locality_strength": 0.0}, "above 0"),
         ({"locality_strength": float("nan")}, "locality_strength is nan"),
         ({"gating_init": float("inf")}, "gating_init is inf"),

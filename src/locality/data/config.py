@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from locality import checks
-from locality.errors import UserError, unknown
+from locality.errors import UserError
 
 # Pillow refuses images with more pixels than this as decompression bombs, or warns about them.
 PIXEL_LIMIT = 89_478_485
@@ -135,10 +135,8 @@ class DataConfig:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        _known("dataset", self.dataset, DATASETS)
-        _known("subset", self.subset, ("balanced", "sorted"))
-        _known("on_bad_image", self.on_bad_image, ("auto", "error", "skip"))
-        _known("on_changed_images", self.on_changed_images, ("error", "resume"))
+        checks.one_of("dataset", self.dataset, DATASETS)
+        checks.literals(self)
         checks.number("fraction", self.fraction, 0, 1, above=True)
         checks.number("val_fraction", self.val_fraction, 0, 1, above=True, below=True)
         checks.integer("max_bad_images", self.max_bad_images, 0)
@@ -196,8 +194,8 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if self.img_size is not None:
             checks.image_size(self.img_size)
-        _known("interpolation", self.interpolation, INTERPOLATIONS)
-        _known("crop_mode", self.crop_mode, ("center", "squash"))
+        checks.one_of("interpolation", self.interpolation, INTERPOLATIONS)
+        checks.literals(self)
         checks.number("crop_pct", self.crop_pct, 0, 1, above=True)
         if not len(self.mean) == len(self.std) > 0:
             raise UserError(
@@ -270,9 +268,9 @@ class AugmentConfig:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        _known("crop", self.crop, ("resized", "pad", "none"))
+        checks.literals(self)
         if self.interpolation is not None:
-            _known("interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
+            checks.one_of("interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
         checks.integer("pad", self.pad, 0)
         checks.integer("repeats", self.repeats, 1)
         for name in ("hflip", "random_erasing", "mixup_prob", "mixup_switch_prob"):
@@ -283,11 +281,6 @@ class AugmentConfig:
         _range("ratio", self.ratio, math.inf)
         if self.auto_augment is not None:
             _policy(self.auto_augment)
-
-
-def _known(setting: str, given: str, accepted: object) -> None:
-    if given not in accepted:  # type: ignore[operator]
-        raise unknown(setting, str(given), accepted)  # type: ignore[arg-type]
 
 
 def _part(setting: str, value: tuple[float, float]) -> None:

@@ -125,7 +125,7 @@ class Projection(nn.Module):
         padding: int | None = None,
     ) -> None:
         super().__init__()
-        checks.choice("projection", projection, PROJECTIONS)
+        checks.one_of("projection", projection, PROJECTIONS)
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise UserError(f"projection_kernel has to be odd and above 0, not {kernel_size}")
         if stride < 1:
@@ -216,7 +216,7 @@ class ConvolutionalAttention(nn.Module):
     ) -> None:
         super().__init__()
         checks.heads(dim, num_heads)
-        checks.choice("attention_scale", scale, ATTENTION_SCALES)
+        checks.one_of("attention_scale", scale, ATTENTION_SCALES)
         self.dim = dim
         self.num_heads = num_heads
         self.scale = (dim if scale == "width" else dim // num_heads) ** -0.5

@@ -10,8 +10,6 @@ from typing import Any, Literal, Self, TypeVar, cast
 from locality import checks
 from locality.errors import UnknownSetting, UserError, unknown
 from locality.layers.grid import (
-    ATTENTION_SCALES,
-    PROJECTIONS,
     AttentionScale,
     Grid,
     ProjectionName,
@@ -23,7 +21,6 @@ from locality.models.architecture import Architecture
 T = TypeVar("T")
 
 Activation = Literal["quick_gelu", "gelu"]
-ACTIVATIONS: tuple[Activation, ...] = ("quick_gelu", "gelu")
 
 # Table 5: which of n stages have a position embedding.
 POSITIONS = {
@@ -95,7 +92,7 @@ class StageConfig:
             checks.size("kv_stride", stride)
         for ratio in self.mlp_ratios:
             checks.number("mlp_ratio", ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
-        checks.choice("projection", self.projection, PROJECTIONS)
+        checks.literals(self)
         checks.size("projection_kernel", self.projection_kernel)
         if self.projection_kernel % 2 == 0:
             raise UserError(
@@ -165,8 +162,6 @@ class CvTConfig(Architecture):
         object.__setattr__(self, "stages", stages)
         if not stages:
             raise UserError("stages has to hold at least one StageConfig, not none")
-        checks.choice("activation", self.activation, ACTIVATIONS)
-        checks.choice("attention_scale", self.attention_scale, ATTENTION_SCALES)
         channels = self.in_chans
         for stage, (rows, columns) in zip(stages, self.home_grids, strict=True):
             entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
@@ -248,7 +243,7 @@ class CvTConfig(Architecture):
             if name in per_stage
         }
         if "position" in fields:
-            checks.choice("position", fields["position"], POSITIONS)
+            checks.one_of("position", fields["position"], POSITIONS)
             values["use_pos_embed"] = POSITIONS[fields["position"]](count)
         stages = [
             dataclasses.replace(stage, **{name: given[index] for name, given in values.items()})
@@ -294,7 +289,7 @@ def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) 
 
 def _embedded(stage: StageConfig, embedding: str) -> StageConfig:
     """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
-    checks.choice("embedding", embedding, ("conv", "patch"))
+    checks.one_of("embedding", embedding, ("conv", "patch"))
     stride = stage.embed_stride
     kernel, padding = (stride, 0) if embedding == "patch" else overlapping(stride)
     return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from locality import checks
 from locality.errors import UserError
@@ -62,9 +62,6 @@ class ViTConfig(Architecture):
         checks.heads(self.embed_dim, self.num_heads)
         checks.number("mlp_ratio", self.mlp_ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
         checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
-        checks.choice(
-            "positional_attention", self.positional_attention, get_args(PositionalAttention)
-        )
         checks.number("locality_strength", self.locality_strength, 0, above=True)
         checks.number("gating_init", self.gating_init)
         checks.number("drop_path_rate", self.drop_path_rate, 0, 1, below=True)

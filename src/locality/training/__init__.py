@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from locality.training.config import ScheduleConfig as ScheduleConfig
     from locality.training.engine import train as train
     from locality.training.evaluation import evaluate as evaluate
-    from locality.training.evaluation import evaluate_on as evaluate_on
     from locality.training.evaluation import evaluate_opened as evaluate_opened
     from locality.training.evaluation import evaluate_run as evaluate_run
     from locality.training.load import initial_model as initial_model

@@ -204,7 +204,7 @@ class ObjectiveConfig:
         checks.number("objective.label_smoothing", self.label_smoothing, 0, 1, below=True)
         checks.number("objective.teacher_share", self.teacher_share, 0, 1, above=True)
         checks.number("objective.temperature", self.temperature, 0, above=True)
-        checks.one_of("objective.distillation", self.distillation, ("hard", "soft"))
+        checks.literals(self, "objective.")
         if self.teacher_weights is not None and self.teacher is None:
             raise UserError("objective.teacher_weights is set but objective.teacher is not")
 
@@ -257,10 +257,7 @@ class EngineConfig:
         checks.integer("engine.devices", self.devices, 0)
         checks.integer("engine.num_nodes", self.num_nodes, 1)
         checks.integer("engine.max_bad_losses", self.max_bad_losses, 0)
-        checks.one_of("engine.precision", self.precision, ("auto", "fp32", "bf16-mixed"))
-        checks.one_of("engine.accelerator", self.accelerator, ("auto", "cpu", "cuda", "mps"))
-        strategies = ("auto", "ddp", "ddp_spawn", "ddp_fork")
-        checks.one_of("engine.strategy", self.strategy, strategies)
+        checks.literals(self, "engine.")
         if self.ema_decay is not None:
             checks.number("engine.ema_decay", self.ema_decay, 0, 1, below=True)
         if self.ema_warmup and self.ema_decay is None:
