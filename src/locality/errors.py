@@ -53,6 +53,16 @@ def one_line(error: BaseException) -> str:
     return f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
 
+def near(given: str, accepted: Iterable[str]) -> list[str]:
+    """The names most like the given one, three at most; a setting may be given by its last part."""
+    names = sorted(accepted)
+    word = given.replace("-", "_")
+    exact = [name for name in names if name.rpartition(".")[2] == word]
+    if exact:
+        return exact
+    return difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+
+
 def unknown(
     kind: str, given: str, accepted: Iterable[str], error: type[UserError] = UserError
 ) -> UserError:
@@ -65,9 +75,9 @@ def unknown(
         error: the exception to make.
     """
     names = sorted(accepted)
-    near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
-    hints = [f"did you mean {' or '.join(near)}?"] if near else []
-    if not near or len(names) <= _FEW:
+    found = near(given, names)
+    hints = [f"did you mean {' or '.join(found)}?"] if found else []
+    if not found or len(names) <= _FEW:
         hints.append("known: " + ", ".join(name or "''" for name in names))
     return error(f"unknown {kind} '{given}'; {' '.join(hints)}")
 

@@ -1,35 +1,35 @@
-"""Weights: everyone's layouts, our own format, public weights by name, opening and export."""
+"""Weights: everyone's layouts, our own format, public weights by name, opening and export.
 
-from locality.checkpoints.adapt import create_model, load_into, load_weights
-from locality.checkpoints.conversion import Conversion, convert
-from locality.checkpoints.exporting import export
-from locality.checkpoints.format import Checkpoint, save
-from locality.checkpoints.hub import TrainedModel
-from locality.checkpoints.layouts import LAYOUTS, Layout, recognise
-from locality.checkpoints.open import Classifier, load, open_model, open_weights
-from locality.checkpoints.sources import SOURCES, Source, list_pretrained, source
-from locality.data.config import Preprocessing
+Names are imported when they are first used: which public weights there are is told without torch.
+"""
 
-__all__ = [
-    "LAYOUTS",
-    "SOURCES",
-    "Checkpoint",
-    "Classifier",
-    "Conversion",
-    "Layout",
-    "Preprocessing",
-    "Source",
-    "TrainedModel",
-    "convert",
-    "create_model",
-    "export",
-    "list_pretrained",
-    "load",
-    "load_into",
-    "load_weights",
-    "open_model",
-    "open_weights",
-    "recognise",
-    "save",
-    "source",
-]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from locality.lazy import lazily
+
+if TYPE_CHECKING:
+    from locality.checkpoints.adapt import create_model as create_model
+    from locality.checkpoints.adapt import load_into as load_into
+    from locality.checkpoints.adapt import load_weights as load_weights
+    from locality.checkpoints.conversion import Conversion as Conversion
+    from locality.checkpoints.conversion import convert as convert
+    from locality.checkpoints.exporting import export as export
+    from locality.checkpoints.format import Checkpoint as Checkpoint
+    from locality.checkpoints.format import save as save
+    from locality.checkpoints.hub import TrainedModel as TrainedModel
+    from locality.checkpoints.layouts import LAYOUTS as LAYOUTS
+    from locality.checkpoints.layouts import Layout as Layout
+    from locality.checkpoints.layouts import recognise as recognise
+    from locality.checkpoints.open import Classifier as Classifier
+    from locality.checkpoints.open import load as load
+    from locality.checkpoints.open import open_model as open_model
+    from locality.checkpoints.open import open_weights as open_weights
+    from locality.checkpoints.sources import SOURCES as SOURCES
+    from locality.checkpoints.sources import Source as Source
+    from locality.checkpoints.sources import list_pretrained as list_pretrained
+    from locality.checkpoints.sources import source as source
+    from locality.data.config import Preprocessing as Preprocessing
+
+__all__, __getattr__ = lazily(__name__, __file__)

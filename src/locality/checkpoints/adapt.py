@@ -9,11 +9,12 @@ from typing import Any
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
+from locality.checkpoints.download import find_weights
 from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.layouts import check_family, unlike
 from locality.checkpoints.open import read
 from locality.checkpoints.reading import check_finite, check_keys
-from locality.checkpoints.sources import find_weights, source
+from locality.checkpoints.sources import source
 from locality.errors import UserError, naming
 from locality.layers import Grid
 from locality.models import factory

@@ -19,6 +19,7 @@ from locality.checkpoints.format import (
 )
 from locality.data.config import Preprocessing
 from locality.errors import naming
+from locality.machine import hub_asked_once
 from locality.models.base import ImageClassifier
 
 
@@ -28,7 +29,9 @@ def fetch(repository: str, **options: Any) -> Path:
     Raises:
         OSError: if it is neither there nor to be had.
     """
-    return Path(snapshot_download(repository, allow_patterns=[WEIGHTS, CONFIG, CARD], **options))
+    wanted = [WEIGHTS, CONFIG, CARD]
+    with hub_asked_once():
+        return Path(snapshot_download(repository, allow_patterns=wanted, **options))
 
 
 class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-classification"):

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from locality.checkpoints.download import find_weights
 from locality.checkpoints.exporting import INPUT, OUTPUT
 from locality.checkpoints.format import (
     CONFIG,
@@ -30,22 +31,22 @@ from locality.checkpoints.format import (
 from locality.checkpoints.hub import fetch
 from locality.checkpoints.layouts import identify, recognise, unlike, with_settings
 from locality.checkpoints.reading import (
-    SUFFIXES,
     check_finite,
     is_safetensors,
     read_state,
     safetensors_metadata,
 )
 from locality.checkpoints.run_state import classes_of, latest_state
-from locality.checkpoints.sources import SOURCES, find_weights, source
+from locality.checkpoints.sources import source
+from locality.checkpoints.where import is_run_folder, kind_of, refuse_entry
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
-from locality.errors import UserError, naming, unknown
+from locality.errors import UserError, naming
 from locality.files import open_file, parse_json, read_json, read_yaml
 from locality.models import factory
 from locality.models.base import ImageClassifier
-from locality.models.from_timm import PREFIX, published
-from locality.models.variants import VARIANTS, name_today
+from locality.models.from_timm import published
+from locality.models.variants import name_today
 from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
@@ -160,7 +161,7 @@ def open_model(
     Raises:
         FileNotFoundError, UserError: as `read`.
     """
-    if Path(what).suffix == ".onnx":
+    if kind_of(what) == "graph":
         return _open_graph(Path(what))
     checkpoint = read(what, variant, entry, settings)
     with naming(what):
@@ -212,25 +213,23 @@ def read(
         UserError: if it cannot be opened, naming it and the cause.
     """
     path, name = Path(what), str(what)
-    if path.suffix == ".onnx":
+    kind = kind_of(what)
+    if kind == "graph":
         _open_graph(path).module()  # which it has none of
+    if kind != "path":
+        refuse_entry(what, entry)
     like = like if variant is None else factory.variant(variant).config
-    if is_run_folder(path):
+    if kind == "run":
         found = _with(read_run(path), settings, path)
-    elif path.exists():
+    elif kind == "path":
         found = open_weights(path, like, entry, settings)
-    elif name in SOURCES:
+    elif kind == "public":
         found = _with(open_pretrained(name), settings, name)
-    elif name.startswith(PREFIX):
+    elif kind == "timm":
         found = _with(_open_timm(name), settings, name)
     else:
         found = _with(_from_hub(name), settings, name)
     return found if variant is None else _confirmed(found, variant, what, settings)
-
-
-def is_run_folder(path: Path | str) -> bool:
-    """Whether a path is a folder with a config.yaml."""
-    return (Path(path) / "config.yaml").is_file()
 
 
 def read_run(folder: Path | str) -> Checkpoint:
@@ -302,6 +301,7 @@ def open_weights(
     path = Path(path)
     if path.is_dir():
         if _is_ours(path):
+            refuse_entry(path, entry)
             return _with(read_folder(path), settings, path / WEIGHTS)
         path = _foreign_file(path)
     if path.exists() and path.stat().st_size and is_safetensors(path):
@@ -397,17 +397,6 @@ def _foreign_file(folder: Path) -> Path:
 
 
 def _from_hub(name: str) -> Checkpoint:
-    """The model in a repository of the hub; whatever else `name` may be is refused."""
-    if name in VARIANTS:
-        raise UserError(
-            f"'{name}' is an architecture without weights; give the name of public weights "
-            f"(`locality models --pretrained` lists them), a run folder or a file"
-        )
-    file = Path(name).suffix in SUFFIXES
-    if file or not _is_repository(name):
-        if "/" in name or file:
-            raise FileNotFoundError(f"there is no file or folder {name}")
-        raise unknown("file, folder or model", name, (*SOURCES, *VARIANTS))
     try:
         return read_folder(fetch(name))
     except OSError as error:
@@ -415,13 +404,6 @@ def _from_hub(name: str) -> Checkpoint:
             f"there is no file or folder {name}, and no model could be fetched from "
             f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _is_repository(name: str) -> bool:
-    """Whether `name` looks like "user/name" and not like a path to a file."""
-    user, slash, repository = name.partition("/")
-    plain = all(part and part not in (".", "..", "~") for part in (user, repository))
-    return bool(slash) and plain and "/" not in repository and not name.startswith((".", "~"))
 
 
 def _open_graph(path: Path) -> Classifier:

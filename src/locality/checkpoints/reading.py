@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from locality.checkpoints.where import refuse_entry
 from locality.errors import UserError
 from locality.files import open_file
 from locality.models.factory import build
@@ -37,9 +38,6 @@ Adapter = Callable[[State, Any], dict[str, Tensor]]
 
 # Enough names to recognise a pattern in, few enough to read.
 _SHOWN = 6
-
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
-"""Endings that weight files have; what is in the file decides how it is read."""
 
 ALLOWED_CLASSES: tuple[Any, ...] = (
     argparse.Namespace,
@@ -84,6 +82,7 @@ def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
     path = Path(path)
     written = _written_as(path)
     if written == "safetensors":
+        refuse_entry(path, entry)
         return read_safetensors(path)[0]
     with open_file(path) as file:
         state = _pick(unpickle(file, path), entry, path)

@@ -81,7 +81,7 @@ def evaluate(arguments: Sequence[str]) -> None:
         raise UserError("give one model to evaluate, by itself or as --weights")
     what = options.weights if options.run is None else options.run
 
-    from locality.checkpoints.open import is_run_folder
+    from locality.checkpoints.where import is_run_folder
     from locality.training import RunFolder, evaluate_opened
 
     opened = open_given(what, options)

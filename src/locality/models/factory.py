@@ -15,8 +15,8 @@ from locality.models.architecture import Architecture, sides
 from locality.models.base import ImageClassifier
 from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.cvt_config import CvTConfig
-from locality.models.from_timm import PREFIX, TimmConfig, TimmModel
-from locality.models.variants import ALIASES, variant
+from locality.models.from_timm import TimmConfig, TimmModel
+from locality.models.variants import ALIASES, PREFIX, variant
 from locality.models.vit import VisionTransformer
 from locality.models.vit_config import ViTConfig
 

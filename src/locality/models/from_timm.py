@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, unknown
+from locality.machine import hub_asked_once
 from locality.models.base import ImageClassifier
+from locality.models.variants import PREFIX
 
-PREFIX = "timm/"
 Plain = str | bool | int | float | None
 
 
@@ -89,7 +90,8 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
     """
     config = TimmConfig.named(name)
     try:
-        model = timm.create_model(config.name, pretrained=True)
+        with hub_asked_once():
+            model = timm.create_model(config.name, pretrained=True)
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"timm's weights of {name} could not be loaded: {reason}") from error

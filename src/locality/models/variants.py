@@ -125,6 +125,9 @@ _ROWS = [
 
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 
+PREFIX = "timm/"
+"""What the names of timm's models begin with here."""
+
 FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
 """What people call the families."""
 
