@@ -102,8 +102,8 @@ def test_settings_cannot_be_changed_behind_the_checks():
 
 
 def test_every_dataset_can_be_opened():
-    for row in DATASETS.values():
-        assert callable(getattr(datasets, row.opener))
+    for opener in DATASETS.values():
+        assert callable(getattr(datasets, opener))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from locality import checks
 from locality.errors import UserError
@@ -17,43 +17,20 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-class DatasetRow(NamedTuple):
-    """A dataset by name: the function of `data.datasets` that opens it, and what it is."""
-
-    opener: str
-    about: str
-
-
-DATASETS: dict[str, DatasetRow] = {
-    "digits": DatasetRow("open_digits", "1,797 handwritten digits, 8×8, nothing to download"),
-    "folder": DatasetRow(
-        "open_images", "any image folder: train/ and val/, or one folder per class to be split"
-    ),
-    "fashion_mnist": DatasetRow(
-        "open_fashion_mnist", "Fashion-MNIST, 28×28: Debian's dataset-fashion-mnist, or torchvision"
-    ),
-    "cifar10": DatasetRow("open_cifar10", "CIFAR-10 through torchvision"),
-    "cifar100": DatasetRow("open_cifar100", "CIFAR-100 through torchvision"),
-    "flowers102": DatasetRow(
-        "open_flowers102", "Oxford Flowers-102 through torchvision: train + val, and test"
-    ),
-    "pets": DatasetRow("open_pets", "Oxford-IIIT Pets through torchvision: trainval, and test"),
-    "imagenet": DatasetRow(
-        "open_imagenet", "ImageNet-1k or -22k folder with train/ and val/, a folder per class"
-    ),
-    "imagenet100": DatasetRow(
-        "open_imagenet100", "the first 100 classes of an ImageNet folder, in sorted order"
-    ),
-    "imagenet_v2": DatasetRow(
-        "open_imagenet_v2", "ImageNet-V2 (evaluation only): folders named 0 … 999"
-    ),
-    "imagenet_real": DatasetRow(
-        "open_imagenet_real", "ImageNet's val/ with the ReaL labels (evaluation only)"
-    ),
-    "arrow": DatasetRow(
-        "open_tables",
-        "a folder of Parquet or Arrow files, such as `locality data pack` writes",
-    ),
+# Datasets by name, and the functions of `data.datasets` that open them.
+DATASETS = {
+    "digits": "open_digits",  # 1,797 of them, 8×8, nothing to download
+    "folder": "open_images",  # train/ and val/, or one folder per class to be split
+    "fashion_mnist": "open_fashion_mnist",  # Debian's dataset-fashion-mnist, or torchvision's
+    "cifar10": "open_torchvision",
+    "cifar100": "open_torchvision",
+    "flowers102": "open_torchvision",
+    "pets": "open_torchvision",
+    "imagenet": "open_imagenet",  # 1k or 22k: train/ and val/, a folder per class
+    "imagenet100": "open_imagenet100",  # its first 100 classes, in sorted order
+    "imagenet_v2": "open_imagenet_v2",  # evaluation only
+    "imagenet_real": "open_imagenet_real",  # evaluation only
+    "arrow": "open_tables",  # Parquet or Arrow files, such as `locality data pack` writes
 }
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")

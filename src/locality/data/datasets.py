@@ -61,7 +61,7 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     Raises:
         UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
     """
-    opener: Callable[[DataConfig], Opened] = globals()[DATASETS[config.dataset].opener]
+    opener: Callable[[DataConfig], Opened] = globals()[DATASETS[config.dataset]]
     classes, train, val = opener(config)
     if config.first_classes is not None:
         classes, train, val = _first_classes(config, classes, train, val, config.first_classes)
@@ -256,16 +256,38 @@ def _real_labels(path: str | None) -> list[tuple[int, ...]]:
 # -- through torchvision ---------------------------------------------------------------------------
 
 
-def open_cifar10(config: DataConfig) -> Opened:
-    """CIFAR-10: 50,000 images to train on, 10,000 to evaluate on, 32×32, in memory."""
-    content = "cifar-10-batches-py, unpacked from cifar-10-python.tar.gz"
-    return _open(config, "CIFAR10", "CIFAR-10", content, [{"train": True}], {"train": False})
-
-
-def open_cifar100(config: DataConfig) -> Opened:
-    """CIFAR-100: as CIFAR-10, in 100 classes."""
-    content = "cifar-100-python, unpacked from cifar-100-python.tar.gz"
-    return _open(config, "CIFAR100", "CIFAR-100", content, [{"train": True}], {"train": False})
+_CIFAR = ({"train": True}, {"train": False})
+# Flowers: train and val together, as in the transfer results that CvT's Table 4 compares with.
+_FLOWERS = ({"split": "train"}, {"split": "val"}, {"split": "test"})
+# Reader, title for people, what has to lie in the folder, and the reader's options for each part:
+# the last to evaluate on, the others to train on.
+_READERS: dict[str, tuple[str, str, str, tuple[dict[str, Any], ...]]] = {
+    "cifar10": (
+        "CIFAR10",
+        "CIFAR-10",
+        "cifar-10-batches-py, unpacked from cifar-10-python.tar.gz",
+        _CIFAR,
+    ),
+    "cifar100": (
+        "CIFAR100",
+        "CIFAR-100",
+        "cifar-100-python, unpacked from cifar-100-python.tar.gz",
+        _CIFAR,
+    ),
+    "flowers102": (
+        "Flowers102",
+        "Flowers-102",
+        "flowers-102 with jpg/, imagelabels.mat and setid.mat",
+        _FLOWERS,
+    ),
+    "pets": (
+        "OxfordIIITPet",
+        "Oxford-IIIT Pets",
+        "oxford-iiit-pet with images/ and annotations/",
+        ({"split": "trainval"}, {"split": "test"}),
+    ),
+    "fashion_mnist": ("FashionMNIST", "Fashion-MNIST", "FashionMNIST/raw", ({},)),
+}
 
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -281,7 +303,7 @@ def open_fashion_mnist(config: DataConfig) -> Opened:
         UserError: they are not there, or damaged.
     """
     if config.download:
-        _parts(config, "FashionMNIST", "Fashion-MNIST", "FashionMNIST/raw", [{}])
+        _parts(config)
     root = FASHION_MNIST if config.root is None else Path(config.root).expanduser()
     sources = []
     for part, prefix in (("train", "train"), ("test", "t10k")):
@@ -320,27 +342,9 @@ def _idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
         raise UserError(f"'{path}' is damaged: {error}") from error
 
 
-def open_flowers102(config: DataConfig) -> Opened:
-    """Flowers-102: 1,020 training and 1,020 validation images to train on, 6,149 of test.
-
-    That is the division of the transfer results that CvT's Table 4 compares with.
-    """
-    content = "flowers-102 with jpg/, imagelabels.mat and setid.mat"
-    train = [{"split": "train"}, {"split": "val"}]
-    return _open(config, "Flowers102", "Flowers-102", content, train, {"split": "test"})
-
-
-def open_pets(config: DataConfig) -> Opened:
-    """Oxford-IIIT Pets: 3,680 images to train on (trainval), 3,669 to evaluate on (test)."""
-    content = "oxford-iiit-pet with images/ and annotations/"
-    train = [{"split": "trainval"}]
-    return _open(config, "OxfordIIITPet", "Oxford-IIIT Pets", content, train, {"split": "test"})
-
-
-def _parts(
-    config: DataConfig, reader: str, title: str, content: str, parts: list[dict[str, Any]]
-) -> list[Any]:
-    """The parts of a dataset that a reader of torchvision's finds, with its options for each."""
+def _parts(config: DataConfig) -> list[Any]:
+    """The parts of a dataset that its reader finds."""
+    reader, title, content, parts = _READERS[config.dataset]
     if config.root is None:
         raise UserError(f"{title} needs a folder; give it as data.root")
     root = Path(config.root).expanduser()
@@ -368,16 +372,9 @@ def _parts(
         ) from error
 
 
-def _open(
-    config: DataConfig,
-    reader: str,
-    title: str,
-    content: str,
-    train: list[dict[str, Any]],
-    val: dict[str, Any],
-) -> Opened:
-    """A dataset from its parts to train on and the one to evaluate on."""
-    parts = _parts(config, reader, title, content, [*train, val])
+def open_torchvision(config: DataConfig) -> Opened:
+    """A dataset that torchvision has a reader for, see `_READERS`."""
+    parts = _parts(config)
     # Older versions of torchvision do not know the flowers' names.
     classes = getattr(parts[0], "classes", [f"class {n}" for n in range(1, 103)])
     return (
