@@ -13,7 +13,7 @@ from locality import settings
 from locality.errors import UserError
 from locality.runner.cost import estimate_costs
 from locality.runner.executors import (
-    PollingExecutor,
+    Executor,
     log_file,
     make_executor,
     perform,
@@ -131,10 +131,8 @@ def test_unknown_executors_and_no_jobs_are_refused():
 
 
 def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run):
-    class First(PollingExecutor):
+    class First(Executor):
         """Only the first job ever ends."""
-
-        window = 2
 
         def submit(self, runs):
             return [run.name for run in runs]
@@ -151,7 +149,7 @@ def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run):
         def close(self):
             self.closed = True
 
-    executor = First()
+    executor = First(2)
     outcomes = executor.map([tiny_run(tmp_path, seed=seed) for seed in range(4)])
     assert next(outcomes).error == "convit_nano 0 broke"
     outcomes.close()

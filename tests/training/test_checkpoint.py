@@ -25,7 +25,7 @@ from locality.checkpoints.run_state import (
 )
 from locality.errors import NonFiniteWeights
 from locality.training import CheckpointNotSaved, DamagedCheckpoint
-from locality.training.checkpoint import BackgroundSaver, CheckpointFolder
+from locality.training.checkpoint import CheckpointFolder
 
 from .conftest import assert_same, assert_same_run, tiny, train
 
@@ -209,8 +209,8 @@ def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path:
     assert last >= 10
 
 
-def test_the_background_saver_saves_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
-    saver = BackgroundSaver(CheckpointFolder(tmp_path))
+def test_what_is_saved_is_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
+    saver = CheckpointFolder(tmp_path)
     live = state(1)
     saver.start(live)
     live["model"]["weight"].zero_()
@@ -218,10 +218,10 @@ def test_the_background_saver_saves_what_was_there_when_it_was_asked(tmp_path: P
     assert_same(read_checkpoint(tmp_path / LAST), state(1))
 
 
-def test_the_background_saver_hands_failures_over_once(
+def test_a_failure_to_save_is_handed_over_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = BackgroundSaver(CheckpointFolder(tmp_path))
+    saver = CheckpointFolder(tmp_path)
     monkeypatch.setattr(run_state._HashingWriter, "write", disk_full)
     saver.start(state(1))
     with pytest.raises(CheckpointNotSaved):

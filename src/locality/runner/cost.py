@@ -18,10 +18,11 @@ from locality.benchmark.measure import interleave, training_step
 from locality.data import open_data
 from locality.data.config import DataConfig
 from locality.errors import UserError
-from locality.models import ImageClassifier, build, count_macs, count_parameters
+from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.runner.runs import Run
 from locality.settings import from_yaml, to_yaml
 from locality.training.config import ModelConfig, RunConfig
+from locality.training.load import meta_model
 from locality.training.plan import make_plan
 
 # Training images of datasets that may not lie here, as their makers give them; a hundredth of a
@@ -82,37 +83,32 @@ def estimate_costs(
         if rate:
             known.setdefault(_speed_key(run.config), float(rate))
     timed = threads if measure else None
-    return {
-        run.folder: _spent(run.config, results.get(run.folder, {}))
-        or _cost_or_problem(run.config, known, timed)
-        for run in runs
-    }
+    return {run.folder: _cost(run.config, results.get(run.folder), known, timed) for run in runs}
 
 
-def _spent(config: RunConfig, result: Mapping[str, Any]) -> RunCost | None:
-    """What a finished run did cost, without opening its data; None if its result does not say."""
-    if not {"steps", "macs", "seconds"} <= set(result):
-        return None
-    images = result["steps"] * config.engine.batch_size
-    return RunCost(images, _STEP_FORWARDS * result["macs"] * images, result["seconds"], "measured")
-
-
-def _cost_or_problem(config: RunConfig, known: Mapping[str, float], threads: int | None) -> RunCost:
+def _cost(
+    config: RunConfig,
+    result: Mapping[str, Any] | None,
+    known: Mapping[str, float],
+    threads: int | None,
+) -> RunCost:
+    """A run's cost; of a finished one, without opening its data, if its result says so."""
+    batch = config.engine.batch_size
+    if result and {"steps", "macs", "seconds"} <= set(result):
+        images = result["steps"] * batch
+        macs = _STEP_FORWARDS * result["macs"] * images
+        return RunCost(images, macs, result["seconds"], "measured")
     try:
-        return _cost(config, known, threads)
+        there, classes = train_images(config)
+        images = make_plan(config, there).images
+        macs = _STEP_FORWARDS * forward_macs(config.model, classes) * images
+        rate = known.get(_speed_key(config))
+        basis = "estimated" if rate is None else "measured"
+        if rate is None and threads is not None:
+            rate = steps_rate(config.model, classes, batch, threads)
+        return RunCost(images, macs, images / rate if rate else 0.0, basis)
     except (UserError, OSError) as error:
         return RunCost(0, 0, 0, "estimated", str(error))
-
-
-def _cost(config: RunConfig, known: Mapping[str, float], threads: int | None) -> RunCost:
-    images, classes = train_images(config)
-    shown = make_plan(config, images).images
-    macs = _STEP_FORWARDS * forward_macs(config.model, classes) * shown
-    rate = known.get(_speed_key(config))
-    basis = "estimated" if rate is None else "measured"
-    if rate is None and threads is not None:
-        rate = steps_rate(config.model, classes, config.engine.batch_size, threads)
-    return RunCost(shown, macs, shown / rate if rate else 0.0, basis)
 
 
 def _speed_key(config: RunConfig) -> str:
@@ -153,15 +149,7 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int]:
 @cache
 def _meta_network(architecture: str, classes: int) -> ImageClassifier:
     """A network without data in its tensors."""
-    model = from_yaml(ModelConfig, architecture)
-    with torch.device("meta"):
-        return build(
-            model.name,
-            num_classes=classes,
-            img_size=model.img_size,
-            patch_size=model.patch_size,
-            **model.overrides,
-        )
+    return meta_model(RunConfig(model=from_yaml(ModelConfig, architecture)), classes)
 
 
 @cache

@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from locality import checks
 from locality.errors import UserError, unknown
 from locality.machine import processors
 from locality.runner.runs import Run
@@ -45,18 +47,6 @@ class Outcome:
 
     run: Run
     error: str | None = None
-
-
-class Executor(Protocol):
-    """Anything that can carry out runs which do not depend on each other."""
-
-    def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
-        """Carry out all runs, yielding each outcome as it is known, in any order.
-
-        A run that fails is an outcome like the others. Closing the iterator stops what is
-        going on; a stopped run has saved and can be resumed.
-        """
-        ...
 
 
 def perform(run: Run) -> str | None:
@@ -135,14 +125,22 @@ def threads_per_run(jobs: int) -> int:
     return max(1, processors() // jobs)
 
 
-class PollingExecutor:
-    """Keeps jobs going, a window of them at a time, and asks which have ended.
+class Executor:
+    """Carries out runs that do not depend on each other, some of them at a time.
 
     A backend says how runs become jobs (`submit`), whether one has ended (`is_done`) and how
     (`error`), and what stops those going on (`cancel`).
+
+    Args:
+        jobs: runs at a time.
+        threads: processor threads per run; the machine's divided by `jobs` unless given. Sums are
+            rounded in another order with another number of threads, so repeat a run with the
+            same one to repeat it to the last bit.
     """
 
-    window: int
+    def __init__(self, jobs: int, threads: int | None = None) -> None:
+        self.window = jobs
+        self.threads = threads or threads_per_run(jobs)
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
         raise NotImplementedError
@@ -160,7 +158,11 @@ class PollingExecutor:
         """Nothing is going on any more."""
 
     def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
-        """See `Executor.map`."""
+        """Carry out all runs, yielding each outcome as it is known, in any order.
+
+        A run that fails is an outcome like the others. Closing the iterator stops what is
+        going on; a stopped run has saved and can be resumed.
+        """
         waiting = list(runs)
         going: list[tuple[Run, Any]] = []
         try:
@@ -182,21 +184,13 @@ class PollingExecutor:
                 self.close()
 
 
-class LocalExecutor(PollingExecutor):
-    """Processes on this machine, a few at a time; each sees one GPU, in turn, if there are any.
-
-    Args:
-        jobs: runs at a time.
-        threads: processor threads per run; the machine's divided by `jobs` unless given. Sums are
-            rounded in another order with another number of threads, so repeat a run with the
-            same one to repeat it to the last bit.
-    """
+class LocalExecutor(Executor):
+    """Processes on this machine; each sees one GPU, in turn, if there are any."""
 
     def __init__(self, jobs: int = 2, threads: int | None = None) -> None:
-        self.window = jobs
+        super().__init__(jobs, threads)
         gpus: list[str | None] = [*visible_gpus()] or [None]
-        threads = threads or threads_per_run(jobs)
-        self._workers = [WorkerProcess(threads, gpus[n % len(gpus)]) for n in range(jobs)]
+        self._workers = [WorkerProcess(self.threads, gpus[n % len(gpus)]) for n in range(jobs)]
         self._idle = self._workers[::-1]
 
     def submit(self, runs: Sequence[Run]) -> Sequence[WorkerProcess]:
@@ -304,7 +298,16 @@ def _follow(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class SubmititExecutor(PollingExecutor):
+def _imported(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"executor '{module}' needs a package: pip install 'locality[{extra}]'"
+        ) from error
+
+
+class SubmititExecutor(Executor):
     """Jobs of a cluster (SLURM), or processes here where there is none, through submitit.
 
     Args:
@@ -318,24 +321,18 @@ class SubmititExecutor(PollingExecutor):
     def __init__(
         self, jobs: int, threads: int | None, logs: Path, parameters: dict[str, Any] | None = None
     ) -> None:
-        try:
-            import submitit
-        except ImportError as error:
-            raise UserError(
-                "executor 'submitit' needs a package: pip install 'locality[slurm]'"
-            ) from error
-        threads = threads or threads_per_run(jobs)
-        self._executor = submitit.AutoExecutor(folder=logs)
-        # SLURM queues; submitit's local executor starts everything it is given at once.
-        self.window = 10**9 if self._executor.cluster == "slurm" else jobs
+        super().__init__(jobs, threads)
+        self._executor = _imported("submitit", "slurm").AutoExecutor(folder=logs)
+        if self._executor.cluster == "slurm":
+            self.window = 10**9  # it queues; submitit's local executor starts all it is given
         defaults: dict[str, Any] = {
             "name": "locality",
-            "cpus_per_task": threads,
+            "cpus_per_task": self.threads,
             "timeout_min": 60 * 72,
             "slurm_array_parallelism": jobs,
         }
         self._executor.update_parameters(**defaults | (parameters or {}))
-        self._perform = functools.partial(perform_in, os.getcwd(), threads)
+        self._perform = functools.partial(perform_in, os.getcwd(), self.threads)
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
         return self._executor.map_array(self._perform, runs)
@@ -355,7 +352,7 @@ class SubmititExecutor(PollingExecutor):
             job.cancel(check=False)
 
 
-class RayExecutor(PollingExecutor):
+class RayExecutor(Executor):
     """Tasks of a Ray cluster; one is started here unless `RAY_ADDRESS` names another.
 
     Args:
@@ -367,15 +364,8 @@ class RayExecutor(PollingExecutor):
     def __init__(
         self, jobs: int, threads: int | None, resources: dict[str, Any] | None = None
     ) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise UserError(
-                "executor 'ray' needs a package: pip install 'locality[ray]'"
-            ) from error
-        self._ray = ray
-        self.window = jobs
-        self.threads = threads or threads_per_run(jobs)
+        super().__init__(jobs, threads)
+        self._ray = _imported("ray", "ray")
         self._resources = {"num_cpus": self.threads} | (resources or {})
         self._started_here = False
 
@@ -421,13 +411,10 @@ def make_executor(
     Raises:
         UserError: for another name, less than one job, or a package that is not installed.
     """
-    if jobs < 1:
-        raise UserError(f"jobs is {jobs}; give at least 1")
-    made: dict[str, Callable[[], Executor]] = {
-        "local": lambda: LocalExecutor(jobs, threads),
-        "submitit": lambda: SubmititExecutor(jobs, threads, logs or Path("runs/submitit")),
-        "ray": lambda: RayExecutor(jobs, threads),
-    }
+    checks.integer("jobs", jobs, 1)
+    if name == "submitit":
+        return SubmititExecutor(jobs, threads, logs or Path("runs/submitit"))
+    made: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
     if name not in made:
-        raise unknown("executor", name, made)
-    return made[name]()
+        raise unknown("executor", name, [*made, "submitit"])
+    return made[name](jobs, threads)

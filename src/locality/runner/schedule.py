@@ -103,15 +103,13 @@ def run_all(
     """
     runs = list(runs)
     everything = with_needs(runs)
-    chosen = (
-        make_executor(executor, jobs, threads, _logs(everything))
-        if isinstance(executor, str)
-        else executor
-    )
+    if isinstance(executor, str):
+        logs = runs[0].folder.parent / "submitit" if runs else None
+        executor = make_executor(executor, jobs, threads, logs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
     with RunsProgress(waiting, quiet or not waiting) as progress:
-        for wave in waves(waiting) if waiting else []:
+        for wave in waves(waiting):
             ready = []
             for run in wave:
                 reason = _missing_need(run, outcomes)
@@ -120,7 +118,7 @@ def run_all(
                 else:
                     outcomes[run.folder] = Outcome(run, reason)
                     progress.ended(outcomes[run.folder])
-            for outcome in chosen.map(ready):
+            for outcome in executor.map(ready):
                 outcomes[outcome.run.folder] = outcome
                 progress.ended(outcome)
                 ended(outcome)
@@ -133,10 +131,6 @@ def _missing_need(run: Run, outcomes: dict[Path, Outcome]) -> str | None:
         if error is not None:
             return f"it needs {needed.name}, which failed: {error}"
     return None
-
-
-def _logs(runs: Sequence[Run]) -> Path:
-    return (runs[0].folder.parent if runs else Path("runs")) / "submitit"
 
 
 class RunsProgress:
@@ -155,7 +149,6 @@ class RunsProgress:
         # Steps that an earlier start has done already say nothing about today's speed.
         self._before = self._work()
         self._over = threading.Event()
-        self._lock = threading.Lock()
         self._bar: tqdm | None = None
         if self._runs and sys.stderr.isatty():
             self._bar = tqdm(
@@ -173,35 +166,30 @@ class RunsProgress:
         self._over.set()
         if self._bar is not None:
             self._watcher.join()
+            self._bar.n = self._fraction()[0]
             self._bar.close()
 
     def ended(self, outcome: Outcome) -> None:
         """A run has its result, or failed."""
         if not self._runs:
             return
-        with self._lock:
-            self._ended[outcome.run.folder] = outcome
-            count = f"{len(self._ended)}/{len(self._runs)}"
-            if self._bar is None:
-                done, left = self._fraction()
-                said = f"[{count}] {_say(outcome)} ({100 * done:.0f}%{left and ', ' + left})"
-                print(said, file=sys.stderr, flush=True)
-                return
-            failed = sum(each.error is not None for each in self._ended.values())
-            failures = f", {failed} failed" if failed else ""
-            self._bar.set_description_str(f"{count} runs{failures}", False)
-            if outcome.error is not None:
-                self._bar.write(_say(outcome), file=sys.stderr)
-            self._show(self._bar)
+        self._ended[outcome.run.folder] = outcome
+        count = f"{len(self._ended)}/{len(self._runs)}"
+        if self._bar is None:
+            done, left = self._fraction()
+            said = f"[{count}] {_say(outcome)} ({100 * done:.0f}%{left and ', ' + left})"
+            print(said, file=sys.stderr, flush=True)
+            return
+        failed = sum(each.error is not None for each in self._ended.values())
+        failures = f", {failed} failed" if failed else ""
+        self._bar.set_description_str(f"{count} runs{failures}", False)
+        if outcome.error is not None:
+            self._bar.write(_say(outcome), file=sys.stderr)
 
     def _watch(self, bar: tqdm) -> None:
         while not self._over.wait(_POLL_SECONDS):
-            with self._lock:
-                self._show(bar)
-
-    def _show(self, bar: tqdm) -> None:
-        bar.n, left = self._fraction()
-        bar.set_postfix_str(left)
+            bar.n, left = self._fraction()
+            bar.set_postfix_str(left)
 
     def _work(self) -> float:
         """Multiply-accumulates done so far."""

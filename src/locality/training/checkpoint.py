@@ -23,7 +23,7 @@ from locality.errors import CheckpointNotSaved, NonFiniteWeights
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: the last one, and the one before it.
+    """The checkpoints of one run: the last one, and the one before it; one at a time is saved.
 
     Args:
         path: the folder, which exists.
@@ -32,6 +32,8 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.saved_step: int | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
 
     def save(self, packed: Packed) -> None:
         """Make a packed state the last checkpoint.
@@ -40,7 +42,12 @@ class CheckpointFolder:
             CheckpointNotSaved: if it cannot be written; what was there is untouched.
             NonFiniteWeights: if a weight is infinite or not a number; what was there is untouched.
         """
-        self._refuse_non_finite_weights(packed)
+        for name, (_, dtype, offset, shape) in packed.tree["model"].items():
+            if not packed.buffers[dtype][offset : offset + math.prod(shape)].isfinite().all():
+                raise NonFiniteWeights(
+                    f"{name} is not finite after step {packed.step}, so no checkpoint was written; "
+                    f"{self._kept()}. Lower optim.lr or set optim.clip_grad, in a new run folder"
+                )
         try:
             write_checkpoint(self.path / LAST, packed)
         except (OSError, RuntimeError) as error:
@@ -48,28 +55,18 @@ class CheckpointFolder:
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
-            raise CheckpointNotSaved(self._not_saved(packed.step, cause)) from error
+            full = cause.errno == errno.ENOSPC
+            raise CheckpointNotSaved(
+                f"the checkpoint of step {packed.step} could not be written to {self.path} "
+                f"({'the disk is full' if full else cause.strerror or cause}); {self._kept()}. "
+                f"Make room and give the same command again"
+            ) from error
         self.saved_step = packed.step
-
-    def _refuse_non_finite_weights(self, packed: Packed) -> None:
-        for name, (_, kind, offset, shape) in packed.tree["model"].items():
-            if not packed.buffers[kind][offset : offset + math.prod(shape)].isfinite().all():
-                raise NonFiniteWeights(
-                    f"{name} is not finite after step {packed.step}, so no checkpoint was written; "
-                    f"{self._kept()}. Lower optim.lr or set optim.clip_grad, in a new run folder"
-                )
 
     def _kept(self) -> str:
         if self.saved_step is None:
             return "there is no earlier one"
         return f"the one of step {self.saved_step} is kept"
-
-    def _not_saved(self, step: int, error: OSError) -> str:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror or error)
-        return (
-            f"the checkpoint of step {step} could not be written to {self.path} ({reason}); "
-            f"{self._kept()}. Make room and give the same command again"
-        )
 
     def load(self) -> tuple[dict[str, Any] | None, str, list[str]]:
         """The newest checkpoint that is whole, or None when none was ever written.
@@ -83,7 +80,10 @@ class CheckpointFolder:
         Raises:
             DamagedCheckpoint: if there are checkpoints and none is whole.
         """
-        killed_while_saving = self._remove_leftovers()
+        # Temporary files, of a process that was killed while saving.
+        leftovers = list(self.path.glob(".*.tmp"))
+        for leftover in leftovers:
+            leftover.unlink(missing_ok=True)
         passed_over = []
         for name in (LAST, PREVIOUS):
             path = self.path / name
@@ -96,7 +96,7 @@ class CheckpointFolder:
                 os.replace(path, path.with_suffix(".ckpt.damaged"))
                 continue
             self.saved_step = state["step"]
-            if name == PREVIOUS and not passed_over and not killed_while_saving:
+            if name == PREVIOUS and not passed_over and not leftovers:
                 passed_over = [f"checkpoint {self.path / LAST} is missing"]
             return state, name, passed_over
         if passed_over:
@@ -106,39 +106,19 @@ class CheckpointFolder:
             )
         return None, "", []
 
-    def _remove_leftovers(self) -> bool:
-        """Whether there were temporary files, of a process that was killed while saving."""
-        leftovers = list(self.path.glob(".*.tmp"))
-        for leftover in leftovers:
-            leftover.unlink(missing_ok=True)
-        return bool(leftovers)
-
-
-class BackgroundSaver:
-    """Saves one checkpoint at a time in a thread of its own.
-
-    Args:
-        folder: where to.
-    """
-
-    def __init__(self, folder: CheckpointFolder) -> None:
-        self._folder = folder
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-
     def start(self, state: Mapping[str, Any]) -> None:
-        """Copy `state` and begin to save the copy, once the checkpoint before it is saved.
+        """Copy `state` and begin to save the copy in a thread, once the one before is saved.
 
         Raises:
             CheckpointNotSaved: if the checkpoint before it could not be.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._save, args=(pack(state),), name="checkpoint")
+        self._thread = threading.Thread(target=self._save_apart, args=(pack(state),))
         self._thread.start()
 
-    def _save(self, packed: Packed) -> None:
+    def _save_apart(self, packed: Packed) -> None:
         try:
-            self._folder.save(packed)
+            self.save(packed)
         except Exception as error:  # handed over to the thread that trains
             self._failure = error
 

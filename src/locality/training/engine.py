@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning_fabric import Fabric
@@ -39,6 +39,8 @@ from locality.training.preview import Preview, check_memory, preview, span
 from locality.training.recorder import Counts, Observer, Recorder
 from locality.training.runs import RunFolder
 from locality.training.signals import Interrupted, Interruption, forwarded_to_children
+
+T = TypeVar("T")
 
 
 def train(
@@ -148,7 +150,7 @@ def _train_here(
         children_taken_over(fabric)
         if isinstance(error, Interrupted):
             return {"signum": error.signum, "step": error.step}
-        if isinstance(error, (NonFiniteLoss, DamagedCheckpoint)):
+        if isinstance(error, (NonFiniteLoss, DamagedCheckpoint, _Refused)):
             return {"raised": error}  # raised on every rank alike
         raise
     finally:
@@ -165,9 +167,7 @@ def _run(
 ) -> dict[str, Any]:
     config = seen.config
     state, notes = _last_state(fabric, run)
-    fingerprint, looked, refusal = _look_at_images(fabric, run, seen, state)
-    if refusal:
-        return {"raised": UserError(refusal)}
+    fingerprint, looked = _by_first(fabric, partial(_look_at_images, run, seen, state))
     # A resumed run takes its weights from the checkpoint, wherever they once came from.
     classes = len(seen.splits.classes)
     if state is None:
@@ -192,6 +192,26 @@ def _run(
         recorder.close()
 
 
+class _Refused(UserError):
+    """What every rank raises alike."""
+
+
+def _by_first(fabric: Fabric, work: Callable[[], T]) -> T:
+    """What `work` returns on rank 0, on every rank; so is what it raises for the user."""
+    outcome: Any = None
+    if fabric.is_global_zero:
+        try:
+            outcome = work()
+        except UserError as error:
+            outcome = _Refused(str(error))
+        except DamagedCheckpoint as error:
+            outcome = error
+    outcome = fabric.broadcast(outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
 def _last_state(fabric: Fabric, run: RunFolder) -> tuple[dict[str, Any] | None, list[str]]:
     """The checkpoint to go on from, on every rank, and what is to be said about it.
 
@@ -200,21 +220,20 @@ def _last_state(fabric: Fabric, run: RunFolder) -> tuple[dict[str, Any] | None, 
     Raises:
         DamagedCheckpoint: if there are checkpoints and none is whole; on every rank.
     """
-    state, notes, name, failure = None, [], "", ""
-    if fabric.is_global_zero:
-        try:
-            state, name, passed_over = run.checkpoints.load()
-            notes = [f"{reason}; going on from the one before it" for reason in passed_over]
-            if state is None and run.metrics_file.exists():
-                notes.append(f"{run.path} has measurements and no checkpoint: starting again")
-            elif state is not None and not run.metrics_file.exists():
-                notes.append(f"{run.metrics_file} is missing: the curve begins here")
-        except DamagedCheckpoint as error:
-            failure = str(error)
-    name, failure = fabric.broadcast((name, failure))
-    if failure:
-        raise DamagedCheckpoint(failure)
-    if not fabric.is_global_zero and name:
+    state = None
+
+    def load() -> tuple[str, list[str]]:
+        nonlocal state
+        state, name, passed_over = run.checkpoints.load()
+        notes = [f"{reason}; going on from the one before it" for reason in passed_over]
+        if state is None and run.metrics_file.exists():
+            notes.append(f"{run.path} has measurements and no checkpoint: starting again")
+        elif state is not None and not run.metrics_file.exists():
+            notes.append(f"{run.metrics_file} is missing: the curve begins here")
+        return name, notes
+
+    name, notes = _by_first(fabric, load)
+    if name and state is None:
         state = read_checkpoint(run.checkpoints.path / name)
     return state, notes
 
@@ -243,26 +262,21 @@ def build_components(fabric: Fabric, seen: Preview, model: ImageClassifier) -> C
 
 
 def _look_at_images(
-    fabric: Fabric, run: RunFolder, seen: Preview, state: dict[str, Any] | None
-) -> tuple[str, list[str], str]:
-    """The fingerprint of the images, what is to be said about them, and why not to start.
+    run: RunFolder, seen: Preview, state: dict[str, Any] | None
+) -> tuple[str, list[str]]:
+    """The fingerprint of the images, and what is to be said about them.
 
-    Rank 0 looks; all ranks hear of it.
+    Raises:
+        UserError: if the run cannot go on with them.
     """
-    fingerprint, notes, refusal = "", [], ""
-    if fabric.is_global_zero:
-        record = ImageRecord.of(seen.splits)
-        fingerprint = record.fingerprint
-        try:
-            if state is not None:
-                notes += _same_images(run, seen, state, record)
-            elif seen.config.data.on_bad(training=False) == "error":
-                notes += filter(None, [verify(seen.splits.val)])
-            write_atomic(run.images_file, record.table)
-            run.write_json(run.classes_file, seen.splits.classes)
-        except UserError as error:
-            refusal = str(error)
-    return fabric.broadcast((fingerprint, notes, refusal))
+    record, notes = ImageRecord.of(seen.splits), []
+    if state is not None:
+        notes = _same_images(run, seen, state, record)
+    elif seen.config.data.on_bad(training=False) == "error":
+        notes = [note for note in [verify(seen.splits.val)] if note]
+    write_atomic(run.images_file, record.table)
+    run.write_json(run.classes_file, seen.splits.classes)
+    return record.fingerprint, notes
 
 
 def _same_images(

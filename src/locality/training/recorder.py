@@ -24,7 +24,6 @@ from locality.data import ImageSource
 from locality.errors import UserError, printable
 from locality.files import atomic_file, read_rows, write_atomic
 from locality.models import ImageClassifier
-from locality.training.checkpoint import BackgroundSaver
 from locality.training.config import RunConfig
 from locality.training.preview import Preview, span
 from locality.training.runs import RunFolder
@@ -262,7 +261,6 @@ class Recorder:
         self._tensorboard: Any = None
         if run is None:
             return
-        self._saver = BackgroundSaver(run.checkpoints)
         self._metrics = CsvTable(run.metrics_file, METRICS)
         self._timing = CsvTable(run.timing_file, TIMING)
         self._metrics.cut(at.evaluated)
@@ -289,7 +287,7 @@ class Recorder:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
         if self._run is not None:
-            self._saver.check()
+            self._run.checkpoints.check()
         self._timed_seconds += seconds
         self._timed_steps += 1
         self._step = at.step
@@ -339,7 +337,7 @@ class Recorder:
             CheckpointNotSaved: if the one before could not be written.
         """
         assert self._run is not None
-        self._saver.start(state)
+        self._run.checkpoints.start(state)
         skipped = state["progress"]["skipped"]
         if len(skipped) > self._skipped:
             self._skipped = len(skipped)
@@ -361,7 +359,7 @@ class Recorder:
             CheckpointNotSaved: if it could not be written.
         """
         if self._run is not None:
-            self._saver.wait()
+            self._run.checkpoints.wait()
 
     def look(self, step: int, model: ImageClassifier) -> None:
         """Keep a copy of the weights after `step` steps and show them to the observer, where due.

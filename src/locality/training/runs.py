@@ -16,6 +16,7 @@ lock              held while the run is going on
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -28,8 +29,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from locality import settings
 from locality.checkpoints.run_state import classes_of
+from locality.data.folder import some
 from locality.errors import UserError
 from locality.files import read_json, read_text, write_atomic
 from locality.machine import describe_environment
@@ -102,17 +106,11 @@ class RunFolder:
             self.lock.claim()
             self.check(config)
             write_atomic(self.config_file, settings.to_yaml(config))
-        except PermissionError as error:
-            raise UserError(
-                f"no permission to write to run folder {self.path} ({error.strerror}); choose "
-                f"another, or ask for the right to"
-            ) from error
         except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise UserError(f"no space left on the disk of run folder {self.path}") from error
-            if error.errno == errno.EROFS:
-                raise UserError(f"run folder {self.path} is on a read-only disk") from error
-            raise
+            raise UserError(
+                f"run folder {self.path} cannot be written to ({error.strerror}); choose another, "
+                f"or see to it that there is room and the right to write there"
+            ) from error
 
     def check(self, config: RunConfig) -> None:
         """Check that the folder is free or belongs to this configuration; changes nothing.
@@ -122,22 +120,15 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file; a run needs a folder")
-        if self.config_file.exists():
-            self._refuse_other_configuration(config)
-        else:
-            self._refuse_foreign_files()
-
-    def _refuse_foreign_files(self) -> None:
-        ours = {"lock", "checkpoints"}
-        others = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
-        others = [name for name in others if name not in ours and not name.endswith(".tmp")]
-        if others:
-            raise UserError(
-                f"{self.path} holds {', '.join(others[:3])}{' …' if len(others) > 3 else ''} and "
-                f"is no run folder; choose a new or empty one"
-            )
-
-    def _refuse_other_configuration(self, config: RunConfig) -> None:
+        if not self.config_file.exists():
+            names = sorted(entry.name for entry in self.path.glob("*"))
+            ours = ("lock", "checkpoints")
+            if others := [n for n in names if n not in ours and not n.endswith(".tmp")]:
+                raise UserError(
+                    f"{self.path} holds {some(others)} and is no run folder; choose a new or "
+                    f"empty one"
+                )
+            return
         changed = [
             f"{name}: {_shown(old)} there, {_shown(new)} now"
             for name, old, new in settings.differences(self.config(), config)
@@ -214,16 +205,9 @@ class RunFolder:
         if self.environment_file.exists():
             starts = read_json(self.environment_file).get("starts", [])
         environment = describe_environment()
-        command = environment.pop("command")
-        start = {
-            "step": step,
-            "time": environment.pop("time"),
-            "command": command,
-            "host": environment.pop("host"),
-            "workers": config.data.workers,
-            "device": device,
-            "precision": precision,
-        }
+        start: dict[str, Any] = {"step": step}
+        start |= {name: environment.pop(name) for name in ("time", "command", "host")}
+        start |= {"workers": config.data.workers, "device": device, "precision": precision}
         content = {"seed": config.seed} | environment | {"starts": [*starts, start]}
         self.write_json(self.environment_file, content)
 
@@ -316,24 +300,16 @@ class FolderLock:
         return True
 
     def _holder(self) -> dict[str, object]:
-        try:
+        with contextlib.suppress(UserError):
             return read_json(self.path)
-        except UserError:
-            return {}
+        return {}
 
     def _holder_lives(self) -> bool:
         """Whether the main process is known to be alive."""
         holder = self._holder()
         pid = holder.get("pid")
-        if not isinstance(pid, int) or holder.get("host") != socket.gethostname():
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+        here = holder.get("host") == socket.gethostname()
+        return here and isinstance(pid, int) and psutil.pid_exists(pid)
 
     def _in_use(self) -> str:
         holder = self._holder()
