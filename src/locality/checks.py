@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import typing
 from collections.abc import Iterable
@@ -123,26 +124,48 @@ def one_of(setting: str, given: object, accepted: Iterable[str]) -> None:
 _hints = cache(typing.get_type_hints)
 
 
-def literals(config: Any, group: str = "") -> None:
-    """Each setting of a dataclass whose type is a `Literal` has to be one of its values.
+def bounded(
+    default: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    below: bool = False,
+) -> Any:
+    """A dataclass's field with bounds that `settings` checks; as `integer` or `number` has them."""
+    bounds = {"low": low, "high": high, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata=bounds)
+
+
+def settings(config: Any, group: str = "") -> None:
+    """Each setting of a dataclass has to be one of its `Literal`'s values, or within its bounds.
 
     Raises:
         UserError: for the first that is not; `group` comes before its name.
     """
-    for name, hint in _hints(config.__class__).items():
+    hints = _hints(config.__class__)
+    for field in dataclasses.fields(config):
+        hint, value, name = hints[field.name], getattr(config, field.name), group + field.name
+        types = typing.get_args(hint) or (hint,)
         if typing.get_origin(hint) is Literal:
-            one_of(group + name, getattr(config, name), typing.get_args(hint))
+            one_of(name, value, types)
+        elif field.metadata and not (value is None and type(None) in types):
+            for each in value if isinstance(value, tuple) else (value,):
+                if int in types:
+                    integer(name, each, field.metadata["low"], field.metadata["high"])
+                else:
+                    number(name, each, **field.metadata)
 
 
-def integer(setting: str, value: object, low: int, high: int | None = None) -> None:
+def integer(setting: str, value: object, low: int, high: float = math.inf) -> None:
     """`value` has to be a whole number from `low` to `high`.
 
     Raises:
         UserError: if it is not.
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
-        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+    if not whole or not low <= value <= high:  # type: ignore[operator]
+        limits = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
         raise UserError(f"{setting} is {value!r}; give a whole number, {limits}")
 
 

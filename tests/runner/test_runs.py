@@ -75,7 +75,7 @@ def test_a_damaged_result_is_named(tmp_path, tiny_run):
     run = tiny_run(tmp_path)
     run.folder.mkdir(parents=True)
     (run.folder / "result.json").write_text(json.dumps({"top1": 1})[:-3])
-    with pytest.raises(UserError, match=r"result\.json cannot be read"):
+    with pytest.raises(UserError, match=r"result\.json is not JSON"):
         run.is_finished()
 
 

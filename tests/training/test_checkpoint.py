@@ -17,6 +17,7 @@ from locality.checkpoints import run_state
 from locality.checkpoints.run_state import (
     LAST,
     PREVIOUS,
+    CheckpointFolder,
     Packed,
     pack,
     read_checkpoint,
@@ -25,7 +26,6 @@ from locality.checkpoints.run_state import (
 )
 from locality.errors import NonFiniteWeights
 from locality.training import CheckpointNotSaved, DamagedCheckpoint
-from locality.training.checkpoint import CheckpointFolder
 
 from .conftest import assert_same, assert_same_run, tiny, train
 

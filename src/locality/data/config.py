@@ -113,7 +113,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
-        checks.literals(self)
+        checks.settings(self)
         checks.number("fraction", self.fraction, 0, 1, above=True)
         checks.number("val_fraction", self.val_fraction, 0, 1, above=True, below=True)
         checks.integer("max_bad_images", self.max_bad_images, 0)
@@ -172,7 +172,7 @@ class Preprocessing:
         if self.img_size is not None:
             checks.image_size(self.img_size)
         checks.one_of("interpolation", self.interpolation, INTERPOLATIONS)
-        checks.literals(self)
+        checks.settings(self)
         checks.number("crop_pct", self.crop_pct, 0, 1, above=True)
         if not len(self.mean) == len(self.std) > 0:
             raise UserError(
@@ -245,7 +245,7 @@ class AugmentConfig:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        checks.literals(self)
+        checks.settings(self)
         if self.interpolation is not None:
             checks.one_of("interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
         checks.integer("pad", self.pad, 0)

@@ -45,7 +45,7 @@ class Architecture:
         checks.image_size(self.img_size)
         checks.size("in_chans", self.in_chans)
         checks.size("num_classes", self.num_classes, 0)
-        checks.literals(self)
+        checks.settings(self)
         for name in ("drop_rate", "proj_drop_rate"):
             checks.number(name, getattr(self, name), 0, 1, below=True)
 

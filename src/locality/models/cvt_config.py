@@ -92,7 +92,7 @@ class StageConfig:
             checks.size("kv_stride", stride)
         for ratio in self.mlp_ratios:
             checks.number("mlp_ratio", ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
-        checks.literals(self)
+        checks.settings(self)
         checks.size("projection_kernel", self.projection_kernel)
         if self.projection_kernel % 2 == 0:
             raise UserError(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locality.errors import UserError
 from locality.settings import differences, flatten, to_dict
 from locality.training.config import RunConfig
 from locality.training.runs import MAY_CHANGE, PATHS, RunFolder
@@ -46,10 +45,7 @@ class Run:
         Raises:
             UserError: if the file is there and cannot be read.
         """
-        try:
-            return RunFolder(self.folder).result()
-        except ValueError as error:
-            raise UserError(f"{self.folder / 'result.json'} cannot be read: {error}") from error
+        return RunFolder(self.folder).result()
 
     def is_finished(self) -> bool:
         """Whether the folder holds the result of this very configuration.

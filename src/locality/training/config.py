@@ -32,16 +32,14 @@ class ModelConfig:
     """
 
     name: str = "convit_nano"
-    img_size: int | None = None
-    patch_size: int | None = None
+    img_size: int | None = checks.bounded(None, 1)
+    patch_size: int | None = checks.bounded(None, 1)
     weights: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", current_name(self.name))
-        for name in ("img_size", "patch_size"):
-            if getattr(self, name) is not None:
-                checks.integer(f"model.{name}", getattr(self, name), 1)
+        checks.settings(self, "model.")
         for name in ("img_size", "patch_size", "num_classes", "in_chans"):
             if name in self.overrides:
                 raise UserError(
@@ -71,32 +69,18 @@ class OptimConfig:
     """
 
     name: str = "adamw"
-    lr: float = 2e-3
-    lr_batch: int | None = None
-    weight_decay: float = 0.05
+    lr: float = checks.bounded(2e-3, 0, above=True)
+    lr_batch: int | None = checks.bounded(None, 1)
+    weight_decay: float = checks.bounded(0.05, 0)
     decay_positions: bool = False
-    position_lr_factor: float = 1.0
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    momentum: float = 0.9
-    clip_grad: float | None = None
+    position_lr_factor: float = checks.bounded(1.0, 0, above=True)
+    betas: tuple[float, float] | None = checks.bounded(None, 0, 1, below=True)
+    eps: float | None = checks.bounded(None, 0, above=True)
+    momentum: float = checks.bounded(0.9, 0, 1, below=True)
+    clip_grad: float | None = checks.bounded(None, 0, above=True)
 
     def __post_init__(self) -> None:
-        checks.number("optim.lr", self.lr, 0, above=True)
-        checks.number("optim.weight_decay", self.weight_decay, 0)
-        checks.number("optim.position_lr_factor", self.position_lr_factor, 0, above=True)
-        checks.number("optim.momentum", self.momentum, 0, 1, below=True)
-        if self.lr_batch is not None:
-            checks.integer("optim.lr_batch", self.lr_batch, 1)
-        if self.betas is not None:
-            if len(self.betas) != 2:
-                raise UserError(f"optim.betas is {self.betas!r}; give two numbers")
-            for beta in self.betas:
-                checks.number("optim.betas", beta, 0, 1, below=True)
-        if self.eps is not None:
-            checks.number("optim.eps", self.eps, 0, above=True)
-        if self.clip_grad is not None:
-            checks.number("optim.clip_grad", self.clip_grad, 0, above=True)
+        checks.settings(self, "optim.")
 
     def peak_lr(self, batch_size: int) -> float:
         """The learning rate after warm-up for a global batch of `batch_size` images."""
@@ -126,16 +110,16 @@ class ScheduleConfig:
         snapshot_every: between copies of the weights kept for later analysis; None keeps none.
     """
 
-    epochs: float | None = None
-    steps: int | None = 1500
+    epochs: float | None = checks.bounded(None, 0, above=True)
+    steps: int | None = checks.bounded(1500, 1)
     constant_images: bool = False
-    warmup: float = 100
-    warmup_lr: float = 1e-6
-    cooldown: float = 0
-    min_lr: float = 1e-5
-    eval_every: float = 150
-    save_every: float | None = None
-    snapshot_every: float | None = None
+    warmup: float = checks.bounded(100, 0)
+    warmup_lr: float = checks.bounded(1e-6, 0)
+    cooldown: float = checks.bounded(0, 0)
+    min_lr: float = checks.bounded(1e-5, 0)
+    eval_every: float = checks.bounded(150, 0, above=True)
+    save_every: float | None = checks.bounded(None, 0, above=True)
+    snapshot_every: float | None = checks.bounded(None, 0, above=True)
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -144,20 +128,12 @@ class ScheduleConfig:
                 f"a run's length is schedule.epochs or schedule.steps, and {given} set; "
                 f"set one and make the other null"
             )
-        if self.epochs is not None:
-            checks.number("schedule.epochs", self.epochs, 0, above=True)
-        if self.steps is not None:
-            checks.integer("schedule.steps", self.steps, 1)
-            if self.constant_images:
-                raise UserError(
-                    "schedule.constant_images counts epochs; with schedule.steps the number of "
-                    "images is constant anyway, so leave it false"
-                )
-        for name in ("warmup", "warmup_lr", "cooldown", "min_lr"):
-            checks.number(f"schedule.{name}", getattr(self, name), 0)
-        for name in ("eval_every", "save_every", "snapshot_every"):
-            if getattr(self, name) is not None:
-                checks.number(f"schedule.{name}", getattr(self, name), 0, above=True)
+        checks.settings(self, "schedule.")
+        if self.steps is not None and self.constant_images:
+            raise UserError(
+                "schedule.constant_images counts epochs; with schedule.steps the number of "
+                "images is constant anyway, so leave it false"
+            )
         if self.warmup + self.cooldown > self.length:
             raise UserError(
                 f"schedule.warmup ({self.warmup:g}) and schedule.cooldown ({self.cooldown:g}) "
@@ -193,18 +169,15 @@ class ObjectiveConfig:
         temperature: of soft distillation.
     """
 
-    label_smoothing: float = 0.0
+    label_smoothing: float = checks.bounded(0.0, 0, 1, below=True)
     teacher: str | None = None
     teacher_weights: str | None = None
-    teacher_share: float = 0.5
+    teacher_share: float = checks.bounded(0.5, 0, 1, above=True)
     distillation: Literal["hard", "soft"] = "hard"
-    temperature: float = 3.0
+    temperature: float = checks.bounded(3.0, 0, above=True)
 
     def __post_init__(self) -> None:
-        checks.number("objective.label_smoothing", self.label_smoothing, 0, 1, below=True)
-        checks.number("objective.teacher_share", self.teacher_share, 0, 1, above=True)
-        checks.number("objective.temperature", self.temperature, 0, above=True)
-        checks.literals(self, "objective.")
+        checks.settings(self, "objective.")
         if self.teacher_weights is not None and self.teacher is None:
             raise UserError("objective.teacher_weights is set but objective.teacher is not")
 
@@ -235,31 +208,24 @@ class EngineConfig:
             (`pip install 'locality[tensorboard]'`).
     """
 
-    batch_size: int = 64
-    accumulate: int = 1
+    batch_size: int = checks.bounded(64, 1)
+    accumulate: int = checks.bounded(1, 1)
     precision: Literal["auto", "fp32", "bf16-mixed"] = "auto"
-    ema_decay: float | None = None
+    ema_decay: float | None = checks.bounded(None, 0, 1, below=True)
     ema_warmup: bool = False
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    devices: int = 0
-    num_nodes: int = 1
+    devices: int = checks.bounded(0, 0)
+    num_nodes: int = checks.bounded(1, 1)
     strategy: Literal["auto", "ddp", "ddp_spawn", "ddp_fork"] = "auto"
     grad_checkpointing: bool = False
     channels_last: bool = False
     compile: bool = False
     deterministic: bool = False
-    max_bad_losses: int = 0
+    max_bad_losses: int = checks.bounded(0, 0)
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        checks.integer("engine.batch_size", self.batch_size, 1)
-        checks.integer("engine.accumulate", self.accumulate, 1)
-        checks.integer("engine.devices", self.devices, 0)
-        checks.integer("engine.num_nodes", self.num_nodes, 1)
-        checks.integer("engine.max_bad_losses", self.max_bad_losses, 0)
-        checks.literals(self, "engine.")
-        if self.ema_decay is not None:
-            checks.number("engine.ema_decay", self.ema_decay, 0, 1, below=True)
+        checks.settings(self, "engine.")
         if self.ema_warmup and self.ema_decay is None:
             raise UserError("engine.ema_warmup is set but engine.ema_decay is not")
         self.micro_batch(max(1, self.devices) * self.num_nodes)
@@ -297,7 +263,7 @@ class RunConfig:
     """
 
     recipe: str = ""
-    seed: int = 0
+    seed: int = checks.bounded(0, 0, 2**63 - 1)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     input: Preprocessing = field(default_factory=Preprocessing)
@@ -308,7 +274,7 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        checks.integer("seed", self.seed, 0, 2**63 - 1)
+        checks.settings(self)
         if self.input.img_size is not None:
             raise UserError("input.img_size is the model's; give model.img_size instead")
         if len(self.input.mean) != 3:

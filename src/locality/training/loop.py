@@ -150,7 +150,7 @@ class Loop:
             self.config.seed, fabric.global_rank, engine.accumulate, fabric.device
         )
         self.layout = torch.channels_last if engine.channels_last else torch.preserve_format
-        self._saved = -1 if at is None else at.step  # step of the last checkpoint
+        self._saved = self.at.step or -1  # step of the last checkpoint; there is none of step 0
         self._input = self.config.input.at(run.img_size)
         self._loading: dict[str, Any] = {
             "rank": fabric.global_rank,

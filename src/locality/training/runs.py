@@ -32,13 +32,12 @@ from typing import IO, Any
 import psutil
 
 from locality import settings
-from locality.checkpoints.run_state import classes_of
+from locality.checkpoints.run_state import CheckpointFolder, classes_of
 from locality.data.folder import some
 from locality.errors import UserError
 from locality.files import read_json, read_text, write_atomic
 from locality.machine import describe_environment
 from locality.models.variants import name_today
-from locality.training.checkpoint import CheckpointFolder
 from locality.training.config import RunConfig
 
 # Settings that say where and on how many processes a run computes, not what. A run may be resumed
