@@ -17,10 +17,10 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -365,12 +365,5 @@ def _by_name(table: bytes) -> dict[str, str]:
 
 def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """`function` of every item, in order."""
-
-    def some_of(chunk: list[T]) -> list[R]:
-        return [function(item) for item in chunk]
-
-    waiting = iter(items)
-    chunks = iter(lambda: list(islice(waiting, _AT_ONCE)), [])
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for results in pool.map(some_of, chunks):
-            yield from results
+    with ThreadPool(_THREADS) as pool:
+        yield from pool.imap(function, items, chunksize=_AT_ONCE)

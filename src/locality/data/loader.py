@@ -16,7 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -269,6 +269,23 @@ _OURS = (signal.SIGINT, signal.SIGTERM)
 _CAN_HOLD = hasattr(signal, "sigwaitinfo")
 
 
+class Loading(TypedDict, total=False):
+    """How images are loaded, whichever they are.
+
+    Attributes:
+        max_bad_images: how many different images may be skipped; 100 unless given.
+        workers: loading processes; 0 loads in this one, and leaves its generators untouched.
+        pin_memory: deliver page-locked tensors, for copying to a GPU.
+        start_method: of the workers: "fork", "forkserver" or "spawn"; None is Python's default,
+            on Linux fork.
+    """
+
+    max_bad_images: int
+    workers: int
+    pin_memory: bool
+    start_method: str | None
+
+
 class BatchLoader:
     """Iterates over batches in order; every iteration starts at the first.
 
@@ -282,11 +299,11 @@ class BatchLoader:
         batches: Dataset,
         numbers: Sequence[int],
         *,
-        max_bad_images: int,
-        workers: int,
         persistent: bool,
-        pin_memory: bool,
-        start_method: str | None,
+        max_bad_images: int = 100,
+        workers: int = 0,
+        pin_memory: bool = False,
+        start_method: str | None = None,
     ) -> None:
         self.skipped: dict[str, str] = {}
         self._max_bad_images = max_bad_images
@@ -354,11 +371,8 @@ def train_loader(
     rank: int = 0,
     world_size: int = 1,
     accumulate: int = 1,
-    workers: int = 0,
     on_bad_image: OnBad = "skip",
-    max_bad_images: int = 100,
-    pin_memory: bool = False,
-    start_method: str | None = None,
+    **loading: Unpack[Loading],
 ) -> BatchLoader:
     """The training batches of one process.
 
@@ -371,13 +385,9 @@ def train_loader(
         stop_step: the step after the last; start_step: the first.
         rank, world_size: this process and how many there are.
         accumulate: micro-batches per optimiser step.
-        workers: loading processes; 0 loads in this one, and leaves its generators untouched.
         on_bad_image: "skip" puts another image, chosen by position, in the place of one that
             cannot be decoded; "error" stops.
-        max_bad_images: how many different images may be skipped.
-        pin_memory: deliver page-locked tensors, for copying to a GPU.
-        start_method: of the workers: "fork", "forkserver" or "spawn"; None is Python's default,
-            on Linux fork.
+        loading: see `Loading`.
 
     Raises:
         UserError: no images, a batch that cannot be divided evenly, and while iterating, an
@@ -404,15 +414,8 @@ def train_loader(
         seed,
         accumulate,
     )
-    return BatchLoader(
-        batches,
-        range(start_step * accumulate, stop_step * accumulate),
-        max_bad_images=max_bad_images,
-        workers=workers,
-        persistent=False,
-        pin_memory=pin_memory,
-        start_method=start_method,
-    )
+    numbers = range(start_step * accumulate, stop_step * accumulate)
+    return BatchLoader(batches, numbers, persistent=False, **loading)
 
 
 def eval_loader(
@@ -422,11 +425,8 @@ def eval_loader(
     batch_size: int,
     rank: int = 0,
     world_size: int = 1,
-    workers: int = 0,
     on_bad_image: OnBad = "error",
-    max_bad_images: int = 100,
-    pin_memory: bool = False,
-    start_method: str | None = None,
+    **loading: Unpack[Loading],
 ) -> BatchLoader:
     """The evaluation batches of one process: images rank, rank + world_size, … of the source.
 
@@ -442,16 +442,8 @@ def eval_loader(
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; give at least 1")
     batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image)
-    return BatchLoader(
-        batches,
-        range(len(batches)),
-        max_bad_images=max_bad_images,
-        workers=workers,
-        # Started once for all the evaluations of a run.
-        persistent=True,
-        pin_memory=pin_memory,
-        start_method=start_method,
-    )
+    # Workers are started once for all the evaluations of a run.
+    return BatchLoader(batches, range(len(batches)), persistent=True, **loading)
 
 
 def _unchanged(loaded: Any) -> Any:
