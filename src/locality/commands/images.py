@@ -204,8 +204,11 @@ def data(arguments: Sequence[str]) -> int | None:
         "writes the folder as Arrow files for fast random reading.",
     )
     parser.add_argument("task", help="check or pack")
-    parser.add_argument("folder", help="with train/ and val/, or with one folder per class")
+    parser.add_argument(
+        "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
+    )
     parser.add_argument("out", nargs="?", default=None, help="for pack: a folder to be made")
+    parser.add("--dataset", "folder", "for check: another dataset, such as table")
     parser.add("--workers", None, "processes", int | None)
     parser.add("--quiet", False, "no progress bar")
     options = parser.read(arguments)
@@ -214,7 +217,12 @@ def data(arguments: Sequence[str]) -> int | None:
     if options.task == "check":
         from locality.data import check
 
-        report = check(options.folder, workers=options.workers, progress=not options.quiet)
+        report = check(
+            options.folder,
+            dataset=options.dataset,
+            workers=options.workers,
+            progress=not options.quiet,
+        )
         print("\n".join(report.lines()))
         return 0 if report.ok else 1
     if options.out is None:

@@ -27,7 +27,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from locality.data.config import AS_PUBLISHED, Decoding
+from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
+from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
 from locality.data.folder import class_difference, find_parts, list_folder, some
 from locality.data.sources import BadImage, DataSplits, ImageSource
@@ -132,8 +133,9 @@ class Examined(NamedTuple):
 
 
 def check(
-    folder: Path | str,
+    folder: Path | str | None,
     *,
+    dataset: str = "folder",
     decoding: Decoding = AS_PUBLISHED,
     workers: int | None = None,
     progress: bool = True,
@@ -141,14 +143,17 @@ def check(
     """Decode every image below `folder` and report what is wrong.
 
     Args:
-        folder: with train/ and val/, or with class folders.
+        folder: with train/ and val/, or with class folders; or what another dataset is read from.
+        dataset: one of `DATASETS`.
         decoding: as the run will decode.
         workers: processes; None uses all processors this process may use.
         progress: show a progress bar.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is no such folder or dataset.
     """
+    if dataset != "folder":
+        return _check_opened(folder, dataset, decoding, workers, progress)
     train, val = find_parts(folder)
     parts = {"all": list_folder(train)}
     if val is not None:
@@ -167,10 +172,44 @@ def check(
         ignored=[str(listing.root / path) for listing in listings for path in listing.ignored],
         loops=[str(listing.root / path) for listing in listings for path in listing.loops],
     )
-    good: list[Examined] = []
-    first: dict[str, dict[bytes, str]] = {part: {} for part in parts}
     named = [(part, path) for part, files in paths.items() for path in files]
     examined = _examine_all([path for _, path in named], decoding, workers, progress)
+    return _reported(report, named, examined)
+
+
+def _check_opened(
+    folder: Path | str | None,
+    dataset: str,
+    decoding: Decoding,
+    workers: int | None,
+    progress: bool,
+) -> CheckReport:
+    """What is wrong with the images of a dataset as a run would open it."""
+    root = None if folder is None else str(folder)
+    settings = {"exif": decoding.exif, "max_pixels": decoding.max_pixels}
+    splits = open_data(DataConfig(dataset, root, **settings), seed=0)
+    report = CheckReport(root or dataset, classes=len(splits.classes))
+    named: list[tuple[str, str]] = []
+    examined: list[Examined] = []
+    for part, source in (("train", splits.train), ("val", splits.val)):
+        report.images[part] = len(source)
+        missing = np.bincount(source.labels, minlength=report.classes) == 0
+        report.empty_classes[part] = [splits.classes[n] for n in np.flatnonzero(missing)]
+        named += [(part, source.describe(index)) for index in range(len(source))]
+        paths = [path for _, path in source.files(np.arange(len(source)))]
+        if paths:
+            examined += _examine_all(paths, decoding, workers, progress)
+        else:
+            examined += [_examine_decoded(source, index) for index in range(len(source))]
+    return _reported(report, named, examined)
+
+
+def _reported(
+    report: CheckReport, named: list[tuple[str, str]], examined: list[Examined]
+) -> CheckReport:
+    """The report with what was found of each image, given its part and name."""
+    good: list[Examined] = []
+    first: dict[str, dict[bytes, str]] = {part: {} for part in report.images}
     for (part, path), item in zip(named, examined, strict=True):
         # Bad files are reported as such; all empty ones would be duplicates of each other.
         if item.reason is not None:
@@ -216,6 +255,15 @@ def _examine(path: str, decoding: Decoding) -> Examined:
         return Examined(b"", 0, 0, "", str(error))
     digest = hashlib.blake2b(data, digest_size=16).digest()
     return Examined(digest, image.width, image.height, mode, None)
+
+
+def _examine_decoded(source: ImageSource, index: int) -> Examined:
+    try:
+        image = source.read(index)
+    except BadImage as error:
+        return Examined(b"", 0, 0, "", str(error))
+    digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
+    return Examined(digest, image.width, image.height, image.mode, None)
 
 
 def _listed(what: str, items: list[str], most: int) -> list[str]:

@@ -30,6 +30,7 @@ DATASETS = {
     "imagenet100": "open_imagenet100",  # its first 100 classes, in sorted order
     "imagenet_v2": "open_imagenet_v2",  # evaluation only
     "imagenet_real": "open_imagenet_real",  # evaluation only
+    "table": "open_image_table",  # labels.csv: rows of an image file and its class
     "arrow": "open_tables",  # Parquet or Arrow files, such as `locality data pack` writes
 }
 
@@ -85,7 +86,8 @@ class DataConfig:
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
             were measured without.
         real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
-        image_column, label_column: of an `arrow` dataset that has more than one candidate.
+        image_column, label_column: of an `arrow` dataset that has more than one candidate; of a
+            `table`, by name or number, where they are not the first and the second.
         workers: processes that load images; 0 loads in the training process.
     """
 

@@ -40,6 +40,7 @@ from locality.data.sampling import (
     stratified_split,
 )
 from locality.data.sources import ArraySource, DataSplits, ImageSource, digits
+from locality.data.table import open_table
 from locality.errors import UserError
 from locality.files import one_at_a_time, parse_json, read_text
 
@@ -142,6 +143,12 @@ def open_tables(config: DataConfig) -> Opened:
     """Parquet or Arrow files, see `open_arrow`."""
     columns = config.image_column, config.label_column
     return _split(*open_arrow(config.root, config.decoding, *columns), config)
+
+
+def open_image_table(config: DataConfig) -> Opened:
+    """A table that names images and their classes, see `open_table`."""
+    columns = config.image_column, config.label_column
+    return _split(*open_table(config.root, config.decoding, *columns), None, config)
 
 
 # -- ImageNet and what belongs to it ---------------------------------------------------------------
