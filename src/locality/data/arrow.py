@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -111,11 +111,16 @@ def open_arrow(
     opened = {part: _read(files, part, folder) for part, files in parts.items()}
     if "train" not in opened:
         raise UserError(f"'{folder}' has no files whose name or folder begins with 'train'")
-    columns = _columns(opened["train"], folder, image_column, label_column)
-    classes = _classes(opened["train"], columns[1])
+    hf, train = huggingface_datasets(), opened["train"]
+    columns = (
+        _column("image", image_column, train, hf.Image, ("image", "img"), folder),
+        _column("label", label_column, train, hf.ClassLabel, ("label", "labels", "cls"), folder),
+    )
+    classes = _classes(train, columns[1])
     sources = {}
     for part, rows in opened.items():
-        _has_columns(rows, columns, part, folder)
+        if missing := [name for name in columns if name not in rows.features]:
+            raise UserError(f"{part} in '{folder}' has no column {some(missing)}, which train has")
         labels = _labels(rows, columns[1], classes, part, folder)
         files = [(str(path.relative_to(folder)), str(path)) for path in parts[part]]
         name = f"{folder}/{part}"
@@ -185,16 +190,6 @@ def _unreadable(files: Sequence[Path], folder: Path, error: BaseException) -> Us
     return UserError(f"'{folder}': {names} cannot be read: {str(error).splitlines()[0]}")
 
 
-def _columns(
-    rows: datasets.Dataset, folder: Path, image: str | None, label: str | None
-) -> tuple[str, str]:
-    hf = huggingface_datasets()
-    return (
-        _column("image", image, rows, hf.Image, ("image", "img"), folder),
-        _column("label", label, rows, hf.ClassLabel, ("label", "labels", "cls"), folder),
-    )
-
-
 def _column(
     what: str,
     given: str | None,
@@ -214,12 +209,6 @@ def _column(
         f"'{folder}' should have one {what} column, and has {several} among "
         f"{some(list(rows.features))}; give its name as {what}_column"
     )
-
-
-def _has_columns(rows: datasets.Dataset, columns: tuple[str, str], part: str, folder: Path) -> None:
-    missing = [name for name in columns if name not in rows.features]
-    if missing:
-        raise UserError(f"{part} in '{folder}' has no column {some(missing)}, which train has")
 
 
 def _classes(rows: datasets.Dataset, column: str) -> list[str]:
@@ -319,25 +308,20 @@ def pack(
 def _write(
     source: FileSource, classes: list[str], folder: Path, shard_bytes: int, bar: tqdm
 ) -> None:
-    hf = huggingface_datasets()
-    features = hf.Features({"image": hf.Image(), "label": hf.ClassLabel(names=classes)})
-    shards = _shards(source, shard_bytes)
-    for number, rows in enumerate(shards):
-        with open(folder / f"data-{number:05d}-of-{len(shards):05d}.arrow", "wb") as file:
-            _write_shard(source, rows, features.arrow_schema, file, bar)
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _write_shard(source: FileSource, rows: range, schema: Any, file: BinaryIO, bar: tqdm) -> None:
     import pyarrow as pa
 
-    with pa.ipc.new_stream(file, schema) as stream:
-        for start in rows[::_BATCH_ROWS]:
-            batch = range(start, min(start + _BATCH_ROWS, rows.stop))
-            cells = [_row(source, index) for index in batch]
-            stream.write_batch(pa.RecordBatch.from_pylist(cells, schema=schema))
-            bar.update(len(batch))
+    hf = huggingface_datasets()
+    features = hf.Features({"image": hf.Image(), "label": hf.ClassLabel(names=classes)})
+    schema, shards = features.arrow_schema, _shards(source, shard_bytes)
+    for number, rows in enumerate(shards):
+        with open(folder / f"data-{number:05d}-of-{len(shards):05d}.arrow", "wb") as file:
+            with pa.ipc.new_stream(file, schema) as stream:
+                for start in range(0, len(rows), _BATCH_ROWS):
+                    cells = [_row(source, index) for index in rows[start : start + _BATCH_ROWS]]
+                    stream.write_batch(pa.RecordBatch.from_pylist(cells, schema=schema))
+                    bar.update(len(cells))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _row(source: FileSource, index: int) -> dict[str, Any]:
