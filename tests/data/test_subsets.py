@@ -10,7 +10,6 @@ from locality.data import DataConfig, open_data
 from locality.data.sampling import (
     balanced_fraction,
     class_part,
-    first_classes,
     sorted_fraction,
     stratified_split,
 )
@@ -110,10 +109,6 @@ def test_a_split_divides_every_class_alike(labels, fraction, seed):
     several = counts > 1
     least, most = several.astype(int), np.where(several, counts - 1, 0)
     assert np.array_equal(held_out, np.clip(np.floor(counts * fraction + 0.5), least, most))
-
-
-def test_first_classes():
-    assert set(LABELS[first_classes(LABELS, 2)]) == {0, 1}
 
 
 def test_parts_share_no_image_and_leave_none_out():

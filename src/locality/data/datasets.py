@@ -35,7 +35,6 @@ from locality.data.folder import (
 from locality.data.sampling import (
     balanced_fraction,
     class_part,
-    first_classes,
     sorted_fraction,
     stratified_split,
 )
@@ -63,11 +62,8 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
         UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
     """
     opener: Callable[[DataConfig], Opened] = globals()[DATASETS[config.dataset]]
-    classes, train, val = opener(config)
-    if config.first_classes is not None:
-        classes, train, val = _first_classes(config, classes, train, val, config.first_classes)
-    if config.skip_classes:
-        classes, train, val = _later_classes(config, classes, train, val)
+    limits = config.skip_classes, config.first_classes
+    classes, train, val = _some_classes(config, opener(config), *limits)
     if config.val_part is not None:
         val = train.subset(class_part(train.labels, config.val_part, config.split_seed))
     if config.train_part != (0.0, 1.0):
@@ -82,35 +78,27 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     return DataSplits(config.dataset, classes, train, val)
 
 
-def _first_classes(
-    config: DataConfig, classes: list[str], train: ImageSource, val: ImageSource, count: int
-) -> Opened:
+def _some_classes(config: DataConfig, opened: Opened, skipped: int, count: int | None) -> Opened:
+    """The first `count` classes without the first `skipped`, numbered from 0."""
+    classes, *sources = opened
+    if not skipped and count is None:
+        return opened
+    count = len(classes) if count is None else count
     if count > len(classes):
         raise UserError(
             f"the first {count} classes are asked for, but {config.dataset} has {len(classes)} "
             f"classes"
         )
-    some_train, some_val = (part.subset(first_classes(part.labels, count)) for part in (train, val))
-    return classes[:count], some_train, some_val
-
-
-def _later_classes(
-    config: DataConfig, classes: list[str], train: ImageSource, val: ImageSource
-) -> Opened:
-    """Without the first classes, the others numbered from 0."""
-    skipped = config.skip_classes
-    if skipped >= len(classes):
-        raise UserError(
-            f"skip_classes is {skipped}, but {config.dataset} has {len(classes)} classes here"
-        )
+    if skipped >= count:
+        raise UserError(f"skip_classes is {skipped}, but {config.dataset} has {count} classes here")
     parts = []
-    for source in (train, val):
-        part = source.subset(np.flatnonzero(source.labels >= skipped))
+    for source in sources:
+        part = source.subset(np.flatnonzero((source.labels >= skipped) & (source.labels < count)))
         part.labels = part.labels - skipped
         if part.label_sets is not None:
             part.label_sets = [tuple(n - skipped for n in answers) for answers in part.label_sets]
         parts.append(part)
-    return classes[skipped:], parts[0], parts[1]
+    return classes[skipped:count], parts[0], parts[1]
 
 
 def _split(
@@ -168,7 +156,7 @@ def open_imagenet(config: DataConfig) -> Opened:
 
 def open_imagenet100(config: DataConfig) -> Opened:
     """The first 100 classes of an ImageNet folder."""
-    return _first_classes(config, *open_imagenet(config), 100)
+    return _some_classes(config, open_imagenet(config), 0, 100)
 
 
 def open_imagenet_v2(config: DataConfig) -> Opened:

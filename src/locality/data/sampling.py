@@ -202,11 +202,6 @@ def class_part(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> I
     return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
 
 
-def first_classes(labels: npt.ArrayLike, count: int) -> Indices:
-    """The images of classes 0 … count − 1."""
-    return np.flatnonzero(np.asarray(labels) < count)
-
-
 def _classes(labels: npt.NDArray, seed: int, stream: Stream) -> Iterator[tuple[Indices, Keys]]:
     """Members of each class that has any, in the source's order, and the class's own key."""
     order = np.argsort(labels, kind="stable")
