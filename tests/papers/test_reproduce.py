@@ -23,22 +23,26 @@ from locality.papers.convit import ABLATIONS
 from locality.papers.pages import results_page, write_results_page
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.scales import SCALES, get_scale
+from locality.papers.short_runs import summed_rate
 from locality.papers.specs import Table
 from locality.runner.runs import TRAIN, with_needs
+from locality.training.optim import create_schedule
+from locality.training.plan import make_plan
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-2a", "figure-2b", "figure-3",
           *(f"figure-{n}" for n in range(5, 18))]  # fmt: skip
+BEYOND = [f"beyond/{what}" for what in ("converged", "trained-convolutions", "position-rate")]
 CVT = [*(f"table-{n}" for n in range(2, 9)), "figure-1"]
 
 
 def test_every_table_and_figure_has_its_name():
     expected = [f"convit/{place}" for place in CONVIT] + [f"cvt/{place}" for place in CVT]
-    assert list(experiments()) == [*expected, "beyond/trained-convolutions"]
+    assert list(experiments()) == [*expected, *BEYOND]
 
 
 def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
     assert len(find("convit")) == len(CONVIT)
-    assert len(find("all")) == len(CONVIT) + len(CVT) + 1
+    assert len(find("all")) == len(CONVIT) + len(CVT) + len(BEYOND)
     with pytest.raises(UserError, match="did you mean convit/table-3"):
         find("convit/tabel-3")
     with pytest.raises(UserError, match="unknown scale 'digit'; did you mean digits"):
@@ -314,7 +318,7 @@ def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
 @pytest.mark.slow
 def test_beyond_the_papers_runs_as_a_table(tiny_scale, tmp_path, here):
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
-    (record,) = reproduce("beyond", scale, tmp_path, executor=here, quiet=True)
+    (record,) = reproduce(BEYOND[1], scale, tmp_path, executor=here, quiet=True)
     assert len(record["rows"]) == 6
     for row in record["rows"]:
         assert [cell["empty"] for cell in row["cells"]] == [None] * 3, row["label"]
@@ -331,3 +335,28 @@ def test_a_teacher_of_timm_is_a_run_and_teaches(tiny_scale, tmp_path, here):
     assert [row["label"] for row in record["rows"]] == ["DeiT-S", "ConViT-S+"]
     for row in record["rows"]:
         assert all(cell["empty"] is None for cell in row["cells"])
+
+
+@pytest.mark.slow
+def test_short_runs_are_compared_with_longer_ones_and_higher_rates(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (longer,) = reproduce("beyond/converged", scale, tmp_path, executor=here, quiet=True)
+    assert {run.result()["steps"] for run in here.performed} == {3, 6}
+    assert all(cell["empty"] is None for row in longer["rows"] for cell in row["cells"])
+    (rates,) = reproduce("beyond/position-rate", scale, tmp_path, executor=here, quiet=True)
+    sums, gates = ([row["cells"][n]["mean"] for row in rates["rows"]] for n in (0, 2))
+    assert [each / sums[0] for each in sums] == pytest.approx([1, 3, 10, 30])
+    away = [abs(gate - 0.7310586) for gate in gates]  # from σ(1), where all start
+    assert away == sorted(away) and 5 * away[0] < away[-1] < 40 * away[0]
+
+
+def test_the_summed_rate_is_that_of_the_schedule():
+    for name, steps in (("digits", 500), ("fashion", 1500)):
+        config = get_scale(name, Path("runs")).runs("ConViT-S", seeds=(0,))[0].config
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optim.lr)
+        schedule = create_schedule(optimizer, config.schedule, make_plan(config, 1346))
+        total = 0.0
+        for step in range(steps):
+            schedule.step_update(step)
+            total += optimizer.param_groups[0]["lr"]
+        assert summed_rate(config).evaluate({}).by_seed[0] == pytest.approx(total, rel=1e-3)
