@@ -184,9 +184,16 @@ def write_experiment(
     target = folder / item.file_name
     if isinstance(spec, Figure):
         figure = draw(record["panels"]) if any(map(filled, record.get("panels", ()))) else None
+        files = [] if figure is None else save(figure, target)
         if spec.drawing is not None and record["empty"] is None:
-            figure = spec.drawing.draw([run.folder for run in spec.drawing.runs])
-        record["files"] = [] if figure is None else [path.name for path in save(figure, target)]
+            try:
+                files = save(spec.drawing.draw([run.folder for run in spec.drawing.runs]), target)
+            except (UserError, FileNotFoundError) as error:
+                # Without weights, what was drawn while they were there stays.
+                earlier = (target.with_suffix(suffix) for suffix in (".png", ".svg"))
+                files = [path for path in earlier if path.exists()]
+                record["empty"] = None if files else str(error)
+        record["files"] = [path.name for path in files]
     for suffix, text in (
         (".json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),
         (".md", markdown(record)),
