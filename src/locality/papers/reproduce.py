@@ -160,12 +160,12 @@ def _measuring(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
             if measure.kept and not measure.timed:
                 wanted.setdefault(run.folder, set()).add(measure)
 
-    def measure(outcome: Outcome) -> None:
+    def take(outcome: Outcome) -> None:
         for each in wanted.get(outcome.run.folder, ()) if outcome.error is None else ():
             with contextlib.suppress(UserError, FileNotFoundError):  # its cell will say so
                 each(outcome.run)
 
-    return measure
+    return take
 
 
 def write_experiment(
