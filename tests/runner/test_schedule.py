@@ -96,6 +96,16 @@ def test_costs_come_from_finished_runs_of_the_same_network(tmp_path, tiny_run, h
     assert estimate_costs([deit], measure=False)[deit.folder].seconds == 0
 
 
+def test_evaluations_take_time_too(tmp_path, tiny_config):
+    often, once = (
+        Run("", tiny_config(schedule__eval_every=every), tmp_path / str(every)) for every in (1, 3)
+    )
+    costs = estimate_costs([often, once])
+    # 24 images are trained on, and 451 evaluated on at a third of the cost, thrice and once.
+    expected = (24 + 3 * 451 / 3) / (24 + 451 / 3)
+    assert costs[often.folder].seconds / costs[once.folder].seconds == pytest.approx(expected)
+
+
 def test_progress_reads_how_far_a_run_is_from_its_folder(tmp_path, tiny_run, here):
     run = tiny_run(tmp_path)
     cost = Workload([run]).costs[run.folder]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,17 +26,17 @@ from locality.training.config import ModelConfig, RunConfig
 from locality.training.load import meta_model
 from locality.training.plan import make_plan
 
-# Training images of datasets that may not lie here, as their makers give them; a hundredth of a
-# per cent more or less does not matter for a plan. (images, classes)
-NOMINAL: dict[str, tuple[int, int]] = {
-    "imagenet": (1_281_167, 1000),
-    "imagenet22k": (14_197_122, 21_841),
-    "imagenet100": (128_117, 100),
-    "fashion_mnist": (60_000, 10),
-    "cifar10": (50_000, 10),
-    "cifar100": (50_000, 100),
-    "flowers102": (2_040, 102),
-    "pets": (3_680, 37),
+# Images of datasets that may not lie here, as their makers give them; a hundredth of a per cent
+# more or less does not matter for a plan. (to train on, to evaluate on, classes)
+NOMINAL: dict[str, tuple[int, int, int]] = {
+    "imagenet": (1_281_167, 50_000, 1000),
+    "imagenet22k": (14_197_122, 70_986, 21_841),
+    "imagenet100": (128_117, 5_000, 100),
+    "fashion_mnist": (60_000, 10_000, 10),
+    "cifar10": (50_000, 10_000, 10),
+    "cifar100": (50_000, 10_000, 100),
+    "flowers102": (2_040, 6_149, 102),
+    "pets": (3_680, 3_669, 37),
 }
 # A training step costs a forward pass, and twice as much for the gradients.
 _STEP_FORWARDS = 3
@@ -99,14 +100,18 @@ def _cost(
         macs = _STEP_FORWARDS * result["macs"] * images
         return RunCost(images, macs, result["seconds"], "measured")
     try:
-        there, classes = train_images(config)
+        there, evaluated, classes = _images(config)
         images = make_plan(config, there).images
         macs = _STEP_FORWARDS * forward_macs(config.model, classes) * images
         rate = known.get(_speed_key(config))
         basis = "estimated" if rate is None else "measured"
+        shown = float(images)
         if rate is None and threads is not None:
             rate = steps_rate(config.model, classes, batch, threads)
-        return RunCost(images, macs, images / rate if rate else 0.0, basis)
+            # A finished run's speed knows of its evaluations.
+            times = math.ceil(config.schedule.length / config.schedule.eval_every)
+            shown += times * evaluated / _STEP_FORWARDS
+        return RunCost(images, macs, shown / rate if rate else 0.0, basis)
     except (UserError, OSError) as error:
         return RunCost(0, 0, 0, "estimated", str(error))
 
@@ -130,20 +135,26 @@ def train_images(config: RunConfig) -> tuple[int, int]:
     Raises:
         UserError: if the dataset has no known size and cannot be opened.
     """
+    images, _, classes = _images(config)
+    return images, classes
+
+
+def _images(config: RunConfig) -> tuple[int, int, int]:
+    """How many images a run trains on and is evaluated on, and of how many classes."""
     data = config.data
     known = "imagenet22k" if config.recipe == "cvt_22k" else data.dataset
     if known in NOMINAL:
-        images, classes = NOMINAL[known]
+        images, evaluated, classes = NOMINAL[known]
         kept = min(data.first_classes or classes, classes) - data.skip_classes
         part = (data.train_part[1] - data.train_part[0]) * data.fraction
-        return round(images * kept / classes * part), kept
+        return round(images * kept / classes * part), round(evaluated * kept / classes), kept
     return _opened(data, config.seed)
 
 
 @cache
-def _opened(data: DataConfig, seed: int) -> tuple[int, int]:
+def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
     splits = open_data(data, seed)
-    return len(splits.train), len(splits.classes)
+    return len(splits.train), len(splits.val), len(splits.classes)
 
 
 @cache
