@@ -278,7 +278,9 @@ def _fashion_models(embed_stride: tuple[int, ...]) -> dict[str, Model]:
     }
 
 
-def _fashion(name: str, patch_size: int, steps: int, embed_stride: tuple[int, ...]) -> Scale:
+def _fashion(
+    name: str, patch_size: int, steps: int, evaluations: int, embed_stride: tuple[int, ...]
+) -> Scale:
     def base(role: str, model: str) -> RunConfig:
         own = None if role.startswith("CvT") else patch_size
         return replace(
@@ -288,7 +290,7 @@ def _fashion(name: str, patch_size: int, steps: int, embed_stride: tuple[int, ..
                 "data.train_part": FASHION_PART,
                 "schedule.steps": steps,
                 "schedule.warmup": steps / 10,
-                "schedule.eval_every": steps / 10,
+                "schedule.eval_every": steps / evaluations,
                 "engine.tensorboard": False,
                 "engine.precision": "fp32",
             },
@@ -317,8 +319,9 @@ def _fashion(name: str, patch_size: int, steps: int, embed_stride: tuple[int, ..
 FASHION_PART = (0.0, 1 / 6)
 """The training images of Fashion-MNIST that are all of the data to its scales. The others choose
 settings and teach teachers."""
-FASHION = _fashion("fashion", 4, 1500, (2, 2, 1))
-FASHION_14 = _fashion("fashion14", 2, 1000, (2, 1, 1))
+# An evaluation costs as much as 80 steps.
+FASHION = _fashion("fashion", 4, 1500, 10, (2, 2, 1))
+FASHION_14 = _fashion("fashion14", 2, 1000, 4, (2, 1, 1))
 
 
 def _cifar_base(role: str, model: str) -> RunConfig:
