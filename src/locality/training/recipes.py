@@ -72,7 +72,7 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
 
     Command: `locality train fashion_mnist`, and `--model.name deit_nano` for the baseline. Without
     Debian's dataset-fashion-mnist, also `--data.root DATA --data.download true`.
-    Cost: 1,500 steps of 64 images, 1 to 2 minutes on one core; 14×14 patches cost 5 times as much.
+    Cost: 1,500 steps of 64 images, 2 to 4 minutes on one core; 14×14 patches cost 5 times as much.
     Expect: not in the papers; `docs/reproducing.md` has what came out here.
     """
     return RunConfig(
