@@ -33,7 +33,7 @@ from locality.training.distributed import (
 )
 from locality.training.load import build_model, load_teacher, starting_model
 from locality.training.loop import Components, Loop
-from locality.training.objective import Objective
+from locality.training.objective import objective_class
 from locality.training.optim import create_optimizer, create_schedule
 from locality.training.preview import Preview, check_memory, preview, span
 from locality.training.recorder import Counts, Observer, Recorder
@@ -250,13 +250,15 @@ def build_components(fabric: Fabric, seen: Preview, model: ImageClassifier) -> C
         ema = ModelEmaV3(model, decay=engine.ema_decay, use_warmup=engine.ema_warmup)
     optimizer = create_optimizer(model, config.optim, engine.batch_size)
     schedule = create_schedule(optimizer, config.schedule, seen.plan)
-    called: Callable[..., Any] = torch.compile(model) if engine.compile else model
-    forward = fabric.setup_module(called)  # type: ignore[arg-type]
     teacher = None
     if config.objective.teacher is not None:
         with fabric.rank_zero_first(local=True):
             teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
-    objective = Objective(config.objective, config.augment, classes, teacher, fabric.autocast)
+    kind = objective_class(config.objective)
+    objective = kind(config.objective, config.augment, classes, teacher, fabric.autocast)
+    called: Any = objective.trained(model)
+    called = torch.compile(called) if engine.compile else called
+    forward = fabric.setup_module(called)
     model.train()
     return Components(model, forward, optimizer, schedule, ema, objective)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +14,8 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from locality.data.config import AugmentConfig, Preprocessing
+from locality.errors import UserError
+from locality.models import ImageClassifier
 from locality.training.config import ObjectiveConfig
 
 
@@ -48,6 +52,10 @@ class Objective:
                 num_classes=num_classes,
             )
 
+    def trained(self, model: ImageClassifier) -> nn.Module:
+        """What training calls in the model's place: images → what `loss` takes as logits."""
+        return model
+
     def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Mixup or cutmix, if the run has them, drawing from numpy's generator.
 
@@ -81,6 +89,21 @@ class Objective:
         student = F.log_softmax(logits / tau, dim=1)
         target = F.log_softmax(taught / tau, dim=1)
         return F.kl_div(student, target, reduction="batchmean", log_target=True) * tau**2
+
+
+def objective_class(config: ObjectiveConfig) -> type[Objective]:
+    """The class that `config.kind` names.
+
+    Raises:
+        UserError: if it is no objective of this library.
+    """
+    module, _, name = config.kind.partition(":")
+    if module.partition(".")[0] == "locality":
+        with contextlib.suppress(ModuleNotFoundError):
+            found = getattr(importlib.import_module(module), name, None)
+            if isinstance(found, type) and issubclass(found, Objective):
+                return found
+    raise UserError(f"objective.kind is '{config.kind}', which names no objective of this library")
 
 
 class Teacher(nn.Module):

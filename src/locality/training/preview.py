@@ -21,6 +21,7 @@ from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
 from locality.training.distributed import choose_precision, layout, resolve_accelerator
 from locality.training.load import check_teacher, check_weights, meta_model
+from locality.training.objective import objective_class
 from locality.training.optim import check_optimizer
 from locality.training.plan import Plan, make_plan
 from locality.training.runs import RunFolder
@@ -149,6 +150,7 @@ def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool =
     # Whatever is wrong with the settings shows before a large dataset is read.
     check_optimizer(config.optim)
     check_teacher(config.objective)
+    objective_class(config.objective)
     if not resumes:
         check_weights(config.model.weights)
     meta_model(config, num_classes=1)

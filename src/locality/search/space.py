@@ -2,7 +2,7 @@
 
 Each block chooses the stride of its keys and values, 1 or 2, and the ratio of its MLP, 2 or 4: 4¹³
 candidates for CvT-13. Costs are sums over blocks, so they need no model, and a million candidates
-are weighed in a second. The search itself (DA-NAS, Dai et al. 2020) is not here.
+are weighed in a second.
 
 The paper gives its candidates 13.66 to 19.88 M parameters and 2.59 to 4.03 G multiply-accumulates.
 These two choices alone span 13.78 to 20.00 M and 3.12 to 6.64 G: its lower bounds, and its upper
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,11 @@ class SearchSpace:
     A candidate is a number below `len(space)`. Written in base `len(options)` with the first block
     first, its digits are the options the blocks take. Nothing is stored per candidate.
 
+    Attributes:
+        options: the (stride, ratio) pairs that a block chooses from.
+        tables: what candidates are weighed by, "parameters", "macs" and whatever else was measured:
+            what all of them cost, and what each block adds with each option, (blocks, options).
+
     Args:
         base: what all candidates share.
         kv_strides, mlp_ratios: what each block chooses from (§4.2's unless given).
@@ -99,26 +104,42 @@ class SearchSpace:
         self.options = list(itertools.product(kv_strides, mlp_ratios))
         self.depths = [stage.depth for stage in base.stages]
         self.blocks = sum(self.depths)
-        self._fixed = _fixed_cost(base, img_size)
-        # What each block costs with each option, (blocks, options).
+        fixed = _fixed_cost(base, img_size)
         costs = [
             [_block_cost(stage, grid, tokens, *option) for option in self.options]
             for stage, grid, tokens in _stages(base, img_size)
             for _ in range(stage.depth)
         ]
-        self._parameters = np.array([[c.parameters for c in row] for row in costs], dtype=np.int64)
-        self._macs = np.array([[c.macs for c in row] for row in costs], dtype=np.int64)
+        self.tables: dict[str, tuple[float, npt.NDArray[Any]]] = {
+            name: (
+                getattr(fixed, name),
+                np.array([[getattr(cost, name) for cost in row] for row in costs]),
+            )
+            for name in ("parameters", "macs")
+        }
 
     def __len__(self) -> int:
         return len(self.options) ** self.blocks
 
     def __getitem__(self, index: int) -> CvTConfig:
         """The candidate with this number."""
-        chosen = [self.options[digit] for digit in self._digits(np.array([self._at(index)]))[0]]
+        chosen = self.choices(index)
         return self.base.with_overrides(
             kv_stride=self._by_stage([stride for stride, _ in chosen]),
             mlp_ratio=self._by_stage([ratio for _, ratio in chosen]),
         )
+
+    def choices(self, index: int) -> list[tuple[int, float]]:
+        """The stride and the ratio of every block of the candidate with this number."""
+        return [self.options[digit] for digit in self.digits(np.array([self._at(index)]))[0]]
+
+    def settings(self, index: int) -> dict[str, list[Any]]:
+        """What makes a run's model that candidate: settings by dotted name, one value per block."""
+        strides, ratios = zip(*self.choices(index), strict=True)
+        return {
+            "model.overrides.kv_stride": list(strides),
+            "model.overrides.mlp_ratio": list(ratios),
+        }
 
     def __iter__(self) -> Iterator[CvTConfig]:
         return (self[index] for index in range(len(self)))
@@ -138,11 +159,12 @@ class SearchSpace:
                 f"a block with (kv_stride, mlp_ratio) = {outside[0]} is not in this search space; "
                 f"its options are {self.options}"
             )
-        number = 0
-        for choice in choices:
-            number = number * len(self.options) + self.options.index(choice)
+        number = None
+        if len(choices) == self.blocks:
+            digits = [self.options.index(choice) for choice in choices]
+            number = int(self.numbers(np.array([digits]))[0])
         spelled_out = {"kv_stride": self._by_stage(strides), "mlp_ratio": self._by_stage(ratios)}
-        if number >= len(self) or self[number] != config.with_overrides(**spelled_out):
+        if number is None or self[number] != config.with_overrides(**spelled_out):
             raise UserError("this configuration differs from the search space's base elsewhere")
         return number
 
@@ -153,19 +175,26 @@ class SearchSpace:
 
     def costs(self, indices: Counts) -> tuple[Counts, Counts]:
         """Parameters and multiply-accumulates of many candidates: (n,) → (n,), (n,)."""
-        digits, blocks = self._digits(indices), np.arange(self.blocks)
-        return (
-            self._fixed.parameters + self._parameters[blocks, digits].sum(axis=1),
-            self._fixed.macs + self._macs[blocks, digits].sum(axis=1),
-        )
+        digits = self.digits(indices)
+        return self.weigh("parameters", digits), self.weigh("macs", digits)
+
+    def weigh(self, name: str, digits: Counts) -> npt.NDArray[Any]:
+        """What candidates cost by one of the tables: (n, blocks) → (n,)."""
+        fixed, table = self.tables[name]
+        return fixed + table[np.arange(self.blocks), digits].sum(axis=1)
+
+    def fits(self, digits: Counts, limits: Mapping[str, float]) -> npt.NDArray[np.bool_]:
+        """Which candidates cost no more than `limits` allow, by the names of tables: → (n,)."""
+        inside = np.ones(len(digits), dtype=bool)
+        for name, most in limits.items():
+            inside &= self.weigh(name, digits) <= most
+        return inside
 
     def bounds(self) -> tuple[Cost, Cost]:
         """The least and the most that candidates cost, in each count by itself."""
+        counted = [self.tables[name] for name in ("parameters", "macs")]
         least, most = (
-            Cost(
-                self._fixed.parameters + int(pick(self._parameters, axis=1).sum()),
-                self._fixed.macs + int(pick(self._macs, axis=1).sum()),
-            )
+            Cost(*(int(fixed + pick(table, axis=1).sum()) for fixed, table in counted))
             for pick in (np.min, np.max)
         )
         return least, most
@@ -181,19 +210,25 @@ class SearchSpace:
         """
         for start in range(0, len(self), chunk):
             indices = np.arange(start, min(start + chunk, len(self)), dtype=np.int64)
-            counted = self.costs(indices)
-            fits = (counted[0] <= parameters) & (counted[1] <= macs)
-            yield from indices[fits].tolist()
+            limits = {"parameters": parameters, "macs": macs}
+            yield from indices[self.fits(self.digits(indices), limits)].tolist()
 
     def _at(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"candidate {index} does not exist; the space has {len(self)}")
         return index
 
-    def _digits(self, indices: Counts) -> Counts:
+    def digits(self, indices: Counts) -> Counts:
         """The option of every block: (n,) → (n, blocks)."""
-        places = len(self.options) ** np.arange(self.blocks - 1, -1, -1, dtype=np.int64)
-        return indices[:, None] // places % len(self.options)
+        return np.asarray(indices)[:, None] // self._places % len(self.options)
+
+    def numbers(self, digits: Counts) -> Counts:
+        """The candidates whose blocks take these options: (n, blocks) → (n,)."""
+        return (digits * self._places).sum(axis=1)
+
+    @property
+    def _places(self) -> Counts:
+        return len(self.options) ** np.arange(self.blocks - 1, -1, -1, dtype=np.int64)
 
     def _by_stage(self, values: list[Any]) -> list[tuple[Any, ...]]:
         remaining = iter(values)

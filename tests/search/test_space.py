@@ -122,3 +122,14 @@ def test_what_is_outside_is_refused(space):
         SearchSpace(CVT_13, kv_strides=(0, 1))
     with pytest.raises(ValueError, match="mlp_ratios"):
         SearchSpace(CVT_13, mlp_ratios=(0.0,))
+
+
+def test_limits_on_anything_measured(space):
+    digits = space.digits(np.arange(64))
+    assert space.numbers(digits).tolist() == list(range(64))
+    space.tables["latency"] = 1.5, np.tile([1.0, 2.0, 3.0, 4.0], (13, 1))
+    try:
+        assert space.weigh("latency", digits[:4]).tolist() == [14.5, 15.5, 16.5, 17.5]
+        assert space.fits(digits[:4], {"latency": 16.5, "macs": 1e12}).tolist() == [1, 1, 1, 0]
+    finally:
+        del space.tables["latency"]

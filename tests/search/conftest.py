@@ -1,0 +1,37 @@
+"""A search space of 4³ candidates, and runs of a few steps over it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from locality.models import build, variant
+from locality.search import SearchSpace
+
+OVERRIDES = {"stages": [
+    {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 3, "embed_stride": 2},
+    {"embed_dim": 12, "num_heads": 2, "depth": 2, "embed_stride": 1, "drop_path_rate": 0.2},
+]}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def base():
+    """Two stages of one and two blocks on digits, at stride 1 and ratio 4."""
+    fields = OVERRIDES | {"img_size": 8, "num_classes": 10, "kv_stride": 1, "mlp_ratio": 4.0}
+    return variant("cvt_13").config.with_overrides(stages=fields.pop("stages"), **fields)
+
+
+@pytest.fixture
+def space(base):
+    return SearchSpace(base)
+
+
+@pytest.fixture
+def model(base, shaken):
+    torch.manual_seed(0)
+    model = shaken(build(base))
+    # Statistics as training leaves them: of no candidate, and not the ones BatchNorm starts with.
+    for name, buffer in model.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            buffer.uniform_(0.5, 1.5)
+    return model

@@ -1,0 +1,147 @@
+"""Theorems of the supernet: a candidate inside it is the candidate outside it."""
+
+import numpy as np
+import pytest
+import torch
+
+from locality.data import AugmentConfig, DataConfig, Preprocessing, eval_loader, open_data
+from locality.models import build, count_macs, count_parameters, variant
+from locality.search import Cost, SearchSpace
+from locality.search.supernet import Sandwich, Supernet, calibrate, extract, order_hidden_units
+from locality.training import ObjectiveConfig
+from locality.training.objective import Objective, objective_class
+
+
+@pytest.fixture
+def images():
+    return torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_every_candidate_is_extracted_exactly(model, space, images, mode):
+    supernet, images = Supernet(model.double(), space), images.double()
+    getattr(model, mode)()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for index in range(len(space)):
+        model.load_state_dict(state)  # in training mode running statistics move
+        small = extract(model, space, index)
+        assert small.config == space[index] and small.training == (mode == "train")
+        torch.manual_seed(index)
+        inside = supernet(images, space.digits(np.array([index])))[0]
+        torch.manual_seed(index)
+        assert (small(images) - inside).abs().max() <= 1e-10
+        assert Cost(count_parameters(small), count_macs(small.float())) == space.cost(index)
+
+
+@pytest.mark.slow
+def test_extraction_and_counts_of_cvt_13(shaken):
+    """Of random candidates of the paper's own space."""
+    config = variant("cvt_13").config.with_overrides(kv_stride=1, num_classes=7, img_size=64)
+    space = SearchSpace(config)
+    model = shaken(build(config), scale=0.02).double()
+    supernet, images = Supernet(model, space), torch.randn(1, 3, 64, 64).double()
+    for index in np.random.default_rng(0).integers(0, len(space), 5).tolist():
+        small = extract(model, space, index)
+        with torch.no_grad():
+            inside = supernet(images, space.digits(np.array([index])))[0]
+            assert (small(images) - inside).abs().max() <= 1e-10
+        assert Cost(count_parameters(small), count_macs(small.float())) == space.cost(index)
+
+
+def test_the_model_itself_is_left_as_it_is(model, space, images):
+    before = model(images)
+    Supernet(model, space)(images, np.array([[2, 2, 2]]))
+    assert torch.equal(model(images), before)
+    with pytest.raises(RuntimeError):
+        Supernet(model, space)(images[:, :2], np.array([[2, 2, 2]]))
+    assert torch.equal(model(images), before)
+
+
+def test_an_extracted_candidate_has_its_own_weights(model, space):
+    small = extract(model, space, 0)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.zero_()
+    assert all(parameter.abs().sum() > 0 for parameter in model.parameters())
+
+
+def test_the_sandwich_is_the_largest_the_smallest_and_random_ones(model, space):
+    largest, smallest, *drawn = Supernet(model, space).sandwich().tolist()
+    assert space.options[largest[0]] == (1, 4.0) and space.options[smallest[0]] == (2, 2.0)
+    assert len(set(largest)) == len(set(smallest)) == 1 and len(drawn) == 2
+    some = Supernet(model, space, [[0, 2], [3], [1, 2, 3]])
+    for _ in range(20):
+        for row in some.sandwich().tolist():
+            assert row[0] in (0, 2) and row[1] == 3 and row[2] in (1, 2, 3)
+    assert (some.largest, some.smallest) == ([0, 3, 1], [2, 3, 2])
+
+
+def test_every_parameter_learns_whatever_the_options(model, space, images):
+    """Data-parallel training waits for a gradient of each parameter in every step."""
+    model.train()
+    supernet = Supernet(model, space, [[2], [2], [2, 3]])
+    supernet(images).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_candidates_learn_from_the_largest(model, images):
+    config = ObjectiveConfig(kind="locality.search.supernet:Sandwich")
+    assert objective_class(config) is Sandwich
+    objective = Sandwich(config, AugmentConfig(), 10)
+    logits = torch.randn(3, 6, 10, requires_grad=True)
+    labels = torch.arange(6)
+    objective.loss(logits, labels, images).backward()
+    gradient = logits.grad * 3
+    # Cross entropy pulls at probability − target: labels' for the largest, its own for the others.
+    found, hard = logits.softmax(dim=2), torch.nn.functional.one_hot(labels, 10)
+    torch.testing.assert_close(gradient[0], (found[0] - hard) / 6)
+    torch.testing.assert_close(gradient[1:], (found[1:] - found[:1]) / 6)
+
+
+def test_ordering_hidden_units_changes_no_output(model, images):
+    model = model.double()
+    before = model(images.double())
+    order_hidden_units(model)
+    assert (model(images.double()) - before).abs().max() <= 1e-10
+    importance = model.stages[0].blocks[0].mlp.fc2.weight.abs().sum(dim=0)
+    assert (importance.diff() <= 0).all() and (importance.diff() < 0).any()
+
+
+def test_calibrated_statistics_are_those_of_the_images(model, space):
+    splits = open_data(DataConfig("digits"), 0)
+    loader = eval_loader(splits.train.subset(range(256)), Preprocessing(8), batch_size=64)
+    batches = [batch.images for batch in loader]
+    small = extract(model, space, 37)
+    calibrate(small, batches)
+    assert not small.training
+    again = extract(model, space, 37)
+    calibrate(again, batches)
+    for name, buffer in small.named_buffers():
+        assert torch.equal(buffer, dict(again.named_buffers())[name])
+    first = small.stages[0]
+    tokens = [first.blocks[0].norm1(first.embed_tokens(batch, (4, 4))) for batch in batches]
+    convolved = [
+        first.blocks[0].attn.k.conv(t.transpose(1, 2).unflatten(2, (4, 4))) for t in tokens
+    ]
+    expected = torch.stack([each.mean(dim=(0, 2, 3)) for each in convolved]).mean(dim=0)
+    torch.testing.assert_close(first.blocks[0].attn.k.norm.running_mean, expected)
+
+
+def test_what_cannot_be_shared_is_refused(base, space, model):
+    linear = base.with_overrides(projection="linear")
+    with pytest.raises(ValueError, match="convolutional projections"):
+        Supernet(build(linear), SearchSpace(linear))
+    with pytest.raises(ValueError, match="2 blocks of 3"):
+        Supernet(model, space, [[0], [1]])
+    model.set_grad_checkpointing()
+    with pytest.raises(ValueError, match="grad_checkpointing"):
+        Supernet(model, space)
+
+
+@pytest.mark.parametrize(
+    "kind", ["os:system", "locality.training.objective:Teacher", "locality.nowhere:Objective", "x"]
+)
+def test_only_objectives_of_this_library_are_taken(kind):
+    with pytest.raises(ValueError, match="names no objective"):
+        objective_class(ObjectiveConfig(kind=kind))
+    assert objective_class(ObjectiveConfig()) is Objective
