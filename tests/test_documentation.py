@@ -148,6 +148,8 @@ def commands(snippet: Snippet) -> Iterator[list[str]]:
 def shortened(words: list[str]) -> list[str]:
     if words[0] == "train":
         return [*words, *SHORT]
+    if words[0] == "search" and not {"--dry_run", "--resume"} & set(words):
+        return [*words, *SHORT, "--evaluations=4"]
     if words[0] == "reproduce" and not {"--list", "--dry_run"} & set(words):
         return [*words, "--dry_run"]
     return words

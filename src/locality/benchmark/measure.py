@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True)

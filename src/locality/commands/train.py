@@ -69,7 +69,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     files, words = taken("--config", words)
     given: dict[str, Any] = {}
     for file in files:
-        given |= _by_option(RunConfig.upgraded(read_settings_file(file)))
+        given |= by_option(RunConfig.upgraded(read_settings_file(file)))
     labelled = str(given.get("recipe"))
     name = name_of(names[0]) if names else labelled if labelled in RECIPES else "digits"
     if names and "recipe" in given and labelled != name:
@@ -90,19 +90,26 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     parser.add("--measure_every", None, every, float)
     parser.add("--quiet", False, "print nothing while training")
     parser.add_class_arguments(RunConfig, None)
-    values = _by_option(to_dict(recipe(name)))
+    values = by_option(to_dict(recipe(name)))
     parser.set_defaults(values)
     options = parser.read(words)
+    given |= changed(parser, words, values)
+    return adjusted(name, given), options
+
+
+def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `words` give, of those that `values` has, by the name of their option."""
+    given: dict[str, Any] = {}
     for setting, value in parser.given(words).items():
         # `--model.overrides.depth 3` changes one of them, `--model.overrides '{depth: 3}'` all.
         if any(word.startswith(f"--{setting}.") for word in words):
             given |= {f"{setting}.{key}": value[key] for key in value}
         elif setting in values:
             given[setting] = value
-    return adjusted(name, given), options
+    return given
 
 
-def _by_option(values: Mapping[str, Any]) -> dict[str, Any]:
+def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by the name of their option: the groups' by dotted name, the others' as they are."""
     flat: dict[str, Any] = {}
     for group, value in values.items():

@@ -167,6 +167,25 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
     return bool(measured)
 
 
+def draw_candidates(axes: Axes, rows: Sequence[Mapping[str, str]], cost: str, title: str) -> None:
+    """Candidates of a search by what they cost, and the front that none is left and above of.
+
+    Args:
+        axes: to draw on.
+        rows: of `candidates.csv`: "by", "top1" and the costs.
+        cost: which of them.
+        title: of that axis.
+    """
+    points = sorted({(float(row[cost]), float(row["top1"])) for row in rows})
+    for by, colour in (("random", FAINT), ("evolution", colour_of("cvt"))):
+        own = [(float(row[cost]), float(row["top1"])) for row in rows if row["by"] == by]
+        axes.plot(*np.reshape(own, (-1, 2)).T, ".", color=colour, alpha=0.6, label=by)
+    front = np.maximum.accumulate([top1 for _, top1 in points])
+    axes.plot([at for at, _ in points], front, color=INK, linewidth=1.2, drawstyle="steps-post",
+              label="Pareto front")  # fmt: skip
+    _finish(axes, title, "top-1 on held-out images (%)")
+
+
 def _finish(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

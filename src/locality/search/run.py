@@ -1,0 +1,501 @@
+"""A search from beginning to end: train the supernet, choose a candidate, write what was found.
+
+search.yaml       the whole search
+warm-up/          run folder: the largest candidate alone, whose loss says which images are hard
+start/            its weights, hidden units in the order of importance
+round-1/ …        run folders of the supernet; one, or one for each amount of images
+difficulty.npy    the loss of every training image after the warm-up
+latency.json      what each block takes with each option
+candidates.csv    every candidate that was evaluated, and how well it did
+chosen.yaml       what was found, as settings for `locality train --config`
+chosen/           and its weights from the supernet
+page.html         all of it to look at
+result.json       written last
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from markupsafe import Markup
+from tqdm import tqdm
+
+from locality import checks, settings
+from locality.benchmark.measure import interleave, training_step
+from locality.checkpoints import save
+from locality.checkpoints.format import WEIGHTS
+from locality.checkpoints.open import load
+from locality.data import BatchLoader, ImageSource, eval_loader, open_data
+from locality.errors import UserError, unknown
+from locality.figures import charts
+from locality.figures.style import inline_svg
+from locality.files import atomic_file, read_json, read_rows, read_text, render, write_atomic
+from locality.models import ImageClassifier, build, variant
+from locality.runner.cost import train_images
+from locality.search.evolution import (
+    LATENCY_BATCH,
+    POPULATION,
+    Candidates,
+    Score,
+    Scores,
+    evolve,
+    measure_latency,
+    prune,
+)
+from locality.search.space import SearchSpace
+from locality.search.supernet import (
+    RANDOM_CANDIDATES,
+    Supernet,
+    calibrate,
+    extract,
+    order_hidden_units,
+)
+from locality.settings import replace
+from locality.training import RunConfig, RunFolder, recipe, train
+from locality.training.distributed import create_fabric
+from locality.training.evaluation import evaluate
+from locality.training.load import meta_model
+from locality.training.plan import make_plan
+from locality.training.preview import span
+from locality.training.recorder import CsvTable
+from locality.training.runs import MAY_CHANGE
+
+# The largest candidate alone at first, for this part of the supernet's training.
+_WARM_UP = 0.2
+# The easiest part of the images that each round of a method trains on.
+ROUNDS = {"sandwich": (1.0,), "da_nas": (0.25, 0.5, 1.0)}
+# Between two rounds da_nas drops this part of all options, by so many candidates' accuracy.
+_DROPPED, _PRUNING = 0.25, 64
+_AXES = {
+    "parameters": "parameters",
+    "macs": "multiply-accumulates per image",
+    "latency": f"milliseconds for {LATENCY_BATCH} images",
+}
+_CONFIG = "search.yaml"
+_AT_ONCE = 8  # candidates, before they are written down
+_COLUMNS = ("step", "round", "by", "number", "shape", "top1", "val_loss", *_AXES)
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """A search, complete.
+
+    Attributes:
+        run: how the supernet is trained, on which data, and the CvT whose blocks are chosen; its
+            own strides and ratios are what the result is compared with.
+        method: "sandwich" trains all candidates on all images; "da_nas" on images that grow harder,
+            and drops the options that lose in between (Dai et al. 2020).
+        parameters, macs: the most that a candidate may have; None is no limit.
+        latency: the most milliseconds that a batch of 32 images may take on this machine.
+        evaluations: candidates that evolution evaluates, and as many at random.
+        held_out: fraction of the training images that candidates are chosen by, and not trained on.
+            The validation images are for what is found.
+        calibration: training images that BatchNorm's statistics are taken from.
+    """
+
+    run: RunConfig
+    method: Literal["sandwich", "da_nas"] = "sandwich"
+    parameters: float | None = checks.bounded(None, 0, above=True)
+    macs: float | None = checks.bounded(None, 0, above=True)
+    latency: float | None = checks.bounded(None, 0, above=True)
+    evaluations: int = checks.bounded(200, 1)
+    held_out: float = checks.bounded(0.2, 0, 1, above=True, below=True)
+    calibration: int = checks.bounded(512, 1)
+
+    def __post_init__(self) -> None:
+        checks.settings(self)
+        if self.run.data.fraction < 1:
+            raise UserError("a search sets data.fraction itself; use a data.train_part instead")
+        if variant(self.run.model.name).family != "cvt":
+            raise UserError(f"the search is over CvTs; model.name is {self.run.model.name}")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that there are, by what is limited."""
+        found = {name: getattr(self, name) for name in ("parameters", "macs", "latency")}
+        return {name: most for name, most in found.items() if most is not None}
+
+    @property
+    def counted(self) -> dict[str, float]:
+        """The limits that need no measurement."""
+        return {name: most for name, most in self.limits.items() if name != "latency"}
+
+    @property
+    def largest(self) -> RunConfig:
+        """The largest candidate's training, evaluated on held-out training images."""
+        low, high = self.run.data.train_part
+        cut = high - self.held_out * (high - low)
+        parts = {"data.train_part": (low, cut), "data.val_part": (cut, high)}
+        model = {"model.overrides.kv_stride": 1, "model.overrides.mlp_ratio": 4.0}
+        return replace(self.run, model | parts)
+
+    def rounds(self) -> list[RunConfig]:
+        """The warm-up and the rounds of the supernet, without the weights they start from."""
+        parts = ROUNDS[self.method]
+        runs = [_shortened(self.largest, _WARM_UP)]
+        for part in parts:
+            run = _shortened(self.largest, (1 - _WARM_UP) / len(parts))
+            changes: dict[str, Any] = {"objective.kind": "locality.search.supernet:Sandwich"}
+            if part < 1:
+                changes["data.fraction"] = part
+                changes["schedule.constant_images"] = run.schedule.unit == "epochs"
+            runs.append(replace(run, changes))
+        return runs
+
+
+def _shortened(run: RunConfig, part: float) -> RunConfig:
+    """A run with a part of its steps or epochs, warm-up and cool-down in proportion."""
+    schedule, unit = run.schedule, run.schedule.unit
+    length = max(1, round(schedule.length * part)) if unit == "steps" else schedule.length * part
+    changes = {
+        f"schedule.{name}": getattr(schedule, name) * part for name in ("warmup", "cooldown")
+    }
+    return replace(run, changes | {f"schedule.{unit}": length})
+
+
+def _small(name: str, steps: int, macs: float, **fields: Any) -> dict[str, Any]:
+    """A CvT of six blocks, 4,096 candidates, for small images."""
+    fields = {"depth": [1, 2, 3], "embed_dim": [20, 40, 72], **fields}
+    changes = {f"model.overrides.{field}": value for field, value in fields.items()}
+    changes |= {"model.patch_size": None, "schedule.steps": steps, "engine.tensorboard": False}
+    changes["engine.precision"] = "fp32"
+    return {"run": replace(recipe(name, model="cvt_pico"), changes), "macs": macs}
+
+
+def _imagenet_nas() -> SearchConfig:
+    """The paper's space, size and cost, with CvT's own recipe; it does not say how it searched."""
+    run = recipe("cvt_300", model="cvt_13")
+    limits = {"parameters": 18e6, "macs": 4.1e9}
+    return SearchConfig(run, "da_nas", **limits, evaluations=1000, held_out=0.02, calibration=4096)
+
+
+SEARCHES: dict[str, Callable[[], SearchConfig]] = {
+    "digits": lambda: SearchConfig(**_small("digits", 600, 4e6), evaluations=100, calibration=256),
+    "fashion_mnist": lambda: SearchConfig(
+        **_small("fashion_mnist", 3000, 4e6, embed_stride=[4, 2, 1]), held_out=1 / 30
+    ),
+    "imagenet_nas": _imagenet_nas,
+}
+
+
+def named(name: str) -> SearchConfig:
+    """The search of this name.
+
+    Raises:
+        UserError: for a name that does not exist, with the nearest.
+    """
+    if name not in SEARCHES:
+        raise unknown("search", name, SEARCHES)
+    return SEARCHES[name]()
+
+
+def space_of(config: SearchConfig) -> SearchSpace:
+    """The candidates of a search."""
+    run = config.largest
+    return SearchSpace(meta_model(run, train_images(run)[1]).config)
+
+
+def default_of(config: SearchConfig, space: SearchSpace) -> int:
+    """The number of the CvT that the search starts from."""
+    return space.index(meta_model(config.run, space.base.num_classes).config)
+
+
+class Search:
+    """One search in its folder. It may be killed at any moment, and `run` called again.
+
+    Args:
+        config: what to do.
+        folder: where; made if it is not there.
+        quiet: print nothing.
+
+    Raises:
+        UserError: if no candidate is within the limits.
+    """
+
+    def __init__(self, config: SearchConfig, folder: Path | str, quiet: bool = False) -> None:
+        self.config, self.place = config, RunFolder(folder)
+        self.path = self.place.path
+        self.space = space_of(config)
+        Candidates(self.space, None, config.counted)
+        self.writes = create_fabric(config.run.engine, "fp32").global_rank == 0
+        self.quiet = quiet or not self.writes
+        self.table = CsvTable(self.path / "candidates.csv", _COLUMNS)
+        self.known: dict[tuple[int, int], Score] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Search to the end, from wherever it was left; returns the content of result.json.
+
+        Raises:
+            UserError: if the folder is another search's, and as `train`.
+        """
+        if (result := self.place.result()) is not None:
+            return result
+        if self.writes:
+            self._claim()
+        try:
+            warm_up, *rounds = self.config.rounds()
+            train(warm_up, self.path / "warm-up", quiet=self.quiet)
+            self.begin()
+            weights = self._after_warm_up()
+            candidates = Candidates(self.space, None, self.config.limits)
+            for number, run in enumerate(rounds, 1):
+                changes = {"model.weights": str(weights), "objective.options": candidates.options}
+                if run.data.fraction < 1:
+                    changes["data.difficulty"] = str(self.path / "difficulty.npy")
+                weights = self.path / f"round-{number}"
+                train(replace(run, changes), weights, quiet=self.quiet)
+                self.take_weights(number)
+                if number < len(rounds):
+                    candidates = self._pruned(candidates)
+            return self._finish(self._searched(candidates))
+        finally:
+            self.place.lock.release()
+
+    def _claim(self) -> None:
+        """Take the folder and write the search into it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.place.lock.claim()
+        file = self.path / _CONFIG
+        if file.exists():
+            found = settings.differences(read_search(self.path), self.config)
+            changed = [name for name, *_ in found if name.removeprefix("run.") not in MAY_CHANGE]
+            if changed:
+                raise UserError(
+                    f"{self.path} holds a search with other settings ({', '.join(changed)}); give "
+                    f"its own, or --resume {self.path}, or another folder"
+                )
+        write_atomic(file, settings.to_yaml(self.config))
+        self.place.note_start(self.config.run, 0, "", self.config.run.engine.precision)
+
+    def begin(self) -> None:
+        """Open the data, and have what was measured before; latencies are measured now if not."""
+        self.device = create_fabric(self.config.run.engine, "fp32").device
+        self.splits = open_data(self.config.largest.data, self.config.run.seed)
+        self.held_out, train = self._loader(self.splits.val), self.splits.train
+        count = min(self.config.calibration, len(train))
+        evenly = np.linspace(0, len(train) - 1, count).astype(np.int64)
+        self.calibration = [batch.images.to(self.device) for batch in self._loader(train, evenly)]
+        file = self.path / "latency.json"
+        if self.writes and not file.exists():
+            write_atomic(file, json.dumps(measure_latency(self.space, self.device)))
+        if self.writes:
+            self.table.cut(2**62)
+        _meet()
+        measured = read_json(file)
+        self.space.tables["latency"] = measured["fixed"], np.array(measured["blocks"])
+        for row in read_rows(self.table.path):
+            self.known[int(row["round"]), int(row["number"])] = (
+                float(row["top1"]),
+                -float(row["val_loss"]),
+            )
+
+    def _loader(self, source: ImageSource, chosen: Any = None) -> BatchLoader:
+        source = source if chosen is None else source.subset(chosen)
+        run, size = self.config.run, self.space.base.img_size
+        return eval_loader(source, run.input.at(size), batch_size=64, workers=run.data.workers)
+
+    @torch.no_grad()
+    def _after_warm_up(self) -> Path:
+        """Measure how hard images are, where that matters; the weights to go on from."""
+        model, start = load(self.path / "warm-up").to(self.device), self.path / "start"
+        file, losses = self.path / "difficulty.npy", []
+        if min(ROUNDS[self.config.method]) < 1 and not file.exists():
+            for batch in self._loader(self.splits.train):
+                logits = model(batch.images.to(self.device)).float().cpu()
+                losses.append(F.cross_entropy(logits, batch.targets, reduction="none"))
+        if self.writes and losses:
+            with atomic_file(file) as opened:
+                np.save(opened, torch.cat(losses).numpy())
+        if self.writes and not (start / WEIGHTS).exists():  # what `save` writes last
+            order_hidden_units(model)
+            save(model, start)
+        _meet()
+        return start
+
+    def take_weights(self, number: int) -> None:
+        """Evaluate candidates with the supernet as it is after this round from now on."""
+        self.round, self.model = number, load(self.path / f"round-{number}").to(self.device)
+
+    def scores(self, numbers: Sequence[int], by: str) -> Scores:
+        """Evaluate candidates, each once; whoever asks first is written down beside it."""
+        new = [number for number in numbers if (self.round, number) not in self.known]
+        for start in tqdm(
+            range(0, len(new), _AT_ONCE), by, disable=self.quiet or not sys.stderr.isatty()
+        ):
+            for number, (top1, loss) in _shared(new[start : start + _AT_ONCE], self.score).items():
+                self.known[self.round, number] = top1, loss
+                row = {"round": self.round, "by": by, "number": number, "top1": top1}
+                row |= {"step": len(self.known), "val_loss": -loss, "shape": self._shape(number)}
+                if self.writes:
+                    self.table.append(row | self._costs(number))
+        return {number: self.known[self.round, number] for number in numbers}
+
+    def score(self, number: int) -> Score:
+        """A candidate's accuracy and loss on held-out images, with statistics of its own."""
+        found = evaluate(self._calibrated(number), self.held_out, self.device)
+        return found["top1"], -found["loss"]
+
+    def _calibrated(self, number: int) -> ImageClassifier:
+        candidate = extract(self.model, self.space, number)
+        calibrate(candidate, self.calibration)
+        return candidate
+
+    def _shape(self, number: int) -> str:
+        return " ".join(f"{stride}/{ratio:g}" for stride, ratio in self.space.choices(number))
+
+    def _costs(self, number: int) -> dict[str, float]:
+        digits = self.space.digits(np.array([number]))
+        return {name: self.space.weigh(name, digits)[0].item() for name in self.space.tables}
+
+    def _pruned(self, candidates: Candidates) -> Candidates:
+        """Those that are left without the options that lose most with the present weights."""
+        generator = np.random.default_rng([self.config.run.seed, self.round])
+        scores = self.scores(candidates.random(generator, _PRUNING), "pruning")
+        count = round(_DROPPED * self.space.blocks * len(self.space.options))
+        return Candidates(self.space, prune(candidates, scores, count), self.config.limits)
+
+    def _searched(self, candidates: Candidates) -> dict[str, Scores]:
+        """What each way of choosing has seen, with one budget."""
+        generator = np.random.default_rng([self.config.run.seed, 0])
+        drawn = candidates.random(generator, self.config.evaluations)
+        by_chance = self.scores(drawn, "random")
+        ask, first = partial(self.scores, by="evolution"), drawn[:POPULATION]
+        evolved = evolve(candidates, ask, self.config.evaluations, generator, first)
+        return {"evolution": evolved, "random": by_chance}
+
+    def _finish(self, searched: Mapping[str, Scores]) -> dict[str, Any]:
+        """Write what was found."""
+        seen = searched["evolution"] | searched["random"]
+        number = max(seen, key=lambda each: seen[each])
+        found = self.space.settings(number)
+        result = {
+            "model": self.config.run.model.name,
+            "candidate": number,
+            **{name.rpartition(".")[2]: value for name, value in found.items()},
+            "held_out_top1": seen[number][0],
+            "best": {by: max(scores.values())[0] for by, scores in searched.items()},
+            "evaluations": {by: len(scores) for by, scores in searched.items()},
+            **self._costs(number),
+        }
+        if self.writes:
+            chosen = settings.to_yaml(replace(self.config.run, found))
+            write_atomic(self.path / "chosen.yaml", chosen)
+            save(self._calibrated(number), self.path / "chosen", classes=self.splits.classes)
+            write_atomic(self.path / "page.html", self._page(result))
+            self.place.write_json(self.place.result_file, result)
+        _meet()
+        return result
+
+    def _page(self, result: Mapping[str, Any]) -> str:
+        rows = [row for row in read_rows(self.table.path) if int(row["round"]) == self.round]
+        drawn = {
+            name: charts.chart(charts.draw_candidates, rows, name, _AXES[name]) for name in _AXES
+        }
+        paper = SearchSpace(variant("cvt_13").config)
+        theirs = paper.choices(paper.index(variant("cvt_13_nas").config))
+        return render(
+            "locality.search",
+            "search.html",
+            result=result,
+            config=self.config,
+            folder=self.path,
+            panels=[Markup(inline_svg(each, name, name)) for name, each in drawn.items() if each],
+            latency=read_json(self.path / "latency.json"),
+            shapes={
+                "CvT-13-NAS, as the paper describes it": theirs,
+                "found here": self.space.choices(result["candidate"]),
+            },
+            size=len(self.space),
+            images=len(self.splits.val),
+        )
+
+
+def _shared(numbers: Sequence[int], work: Callable[[int], Score]) -> Scores:
+    """What `work` says of each, dealt out to all processes."""
+    if not dist.is_initialized():
+        return {number: work(number) for number in numbers}
+    parts: list[Any] = [None] * dist.get_world_size()
+    own = numbers[dist.get_rank() :: len(parts)]
+    dist.all_gather_object(parts, {number: work(number) for number in own})
+    merged = {number: score for part in parts for number, score in part.items()}
+    return {number: merged[number] for number in numbers}
+
+
+def _meet() -> None:
+    """Wait for the other processes."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def read_search(folder: Path | str) -> SearchConfig:
+    """The search that a folder holds.
+
+    Raises:
+        UserError: if it holds none.
+    """
+    file = Path(folder) / _CONFIG
+    if not file.exists():
+        raise UserError(f"{folder} holds no search: it has no {_CONFIG}")
+    return settings.from_yaml(SearchConfig, read_text(file), str(file))
+
+
+# What vision transformers reach of an H100 in bf16, in operations per second.
+_GPU = 2e14
+
+
+def dry_run(config: SearchConfig) -> str:
+    """What a search comes to; needs no data where the dataset's size is known.
+
+    Raises:
+        UserError: if no candidate is within the limits on parameters and multiply-accumulates.
+    """
+    space, runs = space_of(config), config.rounds()
+    Candidates(space, None, config.counted)
+    digits = space.digits(np.random.default_rng(0).integers(0, len(space), 2**14))
+    inside, mean = space.fits(digits, config.counted).mean(), space.weigh("macs", digits).mean()
+    least, most = space.bounds()
+    plans = [make_plan(run, train_images(run)[0]) for run in runs]
+    step = most.macs + least.macs + RANDOM_CANDIDATES * mean  # of one image
+    held_out = round(plans[0].epoch_images * config.held_out / (1 - config.held_out))
+    asked = 2 * config.evaluations + _PRUNING * (len(plans) - 2)
+    macs = 3 * (plans[0].images * most.macs + step * sum(plan.images for plan in plans[1:]))
+    macs += asked * (config.calibration + held_out) * mean
+    rounds = zip(
+        ["warm-up", *(f"round {n}" for n in range(1, len(runs)))], runs, plans, strict=True
+    )
+    rows = {
+        "space": f"{len(space):,} candidates of {config.run.model.name}, {space.blocks} blocks",
+        "parameters": f"{least.parameters:,} to {most.parameters:,}",
+        "MACs per image": f"{least.macs:,} to {most.macs:,}",
+        "limits": f"{config.limits or 'none'}; {100 * inside:.3g}% of the candidates keep to them",
+        **{
+            name: f"{plan.steps:,} steps of {plan.batch_size:,} of {run.data.fraction:.0%} images"
+            for name, run, plan in rounds
+        },
+        "evaluations": f"{asked:,} candidates, each on {held_out:,} held-out training images",
+        "arithmetic": f"{2 * macs:.3g} operations",
+        "time": f"about {span(macs / _rate(config, space, step))} with one process here, or "
+        f"{2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
+    }
+    return "\n".join(f"{name:<14}  {value}" for name, value in rows.items())
+
+
+def _rate(config: SearchConfig, space: SearchSpace, macs: float) -> float:
+    """Multiply-accumulates per second here, of a supernet's step with so many for each image."""
+    device = create_fabric(config.run.engine, "fp32").device
+    model = build(space.base).to(device).train()
+    batch = int(min(config.run.engine.batch_size, max(2, 2e10 // (3 * macs))))
+    images = torch.randn(batch, 3, *model.img_size, device=device)
+    step = training_step(Supernet(model, space), images, nullcontext)
+    return 3 * macs * batch / min(interleave({"": step}, device, 3, warmup=1).seconds[""])

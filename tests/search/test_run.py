@@ -1,0 +1,185 @@
+"""Whole searches of a few steps: what they leave, how they go on, and what they refuse."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from locality.checkpoints import load
+from locality.checkpoints.run_state import latest_state
+from locality.cli import main
+from locality.files import read_json, read_rows
+from locality.models import count_macs
+from locality.search.run import Search, dry_run, named, read_search, space_of
+from locality.settings import replace
+from locality.training import RunFolder
+from locality.training.loop import Loop
+
+TINY = {
+    "run.schedule.steps": 10,
+    "run.schedule.warmup": 2,
+    "run.schedule.eval_every": 2,
+    "run.engine.batch_size": 8,
+    "run.engine.precision": "fp32",
+    "run.data.train_part": (0.0, 0.2),
+    "run.model.overrides.depth": [1, 1, 1],
+    "run.model.overrides.embed_dim": [8, 8, 12],
+    "macs": 1.4e5,
+    "evaluations": 6,
+    "calibration": 16,
+}
+
+
+def tiny(**changes):
+    return replace(named("digits"), TINY | changes)
+
+
+def searched(folder, **changes):
+    return Search(tiny(**changes), folder, quiet=True).run()
+
+
+@pytest.fixture(scope="module", params=["sandwich", "da_nas"])
+def found(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("search") / request.param
+    return folder, searched(folder, method=request.param)
+
+
+def test_a_search_leaves_a_candidate_within_its_limits(found):
+    folder, result = found
+    space = space_of(tiny())
+    model = load(folder / "chosen")
+    assert model.config == space[result["candidate"]]
+    assert count_macs(model) == result["macs"] <= 1.4e5
+    rows = read_rows(folder / "candidates.csv")
+    last = [row for row in rows if row["round"] == rows[-1]["round"]]
+    assert result["evaluations"] == {"random": 6, "evolution": 6}
+    assert len(last) == len({row["number"] for row in last}) and last[0]["by"] == "random"
+    assert all(float(row["macs"]) <= 1.4e5 for row in last)
+    assert result["held_out_top1"] == max(float(row["top1"]) for row in last)
+    assert f"candidate {result['candidate']}" in (folder / "page.html").read_text().lower()
+
+
+def test_what_was_found_is_ready_to_train(found, tmp_path):
+    folder, result = found
+    command = ["train", "--config", str(folder / "chosen.yaml"), "--output", str(tmp_path / "run")]
+    assert main([*command, "--quiet"]) == 0
+    run = RunFolder(tmp_path / "run")
+    assert run.result()["macs"] == result["macs"]
+    assert run.config().data.val_part is None and run.config().data.train_part == (0.0, 0.2)
+
+
+def test_no_validation_image_is_seen(found):
+    folder, _ = found
+    for run in folder.glob("*/config.yaml"):
+        data = yaml.safe_load(run.read_text())["data"]
+        assert data["train_part"][1] == data["val_part"][0] == pytest.approx(0.16)
+
+
+def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path):
+    searched(tmp_path, method="da_nas", macs=None)
+    configs = [RunFolder(tmp_path / f"round-{n}").config() for n in (1, 2, 3)]
+    assert [config.data.fraction for config in configs] == [0.25, 0.5, 1.0]
+    kept = [sum(map(len, config.objective.options)) for config in configs]
+    assert 12 == kept[0] > kept[1] >= kept[2] >= 6
+    difficulty = np.load(tmp_path / "difficulty.npy")
+    assert len(difficulty) == RunFolder(tmp_path / "warm-up").result()["train_images"]
+
+
+def test_a_finished_search_is_returned_and_another_one_refused(found):
+    folder, result = found
+    method = folder.name
+    assert Search(tiny(method=method), folder, quiet=True).run() == result
+    (folder / "result.json").rename(folder / "kept.json")
+    with pytest.raises(ValueError, match=r"other settings .evaluations."):
+        searched(folder, method=method, evaluations=7)
+    (folder / "kept.json").rename(folder / "result.json")
+    assert read_search(folder) == tiny(method=method)
+
+
+def without_times(folder):
+    rows = read_rows(folder / "candidates.csv")
+    return [{key: value for key, value in row.items() if key != "latency"} for row in rows]
+
+
+class Stop(Exception):
+    """In the place of a signal that cannot be caught."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sandwich", "da_nas"])
+def test_stopped_anywhere_it_ends_with_the_same_candidates_and_weights(
+    method, tmp_path, monkeypatch
+):
+    """In the warm-up, in the supernet, and twice while candidates are evaluated."""
+    whole = searched(tmp_path / "whole", method=method)
+    calls = itertools.count()
+
+    def stopping(original, after):
+        def call(*arguments):
+            if next(calls) in after:
+                raise Stop
+            return original(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Loop, "_step", stopping(Loop._step, {1, 8}))
+    monkeypatch.setattr(Search, "score", stopping(Search.score, {17, 21}))
+    for _ in range(4):
+        with pytest.raises(Stop):
+            searched(tmp_path / "again", method=method)
+    again = searched(tmp_path / "again", method=method)
+    for result in (whole, again):
+        del result["latency"]
+    assert again == whole
+    assert without_times(tmp_path / "again") == without_times(tmp_path / "whole")
+    for run in (path.parent.name for path in tmp_path.glob("whole/*/config.yaml")):
+        one, other = (latest_state(tmp_path / which / run)["model"] for which in ("whole", "again"))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_paper_s_scale_is_known_without_its_data():
+    config = named("imagenet_nas")
+    space = space_of(config)
+    assert len(space) == 4**13
+    assert config.limits == {"parameters": 18e6, "macs": 4.1e9}
+    assert [run.data.fraction for run in config.rounds()] == [1, 0.25, 0.5, 1]
+
+
+@pytest.mark.slow
+def test_dry_runs():
+    text = dry_run(named("imagenet_nas"))
+    for words in ("67,108,864 candidates", "3,12", "GPU hours", "held-out"):
+        assert words in text
+
+
+def test_bad_input_is_one_sentence(tmp_path, capsys):
+    for words, said in (
+        (["nowhere"], "unknown search 'nowhere'"),
+        (["digits", "--macs", "1e5"], "no candidate has macs of 100000 or less; the least is"),
+        (["digits", "--model.name", "convit_nano"], "search is over CvTs"),
+        (["digits", "--method", "darts"], "method"),
+        (["--resume", str(tmp_path)], "holds no search"),
+    ):
+        assert main(["search", *words, "--output", str(tmp_path / "run")]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1, error
+
+
+@pytest.mark.slow
+def test_two_processes_search_together(tmp_path):
+    words = [
+        f"--{name.removeprefix('run.')}={value}"
+        for name, value in TINY.items()
+        if isinstance(value, int | str)
+    ]
+    words += ["--engine.devices=2", "--engine.accelerator=cpu", "--quiet"]
+    command = [sys.executable, "-m", "locality", "search", "digits", "--output", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, *words], check=True, env=environment, timeout=300)
+    rows = read_rows(tmp_path / "candidates.csv")
+    assert 6 <= len(rows) <= 12 and read_json(tmp_path / "result.json")["macs"] <= 4e6
