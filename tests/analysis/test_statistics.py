@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from locality.analysis.statistics import estimate, paired_difference
+from locality.analysis.statistics import estimate, kendall, paired_difference
 
 
 def test_interval_is_the_one_of_the_t_test():
@@ -57,3 +57,13 @@ def test_wider_with_more_confidence():
     values = [1.0, 2.0, 4.0]
     assert estimate(values, 0.99).half_width > estimate(values, 0.9).half_width
     assert math.isclose(estimate(values).level, 0.95)
+
+
+def test_rank_correlation_is_scipys():
+    generator = np.random.default_rng(0)
+    for size, values in ((20, 1000), (20, 4), (2, 2)):  # with few ties and many
+        one, other = generator.integers(0, values, (2, size)).tolist()
+        expected = stats.kendalltau(one, other).statistic
+        assert kendall(one, other) == pytest.approx(0.0 if np.isnan(expected) else expected)
+    assert kendall([1, 2, 3], [4, 5, 6]) == 1 and kendall([1, 2, 3], [3, 2, 1]) == -1
+    assert kendall([1, 1], [1, 2]) == 0

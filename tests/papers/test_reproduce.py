@@ -234,12 +234,6 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, 
     assert again[0]["rows"] == record["rows"]
     rows = reproduce("convit/table-6", scale, tmp_path, finished_only=True, quiet=True)[0]["rows"]
     assert all(cell["empty"] for row in rows for cell in row["cells"][:2])
-    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
-    assert "no weights" in drawing["empty"] and drawing["files"] == []
-    for suffix in ("png", "svg"):  # as if drawn where the weights were
-        (tmp_path / "digits" / f"convit-figure-17.{suffix}").touch()
-    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
-    assert drawing["empty"] is None and len(drawing["files"]) == 2
 
 
 def test_plan_only_starts_nothing(tiny_scale, tmp_path, here, capsys):

@@ -6,7 +6,14 @@ import torch
 
 from locality.models import variant
 from locality.search import SearchSpace
-from locality.search.evolution import LATENCY_BATCH, Candidates, evolve, measure_latency, prune
+from locality.search.evolution import (
+    LATENCY_BATCH,
+    POPULATION,
+    Candidates,
+    evolve,
+    measure_latency,
+    prune,
+)
 
 SIX = SearchSpace(variant("cvt_pico").config.with_overrides(depth=(1, 2, 3)))
 
@@ -27,7 +34,7 @@ def test_evolution_finds_the_best_hundredth_of_a_space_that_can_be_enumerated(se
     limits = {"macs": float(np.median(SIX.costs(np.arange(4096))[1]))}
     candidates, generator = Candidates(SIX, None, limits), np.random.default_rng(seed)
     everything = worth(SIX, candidates.inside(SIX.digits(np.arange(4096))))
-    first = candidates.random(generator, 50)
+    first = candidates.random(generator, POPULATION)
     scores = evolve(candidates, lambda n: worth(SIX, n), 200, generator, first)
     assert len(scores) == 200 and set(scores) <= set(everything) and set(first) <= set(scores)
     better = sum(score > max(scores.values()) for score in everything.values())

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 from mpmath import betainc, findroot
 
 
@@ -88,3 +89,13 @@ def paired_difference(
     if not seeds:
         return None
     return estimate([first[seed] - second[seed] for seed in seeds], level)
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
+    """Kendall's rank correlation τ_b: 1 for the same order, −1 for the opposite one.
+
+    Pairs that one of the two cannot tell apart count as it does in τ_b. 0 where all are alike.
+    """
+    signs = [np.sign(np.subtract.outer(values, values)) for values in (first, second)]
+    scale = math.sqrt(np.square(signs[0]).sum() * np.square(signs[1]).sum())
+    return float((signs[0] * signs[1]).sum() / scale) if scale else 0.0

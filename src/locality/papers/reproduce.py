@@ -13,7 +13,14 @@ from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import save
 from locality.files import write_atomic
-from locality.papers import beyond, convit, convit_figures, cvt, short_runs  # noqa: F401 (they register)
+from locality.papers import (  # noqa: F401 (they register)
+    beyond,
+    convit,
+    convit_figures,
+    cvt,
+    nas,
+    short_runs,
+)
 from locality.papers.measures import Failures, Measure
 from locality.papers.pages import markdown, to_csv, to_html
 from locality.papers.records import Record, make_record
@@ -160,12 +167,12 @@ def _measuring(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
             if measure.kept and not measure.timed:
                 wanted.setdefault(run.folder, set()).add(measure)
 
-    def take(outcome: Outcome) -> None:
+    def measure(outcome: Outcome) -> None:
         for each in wanted.get(outcome.run.folder, ()) if outcome.error is None else ():
             with contextlib.suppress(UserError, FileNotFoundError):  # its cell will say so
                 each(outcome.run)
 
-    return take
+    return measure
 
 
 def write_experiment(
@@ -184,16 +191,9 @@ def write_experiment(
     target = folder / item.file_name
     if isinstance(spec, Figure):
         figure = draw(record["panels"]) if any(map(filled, record.get("panels", ()))) else None
-        files = [] if figure is None else save(figure, target)
         if spec.drawing is not None and record["empty"] is None:
-            try:
-                files = save(spec.drawing.draw([run.folder for run in spec.drawing.runs]), target)
-            except (UserError, FileNotFoundError) as error:
-                # Without weights, what was drawn while they were there stays.
-                earlier = (target.with_suffix(suffix) for suffix in (".png", ".svg"))
-                files = [path for path in earlier if path.exists()]
-                record["empty"] = None if files else str(error)
-        record["files"] = [path.name for path in files]
+            figure = spec.drawing.draw([run.folder for run in spec.drawing.runs])
+        record["files"] = [] if figure is None else [path.name for path in save(figure, target)]
     for suffix, text in (
         (".json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),
         (".md", markdown(record)),

@@ -20,8 +20,8 @@ Score = tuple[float, float]
 """Top-1 on held-out images, then the loss with its sign turned: the higher the better."""
 Scores = dict[int, Score]
 
-POPULATION = 50
-"""The best candidates so far, which the next ones are bred from."""
+POPULATION = 25
+"""How many the first generation has, and the best so far that the next ones are bred from."""
 _TOURNAMENT, _GENERATION = 5, 20
 # How many candidates are drawn before it is believed that no new one fits.
 _CHUNKS, _CHUNK = 256, 1024

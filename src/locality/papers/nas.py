@@ -1,0 +1,174 @@
+"""CvT's architecture search (§4.2) at laptop scale: does it find anything, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from locality.analysis.statistics import kendall
+from locality.files import read_json
+from locality.papers.measures import (
+    TOP1,
+    Failures,
+    Measure,
+    Quantity,
+    Values,
+    absent,
+    all_runs,
+    combined,
+    measured,
+)
+from locality.papers.scales import Scale
+from locality.papers.specs import Claim, Column, Row, Table, columns, experiment
+from locality.runner.runs import Run
+from locality.search.evolution import Candidates
+from locality.search.run import Search, default_of, named, read_search, space_of
+from locality.training import RunConfig, replace, train
+
+SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagenet_nas"}
+"""Scale → its search."""
+
+RANKED = 20
+"""Candidates that are trained from scratch to see whether the supernet ranks them right."""
+
+_TASK = "locality.papers.nas:"
+
+
+def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any]:
+    """Search for a candidate that costs no more than the CvT the search starts from.
+
+    Args:
+        config: of the supernet; the search is the one whose recipe it has.
+        folder: of the search.
+    """
+    known = next(each for each in map(named, SEARCHED.values()) if each.run.recipe == config.recipe)
+    search = dataclasses.replace(known, run=config, parameters=None)
+    space = space_of(search)
+    macs = space.cost(default_of(search, space)).macs
+    return Search(dataclasses.replace(search, macs=macs), folder, quiet=True).run()
+
+
+def train_found(config: RunConfig, folder: Path | str) -> dict[str, Any]:
+    """Train what a search has found, from scratch.
+
+    Args:
+        config: of the CvT it started from; `model.weights` is the folder of the search.
+        folder: of the run.
+    """
+    found = read_json(Path(str(config.model.weights)) / "result.json")
+    chosen = {f"model.overrides.{name}": found[name] for name in ("kv_stride", "mlp_ratio")}
+    return train(replace(config, chosen | {"model.weights": None}), folder)
+
+
+def _result(name: str, per: float = 1.0) -> Measure:
+    """A number of result.json, such as millions of parameters."""
+    return Measure(name, lambda run: float((run.result() or {})[name]) / per, kept=False)
+
+
+def _best_by(way: str) -> Measure:
+    """The best held-out accuracy that evolution, or drawing at random, came upon."""
+    return Measure(way, lambda run: float((run.result() or {})["best"][way]), kept=False)
+
+
+def _supernet_top1(numbers: tuple[int, ...]) -> Measure:
+    """Held-out accuracies of candidates with the weights of a search's supernet."""
+
+    def read(run: Run) -> list[float]:
+        config = read_search(run.folder)
+        search = Search(config, run.folder, quiet=True)
+        search.begin()
+        search.take_weights(len(config.rounds()) - 1)
+        return [search.score(number)[0] for number in numbers]
+
+    return Measure(f"supernet top1 of {numbers}", read)
+
+
+def _between_seeds(candidates: Sequence[Quantity]) -> Quantity:
+    """Kendall's τ between the accuracies that each seed and the next one give candidates."""
+
+    def evaluate(failures: Failures) -> Values:
+        found = [each.evaluate(failures).by_seed for each in candidates]
+        seeds = sorted(set.intersection(*map(set, found)))
+        orders = [[each[seed] for each in found] for seed in seeds]
+        pairs = zip(seeds, orders, orders[1:] + orders[:1], strict=True)
+        return Values({seed: kendall(one, other) for seed, one, other in pairs})
+
+    return Quantity(tuple(all_runs(candidates)), evaluate, "")
+
+
+@experiment("cvt/nas", "Architecture search: what is found, the default, and random candidates")
+def nas(s: Scale) -> Table:
+    """From scratch, at no more multiply-accumulates than the default; a search for every seed."""
+    shown = columns("parameters", "flops", "top1") | {
+        "held_out": Column("top-1, held out"),
+        "tau": Column("Kendall τ", "", 2),
+    }
+    about = (
+        "What a search finds at no more multiply-accumulates than CvT's default (stride 2, ratio "
+        "4), and random candidates that cost within 5% of it, trained from scratch. Held out: "
+        "accuracy of the best candidate in the supernet, on training images kept for it. τ: how "
+        f"far two accuracies put {RANKED} random candidates in the same order."
+    )
+    if s.name not in SEARCHED:
+        empty = absent(f"scale '{s.name}' has no search")
+        return Table(about, shown, (Row("default", {"top1": empty}),))
+    search = named(SEARCHED[s.name])
+    space = space_of(search)
+    default = default_of(search, space)
+    most, generator = space.cost(default).macs, np.random.default_rng(0)
+    drawn = Candidates(space, None, {"macs": most}).random(generator, 1000)
+    alike = [number for number in drawn if space.cost(number).macs > 0.95 * most]
+    ranked = tuple(Candidates(space).random(generator, RANKED))
+
+    def scratch(number: int, seed: int) -> Run:
+        base, model = s.base("CvT-13", search.run.model.name), space.settings(number)
+        config = replace(dataclasses.replace(base, seed=seed, model=search.run.model), model)
+        return s.run(config, f"candidate {number} seed {seed}")
+
+    searches, found = [], []
+    for seed in s.seeds:
+        config = dataclasses.replace(search.run, seed=seed)
+        searches.append(s.run(config, f"search seed {seed}", (), f"{_TASK}search_below_default"))
+        start = {"model.weights": str(searches[-1].folder)}
+        config = replace(scratch(default, seed).config, start)
+        found.append(s.run(config, f"found seed {seed}", (searches[-1],), f"{_TASK}train_found"))
+    groups = {
+        "default": [scratch(default, seed) for seed in s.seeds],
+        "found": found,
+        "random, same cost": [
+            scratch(*each) for each in zip(alike[: len(s.seeds)], s.seeds, strict=True)
+        ],
+    }
+    cells = {
+        label: {
+            "parameters": measured(tuple(runs), _result("parameters", 1e6)),
+            "flops": measured(tuple(runs), _result("macs", 1e9)),
+            "top1": measured(tuple(runs), TOP1),
+        }
+        for label, runs in groups.items()
+    }
+    ways = {way: measured(tuple(searches), _best_by(way)) for way in ("evolution", "random")}
+    candidates = [
+        measured(tuple(scratch(number, seed) for seed in s.few_seeds), TOP1) for number in ranked
+    ]
+    inside = measured(tuple(searches[: len(s.few_seeds)]), _supernet_top1(ranked))
+    agreement = combined(lambda one, *others: kendall(one, others), inside, *candidates, unit="")
+    rows = [Row(label, each) for label, each in cells.items()]
+    rows += [Row(f"best by {way}", {"held_out": each}) for way, each in ways.items()]
+    rows.append(Row("supernet and from scratch", {"tau": agreement}))
+    rows.append(Row("two seeds from scratch", {"tau": _between_seeds(candidates)}))
+    top1 = {label: each["top1"] for label, each in cells.items()}
+    claims = {
+        "the search finds better than the default": top1["found"] - top1["default"],
+        "… and than random candidates of its cost": top1["found"] - top1["random, same cost"],
+        "the supernet ranks candidates as training from scratch does": agreement,
+        "evolution finds better candidates than as many drawn at random": (
+            ways["evolution"] - ways["random"]
+        ),
+    }
+    said = tuple(Claim(text, quantity=quantity) for text, quantity in claims.items())
+    return Table(about, shown, tuple(rows), said)
