@@ -218,13 +218,13 @@ def render(
         package: such as "locality.report".
         template: the file's name.
         filters: functions that the template may put values through.
-        content: the values, escaped for HTML unless they are markup.
+        content: the values; in HTML they are escaped unless they are markup.
     """
     import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(package),
-        autoescape=True,
+        autoescape=template.endswith(".html"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

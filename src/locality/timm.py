@@ -20,7 +20,7 @@ from timm.models import (
 from torch import Tensor
 
 from locality.checkpoints.adapt import resample_positions
-from locality.checkpoints.layouts import recognise
+from locality.checkpoints.open import PREPARED, recognise
 from locality.checkpoints.sources import SOURCES, Source
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
@@ -87,14 +87,10 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
         "input_size": (config.in_chans, *given.size),
         "num_classes": config.num_classes,
         "pool_size": config.grids(given.size)[-1],
-        "mean": given.mean,
-        "std": given.std,
-        "interpolation": given.interpolation,
-        "crop_pct": given.crop_pct,
-        "crop_mode": given.crop_mode,
+        **{name: getattr(given, name) for name in PREPARED},
         "fixed_input_size": not hierarchical,
-        "first_conv": "stages.0.embed.conv" if hierarchical else "patch_embed",
-        "classifier": "head",
+        "first_conv": config.stem,
+        "classifier": config.classifier,
     }
     if hierarchical:
         cfg["min_input_size"] = (config.in_chans, config.minimum_size, config.minimum_size)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import CvtConfig, CvtForImageClassification
 
-from locality.checkpoints import LAYOUTS, open_weights, save
+from locality.checkpoints import LAYOUTS, read, save
 from locality.checkpoints.reading import read_state
 from locality.cli import main
 from locality.models import build
@@ -254,7 +254,7 @@ def check(model, to: str, folder: Path, capsys, seen: dict[str, int]) -> None:
         torch.testing.assert_close(
             REFERENCES[to](state, images, model.config), expected, atol=1e-5, rtol=1e-5
         )
-    back = open_weights(target, settings=json.loads(json.dumps(untold))).build()
+    back = read(target, settings=json.loads(json.dumps(untold))).build()
     torch.testing.assert_close(back(images), expected, atol=1e-6, rtol=1e-6)
     seen["equal"] += 1
 
@@ -304,7 +304,7 @@ def test_timms_convit_of_any_gated_layers_is_read(layers, use_pos_embed, randomi
     theirs = timm.models.ConVit(img_size=32, embed_dim=48, depth=3, num_heads=4, **given)
     randomise(theirs)
     settings = {"num_heads": 4, "img_size": 32}
-    ours = open_weights(written(tmp_path, theirs.state_dict()), settings=settings).build()
+    ours = read(written(tmp_path, theirs.state_dict()), settings=settings).build()
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=1e-5)
@@ -315,10 +315,10 @@ def test_deits_heads_and_image_are_said_to_be_assumed(tmp_path, randomise, caplo
         timm.models.VisionTransformer((32, 128), 16, embed_dim=128, depth=2, num_heads=4)
     )
     source = written(tmp_path, theirs.state_dict())
-    assert open_weights(source).config.img_size == 64  # as many patches as 2×8
+    assert read(source).config.img_size == 64  # as many patches as 2×8
     assert "num_heads=2, img_size=64" in caplog.text
     settings = {"num_heads": 4, "img_size": [32, 128]}
-    ours = open_weights(source, settings=settings).build()
+    ours = read(source, settings=settings).build()
     images = torch.randn(2, 3, 32, 128)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images), atol=1e-5, rtol=1e-5)
@@ -352,7 +352,7 @@ def test_microsofts_weights_and_settings_give_microsofts_logits(
     assert not caplog.text
     with torch.no_grad():
         expected = microsoft(state, images, model.config)
-        ours = open_weights(tmp_path / "ours").build()
+        ours = read(tmp_path / "ours").build()
         torch.testing.assert_close(ours(images), expected, atol=1e-5, rtol=1e-5)
     assert main(["convert", source, str(tmp_path / "other"), words[0]]) == 0
     assert "kv_stride=2 (STRIDE_KV), kv_padding=1 (PADDING_KV)" in caplog.text

@@ -8,23 +8,11 @@ import pytest
 import torch
 from transformers import CvtConfig, CvtForImageClassification
 
-from locality.checkpoints.cvt import (
-    MICROSOFT,
-    TRANSFORMERS,
-    from_microsoft,
-    from_transformers,
-    infer_microsoft,
-    infer_transformers,
-    to_microsoft,
-    to_transformers,
-)
+from locality.checkpoints.cvt import MICROSOFT, TRANSFORMERS
 from locality.errors import UserError
 from locality.models import build
 
-LAYOUTS = {
-    "microsoft": (from_microsoft, to_microsoft, infer_microsoft),
-    "transformers": (from_transformers, to_transformers, infer_transformers),
-}
+LAYOUTS = {"microsoft": MICROSOFT, "transformers": TRANSFORMERS}
 SMALL = {"depth": (1, 2, 3), "num_classes": 10, "img_size": 64}
 
 
@@ -36,7 +24,7 @@ def test_from_transformers_gives_the_same_logits(randomise):
     theirs = reference(randomise, depth=[1, 2, 3])
     # Their port computes the exact GELU.
     ours = build("cvt_13", activation="gelu", **SMALL).eval()
-    ours.load_state_dict(from_transformers(theirs.state_dict(), ours.config))
+    ours.load_state_dict(TRANSFORMERS.to_ours(theirs.state_dict(), ours.config))
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images).logits, atol=1e-5, rtol=0)
@@ -45,7 +33,7 @@ def test_from_transformers_gives_the_same_logits(randomise):
 def test_to_transformers_loads_strictly_and_gives_the_same_logits(randomise):
     ours = randomise(build("cvt_13", activation="gelu", **SMALL))
     theirs = reference(randomise, depth=[1, 2, 3])
-    theirs.load_state_dict(to_transformers(ours.state_dict(), ours.config), strict=True)
+    theirs.load_state_dict(TRANSFORMERS.from_ours(ours.state_dict(), ours.config), strict=True)
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(theirs(images).logits, ours(images), atol=1e-5, rtol=0)
@@ -53,8 +41,8 @@ def test_to_transformers_loads_strictly_and_gives_the_same_logits(randomise):
 
 def test_every_tensor_of_transformers_has_its_place(randomise, assert_bitwise):
     theirs = reference(randomise).state_dict()
-    config = replace(infer_transformers(theirs, {}), activation="gelu")
-    assert_bitwise(to_transformers(from_transformers(theirs, config), config), theirs)
+    config = replace(TRANSFORMERS.infer(theirs, {}), activation="gelu")
+    assert_bitwise(TRANSFORMERS.from_ours(TRANSFORMERS.to_ours(theirs, config), config), theirs)
 
 
 def microsoft_shapes() -> dict[str, tuple[int, ...]]:
@@ -93,7 +81,7 @@ def microsoft_shapes() -> dict[str, tuple[int, ...]]:
 def test_microsofts_names_and_shapes_are_those_of_its_files():
     with torch.device("meta"):
         ours = build("cvt_13")
-    theirs = to_microsoft(ours.state_dict(), ours.config)
+    theirs = MICROSOFT.from_ours(ours.state_dict(), ours.config)
     assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == microsoft_shapes()
 
 
@@ -110,18 +98,18 @@ HELD = [
 
 @pytest.mark.parametrize(("layout", "name", "fields"), HELD)
 def test_there_and_back_is_bitwise_equal(layout, name, fields, randomise, assert_bitwise):
-    back, there, _ = LAYOUTS[layout]
     ours = randomise(build(name, depth=(1, 2, 3), **fields))
     state = ours.state_dict()
-    assert_bitwise(back(there(state, ours.config), ours.config), state)
+    assert_bitwise(
+        LAYOUTS[layout].to_ours(LAYOUTS[layout].from_ours(state, ours.config), ours.config), state
+    )
 
 
 @pytest.mark.parametrize(("layout", "name", "fields"), HELD)
 def test_the_architecture_is_read_from_the_shapes(layout, name, fields):
-    _, there, infer = LAYOUTS[layout]
     with torch.device("meta"):
         ours = build(name, drop_path_rate=0.0, **fields)
-    found = infer(there(ours.state_dict(), ours.config), {})
+    found = LAYOUTS[layout].infer(LAYOUTS[layout].from_ours(ours.state_dict(), ours.config), {})
     assert replace(found, activation=ours.config.activation) == ours.config
 
 
@@ -130,7 +118,7 @@ def test_ratios_that_differ_between_blocks_are_read_too():
     with torch.device("meta"):
         ours = build("cvt_13", mlp_ratio=ratios, **SMALL)
     state = {MICROSOFT.rename(name): tensor for name, tensor in ours.state_dict().items()}
-    found = infer_microsoft(state, {})
+    found = MICROSOFT.infer(state, {})
     assert [ratio for stage in found.stages for ratio in stage.mlp_ratios] == ratios
 
 
@@ -138,16 +126,15 @@ def test_ratios_that_differ_between_blocks_are_read_too():
     ("layout", "activation"), [("microsoft", "quick_gelu"), ("transformers", "gelu")]
 )
 def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(layout, activation):
-    back, there, _ = LAYOUTS[layout]
     ours = build("cvt_13", activation=activation, **SMALL)
-    theirs = there(ours.state_dict(), ours.config)
+    theirs = LAYOUTS[layout].from_ours(ours.state_dict(), ours.config)
     names = list(theirs)
     removed, reshaped = names[3], names[-1]
     del theirs[removed]
     theirs["extra"] = torch.zeros(1)
     theirs[reshaped] = torch.zeros(3)
     with pytest.raises(UserError) as caught:
-        back(theirs, ours.config)
+        LAYOUTS[layout].to_ours(theirs, ours.config)
     message = str(caught.value)
     assert f"missing: {removed}" in message
     assert "unknown: extra" in message
@@ -156,15 +143,15 @@ def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(layout, a
 
 def test_widths_that_hide_the_number_of_heads_are_said_to():
     ours = build("cvt_13", embed_dim=(48, 96, 192), num_heads=(1, 2, 4), **SMALL)
-    theirs = to_microsoft(ours.state_dict(), ours.config)
+    theirs = MICROSOFT.from_ours(ours.state_dict(), ours.config)
     with pytest.raises(UserError, match="number of heads cannot be told"):
-        infer_microsoft(theirs, {})
-    infer_microsoft(theirs, {"num_heads": 1})
+        MICROSOFT.infer(theirs, {})
+    MICROSOFT.infer(theirs, {"num_heads": 1})
 
 
 def test_transformers_cannot_run_without_convolutions():
     with torch.device("meta"):
         ours = build("cvt_13", projection="microsoft_avg")
     theirs = {TRANSFORMERS.rename(name): tensor for name, tensor in ours.state_dict().items()}
-    with pytest.raises(UserError, match="transformers' code cannot run without"):
-        infer_transformers(theirs, {})
+    with pytest.raises(UserError, match="transformers' CvT code cannot run without"):
+        TRANSFORMERS.infer(theirs, {})

@@ -172,7 +172,7 @@ def change_config(folder, **changes):
         ({"architecture": {"depth": 5}}, "missing: blocks.4"),
         ({"architecture": {"embed_dim": 128}}, r"attn\.proj\.bias is \(64,\) instead of \(128,\)"),
         ({"labels": ["a", "b"]}, "2 class names for 10 classes"),
-        ({"labels": "abc"}, "labels are not a list"),
+        ({"labels": "abc"}, "labels is 'abc'; a list belongs there"),
         ({"input": {"img_size": 8, "crop": 1}}, "did you mean input.crop_pct"),
         ({"input": {"crop_pct": 1.5}}, "crop_pct is 1.5"),
     ],

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from locality.checkpoints import LAYOUTS, convert, load_weights, open_weights, recognise, save
-from locality.checkpoints.layouts import identify
+from locality.checkpoints import LAYOUTS, convert, load_weights, read, recognise, save
 from locality.errors import UserError
-from locality.layers.block import hidden_width, mlp_ratio_of
+from locality.layers.grid import hidden_width, mlp_ratio_of
 from locality.models import build
+from locality.models.variants import identify
 
 # The smallest model of each layout's family whose weights tell what it is, but for transformers'
 # activation, of which its code has only one.
@@ -86,7 +86,7 @@ def test_any_layout_opens_without_being_told(held, suffix, tmp_path, assert_bitw
     else:
         save_file(state, path)
     like = model.config if layout == "locality" else None
-    checkpoint = open_weights(path, like=like, settings=SETTINGS.get(layout))
+    checkpoint = read(path, like=like, settings=SETTINGS.get(layout))
     assert checkpoint.layout == layout
     assert_bitwise(checkpoint.state, dict(model.state_dict()))
     rebuilt = checkpoint.build()
@@ -100,13 +100,13 @@ def test_folders_of_the_hub_are_read_too(tmp_path, assert_bitwise):
     state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
     torch.save(state, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text('{"architecture": "convit_tiny"}')
-    assert_bitwise(open_weights(tmp_path).state, dict(model.state_dict()))
+    assert_bitwise(read(tmp_path).state, dict(model.state_dict()))
 
 
 def test_our_own_names_without_a_description_need_the_models_name(tmp_path):
     torch.save(build("convit_nano").state_dict(), tmp_path / "a.pt")
     with pytest.raises(UserError, match="give the model's name"):
-        open_weights(tmp_path / "a.pt")
+        read(tmp_path / "a.pt")
 
 
 # What can be wrong with a file, made from a sound one; and what the error says about it.
@@ -198,9 +198,9 @@ def test_convert_there_and_back_without_being_told_any_layout(layout, tmp_path, 
     settings = SETTINGS.get(layout)
     back = convert(tmp_path / "theirs.pth", tmp_path / "back.safetensors", settings=settings)
     assert (back.layout, back.to) == (layout, "locality")
-    assert_bitwise(open_weights(tmp_path / "back.safetensors").state, dict(model.state_dict()))
+    assert_bitwise(read(tmp_path / "back.safetensors").state, dict(model.state_dict()))
     convert(tmp_path / "back.safetensors", tmp_path / "theirs.safetensors", to=layout)
-    assert open_weights(tmp_path / "theirs.safetensors").layout == layout
+    assert read(tmp_path / "theirs.safetensors").layout == layout
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_overwriting_is_possible_when_said(tmp_path):
     save(build("convit_nano"), tmp_path / "in")
     (tmp_path / "out.safetensors").write_text("old")
     convert(tmp_path / "in", tmp_path / "out.safetensors", overwrite=True)
-    assert open_weights(tmp_path / "out.safetensors").name == "convit_nano"
+    assert read(tmp_path / "out.safetensors").name == "convit_nano"
 
 
 def test_the_description_travels_inside_the_file(tmp_path):
@@ -256,6 +256,6 @@ def test_the_description_travels_inside_the_file(tmp_path):
     (tmp_path / "model.safetensors").rename(lone)
     described = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").unlink()
-    checkpoint = open_weights(lone)
+    checkpoint = read(lone)
     assert checkpoint.describe() == described
     assert checkpoint.classes == tuple(f"digit {i}" for i in range(10))

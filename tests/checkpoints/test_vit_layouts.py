@@ -9,14 +9,7 @@ import timm
 import torch
 from torch import nn
 
-from locality.checkpoints.vit import (
-    dropped,
-    from_convit,
-    from_deit,
-    infer_vit,
-    to_convit,
-    to_deit,
-)
+from locality.checkpoints.vit import CONVIT, DEIT
 from locality.errors import UserError
 from locality.models import VARIANTS, build, variant
 
@@ -37,7 +30,7 @@ def test_convit_from_timm_gives_the_same_logits(randomise):
     reference = timm_convit(randomise)
     config = replace(variant("convit_tiny").config, depth=4, gpsa_layers=3, **SMALL)
     ours = build(config).eval()
-    ours.load_state_dict(from_convit(reference.state_dict(), config))
+    ours.load_state_dict(CONVIT.to_ours(reference.state_dict(), config))
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), reference(images), atol=1e-5, rtol=0)
@@ -47,7 +40,7 @@ def test_deit_from_timm_gives_the_same_logits(randomise):
     reference = timm_deit(randomise)
     config = replace(variant("deit_tiny").config, depth=3, **SMALL)
     ours = build(config).eval()
-    ours.load_state_dict(from_deit(reference.state_dict(), config))
+    ours.load_state_dict(DEIT.to_ours(reference.state_dict(), config))
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), reference(images), atol=1e-5, rtol=0)
@@ -57,7 +50,7 @@ def test_convit_to_timm_loads_strictly_and_gives_the_same_logits(randomise):
     config = replace(variant("convit_tiny").config, depth=4, gpsa_layers=3, **SMALL)
     ours = randomise(build(config))
     reference = timm_convit(randomise)
-    reference.load_state_dict(to_convit(ours.state_dict(), config), strict=True)
+    reference.load_state_dict(CONVIT.from_ours(ours.state_dict(), config), strict=True)
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(reference(images), ours(images), atol=1e-5, rtol=0)
@@ -77,21 +70,21 @@ def named(family: str) -> list:
 def test_convit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
     ours = randomise(build(name))
     state = ours.state_dict()
-    assert_bitwise(from_convit(to_convit(state, ours.config), ours.config), state)
+    assert_bitwise(CONVIT.to_ours(CONVIT.from_ours(state, ours.config), ours.config), state)
 
 
 @pytest.mark.parametrize("name", named("deit"))
 def test_deit_there_and_back_is_bitwise_equal(name, randomise, assert_bitwise):
     ours = randomise(build(name))
     state = ours.state_dict()
-    assert_bitwise(from_deit(to_deit(state, ours.config), ours.config), state)
+    assert_bitwise(DEIT.to_ours(DEIT.from_ours(state, ours.config), ours.config), state)
 
 
 def test_timm_there_and_back_loses_only_what_the_softmax_cancels(randomise, assert_bitwise):
     reference = timm_convit(randomise).state_dict()
-    config = infer_vit(reference, {})
-    back = to_convit(from_convit(reference, config), config)
-    biases = dropped(config)
+    config = CONVIT.infer(reference, {})
+    back = CONVIT.from_ours(CONVIT.to_ours(reference, config), config)
+    biases = list(CONVIT.dropped(config))
     assert biases == [f"blocks.{index}.attn.pos_proj.bias" for index in range(3)]
     assert all(reference[name].abs().sum() > 0 and back[name].abs().sum() == 0 for name in biases)
     for name in biases:
@@ -103,27 +96,28 @@ def test_timm_there_and_back_loses_only_what_the_softmax_cancels(randomise, asse
 def test_the_architecture_is_read_from_the_shapes(name):
     row = variant(name)
     model = build(name)
-    to = to_convit if row.family == "convit" else to_deit
-    assert infer_vit(to(model.state_dict(), model.config), {}) == row.config
+    layout = CONVIT if row.family == "convit" else DEIT
+    state = layout.from_ours(model.state_dict(), model.config)
+    assert layout.infer(state, {}) == row.config
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_projection_biases_of_the_gated_layers_are_kept(bias, randomise, assert_bitwise):
     ours = randomise(build("convit_nano", qkv_bias=bias))
-    theirs = to_convit(ours.state_dict(), ours.config)
+    theirs = CONVIT.from_ours(ours.state_dict(), ours.config)
     assert ("blocks.0.attn.qk.bias" in theirs) is bias
-    assert infer_vit(theirs, {}).qkv_bias is bias
-    assert_bitwise(from_convit(theirs, ours.config), ours.state_dict())
+    assert CONVIT.infer(theirs, {}).qkv_bias is bias
+    assert_bitwise(CONVIT.to_ours(theirs, ours.config), ours.state_dict())
 
 
 def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides():
     ours = build("convit_nano")
-    theirs = to_convit(ours.state_dict(), ours.config)
+    theirs = CONVIT.from_ours(ours.state_dict(), ours.config)
     del theirs["blocks.1.attn.gating_param"]
     theirs["blocks.1.attn.gate"] = torch.zeros(4)
     theirs["head.bias"] = torch.zeros(3)
     with pytest.raises(UserError) as caught:
-        from_convit(theirs, ours.config)
+        CONVIT.to_ours(theirs, ours.config)
     message = str(caught.value)
     assert "missing: blocks.1.attn.gating_param" in message
     assert "unknown: blocks.1.attn.gate" in message
@@ -132,17 +126,17 @@ def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides():
 
 def test_a_distilled_deit_is_refused_by_its_extra_tensors():
     ours = build("deit_nano")
-    theirs = to_deit(ours.state_dict(), ours.config) | {"dist_token": torch.zeros(1, 1, 64)}
+    theirs = DEIT.from_ours(ours.state_dict(), ours.config) | {"dist_token": torch.zeros(1, 1, 64)}
     with pytest.raises(UserError, match="unknown: dist_token"):
-        from_deit(theirs, ours.config)
+        DEIT.to_ours(theirs, ours.config)
 
 
 def test_a_layout_refuses_the_other_family():
     convit, deit = build("convit_nano"), build("deit_nano")
     with pytest.raises(UserError, match="gpsa_layers=0, embed_class_token=True"):
-        to_convit(deit.state_dict(), deit.config)
+        CONVIT.from_ours(deit.state_dict(), deit.config)
     with pytest.raises(UserError, match="gpsa_layers=3"):
-        to_deit(convit.state_dict(), convit.config)
+        DEIT.from_ours(convit.state_dict(), convit.config)
     psa = build("convit_nano", positional_attention="psa")
     with pytest.raises(UserError, match="'psa'"):
-        to_convit(psa.state_dict(), psa.config)
+        CONVIT.from_ours(psa.state_dict(), psa.config)

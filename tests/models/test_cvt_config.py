@@ -128,9 +128,9 @@ def test_smallest_image():
         ({"stages": ()}, "stages .* at least one"),
         (
             {"stages": [{"embed_dim": 8, "num_heads": 1}]},
-            "a stage needs depth too; given: embed_dim",
+            "stage lacks depth",
         ),
-        ({"stages": [{"embed_dims": 8}]}, "unknown setting of a stage 'embed_dims'; did you mean"),
+        ({"stages": [{"embed_dims": 8}]}, "unknown setting 'stage.embed_dims'; did you mean"),
         ({"kv_strid": 1}, "kv_strid.* did you mean kv_stride"),
         ({"embedding": "conv", "embed_kernel": 5}, "embedding decides embed_kernel"),
         ({"patch_size": 16}, "no patch_size; set embed_stride"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from locality.checkpoints.cvt import to_transformers
+from locality.checkpoints.cvt import TRANSFORMERS
 from locality.models import build
 
 transformers = pytest.importorskip("transformers")
@@ -37,7 +37,7 @@ def pair(name, **overrides):
             drop_path_rate=[0.0, 0.0, 0.0],
         )
     )
-    theirs.load_state_dict(to_transformers(ours.state_dict(), ours.config))
+    theirs.load_state_dict(TRANSFORMERS.from_ours(ours.state_dict(), ours.config))
     return ours.eval(), theirs.eval()
 
 
@@ -79,7 +79,7 @@ def test_gradients_and_statistics_in_training_are_theirs(name, overrides):
     F.cross_entropy(theirs(x).logits, targets).backward()
 
     state = ours.state_dict() | {key: p.grad for key, p in ours.named_parameters()}
-    gradients = to_transformers(state, ours.config)
+    gradients = TRANSFORMERS.from_ours(state, ours.config)
     expected = {key: p.grad for key, p in theirs.named_parameters()}
     total = sum(g.square().sum() for g in expected.values()).sqrt()
     silent = 0

@@ -135,7 +135,7 @@ def test_every_architecture_sees_its_images_and_learns_everywhere(name, fields):
 
 def test_mean_pooling_is_timms():
     """timm's ConViT pools its patches and leaves the class token in."""
-    from locality.checkpoints.vit import to_convit
+    from locality.checkpoints.vit import CONVIT
 
     fields = {"depth": 3, "num_heads": 4, "img_size": 32}
     theirs = timm.create_model(
@@ -143,7 +143,7 @@ def test_mean_pooling_is_timms():
     ).eval()
     ours = build("convit_tiny", embed_dim=32, gpsa_layers=2, **fields).eval()
     ours.reset_classifier(1000, "avg")
-    theirs.load_state_dict(to_convit(ours.state_dict(), ours.config))
+    theirs.load_state_dict(CONVIT.from_ours(ours.state_dict(), ours.config))
     x = images(ours)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=0)

@@ -11,8 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from locality.checkpoints.cvt import to_transformers
-from locality.checkpoints.vit import to_convit, to_deit
+from locality.checkpoints import LAYOUTS
 from locality.errors import UserError, unknown
 from locality.models import ImageClassifier, StageConfig, ViTConfig
 from locality.models.from_timm import TimmModel
@@ -70,8 +69,8 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
         peer = timm.create_model(
             _TIMM_NAMES[model.variant], img_size=model.img_size, num_classes=model.num_classes
         )
-        convert = to_convit if config.gpsa_layers else to_deit
-        peer.load_state_dict(convert(model.state_dict(), config))
+        layout = LAYOUTS["convit" if config.gpsa_layers else "deit"]
+        peer.load_state_dict(layout.from_ours(model.state_dict(), config))
         found["timm"] = peer
     same = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
     settings: dict[str, Any] = {name: getattr(config, name) for name in same}
@@ -93,7 +92,8 @@ def _transformers_cvt(model: ImageClassifier) -> nn.Module:
             f"--against timm"
         )
     # Its MLPs have the exact GELU, always.
-    state = to_transformers(model.state_dict(), replace(model.config, activation="gelu"))
+    config = replace(model.config, activation="gelu")
+    state = LAYOUTS["cvt-transformers"].from_ours(model.state_dict(), config)
     # transformers' name of a setting → ours, a list with an entry per stage.
     per_stage: dict[str, Callable[[StageConfig], Any]] = {
         "patch_sizes": lambda stage: stage.embed_kernel,

@@ -11,7 +11,6 @@ from locality.lazy import lazily
 
 if TYPE_CHECKING:
     from locality.checkpoints.adapt import create_model as create_model
-    from locality.checkpoints.adapt import load_into as load_into
     from locality.checkpoints.adapt import load_weights as load_weights
     from locality.checkpoints.conversion import Conversion as Conversion
     from locality.checkpoints.conversion import convert as convert
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from locality.checkpoints.format import Checkpoint as Checkpoint
     from locality.checkpoints.format import save as save
     from locality.checkpoints.hub import TrainedModel as TrainedModel
-    from locality.checkpoints.layouts import LAYOUTS as LAYOUTS
     from locality.checkpoints.layouts import Layout as Layout
-    from locality.checkpoints.layouts import recognise as recognise
+    from locality.checkpoints.open import LAYOUTS as LAYOUTS
     from locality.checkpoints.open import Classifier as Classifier
     from locality.checkpoints.open import load as load
     from locality.checkpoints.open import open_model as open_model
-    from locality.checkpoints.open import open_weights as open_weights
+    from locality.checkpoints.open import read as read
+    from locality.checkpoints.open import recognise as recognise
     from locality.checkpoints.sources import SOURCES as SOURCES
     from locality.checkpoints.sources import Source as Source
     from locality.checkpoints.sources import list_pretrained as list_pretrained

@@ -9,19 +9,14 @@ from typing import Any
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
-from locality.checkpoints.download import find_weights
-from locality.checkpoints.format import Checkpoint
-from locality.checkpoints.layouts import check_family, unlike
+from locality.checkpoints.layouts import OURS, check_family
 from locality.checkpoints.open import read
 from locality.checkpoints.reading import check_finite, check_keys
 from locality.checkpoints.sources import source
 from locality.errors import UserError, naming
-from locality.layers import Grid
 from locality.models import factory
+from locality.models.architecture import unlike
 from locality.models.base import ImageClassifier
-from locality.models.cvt_config import CvTConfig
-from locality.models.from_timm import TimmConfig
-from locality.models.vit_config import ViTConfig, token_grid
 
 State = dict[str, Tensor]
 
@@ -71,37 +66,16 @@ def create_model(
         patch_size=patch_size,
         **overrides,
     )
-    path = weights
     if pretrained:
         assert row is not None
-        path = find_weights(row)
-    if path is not None:
-        load_weights(model, path)
+        weights = row.name
+    if weights is not None:
+        load_weights(model, weights)
     return model
 
 
-def load_weights(model: ImageClassifier, path: Path | str, entry: str | None = None) -> list[str]:
-    """Load weights of any layout into a model; see `load_into` for what may differ.
-
-    Args:
-        model: the model; nothing in it changes unless everything fits.
-        path: a file or folder.
-        entry: which state dict to take from a training checkpoint that holds several.
-
-    Returns:
-        what was changed to make them fit, in sentences.
-
-    Raises:
-        FileNotFoundError: if there is nothing at `path`.
-        UserError: if the weights are damaged or do not fit, naming the file and the cause.
-    """
-    checkpoint = read(path, entry=entry, like=model.config)
-    with naming(path):
-        return load_into(model, checkpoint)
-
-
-def load_into(model: ImageClassifier, checkpoint: Checkpoint) -> list[str]:
-    """Load a checkpoint's weights into a model that may differ at its ends.
+def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = None) -> list[str]:
+    """Load weights into a model that may differ at its ends.
 
     Position embeddings are resampled bicubically to the model's image size (relative encodings need
     nothing). The first convolution is adapted to another number of channels as timm does: summed
@@ -111,42 +85,45 @@ def load_into(model: ImageClassifier, checkpoint: Checkpoint) -> list[str]:
     format say what shapes do not tell (heads, strides, the scale of attention), and the model has
     to agree.
 
+    Args:
+        model: the model; nothing in it changes unless everything fits.
+        what: as `locality.load` takes it.
+        entry: which state dict to take from a training checkpoint that holds several.
+
     Returns:
-        what was changed, in sentences.
+        what was changed to make them fit, in sentences.
 
     Raises:
-        UserError: if the weights do not fit the model, or are not finite.
+        FileNotFoundError: if there is nothing at `what`.
+        UserError: if the weights are damaged or do not fit, naming `what` and the cause.
     """
     target = model.config
-    check_family(type(checkpoint.config), target)
-    fresh = model.state_dict()
-    state = dict(checkpoint.state)
-    changes = []
-    for adapt in (_classifier, _channels, resample_positions):
-        changes += adapt(state, checkpoint.config, target, fresh)
-    check_keys(state, fresh, "locality's")
-    if checkpoint.layout == "locality":
-        _check_meaning(checkpoint.config, target)
-    check_finite(state)
+    checkpoint = read(what, entry=entry, like=target)
+    with naming(what):
+        check_family(type(checkpoint.config), target)
+        fresh = model.state_dict()
+        state = dict(checkpoint.state)
+        changes = []
+        for adapt in (_classifier, _channels, resample_positions):
+            changes += adapt(state, checkpoint.config, target, fresh)
+        check_keys(state, fresh, OURS.title)
+        if checkpoint.layout == OURS.name:
+            for name, (theirs, ours) in unlike(checkpoint.config, target).items():
+                raise UserError(
+                    f"these weights were made with {name}={theirs!r} and mean something else with "
+                    f"{name}={ours!r}, which the model has"
+                )
+        check_finite(state)
     model.load_state_dict(state, strict=True)
     for change in changes:
         _log.info(change)
     return changes
 
 
-def _check_meaning(source: Any, target: Any) -> None:
-    """Refuse a model in which the weights, whose shapes fit, would mean something else."""
-    for name, (theirs, ours) in unlike(source, target).items():
-        raise UserError(
-            f"these weights were made with {name}={theirs!r} and mean something else with "
-            f"{name}={ours!r}, which the model has"
-        )
-
-
 def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[str]:
     if source.num_classes == target.num_classes:
         return []
-    head = target.classifier if isinstance(target, TimmConfig) else "head."
+    head = f"{target.classifier}."
     for name in [name for name in state if name.startswith(head)]:
         del state[name]
     state |= {name: tensor for name, tensor in fresh.items() if name.startswith(head)}
@@ -161,7 +138,7 @@ def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[st
 def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]:
     if source.in_chans == target.in_chans:
         return []
-    name = "stages.0.embed.conv.weight" if isinstance(target, CvTConfig) else "patch_embed.weight"
+    name = f"{target.stem}.weight"
     if name in state:
         state[name] = _with_channels(state[name], target.in_chans)
     return [
@@ -190,10 +167,8 @@ def resample_positions(state: State, source: Any, target: Any, fresh: State) -> 
         what was changed, in sentences.
     """
     # Once here instead of in each forward pass, so that training continues from the new embedding.
-    if type(source) is not type(target):
-        return []
     changes = []
-    before, after = _grids(source), _grids(target)
+    before, after = source.embeddings(), target.embeddings()
     for name in before.keys() & after.keys() & state.keys() & fresh.keys():
         if before[name] == after[name]:
             continue
@@ -209,14 +184,3 @@ def resample_positions(state: State, source: Any, target: Any, fresh: State) -> 
             f"to {after[name][0]}×{after[name][1]} patches"
         )
     return changes
-
-
-def _grids(config: ViTConfig | CvTConfig | TimmConfig) -> dict[str, Grid]:
-    """The grid of every position embedding that a model may have, as far as is known."""
-    if isinstance(config, TimmConfig):
-        return {}
-    if isinstance(config, ViTConfig):
-        return {"pos_embed": token_grid(config.img_size, config.patch_size)}
-    size = config.img_size
-    grids = config.grids((size, size) if isinstance(size, int) else size)
-    return {f"stages.{index}.pos_embed": grid for index, grid in enumerate(grids)}

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from locality.checkpoints.format import owned, write_file, write_folder
-from locality.checkpoints.layouts import layout as layout_called
-from locality.checkpoints.open import read
-from locality.errors import UserError, naming
+from locality.checkpoints.layouts import OURS
+from locality.checkpoints.open import LAYOUTS, read
+from locality.errors import UserError, naming, unknown
 from locality.files import atomic_file, write_atomic
 
 
@@ -74,13 +74,13 @@ def convert(
             nothing is written then.
     """
     target = Path(target)
-    wanted = layout_called(to)
-    check_target(target, to, overwrite)
+    _check_target(target, to, overwrite)
+    wanted = LAYOUTS[to]
     checkpoint = read(source, model, entry, settings)
     with naming(source):
         state = checkpoint.build().state_dict()
     untold = ""
-    if to != "locality":
+    if wanted is not OURS:
         state = owned(wanted.from_ours(state, checkpoint.config))
         if target.suffix == ".safetensors":
             write_atomic(target, to_safetensors(state, {"format": "pt"}))
@@ -100,21 +100,17 @@ def convert(
     return Conversion(str(source), target, checkpoint.layout, to, checkpoint.name, size, untold)
 
 
-def check_target(target: Path, to: str, overwrite: bool) -> None:
-    """Refuse a target that `convert` could not, or may not, write.
-
-    Raises:
-        UserError: for an ending or a form of target that the layout `to` does not have, or if
-            `target` exists and is not to be overwritten.
-    """
+def _check_target(target: Path, to: str, overwrite: bool) -> None:
+    if to not in LAYOUTS:
+        raise unknown("layout", to, LAYOUTS)
     if target.suffix not in ("", ".safetensors", ".pth", ".pt", ".bin"):
         raise UserError(
             f"{target} ends in {target.suffix}; write to a folder, or a file ending in "
             f".safetensors, .pth, .pt or .bin"
         )
-    if to == "locality" and target.suffix not in ("", ".safetensors"):
+    if to == OURS.name and target.suffix not in ("", ".safetensors"):
         raise UserError(f"our own format is a folder or a .safetensors file, not {target}")
-    if to != "locality" and target.suffix == "":
+    if to != OURS.name and target.suffix == "":
         raise UserError(
             f"the layout '{to}' is written as one file; end {target} in .safetensors or .pth"
         )

@@ -79,8 +79,7 @@ def export(
     checkpoint = Checkpoint.of(model, preprocessing, classes)
     preprocessing = checkpoint.preprocessing
     copy = checkpoint.build()
-    axes = _open_axes(copy.config)
-    _check_size(copy, axes)
+    axes = _open_axes(copy)
     if preprocessing is not None and 2 not in axes and preprocessing.size != copy.img_size:
         raise UserError(
             f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, the preprocessing "
@@ -106,43 +105,32 @@ def _program(model: ImageClassifier, axes: dict[int, Any]) -> torch.export.Expor
         return torch.export.export(model, (images,), dynamic_shapes=(axes,))
 
 
-def _open_axes(config: Any) -> dict[int, Any]:
-    """The axes of the images whose length is left open, and their range."""
+def _open_axes(model: ImageClassifier) -> dict[int, Any]:
+    """The axes of the images whose length is left open, and their range.
+
+    Raises:
+        UserError: if the model is for images that its own graph would be too large for.
+    """
     axes: dict[int, Any] = {0: Dim("batch", min=1)}
+    config = model.config
     if not isinstance(config, CvTConfig) or any(stage.use_pos_embed for stage in config.stages):
         return axes
-    side = _least_side(config)
-    return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
-
-
-def _check_size(model: ImageClassifier, axes: dict[int, Any]) -> None:
-    """Refuse a model for images that its own graph would be too large for."""
-    if 2 not in axes:
-        return
-    side = _least_side(model.config)
+    # A grid of 1 is a special case to torch.export, so sizes begin where every grid has 2.
+    side = config.minimum_size
+    while _smallest_grid(config, side) < 2:
+        side += 1
     if min(model.img_size) < side:
         raise UserError(
             f"a graph of this model takes images of {side}×{side} or more, and it was made for "
             f"{model.img_size[0]}×{model.img_size[1]}; create it with img_size={side}"
         )
+    return axes | {2: Dim("height", min=side), 3: Dim("width", min=side)}
 
 
-def _least_side(config: CvTConfig) -> int:
-    """The shortest side of an image that a graph of any size takes."""
-    # A grid of 1 is a special case to torch.export, so sizes begin where every grid has 2.
-    side = config.minimum_size
-    while not _has_room(config, side):
-        side += 1
-    return side
-
-
-def _has_room(config: CvTConfig, side: int) -> bool:
-    """Whether queries and keys of every block lie on at least 2×2 places."""
-    grids = config.grids((side, side))
-    return all(
-        min(*grid, *stage.kv_grid(grid, max(stage.kv_strides))) >= 2
-        for grid, stage in zip(grids, config.stages, strict=True)
-    )
+def _smallest_grid(config: CvTConfig, side: int) -> int:
+    """The shortest side of a grid that queries or keys lie on, in an image of `side`."""
+    stages = zip(config.grids((side, side)), config.stages, strict=True)
+    return min(min(*grid, *stage.kv_grid(grid, max(stage.kv_strides))) for grid, stage in stages)
 
 
 def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
+from locality import checks
 from locality._version import __version__
 from locality.checkpoints.reading import (
     State,
@@ -28,7 +28,7 @@ from locality.checkpoints.reading import (
 )
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, unknown
-from locality.files import parse_json, read_json, write_atomic
+from locality.files import parse_json, read_text, render, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
 from locality.models.factory import build
@@ -43,7 +43,7 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 CARD = "README.md"
 
-FAMILIES: dict[str, type] = {"vit": ViTConfig, "cvt": CvTConfig, "timm": TimmConfig}
+FAMILIES: dict[str, Any] = {config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)}
 """The configurations that a file may describe, by the name it gives them."""
 
 
@@ -53,12 +53,11 @@ def encode_config(config: Any) -> dict[str, Any]:
     Raises:
         UserError: if it is none of ours.
     """
-    for family, config_class in FAMILIES.items():
-        if type(config) is config_class:
-            return {"family": family, **dataclasses.asdict(typing.cast(Any, config))}
-    raise UserError(
-        f"a {type(config).__name__} is not the configuration of a model of this library"
-    )
+    if type(config) not in FAMILIES.values():
+        raise UserError(
+            f"a {type(config).__name__} is not the configuration of a model of this library"
+        )
+    return {"family": config.family, **dataclasses.asdict(config)}
 
 
 def decode_config(content: dict[str, Any]) -> Any:
@@ -168,19 +167,15 @@ class Checkpoint:
         Raises:
             UserError: if the description is not one, is newer than this version, or is wrong.
         """
-        known = isinstance(content, dict) and content.get("format") == FORMAT
-        if not known or not isinstance(content.get("architecture"), dict):
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise UserError("it does not describe a model of this library")
         if content.get("version") != FORMAT_VERSION:
             raise UserError(
                 f"it has version {content.get('version')} of the format, and this is "
                 f"locality {__version__}, which reads version {FORMAT_VERSION}; upgrade locality"
             )
+        checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
         given, labels = content.get("input"), content.get("labels")
-        if labels is not None and not (
-            isinstance(labels, list) and all(isinstance(label, str) for label in labels)
-        ):
-            raise UserError("its labels are not a list of names")
         name, version = content.get("name"), str(content.get("written_by")).partition(" ")[2]
         config = decode_config(content["architecture"])
         preprocessing = None
@@ -205,112 +200,48 @@ def check_classes(classes: Sequence[str] | None, num_classes: int) -> None:
         raise UserError(f"there are {len(classes)} class names for {num_classes} classes")
 
 
-# What a run's result may hold → how the card calls it, in this order.
-_FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "dataset": ("Dataset", str),
-    "fraction": ("Fraction of the training images", lambda part: f"{100 * part:g}%"),
-    "train_images": ("Training images", "{:,}".format),
-    "val_images": ("Validation images", "{:,}".format),
-    "recipe": ("Recipe", str),
-    "seed": ("Seed", str),
-    "steps": ("Steps", "{:,}".format),
-    "top1": ("Top-1 on the validation images (%)", "{:.2f}".format),
-    "top5": ("Top-5 on the validation images (%)", "{:.2f}".format),
-    "val_loss": ("Validation loss", "{:.4f}".format),
-    "macs": ("Multiply-accumulates per image", "{:,}".format),
-    "seconds": ("Training time (s)", "{:,.0f}".format),
-    "images_per_second": ("Training throughput (images/s)", "{:,.0f}".format),
-}
-
-_PAPERS = {
-    "convit": ("ConViT", "https://arxiv.org/abs/2103.10697"),
-    "deit": ("DeiT", "https://arxiv.org/abs/2012.12877"),
-    "cvt": ("CvT", "https://arxiv.org/abs/2103.15808"),
-}
-
-
 def model_card(checkpoint: Checkpoint) -> str:
     """A model card in Markdown, with the metadata that model hubs read.
 
     Figures that the card does not know are left out; without figures it claims none.
     """
-    given = checkpoint.figures or {}
-    figures = {key: value for key, value in given.items() if value is not None}
+    figures = checkpoint.figures or {}
     title = checkpoint.name or type(checkpoint.config).__name__.removesuffix("Config")
     dataset = figures.get("dataset")
-    data = ModelCardData(
-        library_name="locality",
-        pipeline_tag="image-classification",
-        tags=["image-classification", "vision-transformer"],
-        datasets=dataset,
-        model_name=title,
-        eval_results=_eval_results(figures),
-    )
-    parts = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {title}",
-        _introduction(checkpoint),
-        _figures(figures),
-        _input(checkpoint),
-        "## Use\n\n```python\nimport locality\n\nmodel = locality.load(FOLDER)\n```",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _introduction(checkpoint: Checkpoint) -> str:
-    parameters = sum(
-        tensor.numel()
-        for name, tensor in checkpoint.state.items()
-        if not name.endswith(("running_mean", "running_var", "num_batches_tracked"))
-    )
-    lines = f"{parameters:,} parameters, {checkpoint.config.num_classes:,} classes."
-    paper = _PAPERS.get((checkpoint.name or "").partition("_")[0])
-    return lines if paper is None else f"{lines} The architecture is [{paper[0]}]({paper[1]})."
-
-
-def _figures(figures: Mapping[str, Any]) -> str:
-    rows = [
-        f"| {label} | {form(figures[key])} |"
-        for key, (label, form) in _FIGURES.items()
-        if key in figures
-    ]
-    if not rows:
-        return "No measurements came with this model."
-    return "\n".join(["| | |", "|---|---|", *rows])
-
-
-def _input(checkpoint: Checkpoint) -> str:
-    given = checkpoint.preprocessing
-    if given is None:
-        return ""
-    height, width = given.size
-    resize = (
-        "Images are squeezed to this size"
-        if given.crop_mode == "squash"
-        else f"Images are resized so that the centre crop keeps {given.crop_pct:.1%} of them"
-    )
-    return (
-        f"## Input\n\n{len(given.mean)}×{height}×{width}. {resize} ({given.interpolation}), and "
-        f"normalised with mean {list(given.mean)} and standard deviation {list(given.std)}."
-    )
-
-
-def _eval_results(figures: Mapping[str, Any]) -> list[EvalResult] | None:
-    dataset = figures.get("dataset")
-    names = {"top1": "top-1 accuracy (%)", "top5": "top-5 accuracy (%)"}
     results = [
         EvalResult(
             task_type="image-classification",
             dataset_type=str(dataset),
             dataset_name=str(dataset),
             metric_type="accuracy",
-            metric_name=label,
+            metric_name=f"{name} accuracy (%)",
             metric_value=figures[key],
         )
-        for key, label in names.items()
-        if dataset is not None and key in figures
+        for key, name in (("top1", "top-1"), ("top5", "top-5"))
+        if dataset is not None and figures.get(key) is not None
     ]
-    return results or None
+    data = ModelCardData(
+        library_name="locality",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "vision-transformer"],
+        datasets=dataset,
+        model_name=title,
+        eval_results=results or None,
+    )
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    sizes = {name: tensor.numel() for name, tensor in checkpoint.state.items()}
+    card = render(
+        "locality.checkpoints",
+        "card.md",
+        metadata=data.to_yaml(),
+        title=title,
+        family=title.partition("_")[0],
+        parameters=sum(size for name, size in sizes.items() if not name.endswith(statistics)),
+        num_classes=checkpoint.config.num_classes,
+        figures=figures,
+        input=checkpoint.preprocessing,
+    )
+    return card + "\n"
 
 
 def save(
@@ -362,13 +293,9 @@ def write_file(checkpoint: Checkpoint, path: Path | str) -> None:
 
 
 def owned(state: State) -> dict[str, Tensor]:
-    """The same tensors, each the only one in its memory, as safetensors demands."""
-    return {
-        name: tensor.contiguous()
-        if tensor.untyped_storage().nbytes() == tensor.nbytes
-        else tensor.clone(memory_format=torch.contiguous_format)
-        for name, tensor in state.items()
-    }
+    """Copies of the tensors: in a file, each has to be the only one in its memory."""
+    form = torch.contiguous_format
+    return {name: tensor.clone(memory_format=form) for name, tensor in state.items()}
 
 
 def read_folder(folder: Path) -> Checkpoint:
@@ -381,29 +308,16 @@ def read_folder(folder: Path) -> Checkpoint:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder} has no {name}, so it holds no saved model")
-    description = read_json(folder / CONFIG)
+    description = read_text(folder / CONFIG)
     state, _ = read_safetensors(folder / WEIGHTS)
-    return _described(description, state, folder / CONFIG)
+    return described(description, state, folder / CONFIG)
 
 
-def read_file(path: Path) -> Checkpoint:
-    """The checkpoint in one of our safetensors files.
+def described(text: str, state: dict[str, Tensor], path: Path) -> Checkpoint:
+    """The checkpoint of which the file at `path` holds the weights and their description.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        UserError: if it is damaged or carries no description.
+        UserError: as `Checkpoint.from_description`, and if it is not JSON; naming `path`.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"there is no saved model {path}")
-    state, metadata = read_safetensors(path)
-    if FORMAT not in metadata:
-        raise UserError(
-            f"{path} does not say which model it is of; load it with its {CONFIG} beside it, or "
-            f"give the model's name"
-        )
-    return _described(parse_json(metadata[FORMAT], f"the description in {path}"), state, path)
-
-
-def _described(description: dict[str, Any], state: dict[str, Any], path: Path) -> Checkpoint:
     with naming(path):
-        return Checkpoint.from_description(description, state)
+        return Checkpoint.from_description(parse_json(text, "its description"), state)

@@ -12,7 +12,6 @@ from locality.checkpoints.format import (
     CARD,
     CONFIG,
     WEIGHTS,
-    Checkpoint,
     check_classes,
     read_folder,
     save,
@@ -63,16 +62,6 @@ class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-c
         self.classes = None if classes is None else tuple(classes)
         self.figures = dict(figures or {})
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, path: Path | str) -> TrainedModel:
-        """The trained model that a checkpoint read from `path` describes.
-
-        Raises:
-            UserError: if it cannot be built, naming `path`.
-        """
-        with naming(path):
-            return cls(checkpoint.build(), checkpoint.preprocessing, checkpoint.classes)
-
     def _save_pretrained(self, save_directory: Path) -> None:
         save(
             self.model,
@@ -83,25 +72,10 @@ class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-c
         )
 
     @classmethod
-    def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
-        **model_kwargs: Any,
-    ) -> TrainedModel:
+    def _from_pretrained(cls, *, model_id: str, **options: Any) -> TrainedModel:
         folder = Path(model_id)
         if not folder.is_dir():
-            folder = fetch(
-                model_id,
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-            )
-        return cls.of(read_folder(folder), folder)
+            folder = fetch(model_id, **options)
+        held = read_folder(folder)
+        with naming(folder):
+            return cls(held.build(), held.preprocessing, held.classes)

@@ -1,49 +1,41 @@
-"""The layouts that weights come in, and which one a file has."""
+"""What the layouts that weights come in have in common; and our own.
+
+A layout says once how it calls each of our tensors. Both directions follow from that: what our code
+expects, renamed, is what their file has to hold, and is where each of our tensors is found in it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from locality.checkpoints.cvt import (
-    THEIR_SETTINGS,
-    from_microsoft,
-    from_transformers,
-    infer_microsoft,
-    infer_transformers,
-    to_microsoft,
-    to_transformers,
-    untold_by_microsoft,
-    untold_by_transformers,
-)
-from locality.checkpoints.format import decode_config, encode_config
-from locality.checkpoints.reading import Adapter, State, blank_state, check_keys, shorten
-from locality.checkpoints.vit import (
-    from_convit,
-    from_deit,
-    infer_vit,
-    size_like,
-    to_convit,
-    to_deit,
-    untold_by_convit,
-    untold_by_deit,
-)
-from locality.errors import UserError, unknown
-from locality.layers.block import hidden_width
-from locality.models.cvt_config import CvTConfig, StageConfig
-from locality.models.from_timm import TimmConfig
-from locality.models.variants import VARIANTS
-from locality.models.vit_config import ViTConfig
+from locality.checkpoints.reading import State, blank_state, check_keys
+from locality.errors import UserError
+from locality.models.cvt_config import CvTConfig
+from locality.models.vit_config import ViTConfig, token_grid
+from locality.settings import from_dict, to_dict
+
+# Our settings that a CvT's weights do not tell → Microsoft's; transformers' in small letters.
+THEIR_SETTINGS = {
+    "num_heads": "NUM_HEADS",
+    "embed_stride": "PATCH_STRIDE",
+    "embed_padding": "PATCH_PADDING",
+    "kv_stride": "STRIDE_KV",
+    "kv_padding": "PADDING_KV",
+    "projection_kernel": "KERNEL_QKV",
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way of naming a model's tensors.
+    """One way of naming a model's tensors; this class itself is our own.
 
     Attributes:
         name: as given to `convert`.
@@ -51,20 +43,92 @@ class Layout:
         family: of the models it holds, as in the table of variants; "" for all.
         marks: parts of tensor names that only this layout has; all of them are there.
         absent: parts that this layout's tensors never have.
-        infer: (state, settings) → configuration; see `infer_vit`.
-        untold: configuration → the settings that weights in this layout do not tell.
-        to_ours, adapt: the two directions.
+        renames: what to replace in our name of a tensor, one after the other, as (pattern, by).
     """
 
     name: str
     title: str
     family: str
     marks: tuple[str, ...]
-    absent: tuple[str, ...]
-    infer: Callable[[State, Mapping[str, Any]], Any]
-    untold: Callable[[Any], dict[str, Any]]
-    to_ours: Adapter
-    adapt: Adapter
+    absent: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+
+    holds: ClassVar[Any] = None
+    """The configurations of the models it holds; None for all."""
+
+    def infer(self, state: State, settings: Mapping[str, Any]) -> Any:
+        """The architecture of weights in this layout, read from the shapes.
+
+        Args:
+            state: the weights.
+            settings: fields of the configuration that the reader has set, under our names.
+
+        Raises:
+            UserError: if a tensor that tells is missing, or the weights do not tell enough.
+        """
+        raise UserError("these weights do not say which model they are of; give the model's name")
+
+    def untold(self, config: Any) -> dict[str, Any]:
+        """The settings that weights in this layout do not tell."""
+        return {}
+
+    def dropped(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of theirs that means nothing, and that ours therefore lack."""
+        return {}
+
+    def require(self, config: Any) -> None:
+        """Refuse what their code cannot compute, or computes otherwise.
+
+        Raises:
+            UserError: saying what it is.
+        """
+
+    def rename(self, name: str) -> str:
+        """Our name of a tensor → theirs."""
+        for pattern, by in self.renames:
+            name = re.sub(pattern, by, name)
+        return name
+
+    def write(self, name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
+        """Their tensors that one of ours becomes."""
+        return {self.rename(name): tensor}
+
+    def read(self, name: str, state: State, config: Any) -> Tensor:
+        """One of our tensors, from theirs."""
+        return state[self.rename(name)]
+
+    def to_ours(self, state: State, config: Any) -> dict[str, Tensor]:
+        """Weights in this layout → ours.
+
+        Raises:
+            UserError: if a name is missing or unknown, or a shape differs from `config`'s.
+        """
+        blank = blank_state(config)
+        expected, dropped = self._theirs(blank, config), self.dropped(config)
+        check_keys(state, expected, self.title, dropped)
+        return {name: self.read(name, state, config) for name in blank}
+
+    def from_ours(self, state: State, config: Any) -> dict[str, Tensor]:
+        """Our weights → this layout. What means nothing there is written as zero.
+
+        Raises:
+            UserError: if it cannot hold such a model, or `state` does not fit `config`.
+        """
+        if self.holds and not isinstance(config, self.holds):
+            raise UserError(
+                f"the layout '{self.name}' holds {self.holds.title}, and this model is "
+                f"{config.title}"
+            )
+        self.require(config)
+        check_keys(state, blank_state(config), OURS.title)
+        return self._theirs(state, config)
+
+    def _theirs(self, state: State, config: Any) -> dict[str, Tensor]:
+        theirs: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            theirs |= self.write(name, tensor, config)
+        zeros = next(iter(state.values())).new_zeros
+        return theirs | {name: zeros(shape) for name, shape in self.dropped(config).items()}
 
     def recognises(self, state: State) -> bool:
         """Whether the tensors' names are this layout's."""
@@ -89,25 +153,34 @@ class Layout:
             UserError: if the weights do not tell it, or `like` is of the other family.
         """
         # Our own names say by themselves which family they are of.
-        cvt = self.family == "cvt" or any(name.startswith("stages.") for name in state)
-        check_family(CvTConfig if cvt else ViTConfig, like)
-        settings = _our_names(settings or {})
-        found = self.infer(state, settings) if like is None else _like(state, like)
+        cvt = any(name.startswith("stages.") for name in state)
+        check_family(self.holds or (CvTConfig if cvt else ViTConfig), like)
+        found = self.infer(state, our_names(settings)) if like is None else self._like(state, like)
         return with_settings(found, settings)
 
-    def from_ours(self, state: State, config: Any) -> dict[str, Tensor]:
-        """Our weights in this layout.
+    def _like(self, state: State, like: Any) -> Any:
+        """`like`, with the ends that the weights have."""
+        head, stem = (self.rename(f"{part}.weight") for part in ("head", like.stem))
+        ends: dict[str, Any] = {"num_classes": len(state[head]) if head in state else 0}
+        if stem in state:
+            ends["in_chans"] = state[stem].shape[1]
+        if isinstance(like, ViTConfig) and "pos_embed" in state:
+            # The model's own size if it has as many patches, whatever their shape; else a square's.
+            held = math.prod(token_grid(like.img_size, like.patch_size)) + like.embed_class_token
+            if state["pos_embed"].shape[1] != held:
+                classes = like.embed_class_token
+                ends["img_size"] = size_of(state, like.patch_size, classes, None)[0]
+        return dataclasses.replace(like, **ends)
+
+    def told(self, state: State, name: str) -> Tensor:
+        """What tells the architecture: the tensor that we call `name`.
 
         Raises:
-            UserError: if it cannot hold such a model, or `state` does not fit `config`.
+            UserError: if it is missing.
         """
-        held = CvTConfig if self.family == "cvt" else ViTConfig
-        if self.family and not isinstance(config, held):
-            raise UserError(
-                f"the layout '{self.name}' holds {_TITLES[held]}, and this model is "
-                f"{_TITLES[type(config)]}"
-            )
-        return self.adapt(state, config)
+        if self.rename(name) not in state:
+            raise UserError(f"these weights have no {self.rename(name)}, which tells the model")
+        return state[self.rename(name)]
 
     def listed(self, settings: Mapping[str, Any]) -> str:
         """Settings and their values, each with the name it has in the layout's own code."""
@@ -120,163 +193,57 @@ class Layout:
 
     def their_name(self, setting: str) -> str:
         """What the code of whose layout this is calls one of our settings."""
-        theirs = THEIR_SETTINGS.get(setting, setting) if self.family == "cvt" else setting
-        return theirs if self.name == "cvt-microsoft" else theirs.lower()
+        return setting
 
 
-def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
-    """`config` with some of its fields set, under our names or Microsoft's, each of its type.
+OURS = Layout(
+    "locality",
+    "locality's",
+    "",
+    marks=(".norm1.", ".attn."),
+    absent=(".patch_embed.proj.", ".stage0.", ".cvt."),
+)
+
+
+def size_of(
+    state: State, patch_size: int, may_hold_class: bool, img_size: Any
+) -> tuple[int | tuple[int, int], bool]:
+    """The image size, and whether the class token has an entry in the position embedding."""
+    if "pos_embed" not in state:
+        return 14 * patch_size if img_size is None else img_size, False
+    entries = state["pos_embed"].shape[1]
+    if img_size is not None:
+        return img_size, entries == math.prod(token_grid(img_size, patch_size)) + 1
+    for class_entry in (False, True)[: 1 + may_hold_class]:
+        side = math.isqrt(entries - class_entry)
+        if side**2 == entries - class_entry:
+            return side * patch_size, class_entry
+    raise UserError(
+        f"the position embedding has {entries} entries, which make no square of patches; set "
+        f"img_size to the height and width of the images, such as img_size=[224,448]"
+    )
+
+
+def our_names(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Settings under our names, given under ours, Microsoft's or transformers'."""
+    ours = {theirs: name for name, theirs in THEIR_SETTINGS.items()}
+    return {ours.get(name.upper(), name): value for name, value in (settings or {}).items()}
+
+
+def with_settings(config: Any, settings: Mapping[str, Any] | None) -> Any:
+    """`config` with some of its fields set, under anyone's names, each of its type.
 
     Raises:
         UserError: for an unknown field, with the nearest, or a value that it cannot have.
     """
     if not settings:
         return config
-    changed = config.with_overrides(**_our_names(settings))
-    # What comes from a command line is of any type; the description's reader knows the right one.
-    return decode_config(json.loads(json.dumps(encode_config(changed))))
+    # What comes from a command line is of any type.
+    changed = to_dict(config.with_overrides(**our_names(settings)))
+    return from_dict(type(config), changed, "architecture")
 
 
-def _our_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    ours = {theirs: name for name, theirs in THEIR_SETTINGS.items()}
-    return {ours.get(name, name): value for name, value in settings.items()}
-
-
-def _like(state: State, like: Any) -> Any:
-    """`like`, with the ends that the weights have."""
-    ends: dict[str, Any] = {"num_classes": 0}
-    for name, tensor in state.items():
-        if name in ("head.weight", "classifier.weight"):
-            ends["num_classes"] = len(tensor)
-        elif name in _STEMS:
-            ends["in_chans"] = tensor.shape[1]
-    if isinstance(like, ViTConfig):
-        ends["img_size"] = size_like(state, like)
-    return dataclasses.replace(like, **ends)
-
-
-# The first convolution, as the layouts call it.
-_STEMS = (
-    "patch_embed.weight",
-    "patch_embed.proj.weight",
-    "stages.0.embed.conv.weight",
-    "stage0.patch_embed.proj.weight",
-    "cvt.encoder.stages.0.embedding.convolution_embeddings.projection.weight",
-)
-
-
-def _checked(state: State, config: Any) -> dict[str, Tensor]:
-    check_keys(state, blank_state(config), "locality's")
-    return dict(state)
-
-
-def _infer_own(state: State, settings: Mapping[str, Any]) -> Any:
-    raise UserError("these weights do not say which model they are of; give the model's name")
-
-
-def _nothing_untold(config: Any) -> dict[str, Any]:
-    return {}
-
-
-_ROWS = [
-    Layout(
-        "locality",
-        "this library's own",
-        "",
-        marks=(".norm1.", ".attn."),
-        absent=(".patch_embed.proj.", ".stage0.", ".cvt."),
-        infer=_infer_own,
-        untold=_nothing_untold,
-        to_ours=_checked,
-        adapt=_checked,
-    ),
-    Layout(
-        "convit",
-        "ConViT's authors' and timm's",
-        "convit",
-        marks=(".patch_embed.proj.", ".attn.gating_param."),
-        absent=(".stage0.",),
-        infer=infer_vit,
-        untold=untold_by_convit,
-        to_ours=from_convit,
-        adapt=to_convit,
-    ),
-    Layout(
-        "deit",
-        "DeiT's authors' and timm's",
-        "deit",
-        marks=(".patch_embed.proj.", ".blocks.0.attn.qkv.", ".cls_token."),
-        absent=(".attn.gating_param.", ".stage0."),
-        infer=infer_vit,
-        untold=untold_by_deit,
-        to_ours=from_deit,
-        adapt=to_deit,
-    ),
-    Layout(
-        "cvt-microsoft",
-        "Microsoft's CvT",
-        "cvt",
-        marks=(".stage0.patch_embed.", ".attn.proj_q."),
-        absent=(),
-        infer=infer_microsoft,
-        untold=untold_by_microsoft,
-        to_ours=from_microsoft,
-        adapt=to_microsoft,
-    ),
-    Layout(
-        "cvt-transformers",
-        "transformers' CvT",
-        "cvt",
-        marks=(".cvt.encoder.stages.0.embedding.",),
-        absent=(),
-        infer=infer_transformers,
-        untold=untold_by_transformers,
-        to_ours=from_transformers,
-        adapt=to_transformers,
-    ),
-]
-
-LAYOUTS: dict[str, Layout] = {row.name: row for row in _ROWS}
-
-
-def layout(name: str) -> Layout:
-    """The layout called `name`.
-
-    Raises:
-        UserError: if there is none, with the nearest names.
-    """
-    if name not in LAYOUTS:
-        raise unknown("layout", name, LAYOUTS)
-    return LAYOUTS[name]
-
-
-def recognise(state: State) -> Layout:
-    """The one layout whose names these tensors have.
-
-    Raises:
-        UserError: if there is none, or more than one.
-    """
-    found = [row for row in _ROWS if row.recognises(state)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        titles = " and ".join(row.title for row in found)
-        raise UserError(f"these weights have names of more than one layout: {titles}")
-    known = ", ".join(row.title for row in _ROWS)
-    raise UserError(
-        f"these weights are of no model that is known here ({known}); their first tensors are "
-        f"{shorten(state)}"
-    )
-
-
-_TITLES: dict[type, str] = {
-    ViTConfig: "a DeiT or ConViT",
-    CvTConfig: "a CvT",
-    TimmConfig: "a model of timm's",
-}
-
-
-def check_family(expected: type, like: Any) -> None:
+def check_family(expected: Any, like: Any) -> None:
     """Refuse a configuration of another family than the weights'; None is of any.
 
     Raises:
@@ -284,78 +251,6 @@ def check_family(expected: type, like: Any) -> None:
     """
     if like is not None and not isinstance(like, expected):
         raise UserError(
-            f"these weights do not fit the model: they are of {_TITLES[expected]}, and it is "
-            f"{_TITLES[type(like)]}"
+            f"these weights do not fit the model: they are of {expected.title}, and it is "
+            f"{like.title}"
         )
-
-
-def identify(config: Any) -> tuple[str | None, Any]:
-    """The row of the table that has this architecture, if any.
-
-    Returns:
-        its name and its configuration with the image size, channels and classes of `config`, so
-        that settings which only matter in training are the row's; or None and `config` itself.
-    """
-    for name, row in VARIANTS.items():
-        if type(row.config) is type(config) and not unlike(row.config, config):
-            fields = {field: getattr(config, field) for field in _INTERFACE}
-            return name, dataclasses.replace(row.config, **fields)
-    return None, config
-
-
-# What may differ between two models that are the same architecture: the size of what goes in and
-# out, and what matters in training alone.
-_INTERFACE = ("img_size", "in_chans", "num_classes")
-_TRAINING = (
-    "locality_strength",
-    "conv_init",
-    "gating_init",
-    "freeze_gating",
-    "freeze_gpsa",
-    "drop_rate",
-    "proj_drop_rate",
-    "drop_path_rate",
-)
-
-
-def unlike(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configurations of one family say that weights mean something else.
-
-    Their ends may differ, and what matters in training alone. MLPs are compared by their width,
-    and keys and values by the stride they have: a ratio and a stride can be written in many ways.
-
-    Returns:
-        dotted name of the field → its two values.
-    """
-    first, second = _architecture(one), _architecture(other)
-    names = dict.fromkeys((*first, *second))
-    return {
-        name: (first.get(name), second.get(name))
-        for name in names
-        if first.get(name) != second.get(name)
-    }
-
-
-def _architecture(config: Any) -> dict[str, Any]:
-    """The fields that say what weights mean, by dotted name, in one spelling."""
-    fields = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name not in (*_INTERFACE, *_TRAINING, "stages")
-    }
-    if not isinstance(config, StageConfig):
-        fields["class_token"] = config.has_class_token
-    if isinstance(config, CvTConfig):
-        for index, stage in enumerate(config.stages):
-            fields |= {f"stages.{index}.{name}": x for name, x in _architecture(stage).items()}
-    elif isinstance(config, StageConfig):
-        fields["mlp_ratio"] = tuple(hidden_width(config.embed_dim, x) for x in config.mlp_ratios)
-        linear = config.projection == "linear"
-        fields["kv_stride"] = None if linear else config.kv_strides
-        fields["projection_kernel"] = None if linear else config.projection_kernel
-        fields["kv_padding"] = None if linear else config.padding_of_keys
-    elif isinstance(config, ViTConfig):
-        fields["mlp_ratio"] = hidden_width(config.embed_dim, config.mlp_ratio)
-        if not config.gpsa_layers:
-            del fields["positional_attention"]
-    return fields

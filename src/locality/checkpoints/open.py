@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from locality.checkpoints.cvt import MICROSOFT, TRANSFORMERS
 from locality.checkpoints.download import find_weights
 from locality.checkpoints.exporting import INPUT, OUTPUT
 from locality.checkpoints.format import (
@@ -25,31 +26,37 @@ from locality.checkpoints.format import (
     FORMAT,
     WEIGHTS,
     Checkpoint,
-    read_file,
+    described,
     read_folder,
 )
 from locality.checkpoints.hub import fetch
-from locality.checkpoints.layouts import identify, recognise, unlike, with_settings
+from locality.checkpoints.layouts import OURS, Layout, our_names, with_settings
 from locality.checkpoints.reading import (
-    check_finite,
+    State,
     is_safetensors,
+    read_safetensors,
     read_state,
-    safetensors_metadata,
+    shorten,
 )
 from locality.checkpoints.run_state import classes_of, latest_state
 from locality.checkpoints.sources import source
+from locality.checkpoints.vit import CONVIT, DEIT
 from locality.checkpoints.where import is_run_folder, kind_of, refuse_entry
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import UserError, naming
-from locality.files import open_file, parse_json, read_json, read_yaml
+from locality.files import open_file, read_json, read_yaml
 from locality.models import factory
+from locality.models.architecture import unlike
 from locality.models.base import ImageClassifier
 from locality.models.from_timm import published
-from locality.models.variants import name_today
+from locality.models.variants import identify, name_today
 from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
+
+LAYOUTS = {row.name: row for row in (OURS, CONVIT, DEIT, MICROSOFT, TRANSFORMERS)}
+"""Every layout that weights may come in, by name."""
 
 # What others call the weights in a folder.
 _FOREIGN_WEIGHTS = (WEIGHTS, "pytorch_model.bin", "pytorch_model.pth")
@@ -164,13 +171,14 @@ def open_model(
     if kind_of(what) == "graph":
         return _open_graph(Path(what))
     checkpoint = read(what, variant, entry, settings)
+    name = Path(what).name if is_run_folder(what) else checkpoint.name
     with naming(what):
-        model = checkpoint.build()
-        name = Path(what).name if is_run_folder(what) else None
-        if name is None and Path(what).exists():
-            name = checkpoint.name
-        name = name or str(what)
-        return Classifier.of(model, name, checkpoint.preprocessing, checkpoint.classes)
+        return Classifier.of(
+            checkpoint.build(),
+            name if name and Path(what).exists() else str(what),
+            checkpoint.preprocessing,
+            checkpoint.classes,
+        )
 
 
 def load(
@@ -220,15 +228,19 @@ def read(
         refuse_entry(what, entry)
     like = like if variant is None else factory.variant(variant).config
     if kind == "run":
-        found = _with(read_run(path), settings, path)
+        found = read_run(path)
     elif kind == "path":
-        found = open_weights(path, like, entry, settings)
+        found = _weights(path, like, entry, settings)
     elif kind == "public":
-        found = _with(open_pretrained(name), settings, name)
+        found = _public(name)
     elif kind == "timm":
-        found = _with(_open_timm(name), settings, name)
+        found = _timms(name)
     else:
-        found = _with(_from_hub(name), settings, name)
+        found = _from_hub(name)
+    if settings:
+        with naming(what):
+            config = with_settings(found.config, settings)
+            found = replace(found, config=config, name=identify(config)[0])
     return found if variant is None else _confirmed(found, variant, what, settings)
 
 
@@ -263,61 +275,46 @@ def read_run(folder: Path | str) -> Checkpoint:
     return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
 
 
-# How the images of a run are prepared for evaluation: settings of its `input`, or its `augment`.
-_PREPARED = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+PREPARED = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+"""What decides, beside the size, how images are prepared: a run's `input`, or timm's own words."""
 
 
 def _prepared_in_run(content: dict[str, Any], img_size: Any) -> Preprocessing:
     given = (content.get("augment") or {}) | (content.get("input") or {})
     if given.get("interpolation") in (None, "random"):  # the latter for training alone
         given["interpolation"] = "bicubic"
-    fields = {name: given[name] for name in _PREPARED if name in given}
+    fields = {name: given[name] for name in PREPARED if name in given}
     return from_dict(Preprocessing, fields | {"img_size": img_size}, "input")
 
 
-def open_weights(
-    path: Path | str,
-    like: Any = None,
-    entry: str | None = None,
-    settings: Mapping[str, Any] | None = None,
+def _weights(
+    path: Path, like: Any, entry: str | None, settings: Mapping[str, Any] | None
 ) -> Checkpoint:
-    """Read weights of any known layout, recognised from the names of the tensors.
+    """The weights of any known layout in a file or folder, recognised by their names.
 
     What they do not tell is taken to be as in the published models, and the log says so.
-
-    Args:
-        path: one of our folders, a folder as model hubs keep them, a `.safetensors` file or a
-            PyTorch file.
-        like: the configuration of the model they are for, where the weights alone cannot tell it
-            or a particular one is wanted; image size, channels and classes may differ.
-        entry: which state dict to take from a training checkpoint that holds several.
-        settings: fields of the model's configuration, above what file and `like` say.
-
-    Raises:
-        FileNotFoundError: if there is nothing at `path`.
-        UserError: if it holds no weights of a known layout, or damaged ones; naming the file and
-            the cause.
     """
-    path = Path(path)
     if path.is_dir():
         if _is_ours(path):
             refuse_entry(path, entry)
-            return _with(read_folder(path), settings, path / WEIGHTS)
+            return read_folder(path)
         path = _foreign_file(path)
-    if path.exists() and path.stat().st_size and is_safetensors(path):
-        if FORMAT in safetensors_metadata(path):
-            return _with(read_file(path), settings, path)
+    if is_safetensors(path):
+        state, metadata = read_safetensors(path)
+        if FORMAT in metadata:
+            return described(metadata[FORMAT], state, path)
         if path.name == WEIGHTS and _is_ours(path.parent):
-            return _with(read_folder(path.parent), settings, path)
-    state = read_state(path, entry)
+            return read_folder(path.parent)
+    else:
+        state = read_state(path, entry)
+    settings = our_names(settings)
     try:
         with naming(path):
             layout = recognise(state)
             config = layout.configuration(state, like, settings)
             name, known = identify(config) if like is None else (None, config)
-            config = with_settings(known, settings or {})
+            config = with_settings(known, settings)
             ours = layout.to_ours(state, config)
-            check_finite(ours)
     except UserError:
         raise
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -327,7 +324,7 @@ def open_weights(
     assumed = {
         setting: value
         for setting, value in layout.untold(config).items()
-        if like is None and not {setting, layout.their_name(setting)} & (settings or {}).keys()
+        if like is None and setting not in settings
     }
     if assumed:
         _log.warning(
@@ -337,35 +334,18 @@ def open_weights(
     return Checkpoint(config, ours, name, layout=layout.name)
 
 
-def open_pretrained(name: str) -> Checkpoint:
-    """The public weights called `name`, with how they want their images.
-
-    Raises:
-        UserError: if there are none of that name, or they can neither be found nor downloaded.
-    """
+def _public(name: str) -> Checkpoint:
     row = source(name)
     like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
-    checkpoint = open_weights(find_weights(row), like=like)
+    checkpoint = _weights(find_weights(row), like, None, None)
     return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
 
 
-def _open_timm(name: str) -> Checkpoint:
+def _timms(name: str) -> Checkpoint:
     config, state, data = published(name)
-    fields = {key: data[key] for key in _PREPARED}
+    fields = {key: data[key] for key in PREPARED}
     prepared = Preprocessing(data["input_size"][1:], **fields)
     return Checkpoint(config, state, name, prepared)
-
-
-def _with(
-    checkpoint: Checkpoint, settings: Mapping[str, Any] | None, what: Path | str
-) -> Checkpoint:
-    """The checkpoint with some settings changed; its weights are finite."""
-    with naming(what):
-        check_finite(checkpoint.state)
-        if settings:
-            config = with_settings(checkpoint.config, settings)
-            checkpoint = replace(checkpoint, config=config, name=identify(config)[0])
-    return checkpoint
 
 
 def _confirmed(
@@ -380,6 +360,24 @@ def _confirmed(
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
         raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")
     return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
+
+
+def recognise(state: State) -> Layout:
+    """The one layout whose names these tensors have.
+
+    Raises:
+        UserError: if there is none, or more than one.
+    """
+    found = [row for row in LAYOUTS.values() if row.recognises(state)]
+    if len(found) == 1:
+        return found[0]
+    titles = [row.title for row in found or LAYOUTS.values()]
+    if found:
+        raise UserError(f"these weights have names of more than one layout: {' and '.join(titles)}")
+    raise UserError(
+        f"these weights are of no model that is known here ({', '.join(titles)}); their first "
+        f"tensors are {shorten(state)}"
+    )
 
 
 def _is_ours(folder: Path) -> bool:
@@ -415,16 +413,10 @@ def _open_graph(path: Path) -> Classifier:
             'running an ONNX graph needs onnxruntime; install with: pip install "locality[export]"'
         )
     import onnxruntime
-    from onnxruntime.capi.onnxruntime_pybind11_state import (
-        Fail,
-        InvalidArgument,
-        InvalidGraph,
-        InvalidProtobuf,
-    )
 
     try:
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    except (Fail, InvalidArgument, InvalidGraph, InvalidProtobuf) as error:
+    except Exception as error:  # the runtime has a class for each cause, and no common one
         raise UserError(
             f"{path} is not a sound ONNX graph: {str(error).splitlines()[0]}"
         ) from error
@@ -433,8 +425,7 @@ def _open_graph(path: Path) -> Classifier:
         raise UserError(
             f"{path} does not say how its images are prepared; it was not exported by this library"
         )
-    with naming(path):
-        held = Checkpoint.from_description(parse_json(metadata[FORMAT], "its description"), {})
+    held = described(metadata[FORMAT], {}, path)
 
     def logits(images: Tensor) -> Tensor:
         return torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])

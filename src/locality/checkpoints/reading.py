@@ -20,7 +20,7 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -34,7 +34,6 @@ from locality.files import open_file
 from locality.models.factory import build
 
 State = Mapping[str, Tensor]
-Adapter = Callable[[State, Any], dict[str, Tensor]]
 
 # Enough names to recognise a pattern in, few enough to read.
 _SHOWN = 6
@@ -103,24 +102,14 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
     Raises:
         UserError: if the file is damaged or truncated.
     """
-    metadata = safetensors_metadata(path)
-    with safe_open(str(path), framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
-
-
-def safetensors_metadata(path: Path | str) -> dict[str, str]:
-    """The text fields in the header of a safetensors file.
-
-    Raises:
-        UserError: if the file is damaged or truncated.
-    """
     with open_file(path) as opened:
         header = int.from_bytes(opened.read(8), "little")
     if header > _LARGEST_HEADER:
         raise UserError(f"{path} is damaged: its header would be {header:,} bytes long")
     try:
         with safe_open(str(path), framework="pt") as file:
-            return file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
     except SafetensorError as error:
         raise UserError(f"{path} is damaged or truncated: {_sentence(error)}") from error
 

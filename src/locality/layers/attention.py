@@ -28,6 +28,7 @@ from locality.layers.cpu import Linear, attend, linear
 from locality.layers.position import (
     Grid,
     attend_to_positions,
+    check_grid,
     positional_attention,
     positional_factors,
     positional_scores,
@@ -197,15 +198,6 @@ class _PositionedAttention(_Attention):
             f"conv_init={self.conv_init}"
         )
 
-    @staticmethod
-    def _check_grid(x: Tensor, grid: Grid) -> None:
-        # Positional attention has nothing to say about a token without a place.
-        if x.shape[1] != grid[0] * grid[1]:
-            raise ValueError(
-                f"positional attention got {x.shape[1]} tokens for a grid of {grid[0]}×{grid[1]} "
-                f"patches; class tokens have to be added after the last positional layer"
-            )
-
 
 class PositionalSelfAttention(_PositionedAttention):
     """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
@@ -222,14 +214,14 @@ class PositionalSelfAttention(_PositionedAttention):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B, N, C) → (B, N, C) with N = H·W."""
-        self._check_grid(x, grid)
+        check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         scores = positional_scores(self.v_pos, grid).to(q.dtype)
         return self._project(F.scaled_dot_product_attention(q, k, v, attn_mask=scores))
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and what each term alone would give."""
-        self._check_grid(x, grid)
+        check_grid(x, grid)
         scores = self._content_scores(x)
         mixed = (scores + positional_scores(self.v_pos, grid)).softmax(dim=-1)
         content, position = scores.softmax(dim=-1), positional_attention(self.v_pos, grid)
@@ -261,7 +253,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         What makes it fast: `attend` never forms the N×N matrix, `_attend_to_positions` costs
         O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
         """
-        self._check_grid(x, grid)
+        check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
         content = attend(q, k, v)  # softmax(QKᵀ/√d) V
@@ -275,7 +267,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and its two parts (Eq. 7 as printed)."""
-        self._check_grid(x, grid)
+        check_grid(x, grid)
         gate = self.gating.sigmoid()[:, None, None]
         content = self._content_scores(x).softmax(dim=-1)
         position = positional_attention(self.v_pos, grid)

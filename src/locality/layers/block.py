@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from timm.layers import DropPath
 from torch import Tensor, nn
 
 from locality.layers.conv_init import plain
 from locality.layers.cpu import Linear
-from locality.layers.grid import Grid
-
-
-def hidden_width(dim: int, mlp_ratio: float) -> int:
-    """The hidden width of an MLP on tokens of width `dim`."""
-    return int(dim * mlp_ratio)
-
-
-def mlp_ratio_of(dim: int, hidden: int) -> float:
-    """The ratio that `hidden_width` makes `hidden` of."""
-    ratio = hidden / dim
-    # The division may round down, and then the product falls short of the whole number.
-    return ratio if hidden_width(dim, ratio) == hidden else math.nextafter(ratio, math.inf)
+from locality.layers.grid import Grid, hidden_width
 
 
 class Mlp(nn.Module):

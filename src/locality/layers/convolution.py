@@ -28,8 +28,10 @@ from locality.layers.grid import (
     AttentionScale,
     Grid,
     ProjectionName,
+    check_window,
     projected_grid,
 )
+from locality.layers.position import check_grid
 
 
 def tokens_to_image(tokens: Tensor, grid: Grid) -> Tensor:
@@ -126,8 +128,7 @@ class Projection(nn.Module):
     ) -> None:
         super().__init__()
         checks.one_of("projection", projection, PROJECTIONS)
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise UserError(f"projection_kernel has to be odd and above 0, not {kernel_size}")
+        check_window(kernel_size)
         if stride < 1:
             raise UserError(f"the stride of a projection has to be at least 1, not {stride}")
         self.projection = projection
@@ -290,10 +291,6 @@ class LocalConvolution(nn.Module):
         Raises:
             ValueError: if there are other tokens than the grid's.
         """
-        if x.shape[1] != grid[0] * grid[1]:
-            raise ValueError(
-                f"a convolution got {x.shape[1]} tokens for a grid of {grid[0]}×{grid[1]} patches; "
-                f"class tokens have to be added after the last of them"
-            )
+        check_grid(x, grid)
         image = x.transpose(1, 2).unflatten(2, grid)
         return self.conv(image).flatten(2).transpose(1, 2)

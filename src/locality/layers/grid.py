@@ -1,8 +1,12 @@
-"""Grids of tokens and what convolutions make of them: arithmetic alone, without torch."""
+"""Grids of tokens, what convolutions make of them, and widths: arithmetic alone, without torch."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
+
+from locality import checks
+from locality.errors import UserError
 
 Grid = tuple[int, int]
 """Height and width, in tokens."""
@@ -32,3 +36,22 @@ def projected_grid(
             for size in grid
         )
     return height, width
+
+
+def check_window(kernel: int) -> None:
+    """Refuse a window of a projection that has no centre."""
+    checks.size("projection_kernel", kernel)
+    if kernel % 2 == 0:
+        raise UserError(f"projection_kernel has to be odd and above 0, not {kernel}")
+
+
+def hidden_width(dim: int, mlp_ratio: float) -> int:
+    """The hidden width of an MLP on tokens of width `dim`."""
+    return int(dim * mlp_ratio)
+
+
+def mlp_ratio_of(dim: int, hidden: int) -> float:
+    """The ratio that `hidden_width` makes `hidden` of."""
+    ratio = hidden / dim
+    # The division may round down, and then the product falls short of the whole number.
+    return ratio if hidden_width(dim, ratio) == hidden else math.nextafter(ratio, math.inf)

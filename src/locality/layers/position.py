@@ -21,6 +21,15 @@ from torch import Tensor
 from locality.layers.grid import Grid
 
 
+def check_grid(tokens: Tensor, grid: Grid) -> None:
+    """Refuse tokens (B, N, C) that are not the patches of `grid` alone: others have no place."""
+    if tokens.shape[1] != grid[0] * grid[1]:
+        raise ValueError(
+            f"a positional layer got {tokens.shape[1]} tokens for a grid of {grid[0]}×{grid[1]} "
+            f"patches; class tokens have to be added after the last of them"
+        )
+
+
 def relative_encodings(grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
     """The fixed encodings r_δ of every (query, key) pair: (N, N, 3) as (‖δ‖², δ₁, δ₂) (Eq. 5)."""
     height, width = grid

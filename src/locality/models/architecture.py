@@ -5,11 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from locality import checks
 from locality.errors import UnknownSetting, unknown
 from locality.layers.grid import Grid
+
+# What may differ between two models that are the same architecture: the size of what goes in and
+# out, and what matters in training alone.
+INTERFACE = ("img_size", "in_chans", "num_classes")
+_TRAINING = (
+    *("locality_strength", "conv_init", "gating_init", "freeze_gating", "freeze_gpsa"),
+    *("drop_rate", "proj_drop_rate", "drop_path_rate"),
+)
+
+
+def meaning(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that say what weights mean."""
+    names = (field.name for field in dataclasses.fields(config))
+    return {name: getattr(config, name) for name in names if name not in INTERFACE + _TRAINING}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +40,17 @@ class Architecture:
             the first patch.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after every attention and inside every MLP.
+        family, title: what files and people call models of this kind.
+        stem, classifier: the modules that read the image, and that make the logits.
 
     Raises:
         UserError: naming the field, what was given and what is accepted.
     """
+
+    family: ClassVar[str]
+    title: ClassVar[str]
+    stem: ClassVar[str]
+    classifier: ClassVar[str] = "head"
 
     img_size: int | tuple[int, int] = 224
     in_chans: int = 3
@@ -67,6 +88,14 @@ class Architecture:
         """The token grids that the position embeddings are made for."""
         return self.grids(sides(self.img_size))
 
+    def embeddings(self) -> dict[str, Grid]:
+        """The grid of every position embedding that there may be, by its name."""
+        raise NotImplementedError
+
+    def meaning(self) -> dict[str, Any]:
+        """What says what weights mean, by dotted name, in one spelling."""
+        return meaning(self) | {"class_token": self.has_class_token}
+
     def with_overrides(self, **fields: Any) -> Self:
         """This configuration with some fields changed.
 
@@ -78,6 +107,20 @@ class Architecture:
             if name not in names:
                 raise unknown(f"setting of {type(self).__name__}", name, names, UnknownSetting)
         return dataclasses.replace(self, **fields)
+
+
+def unlike(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configurations of one family say that weights mean something else.
+
+    Their ends may differ, and what matters in training alone. MLPs are compared by their width,
+    and keys and values by the stride they have: a ratio and a stride can be written in many ways.
+
+    Returns:
+        dotted name of the field → its two values.
+    """
+    first, second = one.meaning(), other.meaning()
+    both = {name: (first.get(name), second.get(name)) for name in (*first, *second)}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def sides(img_size: int | tuple[int, int]) -> Grid:

@@ -13,10 +13,13 @@ from locality.layers.grid import (
     AttentionScale,
     Grid,
     ProjectionName,
+    check_window,
     convolved_size,
+    hidden_width,
     projected_grid,
 )
-from locality.models.architecture import Architecture
+from locality.models.architecture import Architecture, meaning
+from locality.settings import from_dict
 
 T = TypeVar("T")
 
@@ -93,11 +96,7 @@ class StageConfig:
         for ratio in self.mlp_ratios:
             checks.number("mlp_ratio", ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
         checks.settings(self)
-        checks.size("projection_kernel", self.projection_kernel)
-        if self.projection_kernel % 2 == 0:
-            raise UserError(
-                f"projection_kernel has to be odd and above 0, not {self.projection_kernel}"
-            )
+        check_window(self.projection_kernel)
         if self.kv_padding is not None:
             checks.integer("kv_padding", self.kv_padding, 0, self.projection_kernel // 2)
         checks.number("drop_path_rate", self.drop_path_rate, 0, 1, below=True)
@@ -137,6 +136,16 @@ class StageConfig:
         )
         return height, width
 
+    def meaning(self) -> dict[str, Any]:
+        """As `Architecture.meaning`."""
+        linear = self.projection == "linear"
+        return meaning(self) | {
+            "mlp_ratio": tuple(hidden_width(self.embed_dim, ratio) for ratio in self.mlp_ratios),
+            "kv_stride": None if linear else self.kv_strides,
+            "projection_kernel": None if linear else self.projection_kernel,
+            "kv_padding": None if linear else self.padding_of_keys,
+        }
+
 
 @dataclass(frozen=True)
 class CvTConfig(Architecture):
@@ -156,9 +165,16 @@ class CvTConfig(Architecture):
     activation: Activation = "quick_gelu"
     attention_scale: AttentionScale = "width"
 
+    family = "cvt"
+    title = "a CvT"
+    stem = "stages.0.embed.conv"
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        stages = tuple(_stage(s) if isinstance(s, dict) else s for s in self.stages)
+        stages = tuple(
+            from_dict(StageConfig, stage, "stage") if isinstance(stage, dict) else stage
+            for stage in self.stages
+        )
         object.__setattr__(self, "stages", stages)
         if not stages:
             raise UserError("stages has to hold at least one StageConfig, not none")
@@ -203,6 +219,17 @@ class CvTConfig(Architecture):
             grid = stage.grid(grid)
             grids.append(grid)
         return grids
+
+    def embeddings(self) -> dict[str, Grid]:
+        """One per stage."""
+        return {f"stages.{i}.pos_embed": grid for i, grid in enumerate(self.home_grids)}
+
+    def meaning(self) -> dict[str, Any]:
+        """As `Architecture.meaning`, each stage's among it."""
+        fields = super().meaning()
+        for index, stage in enumerate(fields.pop("stages")):
+            fields |= {f"stages.{index}.{name}": x for name, x in stage.meaning().items()}
+        return fields
 
     def with_overrides(self, **fields: Any) -> Self:
         """This configuration with some fields changed, the paper's ablations by their short names.
@@ -301,20 +328,3 @@ def overlapping(stride: int) -> tuple[int, int]:
     Stride 1, which the paper does not have, gets 3 and 1, so that tokens still overlap.
     """
     return max(3, 2 * stride - 1), max(1, stride // 2)
-
-
-def _stage(given: dict[str, Any]) -> StageConfig:
-    """A stage from its settings by name.
-
-    Raises:
-        UserError: for an unknown setting, or one that is missing.
-    """
-    fields = {field.name: field for field in dataclasses.fields(StageConfig)}
-    for name in given:
-        if name not in fields:
-            raise unknown("setting of a stage", name, fields)
-    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
-    missing = [name for name in needed if name not in given]
-    if missing:
-        raise UserError(f"a stage needs {', '.join(missing)} too; given: {', '.join(given)}")
-    return StageConfig(**given)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, unknown
+from locality.layers.grid import Grid
 from locality.machine import hub_asked_once
+from locality.models.architecture import meaning
 from locality.models.base import ImageClassifier
 from locality.models.variants import PREFIX
 
@@ -37,6 +39,8 @@ class TimmConfig:
     settings: tuple[tuple[str, Plain], ...] = ()
 
     has_class_token = False  # among what the wrapped model hands out as features
+    family = "timm"
+    title = "a model of timm's"
 
     def __post_init__(self) -> None:
         if not timm.is_model(self.name):
@@ -48,8 +52,21 @@ class TimmConfig:
 
     @property
     def classifier(self) -> str:
-        """What the names of the classifier's weights begin with."""
-        return f"model.{_own(self.name).classifier}."
+        """The module that makes the logits."""
+        return f"model.{_own(self.name).classifier}"
+
+    @property
+    def stem(self) -> str:
+        """The module that reads the image."""
+        return f"model.{_own(self.name).first_conv}"
+
+    def embeddings(self) -> dict[str, Grid]:
+        """None that is known here."""
+        return {}
+
+    def meaning(self) -> dict[str, Any]:
+        """As of `Architecture`."""
+        return meaning(self)
 
     @classmethod
     def named(cls, name: str) -> TimmConfig:

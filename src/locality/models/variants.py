@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import warnings
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from locality.errors import unknown
+from locality.models.architecture import INTERFACE, unlike
 from locality.models.cvt_config import CvTConfig, StageConfig
 from locality.models.vit_config import ViTConfig
 
@@ -183,3 +185,17 @@ def variant(name: str) -> Variant:
     if name not in VARIANTS:
         raise unknown("model", name, VARIANTS)
     return VARIANTS[name]
+
+
+def identify(config: Any) -> tuple[str | None, Any]:
+    """The row of the table that has this architecture, if any.
+
+    Returns:
+        its name and its configuration with the image size, channels and classes of `config`, so
+        that settings which only matter in training are the row's; or None and `config` itself.
+    """
+    for name, row in VARIANTS.items():
+        if type(row.config) is type(config) and not unlike(row.config, config):
+            fields = {field: getattr(config, field) for field in INTERFACE}
+            return name, dataclasses.replace(row.config, **fields)
+    return None, config

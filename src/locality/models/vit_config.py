@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from locality import checks
 from locality.errors import UserError
-from locality.layers.grid import Grid
+from locality.layers.grid import Grid, hidden_width
 from locality.models.architecture import Architecture
 
 PositionalAttention = Literal["gpsa", "psa", "conv"]
@@ -55,6 +55,10 @@ class ViTConfig(Architecture):
     embed_class_token: bool = False
     drop_path_rate: float = 0.0
 
+    family = "vit"
+    title = "a DeiT or ConViT"
+    stem = "patch_embed"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("embed_dim", "num_heads", "depth", "patch_size"):
@@ -94,6 +98,17 @@ class ViTConfig(Architecture):
             UserError: if the image cannot be cut into whole patches.
         """
         return [token_grid(size, self.patch_size)]
+
+    def embeddings(self) -> dict[str, Grid]:
+        """The one of the patches."""
+        return {"pos_embed": self.home_grids[0]}
+
+    def meaning(self) -> dict[str, Any]:
+        """As `Architecture.meaning`; which positional attention is told where a block has it."""
+        fields = super().meaning() | {"mlp_ratio": hidden_width(self.embed_dim, self.mlp_ratio)}
+        if not self.gpsa_layers:
+            del fields["positional_attention"]
+        return fields
 
 
 def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:

@@ -27,8 +27,7 @@ import numpy.typing as npt
 
 from locality import checks
 from locality.errors import UserError
-from locality.layers.block import hidden_width
-from locality.layers.grid import Grid
+from locality.layers.grid import Grid, hidden_width
 from locality.models.architecture import sides
 from locality.models.cvt_config import CvTConfig, StageConfig
 

@@ -8,8 +8,7 @@ import timm
 import torch
 from torch import nn
 
-from locality.checkpoints import load_into, open_model, source
-from locality.checkpoints.open import load, read
+from locality.checkpoints import load, load_weights, open_model, source
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, unknown
 from locality.models import ImageClassifier, build
@@ -60,8 +59,8 @@ def starting_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier
     model, weights = build_model(config, num_classes), config.model.weights
     if weights is None:
         return model, []
-    with naming(f"model.weights {weights}"):
-        return model, load_into(model, read(weights, like=model.config))
+    with naming("model.weights"):
+        return model, load_weights(model, weights)
 
 
 def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
