@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from locality.layers.convolution import (
-    PROJECTIONS,
     ConvolutionalAttention,
     ConvolutionalEmbedding,
     Projection,
     image_to_tokens,
     tokens_to_image,
 )
+from locality.layers.grid import PROJECTIONS
 from locality.models import StageConfig
 
 GRIDS = [(6, 6), (5, 8), (1, 7), (1, 1)]

@@ -12,8 +12,8 @@ from locality.lazy import lazily
 if TYPE_CHECKING:
     from locality.checkpoints.adapt import create_model as create_model
     from locality.checkpoints.adapt import load_weights as load_weights
-    from locality.checkpoints.conversion import Conversion as Conversion
-    from locality.checkpoints.conversion import convert as convert
+    from locality.checkpoints.exporting import Conversion as Conversion
+    from locality.checkpoints.exporting import convert as convert
     from locality.checkpoints.exporting import export as export
     from locality.checkpoints.format import Checkpoint as Checkpoint
     from locality.checkpoints.format import save as save

@@ -43,6 +43,9 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 CARD = "README.md"
 
+INPUT, OUTPUT = "images", "logits"
+"""What the graph calls its input and its output."""
+
 FAMILIES: dict[str, Any] = {config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)}
 """The configurations that a file may describe, by the name it gives them."""
 

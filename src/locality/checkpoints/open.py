@@ -20,10 +20,11 @@ from torch import Tensor
 
 from locality.checkpoints.cvt import MICROSOFT, TRANSFORMERS
 from locality.checkpoints.download import find_weights
-from locality.checkpoints.exporting import INPUT, OUTPUT
 from locality.checkpoints.format import (
     CONFIG,
     FORMAT,
+    INPUT,
+    OUTPUT,
     WEIGHTS,
     Checkpoint,
     described,
@@ -228,7 +229,7 @@ def read(
         refuse_entry(what, entry)
     like = like if variant is None else factory.variant(variant).config
     if kind == "run":
-        found = read_run(path)
+        found = _run(path)
     elif kind == "path":
         found = _weights(path, like, entry, settings)
     elif kind == "public":
@@ -244,17 +245,11 @@ def read(
     return found if variant is None else _confirmed(found, variant, what, settings)
 
 
-def read_run(folder: Path | str) -> Checkpoint:
+def _run(folder: Path) -> Checkpoint:
     """The latest weights of a run, with how its images are prepared, its classes and its result.
 
     The averaged weights if the run keeps an average, since those are what it was evaluated by.
-
-    Raises:
-        UserError: if the folder is no run folder, or has no checkpoint.
     """
-    folder = Path(folder)
-    if not is_run_folder(folder):
-        raise UserError(f"{folder} is not a run folder: it has no config.yaml")
     content, state = read_yaml(folder / "config.yaml"), latest_state(folder)
     classes = classes_of(folder)
     result, environment = (
@@ -300,6 +295,7 @@ def _weights(
             return read_folder(path)
         path = _foreign_file(path)
     if is_safetensors(path):
+        refuse_entry(path, entry)
         state, metadata = read_safetensors(path)
         if FORMAT in metadata:
             return described(metadata[FORMAT], state, path)

@@ -79,8 +79,7 @@ def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
             state dicts; naming the file and the cause.
     """
     path = Path(path)
-    written = _written_as(path)
-    if written == "safetensors":
+    if is_safetensors(path):
         refuse_entry(path, entry)
         return read_safetensors(path)[0]
     with open_file(path) as file:
@@ -115,14 +114,10 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as safetensors files do: eight bytes of length, then JSON."""
-    return _written_as(path) == "safetensors"
-
-
-def _written_as(path: Path) -> str:
-    """ "safetensors" or "torch", by the first bytes.
+    """Whether a file is one of safetensors, and not of PyTorch, by its first bytes.
 
     Raises:
+        FileNotFoundError: if there is no such file.
         UserError: for anything else, saying what it looks like.
     """
     if path.is_dir():
@@ -139,9 +134,9 @@ def _written_as(path: Path) -> str:
             f"`git lfs pull`"
         )
     if start[8:9] == b"{":
-        return "safetensors"
+        return True
     if start.startswith(b"PK\x03\x04") or start[:1] == b"\x80":
-        return "torch"
+        return False
     if _is_text(start):
         what = (
             "a web page" if b"<html" in start.lower() or b"<!doctype" in start.lower() else "text"

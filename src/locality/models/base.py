@@ -211,18 +211,15 @@ class ImageClassifier(nn.Module):
         """Keep what the first feature maps need, in the modules and in the configuration."""
         raise NotImplementedError
 
-    def _run(self, block: nn.Module, x: Tensor, grid: Grid) -> Tensor:
+    def _run(self, block: nn.Module, *given: Any) -> Tensor:
         """One block, recomputed in the backward pass if gradient checkpointing is on."""
-        return self._called(block, x, grid)
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, *given, use_reentrant=False)
+        return block(*given)
 
     def _read(self, block: nn.Module, x: Tensor, grid: Grid) -> Tensor:
         """As `_run`, but the last block computes the class token alone."""
-        return self._called(block, x, grid, block is self._map_blocks()[-1])
-
-    def _called(self, block: nn.Module, *arguments: Any) -> Tensor:
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, *arguments, use_reentrant=False)
-        return block(*arguments)
+        return self._run(block, x, grid, block is self._map_blocks()[-1])
 
 
 def with_class_token(token: Tensor, patches: Tensor) -> Tensor:

@@ -300,18 +300,14 @@ def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) 
         return [value] * count
     if len(value) == count:
         return list(value)
-    if depths is None:
-        raise UserError(
-            f"{name}={tuple(value)} has {len(value)} values for {count} stages; "
-            f"give one value or one per stage"
-        )
-    if len(value) != sum(depths):
-        raise UserError(
-            f"{name}={tuple(value)} has {len(value)} values; give one number, one per stage "
-            f"({count}) or one per block ({sum(depths)})"
-        )
-    remaining = iter(value)
-    return [tuple(next(remaining) for _ in range(depth)) for depth in depths]
+    if depths is not None and len(value) == sum(depths):
+        remaining = iter(value)
+        return [tuple(next(remaining) for _ in range(depth)) for depth in depths]
+    blocks = "" if depths is None else f" or one for each of the {sum(depths)} blocks"
+    raise UserError(
+        f"{name}={tuple(value)} has {len(value)} values for {count} stages; give one value, one "
+        f"per stage{blocks}"
+    )
 
 
 def _embedded(stage: StageConfig, embedding: str) -> StageConfig:
