@@ -368,7 +368,7 @@ def test_microsofts_weights_and_settings_give_microsofts_logits(
         (["--set", "kv_padding=2"], "kv_padding is 2"),
         (["--set", "num_heads=5"], "cannot be divided"),
         (["--set", "qkv_bias=maybe"], "qkv_bias is 'maybe'"),
-        (["--set", "activation=relu"], "activation='relu'"),
+        (["--set", "activation=relu"], "unknown value of activation 'relu'"),
         (["--set", "patch_size=4"], "has no patch_size"),
     ],
 )

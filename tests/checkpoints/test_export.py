@@ -284,7 +284,7 @@ def test_onnx_files_that_cannot_be_used_say_why(write, cause, tmp_path):
         ("weights/nowhere.pth", FileNotFoundError, "there is no file or folder"),
         ("weights/a/b", FileNotFoundError, "there is no file or folder weights/a/b"),
         ("me/model", FileNotFoundError, "could be fetched from https://huggingface.co/me/model"),
-        ("nowhere.onnx", FileNotFoundError, "there is no file nowhere.onnx"),
+        ("nowhere.onnx", FileNotFoundError, "there is no file or folder nowhere.onnx"),
     ],
 )
 def test_what_is_nothing_is_said_to_be(what, error, cause):
