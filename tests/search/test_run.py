@@ -43,7 +43,7 @@ def searched(folder, **changes):
     return Search(tiny(**changes), folder, quiet=True).run()
 
 
-@pytest.fixture(scope="module", params=["sandwich", "da_nas"])
+@pytest.fixture(scope="module", params=["sandwich", pytest.param("da_nas", marks=pytest.mark.slow)])
 def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("search") / request.param
     return folder, searched(folder, method=request.param)
@@ -80,6 +80,7 @@ def test_no_validation_image_is_seen(found):
         assert data["train_part"][1] == data["val_part"][0] == pytest.approx(0.16)
 
 
+@pytest.mark.slow
 def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path):
     searched(tmp_path, method="da_nas", macs=None)
     configs = [RunFolder(tmp_path / f"round-{n}").config() for n in (1, 2, 3)]

@@ -183,6 +183,7 @@ def draw_candidates(axes: Axes, rows: Sequence[Mapping[str, str]], cost: str, ti
     front = np.maximum.accumulate([top1 for _, top1 in points])
     axes.plot([at for at, _ in points], front, color=INK, linewidth=1.2, drawstyle="steps-post",
               label="Pareto front")  # fmt: skip
+    axes.locator_params(axis="x", nbins=4)
     _finish(axes, title, "top-1 on held-out images (%)")
 
 

@@ -33,7 +33,8 @@ class Candidates:
     Args:
         space: all of them.
         options: which of the space's options each block may take; all unless given.
-        limits: the most that a candidate may cost, by the names of the space's tables.
+        limits: the most that a candidate may cost, by the names of the space's tables; one of a
+            table that the space does not have yet is no limit.
 
     Raises:
         UserError: if none fits.
@@ -47,8 +48,8 @@ class Candidates:
     ) -> None:
         self.space = space
         self.options = allowed(space, options)
-        self.limits = limits
-        for name, most in limits.items():
+        self.limits = {name: most for name, most in limits.items() if name in space.tables}
+        for name, most in self.limits.items():
             fixed, table = space.tables[name]
             least = fixed + sum(table[b, row].min() for b, row in enumerate(self.options))
             if least > most:
@@ -108,9 +109,9 @@ def evolve(
         evaluate: numbers → scores.
         budget: how many to evaluate in all, the first ones included.
         generator: draws; the same one and the same scores give the same candidates.
-        first: the first generation.
+        first: the first generation; as many of them as a population has.
     """
-    scores = dict(evaluate(first))
+    scores = dict(evaluate(first[:POPULATION]))
     while (wanted := min(_GENERATION, budget - len(scores))) > 0:
         ranked = sorted(scores, key=lambda number: scores[number], reverse=True)[:POPULATION]
         children = candidates.inside(candidates.bred(generator, 8 * wanted, ranked))
@@ -159,7 +160,7 @@ def _feasible(candidates: Candidates, options: Sequence[Sequence[int]]) -> bool:
 
 
 LATENCY_BATCH = 32
-_ROUNDS, _CHECKED = 5, 8
+_ROUNDS, _CHECKED = 10, 8
 
 
 @torch.inference_mode()

@@ -43,24 +43,9 @@ from locality.figures.style import inline_svg
 from locality.files import atomic_file, read_json, read_rows, read_text, render, write_atomic
 from locality.models import ImageClassifier, build, variant
 from locality.runner.cost import train_images
-from locality.search.evolution import (
-    LATENCY_BATCH,
-    POPULATION,
-    Candidates,
-    Score,
-    Scores,
-    evolve,
-    measure_latency,
-    prune,
-)
+from locality.search import evolution, supernet
+from locality.search.evolution import Candidates, Score, Scores
 from locality.search.space import SearchSpace
-from locality.search.supernet import (
-    RANDOM_CANDIDATES,
-    Supernet,
-    calibrate,
-    extract,
-    order_hidden_units,
-)
 from locality.settings import replace
 from locality.training import RunConfig, RunFolder, recipe, train
 from locality.training.distributed import create_fabric
@@ -80,7 +65,7 @@ _DROPPED, _PRUNING = 0.25, 64
 _AXES = {
     "parameters": "parameters",
     "macs": "multiply-accumulates per image",
-    "latency": f"milliseconds for {LATENCY_BATCH} images",
+    "latency": f"milliseconds for {evolution.LATENCY_BATCH} images",
 }
 _CONFIG = "search.yaml"
 _AT_ONCE = 8  # candidates, before they are written down
@@ -127,11 +112,6 @@ class SearchConfig:
         return {name: most for name, most in found.items() if most is not None}
 
     @property
-    def counted(self) -> dict[str, float]:
-        """The limits that need no measurement."""
-        return {name: most for name, most in self.limits.items() if name != "latency"}
-
-    @property
     def largest(self) -> RunConfig:
         """The largest candidate's training, evaluated on held-out training images."""
         low, high = self.run.data.train_part
@@ -164,13 +144,13 @@ def _shortened(run: RunConfig, part: float) -> RunConfig:
     return replace(run, changes | {f"schedule.{unit}": length})
 
 
-def _small(name: str, steps: int, macs: float, **fields: Any) -> dict[str, Any]:
+def _small(name: str, steps: int, fields: Mapping[str, Any], **own: Any) -> SearchConfig:
     """A CvT of six blocks, 4,096 candidates, for small images."""
     fields = {"depth": [1, 2, 3], "embed_dim": [20, 40, 72], **fields}
     changes = {f"model.overrides.{field}": value for field, value in fields.items()}
     changes |= {"model.patch_size": None, "schedule.steps": steps, "engine.tensorboard": False}
     changes["engine.precision"] = "fp32"
-    return {"run": replace(recipe(name, model="cvt_pico"), changes), "macs": macs}
+    return SearchConfig(replace(recipe(name, model="cvt_pico"), changes), macs=4e6, **own)
 
 
 def _imagenet_nas() -> SearchConfig:
@@ -181,9 +161,9 @@ def _imagenet_nas() -> SearchConfig:
 
 
 SEARCHES: dict[str, Callable[[], SearchConfig]] = {
-    "digits": lambda: SearchConfig(**_small("digits", 600, 4e6), evaluations=100, calibration=256),
-    "fashion_mnist": lambda: SearchConfig(
-        **_small("fashion_mnist", 3000, 4e6, embed_stride=[4, 2, 1]), held_out=1 / 30
+    "digits": partial(_small, "digits", 600, {}, evaluations=100, calibration=256),
+    "fashion_mnist": partial(
+        _small, "fashion_mnist", 3000, {"embed_stride": [4, 2, 1]}, held_out=1 / 30
     ),
     "imagenet_nas": _imagenet_nas,
 }
@@ -227,7 +207,7 @@ class Search:
         self.config, self.place = config, RunFolder(folder)
         self.path = self.place.path
         self.space = space_of(config)
-        Candidates(self.space, None, config.counted)
+        Candidates(self.space, None, config.limits)
         self.writes = create_fabric(config.run.engine, "fp32").global_rank == 0
         self.quiet = quiet or not self.writes
         self.table = CsvTable(self.path / "candidates.csv", _COLUMNS)
@@ -288,7 +268,7 @@ class Search:
         self.calibration = [batch.images.to(self.device) for batch in self._loader(train, evenly)]
         file = self.path / "latency.json"
         if self.writes and not file.exists():
-            write_atomic(file, json.dumps(measure_latency(self.space, self.device)))
+            write_atomic(file, json.dumps(evolution.measure_latency(self.space, self.device)))
         if self.writes:
             self.table.cut(2**62)
         _meet()
@@ -318,7 +298,7 @@ class Search:
             with atomic_file(file) as opened:
                 np.save(opened, torch.cat(losses).numpy())
         if self.writes and not (start / WEIGHTS).exists():  # what `save` writes last
-            order_hidden_units(model)
+            supernet.order_hidden_units(model)
             save(model, start)
         _meet()
         return start
@@ -347,8 +327,8 @@ class Search:
         return found["top1"], -found["loss"]
 
     def _calibrated(self, number: int) -> ImageClassifier:
-        candidate = extract(self.model, self.space, number)
-        calibrate(candidate, self.calibration)
+        candidate = supernet.extract(self.model, self.space, number)
+        supernet.calibrate(candidate, self.calibration)
         return candidate
 
     def _shape(self, number: int) -> str:
@@ -363,15 +343,17 @@ class Search:
         generator = np.random.default_rng([self.config.run.seed, self.round])
         scores = self.scores(candidates.random(generator, _PRUNING), "pruning")
         count = round(_DROPPED * self.space.blocks * len(self.space.options))
-        return Candidates(self.space, prune(candidates, scores, count), self.config.limits)
+        return Candidates(
+            self.space, evolution.prune(candidates, scores, count), self.config.limits
+        )
 
     def _searched(self, candidates: Candidates) -> dict[str, Scores]:
         """What each way of choosing has seen, with one budget."""
         generator = np.random.default_rng([self.config.run.seed, 0])
         drawn = candidates.random(generator, self.config.evaluations)
         by_chance = self.scores(drawn, "random")
-        ask, first = partial(self.scores, by="evolution"), drawn[:POPULATION]
-        evolved = evolve(candidates, ask, self.config.evaluations, generator, first)
+        ask = partial(self.scores, by="evolution")
+        evolved = evolution.evolve(candidates, ask, self.config.evaluations, generator, drawn)
         return {"evolution": evolved, "random": by_chance}
 
     def _finish(self, searched: Mapping[str, Scores]) -> dict[str, Any]:
@@ -461,12 +443,12 @@ def dry_run(config: SearchConfig) -> str:
         UserError: if no candidate is within the limits on parameters and multiply-accumulates.
     """
     space, runs = space_of(config), config.rounds()
-    Candidates(space, None, config.counted)
+    fitting = Candidates(space, None, config.limits)
     digits = space.digits(np.random.default_rng(0).integers(0, len(space), 2**14))
-    inside, mean = space.fits(digits, config.counted).mean(), space.weigh("macs", digits).mean()
+    inside, mean = space.fits(digits, fitting.limits).mean(), space.weigh("macs", digits).mean()
     least, most = space.bounds()
     plans = [make_plan(run, train_images(run)[0]) for run in runs]
-    step = most.macs + least.macs + RANDOM_CANDIDATES * mean  # of one image
+    step = most.macs + least.macs + supernet.RANDOM_CANDIDATES * mean  # of one image
     held_out = round(plans[0].epoch_images * config.held_out / (1 - config.held_out))
     asked = 2 * config.evaluations + _PRUNING * (len(plans) - 2)
     macs = 3 * (plans[0].images * most.macs + step * sum(plan.images for plan in plans[1:]))
@@ -497,5 +479,5 @@ def _rate(config: SearchConfig, space: SearchSpace, macs: float) -> float:
     model = build(space.base).to(device).train()
     batch = int(min(config.run.engine.batch_size, max(2, 2e10 // (3 * macs))))
     images = torch.randn(batch, 3, *model.img_size, device=device)
-    step = training_step(Supernet(model, space), images, nullcontext)
+    step = training_step(supernet.Supernet(model, space), images, nullcontext)
     return 3 * macs * batch / min(interleave({"": step}, device, 3, warmup=1).seconds[""])
