@@ -163,6 +163,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
     for words, said in (
         (["nowhere"], "unknown search 'nowhere'"),
         (["digits", "--macs", "1e5"], "no candidate has macs of 100000 or less; the least is"),
+        (["digits", "--latency", "1e-6"], "no candidate has latency of 1e-06 or less"),
         (["digits", "--model.name", "convit_nano"], "search is over CvTs"),
         (["digits", "--method", "darts"], "method"),
         (["--resume", str(tmp_path)], "holds no search"),

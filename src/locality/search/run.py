@@ -67,7 +67,7 @@ _AXES = {
     "macs": "multiply-accumulates per image",
     "latency": f"milliseconds for {evolution.LATENCY_BATCH} images",
 }
-_CONFIG = "search.yaml"
+_CONFIG, _LATENCY = "search.yaml", "latency.json"
 _AT_ONCE = 8  # candidates, before they are written down
 _COLUMNS = ("step", "round", "by", "number", "shape", "top1", "val_loss", *_AXES)
 
@@ -221,9 +221,9 @@ class Search:
         """
         if (result := self.place.result()) is not None:
             return result
-        if self.writes:
-            self._claim()
         try:
+            if self.writes:
+                self._claim()
             warm_up, *rounds = self.config.rounds()
             train(warm_up, self.path / "warm-up", quiet=self.quiet)
             self.begin()
@@ -243,7 +243,7 @@ class Search:
             self.place.lock.release()
 
     def _claim(self) -> None:
-        """Take the folder and write the search into it."""
+        """Take the folder, write the search into it, and time its blocks if nobody has."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.place.lock.claim()
         file = self.path / _CONFIG
@@ -256,24 +256,30 @@ class Search:
                     f"its own, or --resume {self.path}, or another folder"
                 )
         write_atomic(file, settings.to_yaml(self.config))
-        self.place.note_start(self.config.run, 0, "", self.config.run.engine.precision)
+        device = create_fabric(self.config.run.engine, "fp32").device
+        self.place.note_start(self.config.run, 0, str(device), self.config.run.engine.precision)
+        if not (self.path / _LATENCY).exists():
+            measured = evolution.measure_latency(self.space, device)
+            write_atomic(self.path / _LATENCY, json.dumps(measured))
+        self._weigh_latency()
+        Candidates(self.space, None, self.config.limits)
+
+    def _weigh_latency(self) -> None:
+        measured = read_json(self.path / _LATENCY)
+        self.space.tables["latency"] = measured["fixed"], np.array(measured["blocks"])
 
     def begin(self) -> None:
-        """Open the data, and have what was measured before; latencies are measured now if not."""
+        """Open the data, and have what was measured before."""
         self.device = create_fabric(self.config.run.engine, "fp32").device
         self.splits = open_data(self.config.largest.data, self.config.run.seed)
         self.held_out, train = self._loader(self.splits.val), self.splits.train
         count = min(self.config.calibration, len(train))
         evenly = np.linspace(0, len(train) - 1, count).astype(np.int64)
         self.calibration = [batch.images.to(self.device) for batch in self._loader(train, evenly)]
-        file = self.path / "latency.json"
-        if self.writes and not file.exists():
-            write_atomic(file, json.dumps(evolution.measure_latency(self.space, self.device)))
+        self._weigh_latency()
         if self.writes:
             self.table.cut(2**62)
         _meet()
-        measured = read_json(file)
-        self.space.tables["latency"] = measured["fixed"], np.array(measured["blocks"])
         for row in read_rows(self.table.path):
             self.known[int(row["round"]), int(row["number"])] = (
                 float(row["top1"]),
@@ -393,7 +399,7 @@ class Search:
             config=self.config,
             folder=self.path,
             panels=[Markup(inline_svg(each, name, name)) for name, each in drawn.items() if each],
-            latency=read_json(self.path / "latency.json"),
+            latency=read_json(self.path / _LATENCY),
             shapes={
                 "CvT-13-NAS, as the paper describes it": theirs,
                 "found here": self.space.choices(result["candidate"]),
