@@ -377,8 +377,8 @@ class Search:
             **self._costs(number),
         }
         if self.writes:
-            chosen = settings.to_yaml(replace(self.config.run, found))
-            write_atomic(self.path / "chosen.yaml", chosen)
+            chosen = replace(self.config.run, found | {"model.weights": None})
+            write_atomic(self.path / "chosen.yaml", settings.to_yaml(chosen))
             save(self._calibrated(number), self.path / "chosen", classes=self.splits.classes)
             write_atomic(self.path / "page.html", self._page(result))
             self.place.write_json(self.place.result_file, result)
