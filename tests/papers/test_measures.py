@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
-from locality.analysis.statistics import Estimate
+from locality.analysis.statistics import two_sided_t
 from locality.errors import UserError
 from locality.papers.measures import (
     Empty,
@@ -18,8 +19,18 @@ from locality.papers.measures import (
     measured,
     relative_gain,
 )
-from locality.papers.records import FAILS, HOLDS, NOT_RUN, UNDECIDED, decided, verdict
+from locality.papers.records import decided
 from locality.papers.specs import Claim
+from locality.papers.verdicts import (
+    FAILS,
+    HOLDS,
+    NOT_RUN,
+    UNDECIDED,
+    UNTESTABLE,
+    corrected,
+    judge,
+    seeds_needed,
+)
 from locality.runner.schedule import run_all
 
 
@@ -88,6 +99,17 @@ def test_computed_and_absent():
         (fixed(s0=1.0) - absent("because")).evaluate({})
 
 
+def claimed(mean, half, n=5, margin=None):
+    expects = "above" if margin is None else "equal"
+    return {
+        "mean": mean,
+        "half_width": half,
+        "n": n,
+        "expects": expects,
+        "margin": margin or 0.0,
+    }
+
+
 @pytest.mark.parametrize(
     ("mean", "half", "n", "expected"),
     [
@@ -100,7 +122,7 @@ def test_computed_and_absent():
     ],
 )
 def test_above_holds_if_the_whole_interval_is_above_zero(mean, half, n, expected):
-    assert verdict(Claim("", absent("")), Estimate(mean, half, n)) == expected
+    assert judge(claimed(mean, half, n))[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -114,18 +136,51 @@ def test_above_holds_if_the_whole_interval_is_above_zero(mean, half, n, expected
     ],
 )
 def test_equal_holds_if_the_whole_interval_is_within_the_margin(mean, half, expected):
-    claim = Claim("", absent(""), margin=1.0)
-    assert verdict(claim, Estimate(mean, half, 5)) == expected
+    assert judge(claimed(mean, half, 5, margin=1.0))[0] == expected
 
 
-def test_a_claim_without_runs_was_not_run():
-    found = decided(Claim("x", absent("no data")), {})
-    assert (found["verdict"], found["empty"]) == (NOT_RUN, "no data")
+def test_holm_decides_in_order_and_stops_at_the_first_that_is_too_large():
+    # Half-widths over five seeds whose p-values are 0.001, 0.02, 0.02 and 0.6.
+    claims = [claimed(1.0, half) for half in (0.2774 / 0.8610, 0.7412, 0.7412, 4.9)]
+    assert [judge(c)[1] for c in claims] == pytest.approx([0.001, 0.02, 0.02, 0.6], rel=0.01)
+    assert [judge(claim)[0] for claim in claims] == [HOLDS, HOLDS, HOLDS, UNDECIDED]
+    # 0.05/4 > 0.001, but 0.05/3 < 0.02.
+    assert corrected(claims) == [HOLDS, UNDECIDED, UNDECIDED, UNDECIDED]
+    assert corrected(claims[:2]) == [HOLDS, HOLDS]
+    exact = claimed(-1.0, None, 1) | {"exact": True}
+    assert corrected([*claims[:2], exact]) == [HOLDS, HOLDS, FAILS]
+
+
+def test_how_many_seeds_would_decide():
+    """The first number of seeds at which t · s / √n falls below the mean."""
+    found = decided(Claim("x", "", run_of(fixed(s0=-0.5, s1=1.5, s2=0.5, s3=-0.1, s4=1.1))), {})
+    assert found["verdict"] == UNDECIDED
+    needed = seeds_needed(found)
+    deviation = math.sqrt((1 + 1 + 0.36 + 0.36) / 4)
+    assert two_sided_t(needed - 1, 0.95) * deviation / math.sqrt(needed) < 0.5
+    assert two_sided_t(needed - 2, 0.95) * deviation / math.sqrt(needed - 1) >= 0.5
+    assert seeds_needed(claimed(1e-6, 1.0)) is None
+
+
+def run_of(quantity):
+    """As if it had been measured on runs."""
+    return dataclasses.replace(quantity, runs=(object(),))
+
+
+def test_a_claim_without_runs_was_not_run_and_one_that_no_run_decides_is_untestable(
+    tmp_path, tiny_run
+):
+    waiting = measured((tiny_run(tmp_path),), Measure("x", lambda run: 1.0))
+    found = decided(Claim("x", "", waiting - absent("no such model")), {})
+    assert (found["verdict"], found["empty"]) == (UNTESTABLE, "no such model")
+    found = decided(Claim("x", "", waiting), {})
+    assert (found["verdict"], found["empty"]) == (NOT_RUN, "not run yet")
 
 
 def test_an_estimate_is_students_t_over_seeds():
-    found = decided(Claim("x", fixed(s0=1.0, s1=2.0, s2=3.0)), {})
-    assert found["mean"] == 2.0
+    found = decided(Claim("x", "", run_of(fixed(s0=1.0, s1=2.0, s2=3.0))), {})
+    assert found["mean"] == 2.0 and found["by_seed"] == {"0": 1.0, "1": 2.0, "2": 3.0}
     # t(0.975, 2) = 4.3027 times s/√n = 1/√3.
     assert found["half_width"] == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert found["verdict"] == UNDECIDED
+    assert decided(Claim("x", "", computed(lambda: 2.0)), {})["verdict"] == HOLDS

@@ -16,23 +16,30 @@ import torch
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
 from locality.layers import truncated_kernel
+from locality.layers.conv_init import corner_heads, kernel_offsets
 from locality.models import build
 from locality.papers import published
 from locality.papers.beyond import start_from_convolutions
 from locality.papers.convit import ABLATIONS
-from locality.papers.pages import results_page, write_results_page
+from locality.papers.measures import early
+from locality.papers.pages import SCALES as SCALES_SHOWN
+from locality.papers.pages import Entry, results_page, section, shown_claims, write_results_pages
+from locality.papers.records import decided
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.scales import SCALES, get_scale
 from locality.papers.short_runs import summed_rate
 from locality.papers.specs import Table
+from locality.papers.verdicts import HOLDS, NOT_RUN, UNTESTABLE
 from locality.runner.runs import TRAIN, with_needs
+from locality.settings import replace as with_settings
+from locality.training.config import ScheduleConfig
 from locality.training.optim import create_schedule
 from locality.training.plan import make_plan
 
-CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-2a", "figure-2b", "figure-3",
-          *(f"figure-{n}" for n in range(5, 18))]  # fmt: skip
+CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
+          *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
 BEYOND = [f"beyond/{what}" for what in ("converged", "trained-convolutions", "position-rate")]
-CVT = [*(f"table-{n}" for n in range(2, 9)), "nas", "figure-1"]
+CVT = [*(f"table-{n}" for n in range(1, 9)), "nas", *(f"figure-{n}" for n in range(1, 4))]
 
 
 def test_every_table_and_figure_has_its_name():
@@ -65,6 +72,17 @@ def test_every_experiment_can_be_built_at_every_scale(built):
         assert spec.about.endswith("."), name
         for claim in spec.claims:
             assert claim.margin is None or claim.margin > 0
+            ours = name.startswith("beyond/") or name == "cvt/nas"
+            assert bool(claim.where) != ours, claim.text
+
+
+def test_the_papers_claims_are_many_and_each_stands_once(built):
+    scale, specs = built
+    claims = [claim for spec in specs.values() for claim in spec.claims if claim.where]
+    assert len({claim.text for claim in claims}) == len(claims) >= 65
+    if scale.name == "fashion":
+        verdicts = [decided(claim, {})["verdict"] for claim in claims]
+        assert verdicts.count(UNTESTABLE) <= len(claims) - 45
 
 
 def test_tables_share_their_runs(built):
@@ -170,7 +188,7 @@ def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path,
     deit, convit = record["rows"]
     assert all("no_such_optimiser" in cell["empty"] for cell in deit["cells"])
     assert all(cell["empty"] is None for cell in convit["cells"])
-    assert record["claims"][0]["verdict"] == "not run"
+    assert record["claims"][0]["verdict"] == NOT_RUN
     text = (tmp_path / "digits" / "convit-table-5.md").read_text()
     assert "— [1]" in text and "no_such_optimiser" in text
 
@@ -211,9 +229,9 @@ def test_no_test_image_is_trained_on(name, fashion_mnist):
         splits = open_data(data, seed)
         assert pictures(splits.val) <= test and not pictures(splits.train) & test
     # What settings are chosen by: images of neither.
-    for data in (replace(data, val_part=(5 / 6, 1.0)) for data, _ in wanted):
+    for data, _ in wanted:
         if data.train_part[1] <= 5 / 6:
-            pilot = open_data(data, 0)
+            pilot = open_data(replace(data, val_part=(5 / 6, 1.0)), 0)
             assert not pictures(pilot.val) & (test | pictures(pilot.train))
 
 
@@ -234,6 +252,12 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, 
     assert again[0]["rows"] == record["rows"]
     rows = reproduce("convit/table-6", scale, tmp_path, finished_only=True, quiet=True)[0]["rows"]
     assert all(cell["empty"] for row in rows for cell in row["cells"][:2])
+    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
+    assert "no weights" in drawing["empty"] and drawing["files"] == []
+    for suffix in ("png", "svg"):  # as if drawn where the weights were
+        (tmp_path / "digits" / f"convit-figure-17.{suffix}").touch()
+    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
+    assert drawing["empty"] is None and len(drawing["files"]) == 2
 
 
 def test_plan_only_starts_nothing(tiny_scale, tmp_path, here, capsys):
@@ -253,33 +277,91 @@ def test_the_list_says_runs_and_status(tmp_path):
     assert re.search(r"convit/table-3 +70 runs", show_list(rows))
 
 
-def test_the_page_in_the_docs_is_made_from_the_results_beside_it():
+def test_the_pages_in_the_docs_are_made_from_the_results_beside_them():
     root = Path(__file__).parents[2]
-    page = root / "docs" / "results.md"
-    assert page.read_text() == results_page(root / "results" / "digits", page)
+    folders = [root / "results" / scale for scale in SCALES_SHOWN]
+    shown = [folder for folder in folders if folder.is_dir()]
+    for kind in ("md", "html"):
+        page = root / "docs" / f"results.{kind}"
+        assert page.read_text() == results_page(shown, page.parent, kind)
 
 
-def test_the_results_page_is_made_from_records_alone(tiny_scale, tmp_path, here):
+def test_the_results_pages_are_made_from_records_alone(tiny_scale, tmp_path, here):
     out = tmp_path / "results"
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
     for name in ("convit/table-6", "convit/figure-6", "cvt/table-2"):
         reproduce(name, scale, out, executor=here, quiet=True)
     (out / "digits" / "remarks.yaml").write_text("convit/table-6: One seed says nothing.\n")
-    page = write_results_page(out / "digits", tmp_path / "docs" / "results.md")
+    page, markup = write_results_pages([out / "digits"], tmp_path / "docs" / "results.md")
     text = page.read_text()
     assert "## convit/table-6: Content or position masked at test time" in text
-    assert "One seed says nothing." in text
+    assert "One seed says nothing." in text and "One seed says nothing." in markup.read_text()
     for link in re.findall(r"\]\((\.\./[^)]+)\)", text):
         assert (page.parent / link).resolve().exists(), link
     anchors = re.findall(r"\]\(#([^)]+)\)", text)
     headings = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert set(anchors) <= slugs
+    assert anchors and set(anchors) <= slugs
     (out / "digits" / "remarks.yaml").write_text("convit/table-9: x\n")
     with pytest.raises(UserError, match="convit/table-9"):
-        results_page(out / "digits", page)
+        results_page([out / "digits"], tmp_path, "md")
     with pytest.raises(UserError, match="holds no results"):
-        results_page(tmp_path, page)
+        results_page([tmp_path], tmp_path, "md")
+
+
+def record_of(scale, means, files=(), definition=2, name="convit/figure-5"):
+    """A figure's record with one claim per mean; None was not run."""
+    claims = [
+        {"text": f"claim {index}", "where": "§4", "expects": "above", "margin": 0.0, "unit": "x"}
+        | (
+            {"verdict": NOT_RUN, "empty": "not run yet"}
+            if mean is None
+            else {"mean": mean, "half_width": 0.1, "n": 5, "verdict": HOLDS, "empty": None}
+        )
+        for index, mean in enumerate(means)
+    ]
+    made = {"runs": 1, "finished": 1, "processors": [], "commits": [], "packages": [], "gpus": []}
+    return {
+        "definition": definition,
+        "name": name,
+        "title": "t",
+        "kind": "figure",
+        "scale": scale,
+        "scale_about": scale,
+        "comparable": False,
+        "about": f"At {scale}.",
+        "panels": [],
+        "files": list(files),
+        "empty": None,
+        "claims": claims,
+        "provenance": made | {"training_seconds": 1.0},
+    }
+
+
+def test_several_scales_show_each_claim_once_and_the_best_evidence_first():
+    fine = record_of("fashion14", [1.0, None])
+    coarse = record_of("fashion", [-1.0, 2.0], ["convit-figure-5.png", "convit-figure-5.svg"])
+    old = record_of("digits", [-1.0, -1.0, -1.0], definition=1)
+    entry = Entry([fine, coarse, old])
+    assert [(r["scale"], c["text"]) for r, c in entry.claims()] == [
+        ("fashion14", "claim 0"),
+        ("fashion", "claim 1"),
+    ]
+    # The first with something to show; what is of an earlier definition says so.
+    assert section(entry)["text"].startswith("At fashion.")
+    assert "earlier definition: early was a tenth" in section(Entry([old]))["origin"]
+    # Where the definition is the same, earlier evidence stands beside today's.
+    names = {"name": "convit/table-2"}
+    unchanged = Entry(
+        [
+            record_of("fashion", [None]) | names,
+            record_of("digits", [1.0, 2.0], definition=1) | names,
+        ]
+    )
+    assert [(r["scale"], c["text"], c["where"]) for r, c in unchanged.claims()] == [
+        ("digits", "claim 0", "§4")
+    ]
+    assert [line["scale"] for line in shown_claims(entry.claims())] == ["fashion14", "fashion"]
 
 
 def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it():
@@ -324,14 +406,24 @@ def test_beyond_the_papers_runs_as_a_table(tiny_scale, tmp_path, here):
         assert [cell["empty"] for cell in row["cells"]] == [None] * 3, row["label"]
 
 
-def test_a_teacher_of_timm_is_a_run_and_teaches(tiny_scale, tmp_path, here):
-    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+def test_a_teacher_learns_from_images_that_no_student_sees(tiny_scale, tmp_path, here):
+    def base(role, model):
+        return with_settings(tiny_scale.base(role, model), {"data.train_part": (0.0, 0.5)})
+
+    scale = dataclasses.replace(tiny_scale, seeds=(0,), base=base)
     (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
-    (teacher,) = scale.teacher_runs()
+    taught = [run for run in here.performed if run.config.objective.teacher is not None]
+    (teacher,) = {run.folder: run for each in taught for run in each.needs}.values()
     assert teacher in here.performed and teacher.task == TRAIN
     assert teacher.result()["model"] == "timm/test_resnet"
-    taught = [run for run in here.performed if run.config.objective.teacher is not None]
     assert {run.config.objective.teacher for run in taught} == {str(teacher.folder)}
+    pictures = []
+    for run in (teacher, taught[0]):
+        splits = open_data(run.config.data, run.config.seed)
+        pictures += [{splits.train.read(i).tobytes() for i in range(len(splits.train))}]
+        pictures += [{splits.val.read(i).tobytes() for i in range(len(splits.val))}]
+    # The digits have a few doubles among themselves.
+    assert len(pictures[0] & pictures[2]) < 10 and pictures[1] == pictures[3]
     assert [row["label"] for row in record["rows"]] == ["DeiT-S", "ConViT-S+"]
     for row in record["rows"]:
         assert all(cell["empty"] is None for cell in row["cells"])
@@ -360,3 +452,63 @@ def test_the_summed_rate_is_that_of_the_schedule():
             schedule.step_update(step)
             total += optimizer.param_groups[0]["lr"]
         assert summed_rate(config).evaluate({}).by_seed[0] == pytest.approx(total, rel=1e-3)
+
+
+def test_without_images_of_its_own_there_is_no_teacher(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
+    assert not any(run.config.objective.teacher for run in here.performed)
+    assert {claim["verdict"] for claim in record["claims"]} == {UNTESTABLE}
+
+
+def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
+    tiny_scale, tmp_path, here
+):
+    def base(role, model):
+        sized = {"model.img_size": 14} if model.startswith(("deit", "convit")) else {}
+        sized |= {"model.img_size": 28} if model.startswith("cvt") else {}
+        return with_settings(tiny_scale.base(role, model), {"schedule.steps": 10} | sized)
+
+    scale = dataclasses.replace(tiny_scale, base=base, transfer_classes=7)
+    (record,) = reproduce("cvt/table-4", scale, tmp_path, executor=here, quiet=True)
+    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 4
+    started = [run for run in here.performed if run.needs and "deit" in run.name]
+    assert [run.config.model.img_size for run in started] == [14, 18]
+    assert [run.config.data.skip_classes for run in started] == [7, 0]
+    tuned = [run for run in here.performed if run.needs]
+    assert {run.config.optim.name for run in tuned} == {"sgd"}
+    assert all(run.needs[0].config.data.first_classes == 7 for run in tuned)
+
+
+def test_early_is_a_number_of_steps_after_the_warm_up():
+    paper = ScheduleConfig(epochs=300, steps=None, warmup=5)
+    assert early(paper) == 20
+    short = ScheduleConfig(steps=1500, warmup=150)
+    assert early(short) == 225 > short.warmup
+
+
+def test_uniform_attention_has_its_line_in_figures_of_nonlocality(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("convit/figure-5", scale, tmp_path, executor=here, quiet=True)
+    line = record["panels"][0]["series"][-1]
+    assert line["label"] == "uniform attention" and line["dashed"]
+    assert line["mean"][0] == pytest.approx(2.008, abs=5e-4)  # on 4×4 patches
+
+
+def test_figure_3_shows_the_corners_of_the_kernel_in_the_papers_order():
+    offsets = kernel_offsets(3)[corner_heads(9)].tolist()
+    assert offsets == [[-1, 1], [-1, -1], [1, 1], [1, -1]]
+
+
+@pytest.mark.parametrize("name", ["convit/figure-4", "cvt/figure-2", "cvt/figure-3"])
+def test_architectures_are_drawn_from_the_models_built(name):
+    figure = find(name)[0].build(get_scale("digits", Path("runs"))).drawing.draw([])
+    shown = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
+    expected = {
+        "convit/figure-4": ("10 × gated positional", "196 tokens × 432", "v_pos 9×3"),
+        "cvt/figure-2": ("10 × attention over conv", "3136 tokens × 64", "7×7, stride 4"),
+        "cvt/figure-3": ("stride 2, linear 7×7", "queries: linear 14×14"),
+    }[name]
+    shown = " ".join(shown.split())
+    for text in expected:
+        assert text in shown, (text, shown)

@@ -35,6 +35,14 @@ class Estimate:
     def high(self) -> float | None:
         return None if self.half_width is None else self.mean + self.half_width
 
+    def p_value(self, at: float = 0.0) -> float:
+        """The two-sided p-value of "the mean is `at`"; 1 where one value says nothing of spread."""
+        if not self.half_width:
+            return float(self.half_width is None or self.mean == at)
+        freedom = self.n - 1
+        t = (self.mean - at) / self.half_width * two_sided_t(freedom, self.level)
+        return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
+
     @property
     def excludes_zero(self) -> bool:
         """Whether the interval is there and lies on one side of zero."""
@@ -56,11 +64,11 @@ def estimate(values: Sequence[float], level: float = 0.95) -> Estimate:
     if n == 1:
         return Estimate(mean, None, 1, level)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    return Estimate(mean, _two_sided_t(n - 1, level) * deviation / math.sqrt(n), n, level)
+    return Estimate(mean, two_sided_t(n - 1, level) * deviation / math.sqrt(n), n, level)
 
 
 @cache
-def _two_sided_t(freedom: int, level: float) -> float:
+def two_sided_t(freedom: int, level: float) -> float:
     """The t that Student's distribution keeps within ±t with probability `level`.
 
     P(|T| > t) = I_x(ν/2, 1/2), the regularised incomplete beta function at x = ν / (ν + t²).

@@ -34,8 +34,8 @@ _INCH = 0.85
 def maps(
     pictures: Sequence[tuple[str, Pictures]],
     layers: Sequence[int] | None = None,
-    heads: int = 4,
-    image: int | None = 0,
+    heads: int | Sequence[int] = 4,
+    image: int | Sequence[int] | None = 0,
     own_scale: bool = False,
 ) -> Figure:
     """Some layers of some models, side by side under their titles, lettered from (a).
@@ -44,8 +44,9 @@ def maps(
         pictures: a title and what that model's heads look at, for each model.
         layers: depths to draw, from 0; the second and the last but two unless given, as in the
             paper's figures of twelve layers.
-        heads: how many heads of each.
-        image: which image, also drawn, with its query boxed; None averages over all of them.
+        heads: how many heads of each, or which.
+        image: which image, also drawn, with its query boxed, or several below each other; None
+            averages over all of them.
         own_scale: colour each map from its own least value, which brings out shapes in nearly
             even maps, instead of from `DECADES` below its largest, which compares maps.
 
@@ -58,18 +59,29 @@ def maps(
         [(f"layer {index + 1}", taken.layers[index]) for index in _layers(taken, layers)]
         for _, taken in pictures
     ]
+    images = [image] if image is None or isinstance(image, int) else list(image)
     widths = [] if image is None else [1.6]
-    widths += [min(heads, max(layer.mixed.shape[1] for _, layer in b)) + 0.5 for b in blocks]
+    widths += [len(_heads(rows, heads)) + 0.5 for rows in blocks]
     with settings():
-        height = max(map(len, blocks))
-        figure = new_figure(_INCH * sum(widths), _INCH * height + 0.45)
-        parts = list(figure.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
-        letters = iter(string.ascii_lowercase)
-        if image is not None:
-            draw_image(parts.pop(0), pictures[0][1], image, f"({next(letters)}) input")
-        for part, (title, _), rows in zip(parts, pictures, blocks, strict=True):
-            draw_rows(part, f"({next(letters)}) {title}", rows, heads, image, own_scale)
+        height = _INCH * max(map(len, blocks)) + 0.45
+        figure = new_figure(_INCH * sum(widths), height * len(images))
+        for band, shown in zip(
+            figure.subfigures(len(images), 1, squeeze=False)[:, 0], images, strict=True
+        ):
+            parts = list(band.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
+            letters = iter(string.ascii_lowercase)
+            if shown is not None:
+                draw_image(parts.pop(0), pictures[0][1], shown, f"({next(letters)}) input")
+            for part, (title, _), rows in zip(parts, pictures, blocks, strict=True):
+                draw_rows(part, f"({next(letters)}) {title}", rows, heads, shown, own_scale)
     return figure
+
+
+def _heads(rows: Sequence[tuple[str, LayerPicture]], heads: int | Sequence[int]) -> Sequence[int]:
+    """Which heads to draw of some layers."""
+    if not isinstance(heads, int):
+        return heads
+    return range(min(heads, max(layer.mixed.shape[1] for _, layer in rows)))
 
 
 def initial_maps(
@@ -79,6 +91,7 @@ def initial_maps(
     strengths: Sequence[float] = (0.5, 2.0),
     place: tuple[float, float] = (0.5, 0.5),
     seed: int = 0,
+    heads: int | Sequence[int] = 4,
 ) -> Figure:
     """The first layer of untrained models on one image (Fig. 3).
 
@@ -90,6 +103,7 @@ def initial_maps(
         strengths: α of each model with positional self-attention.
         place: where to look from, as fractions of (height, width).
         seed: of the initialisation.
+        heads: see `maps`.
     """
     variants: dict[str, dict[str, Any]] = {"self-attention": {"gpsa_layers": 0}} | {
         f"PSA, α = {strength:g}": {"positional_attention": "psa", "locality_strength": strength}
@@ -100,7 +114,7 @@ def initial_maps(
         torch.manual_seed(seed)
         network = build(model, **(dict(overrides) | changes))
         taken.append((title, take_pictures(network, chosen, place)))
-    return maps(taken, layers=[0], own_scale=True)
+    return maps(taken, layers=[0], heads=heads, own_scale=True)
 
 
 def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
@@ -127,17 +141,17 @@ def draw_rows(
     part: SubFigure,
     title: str,
     rows: Sequence[tuple[str, LayerPicture]],
-    heads: int,
+    heads: int | Sequence[int],
     image: int | None,
     own_scale: bool = False,
 ) -> None:
     """Labelled layers below each other, one map per head; see `maps`."""
     part.suptitle(title, fontsize=10, fontweight="bold")
-    heads = min(heads, max(layer.mixed.shape[1] for _, layer in rows))
-    grid = part.subplots(len(rows), heads, squeeze=False)
+    chosen = _heads(rows, heads)
+    grid = part.subplots(len(rows), len(chosen), squeeze=False)
     for line, (label, layer) in zip(grid, rows, strict=True):
         found = layer.mixed.mean(axis=0) if image is None else layer.mixed[image]
-        for head, axes in enumerate(line):
+        for head, axes in zip(chosen, line, strict=True):
             axes.set_xticks([])
             axes.set_yticks([])
             if head >= len(found):

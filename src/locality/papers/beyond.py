@@ -21,7 +21,7 @@ from locality.models import ImageClassifier
 from locality.papers.convit import percent
 from locality.papers.measures import TOP1, Quantity, measured
 from locality.papers.scales import Scale
-from locality.papers.specs import Claim, Column, Row, Table, experiment
+from locality.papers.specs import Claimed, Column, Row, Table, experiment, said
 from locality.runner.runs import Run
 from locality.training import RunConfig, load_run, train
 from locality.training.load import build_model
@@ -147,22 +147,19 @@ def _cells(s: Scale, fraction: float) -> dict[str, Quantity]:
 def trained_convolutions(s: Scale) -> Table:
     """Against random convolutions, twice the training, the net itself, and DeiT."""
     found = {percent(fraction): _cells(s, fraction) for fraction in FRACTIONS}
-    claims = []
+    claims: Claimed = {}
     for part, top1 in found.items():
-        claims += [
-            Claim(
-                f"{part}: gated layers from trained convolutions are above random ones",
-                top1[GATED] - top1[RANDOM],
+        claims |= {
+            f"{part}: gated layers from trained convolutions are above random ones": (
+                top1[GATED] - top1[RANDOM]
             ),
-            Claim(
-                f"{part}: a whole trained start is above random convolutions",
-                top1[EVERYTHING] - top1[RANDOM],
+            f"{part}: a whole trained start is above random convolutions": (
+                top1[EVERYTHING] - top1[RANDOM]
             ),
-            Claim(
-                f"{part}: … and above random ones trained as long in all",
-                top1[EVERYTHING] - top1[LONGER],
+            f"{part}: … and above random ones trained as long in all": (
+                top1[EVERYTHING] - top1[LONGER]
             ),
-        ]
+        }
     rows = tuple(
         Row(label, {part: top1[label] for part, top1 in found.items()})
         for label in next(iter(found.values()))
@@ -171,5 +168,5 @@ def trained_convolutions(s: Scale) -> Table:
         "Not in the papers. The net is trained on the same images for the same number of steps; "
         "`init_from_conv2d_` then keeps as much of each kernel as the heads can carry."
     )
-    columns = {part: Column(f"{part} of the data") for part in found}
-    return Table(about, columns, rows, tuple(claims))
+    shown = {part: Column(f"{part} of the data") for part in found}
+    return Table(about, shown, rows, said("", claims))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.runner.runs import Run
 from locality.training import load_run
+from locality.training.config import ScheduleConfig
 from locality.training.distributed import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
 
@@ -36,11 +39,15 @@ Failures = Mapping[Path, str]
 
 # The batch at which ConViT's paper gives its speeds.
 _SPEED_BATCH, _SPEED_ROUNDS = 128, 7
-_TRAJECTORY_IMAGES = 256
+_TRAJECTORY_IMAGES = 1024
 
 
 class Empty(Exception):
     """A quantity that has no value; the message says why, for people."""
+
+
+class Untestable(Empty):
+    """A quantity that a scale cannot have, which is known before anything runs."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,14 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     """
 
     def evaluate(failures: Failures) -> Values:
-        values = [part.evaluate(failures) for part in parts]
+        values, reasons = [], []
+        for part in parts:
+            try:
+                values.append(part.evaluate(failures))
+            except Empty as error:
+                reasons.append(error)
+        if reasons:  # what cannot be had is said before what was not run
+            raise min(reasons, key=lambda error: not isinstance(error, Untestable))
         seeds = set.intersection(*(set(each.by_seed) for each in values))
         if not seeds:
             raise Empty("no seed is common to what it is computed from")
@@ -164,7 +178,7 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     )
 
 
-def computed(function: Callable[[], Any]) -> Quantity:
+def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
     """A number that needs no run, such as the parameters of a model: that of seed 0."""
 
     def evaluate(_: Failures) -> Values:
@@ -173,22 +187,37 @@ def computed(function: Callable[[], Any]) -> Quantity:
         except (UserError, FileNotFoundError) as error:
             raise Empty(str(error)) from error
 
-    return Quantity((), evaluate)
+    return Quantity((), evaluate, unit)
 
 
 def absent(reason: str) -> Quantity:
-    """What stays empty, and why."""
+    """What a scale cannot have, and why."""
 
-    def refuse() -> Any:
-        raise UserError(reason)
+    def refuse(_: Failures) -> Values:
+        raise Untestable(reason)
 
-    return computed(refuse)
+    return Quantity((), refuse)
 
 
 def relative_gain(convit: Quantity, deit: Quantity) -> Quantity:
     """How much ConViT is above DeiT, in per cent of DeiT (ConViT Table 2's "gap")."""
     unit = "% of DeiT's accuracy"
     return combined(lambda a, b: 100 * (a - b) / b, convit, deit, unit=unit)
+
+
+def ratio(first: Quantity, second: Quantity) -> Quantity:
+    """How many times the second the first is."""
+    return combined(operator.truediv, first, second, unit="times")
+
+
+def least_step(parts: Sequence[Quantity]) -> Quantity:
+    """The least difference from one to the next; above 0 where they always rise."""
+    return combined(lambda *v: min(b - a for a, b in pairwise(v)), *parts, unit=parts[0].unit)
+
+
+def slope(places: Sequence[float], parts: Sequence[Quantity]) -> Quantity:
+    """How much the line through quantities at some places rises from a place to the next unit."""
+    return combined(lambda *v: linear_regression(places, v).slope, *parts, unit=parts[0].unit)
 
 
 def all_runs(quantities: Iterable[Quantity]) -> list[Run]:
@@ -222,24 +251,42 @@ BEST_TOP1 = Measure("best top1", lambda run: max(_read_curve(run)["y"]), kept=Fa
 CURVE_OVER_FRACTION = Measure("top-1 over the fraction of training", _over_fraction, kept=False)
 
 
-def top1_at(fraction: float) -> Measure:
-    """Top-1 at the evaluation nearest to a fraction of the training, from 0 to 1."""
+def early(schedule: ScheduleConfig) -> float:
+    """When training is early: a twentieth of the run after its warm-up, 20 of the paper's epochs.
+
+    In the schedule's unit, and so the same number of steps for all models of a scale.
+    """
+    return schedule.warmup + schedule.length / 20
+
+
+def _first_from(at: float, places: Sequence[float]) -> int:
+    """Which of some places in a run, the last of them its end, is the first not before `at`."""
+    return next((i for i, place in enumerate(places) if place >= at - 1e-6), len(places) - 1)
+
+
+def top1_at(name: str, when: Callable[[ScheduleConfig], float]) -> Measure:
+    """Top-1 at the first evaluation that is not before some time, in the schedule's unit."""
 
     def read(run: Run) -> float:
-        curve = _read_curve(run)
-        end = curve["x"][-1]
-        return min(
-            zip(curve["x"], curve["y"], strict=True), key=lambda at: abs(at[0] / end - fraction)
-        )[1]
+        schedule = run.config.schedule
+        curve = RecordedRun(run.folder, {}).curve
+        places = [row[schedule.unit.removesuffix("s")] for row in curve]
+        return curve[_first_from(when(schedule), places)]["top1"]
 
-    return Measure(f"top1 after {fraction:g} of training", read, kept=False)
+    return Measure(f"top1 {name}", read, kept=False)
 
 
-TRAJECTORY = Measure(
-    f"attention over training on {_TRAJECTORY_IMAGES} images",
-    lambda run: measure_trajectory(run.folder, _TRAJECTORY_IMAGES),
-)
-"""Nonlocality and gates of every layer over the snapshots of a run."""
+TOP1_EARLY = top1_at("early in training", early)
+
+
+def _trajectory(run: Run) -> dict[str, Any]:
+    found = measure_trajectory(run.folder, _TRAJECTORY_IMAGES)
+    schedule = run.config.schedule
+    return found | {"early": _first_from(early(schedule), found[schedule.unit])}
+
+
+TRAJECTORY = Measure(f"attention over training on {_TRAJECTORY_IMAGES} images", _trajectory)
+"""Nonlocality and gates of every layer over the snapshots of a run, and which of them is early."""
 
 
 def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[Any]]) -> Measure:

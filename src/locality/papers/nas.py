@@ -23,7 +23,7 @@ from locality.papers.measures import (
     measured,
 )
 from locality.papers.scales import Scale
-from locality.papers.specs import Claim, Column, Row, Table, columns, experiment
+from locality.papers.specs import Claimed, Column, Row, Table, columns, experiment, said
 from locality.runner.runs import Run
 from locality.search.evolution import Candidates
 from locality.search.run import Search, default_of, named, read_search, space_of
@@ -162,7 +162,7 @@ def nas(s: Scale) -> Table:
     rows.append(Row("supernet and from scratch", {"tau": agreement}))
     rows.append(Row("two seeds from scratch", {"tau": _between_seeds(candidates)}))
     top1 = {label: each["top1"] for label, each in cells.items()}
-    claims = {
+    claims: Claimed = {
         "the search finds better than the default": top1["found"] - top1["default"],
         "… and than random candidates of its cost": top1["found"] - top1["random, same cost"],
         "the supernet ranks candidates as training from scratch does": agreement,
@@ -170,5 +170,4 @@ def nas(s: Scale) -> Table:
             ways["evolution"] - ways["random"]
         ),
     }
-    said = tuple(Claim(text, quantity=quantity) for text, quantity in claims.items())
-    return Table(about, shown, tuple(rows), said)
+    return Table(about, shown, tuple(rows), said("", claims))

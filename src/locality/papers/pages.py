@@ -1,8 +1,9 @@
-"""Records as Markdown, CSV and HTML, and docs/results.md, the page of a scale's records.
+"""Records as pages: one for each experiment, and docs/results.md and .html for all of them.
 
-`python -m locality.papers.pages` writes that page; folder and page may be given as arguments.
+`python -m locality.papers.pages` writes the latter two from the scales' folders, the best evidence
+first; folders and the page's path may be given as arguments.
 
-Nothing in it is written by hand but the remarks, which lie beside the records in `remarks.yaml`:
+Nothing in them is written by hand but the remarks, which lie beside the records in `remarks.yaml`:
 experiment → what does not reproduce, and the most likely reason.
 """
 
@@ -15,7 +16,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,29 @@ import yaml
 from locality.errors import UserError
 from locality.files import render, write_atomic
 from locality.papers.published import COMPUTED
-from locality.papers.records import FAILS, HOLDS, NOT_RUN, UNDECIDED, VERDICTS, Record, verdict
+from locality.papers.records import DEFINITION, REDEFINED, Record
 from locality.papers.specs import papers_order
-from locality.training.preview import span
+from locality.papers.verdicts import (
+    FAILS,
+    HOLDS,
+    LEAST_SEEDS,
+    MOST_SEEDS,
+    NOT_RUN,
+    UNDECIDED,
+    UNTESTABLE,
+    VERDICTS,
+    corrected,
+    judge,
+    seeds_needed,
+)
 
-MARKS = {HOLDS: "✓", FAILS: "✗", UNDECIDED: "?", NOT_RUN: "–"}
+MARKS = {HOLDS: "✓", FAILS: "✗", UNDECIDED: "?", NOT_RUN: "–", UNTESTABLE: "∅"}
 EMPTY = "—"
+SCALES = ("fashion14", "fashion", "digits")
+"""The scales of the page of results, the best evidence first."""
+
+
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def number(value: float, column: Record, signed: bool = False) -> str:
@@ -107,8 +126,8 @@ def _ours(cell: Record | None, column: Record, n: int | None, notes: Notes) -> s
         text += f" ± {cell['half_width']:.{column['digits']}f}"
     if cell["n"] not in (1, n):
         text += f" (n = {cell['n']})"
-    for problem in cell["problems"]:
-        text += f" {notes.mark(problem)}"
+    for reason in dict.fromkeys(problem.partition(": ")[2] for problem in cell["problems"]):
+        text += f" {notes.mark(f'other seeds: {reason}')}"
     return text
 
 
@@ -127,95 +146,6 @@ def usual_n(record: Record) -> int | None:
         if cell is not None and cell["empty"] is None and cell["n"] > 1
     ]
     return max(set(counts), key=counts.count) if counts else None
-
-
-def markdown(record: Record) -> str:
-    """A record as a section of Markdown, figures by the names of their files."""
-    notes = Notes()
-    parts = [f"## {record['name']}: {record['title']}", record["about"]]
-    if record["kind"] == "table":
-        parts.append(markdown_table(*filled(record, notes)))
-    elif record.get("files"):
-        image = next(name for name in record["files"] if name.endswith(".png"))
-        parts.append(f"![{record['title']}]({image})")
-    if record.get("empty"):
-        parts.append(f"Not drawn: {record['empty']}.")
-    parts += [_missing_series(record), _how_seeds_count(record)]
-    parts.append("\n".join(f"{i}. {text}" for i, text in enumerate(notes.texts, 1)))
-    if record["claims"]:
-        lines = [[claim["text"], _evidence(claim), claim["verdict"]] for claim in record["claims"]]
-        titles = [_who_claims(record), "here", "verdict"]
-        parts.append(markdown_table(titles, lines, texts=(0, 1, 2)))
-    parts.append(origin(record))
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _missing_series(record: Record) -> str:
-    missing = [
-        f"{series['label']} ({series['empty']})"
-        for panel in record.get("panels", [])
-        for series in panel["series"]
-        if series["empty"]
-    ]
-    return f"Missing: {'; '.join(dict.fromkeys(missing))}." if missing else ""
-
-
-def _how_seeds_count(record: Record) -> str:
-    n = usual_n(record)
-    if n is None:
-        return ""
-    said = f"Here: mean ± 95% interval over {n} seeds; differences and gaps are paired by seed."
-    if record["comparable"]:
-        return said
-    return (
-        f"{said} The data and the models are not the paper's, so compare directions and gaps, not "
-        f"accuracies."
-    )
-
-
-def markdown_table(
-    titles: Sequence[str], lines: Sequence[Sequence[str]], texts: Sequence[int] = (0,)
-) -> str:
-    """A pipe table; the columns numbered in `texts` to the left, the others to the right."""
-    rule = [":--" if index in texts else "--:" for index in range(len(titles))]
-    rows = [titles, rule, *lines]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
-    )
-
-
-def _who_claims(record: Record) -> str:
-    return "question" if record["name"].startswith("beyond/") else "claim of the paper"
-
-
-def _evidence(claim: Record) -> str:
-    if claim["empty"] is not None:
-        return claim["empty"]
-    text = f"{claim['mean']:+.3g}".replace("-", "−")
-    if claim["half_width"] is not None:
-        text += f" ± {claim['half_width']:.2g}"
-    wanted = f", wanted within ± {claim['margin']:g}" if claim["expects"] == "equal" else ""
-    return f"{text} {claim['unit']} (n = {claim['n']}{wanted})"
-
-
-def origin(record: Record) -> str:
-    """Where the numbers come from, in a line or two."""
-    made = record["provenance"]
-    about = f": {record['scale_about']}" if record["scale_about"] else ""
-    if not made["runs"]:
-        return f"No training run is behind this at scale `{record['scale']}`."
-    text = f"Scale `{record['scale']}`{about}. {made['finished']} of {made['runs']} runs finished"
-    if made["finished"]:
-        packages = made["packages"][0] if made["packages"] else {}
-        machine = ", ".join(made["processors"] + [gpu for gpus in made["gpus"] for gpu in gpus])
-        threads = "/".join(str(count) for count in made["threads"]) or "?"
-        text += (
-            f", {made['training_seconds'] / 3600:.2f} hours of training on {machine or 'unknown'}"
-            f" ({threads} thread{'s' if threads != '1' else ''} per run), "
-            f"torch {packages.get('torch')}, timm {packages.get('timm')}, "
-            f"commit {', '.join(commit[:10] for commit in made['commits']) or 'unknown'}"
-        )
-    return text + f". `locality reproduce {record['name']} --scale {record['scale']}` repeats it."
 
 
 def to_csv(record: Record) -> str:
@@ -265,108 +195,223 @@ def _points(record: Record) -> Iterator[dict[str, Any]]:
                 yield line | {"x": x, "mean": mean, "half_width_95": half_width, "n": series["n"]}
 
 
-def to_html(record: Record) -> str:
-    """A page of its own: table or figure, claims, origin."""
-    notes = Notes()
-    titles, lines = filled(record, notes) if record["kind"] == "table" else ([], [])
-    return render(
-        "locality.papers",
-        "experiment.html",
-        record={"empty": None, **record},
-        headings=titles[1:],
-        lines=lines,
-        notes=notes.texts,
-        reading=_how_seeds_count(record),
-        missing=_missing_series(record),
-        who_claims=_who_claims(record),
-        claims=[
-            {**claim, "evidence": _evidence(claim), "mark": MARKS[claim["verdict"]]}
-            for claim in record["claims"]
-        ],
-        origin=origin(record).replace("`", ""),
-        image=next((name for name in record.get("files", []) if name.endswith(".svg")), None),
-    )
+# -- claims ----------------------------------------------------------------------------------------
 
 
-def read_records(folder: Path) -> list[Record]:
-    """The records of one scale, in the papers' order.
-
-    Raises:
-        UserError: if there are none.
-    """
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
-    if not found:
-        raise UserError(f"{folder} holds no results; `locality reproduce all` writes them")
-    return sorted(found, key=lambda record: papers_order(record["name"]))
-
-
-def results_page(folder: Path, page: Path) -> str:
-    """The page of one scale's results as Markdown.
+def shown_claims(found: Sequence[tuple[Record, Record]]) -> list[Record]:
+    """Claims as a page shows them, the verdicts on each paper's corrected for their number.
 
     Args:
-        folder: `results/SCALE`.
-        page: where the text will lie; pictures are linked from there.
+        found: each claim with the record that it stands in.
     """
-    records = read_records(folder)
-    path = folder / "remarks.yaml"
-    remarks = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    unknown = sorted(set(remarks) - {record["name"] for record in records})
-    if unknown:
-        raise UserError(f"{path} has remarks on {', '.join(unknown)}, which has no results")
-    link = Path(os.path.relpath(folder, page.parent)).as_posix()
-    parts = [_opening(records), _how_to_read(), _overview(records)]
-    parts += [_not_reproduced(records, remarks)]
-    for record in records:
-        parts.append(_section(record, remarks.get(record["name"]), link))
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
-
-
-def _opening(records: Sequence[Record]) -> str:
-    counted = {
-        verdict: sum(claim["verdict"] == verdict for r in records for claim in r["claims"])
-        for verdict in VERDICTS
+    tested: dict[str, list[Record]] = {}
+    for record, claim in found:
+        if claim["where"] and claim["empty"] is None:
+            tested.setdefault(record["name"].partition("/")[0], []).append(claim)
+    together = {
+        id(claim): verdict
+        for claims in tested.values()
+        for claim, verdict in zip(claims, corrected(claims), strict=True)
     }
-    made = [record["provenance"] for record in records]
-    machines = sorted({name for each in made for name in each["processors"]})
-    commits = sorted({commit[:10] for each in made for commit in each["commits"]})
-    return f"""# Results
-
-Every table and figure of both papers, and one experiment beyond them, as measured here at scale
-`{records[0]["scale"]}`: {records[0]["scale_about"]}. The papers' numbers are from ImageNet; theirs
-and ours stand side by side for the direction and the size of effects, not for the accuracies.
-
-Of {sum(counted.values())} claims, **{counted[HOLDS]} hold**, {counted[FAILS]} do not hold,
-{counted[UNDECIDED]} cannot be told at this scale{
-        f", {counted[NOT_RUN]} were not run" if counted[NOT_RUN] else ""
-    }. Hardware: {"; ".join(machines) or "unknown"}. Commit{"s" if len(commits) > 1 else ""}:
-{", ".join(commits) or "unknown"}.
-
-This page is generated from `results/` by `python -m locality.papers.pages`. How to repeat it,
-also at the papers' size: [reproducing.md](reproducing.md)."""
-
-
-def _how_to_read() -> str:
-    rule = inspect.getdoc(verdict) or ""
-    return "## How claims are decided\n\n" + "\n\n".join(rule.split("\n\n")[1:])
-
-
-def _overview(records: Sequence[Record]) -> str:
     lines = []
-    for record in records:
-        made = record["provenance"]
-        verdicts = [claim["verdict"] for claim in record["claims"]]
-        anchor = f"[{record['name']}](#{_anchor(record)})"
+    for record, claim in found:
+        measured = claim["empty"] is None
+        alone = judge(claim)[0] if measured else claim["verdict"]
+        verdict = together.get(id(claim), alone)
+        several = measured and not claim.get("exact") and claim["n"] > 1
         lines.append(
-            [
-                anchor,
-                record["title"],
-                f"{made['finished']} of {made['runs']}" if made["runs"] else "none needed",
-                span(made["training_seconds"]) if made["finished"] else "",
-                *(str(verdicts.count(verdict) or "") for verdict in VERDICTS),
-            ]
+            {
+                "text": claim["text"],
+                "where": claim["where"],
+                "name": record["name"],
+                "anchor": _anchor(record),
+                "scale": record["scale"],
+                "evidence": _evidence(claim),
+                "seeds": " ".join(
+                    map(_signed, claim.get("by_seed", {}).values() if several else ())
+                ),
+                "alone": alone,
+                "verdict": verdict,
+                "mark": MARKS[verdict],
+            }
         )
-    titles = ["", "what", "runs", "time, one at a time", *VERDICTS]
-    return "## Overview\n\n" + markdown_table(titles, lines, texts=(0, 1))
+    return lines
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}".replace("-", "−")
+
+
+def _evidence(claim: Record) -> str:
+    if claim["empty"] is not None:
+        return claim["empty"]
+    text = _signed(claim["mean"])
+    if claim["half_width"] is not None:
+        text += f" ± {claim['half_width']:.2g}"
+    notes = [] if claim.get("exact") else [f"n = {claim['n']}"]
+    if claim["expects"] == "equal":
+        notes.append(f"wanted within ± {claim['margin']:g}")
+    if not claim.get("exact") and judge(claim)[0] == UNDECIDED:
+        needed = seeds_needed(claim)
+        notes.append(f"{needed or f'more than {MOST_SEEDS}'} seeds would decide it")
+    return f"{text} {claim['unit']}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _counted(claims: Sequence[Record], verdict: str) -> str:
+    counts = {v: sum(claim[verdict] == v for claim in claims) for v in VERDICTS}
+    return ", ".join(f"{v} {count}" for v, count in counts.items() if count) or "none"
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An experiment at all scales that have records of it, the best evidence first."""
+
+    records: list[Record]
+
+    @property
+    def best(self) -> Record:
+        """The first with something to show of enough seeds, today's definition before others."""
+        return max(self.records, key=lambda record: (_content(record), not _earlier(record)))
+
+    def claims(self) -> list[tuple[Record, Record]]:
+        """Each claim once, with the first record that tests it as well as any."""
+        today = [record for record in self.records if record.get("definition") == DEFINITION]
+        where = {claim["text"]: claim["where"] for record in today for claim in record["claims"]}
+        found: dict[str, tuple[Record, Record]] = {}
+        for record in self.records:
+            for claim in record["claims"]:
+                text = claim["text"]
+                if today and (_earlier(record) or text not in where):
+                    continue
+                if text not in found or _weight(claim) > _weight(found[text][1]):
+                    place = where.get(text, "" if record["name"].startswith("beyond/") else "paper")
+                    found[text] = record, {**claim, "where": place}
+        return list(found.values())
+
+
+def _earlier(record: Record) -> str:
+    """What a record of an earlier definition means otherwise; "" where it means the same."""
+    made_by = record.get("definition", 1)
+    return "" if made_by == DEFINITION else REDEFINED.get(record["name"], "")
+
+
+def _weight(claim: Record) -> int:
+    """How much a scale says of a claim, whatever it says: tested by enough seeds, run, not run."""
+    if claim["empty"] is not None:
+        return 0 if claim["verdict"] == UNTESTABLE else 1
+    return 3 if claim.get("exact") or claim["n"] >= LEAST_SEEDS else 2
+
+
+def _content(record: Record) -> int:
+    """How much a record has to show: nothing, or something of so many seeds, up to enough."""
+    made = record["provenance"]
+    if record["kind"] == "figure":
+        shown = bool(record.get("files"))
+    else:
+        # What is counted on the models is the same whether anything was run or not.
+        shown = bool(made["finished"]) or not made["runs"]
+    return 1 + min(len(made.get("seeds", ())), LEAST_SEEDS) if shown else 0
+
+
+def section(
+    entry: Entry, remarks: Mapping[tuple[str, str], str] = {}, links: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """What a page shows of an experiment.
+
+    Args:
+        entry: at all scales.
+        remarks: (scale, experiment) → what to say of it.
+        links: scale → where its files lie, as seen from the page; beside it unless given.
+    """
+    record, notes = entry.best, Notes()
+    headings, lines = filled(record, notes) if record["kind"] == "table" else ([], [])
+    empty = f"Not drawn: {record['empty']}." if record.get("empty") else ""
+    sentences = [record["about"], empty, _missing_series(record), _how_seeds_count(record)]
+    folders = {each["scale"]: f"{links[each['scale']]}/" if links else "" for each in entry.records}
+    files = {
+        scale: {
+            kind: f"{folder}{record['name'].replace('/', '-')}.{kind}"
+            for kind in ("csv", "json", "html")
+        }
+        for scale, folder in folders.items()
+    }
+    picture = {path.rpartition(".")[2]: path for path in record.get("files", [])}
+    return {
+        "name": record["name"],
+        "title": record["title"],
+        "anchor": _anchor(record),
+        "text": " ".join(filter(None, sentences)),
+        "headings": headings,
+        "lines": lines,
+        "notes": notes.texts,
+        "picture": {kind: folders[record["scale"]] + path for kind, path in picture.items()},
+        "remark": " ".join(remarks.get((record["scale"], record["name"]), "").split()),
+        "origin": origin(record, said=bool(links)),
+        "files": files,
+    }
+
+
+def page(kind: str, entry: Entry) -> str:
+    """One experiment as a page of its own, "md" or "html"."""
+    claims = shown_claims(entry.claims())
+    return _rendered(kind, title=entry.best["name"], opening=None, sections=[section(entry)],
+                     papers=[c for c in claims if c["where"]],
+                     ours=[c for c in claims if not c["where"]])  # fmt: skip
+
+
+def _rendered(kind: str, **content: Any) -> str:
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|")
+
+    text = render("locality.papers", f"results.{kind}", filters={"cell": cell}, **content)
+    # Blocks that have nothing to say leave empty lines.
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text.strip() + "\n"
+
+
+def _missing_series(record: Record) -> str:
+    missing = [
+        f"{series['label']} ({series['empty']})"
+        for panel in record.get("panels", [])
+        for series in panel["series"]
+        if series["empty"]
+    ]
+    return f"Missing: {'; '.join(dict.fromkeys(missing))}." if missing else ""
+
+
+def _how_seeds_count(record: Record) -> str:
+    n = usual_n(record)
+    if n is None:
+        return ""
+    other = "" if record["comparable"] else (
+        "; data and models are not the paper's, so compare directions and gaps"
+    )  # fmt: skip
+    return f"Here: mean ± 95% interval over {n} seeds, differences paired by seed{other}."
+
+
+def origin(record: Record, said: bool = False) -> str:
+    """Where the numbers come from; what the scale is stands there unless it was said already."""
+    made, scale = record["provenance"], record["scale"]
+    if not made["runs"]:
+        return "No training run is behind this"
+    text = f"Scale {scale}" + ("" if said else f": {record['scale_about']}")
+    text += f". {made['finished']} of {made['runs']} runs finished"
+    if made["finished"]:
+        packages = made["packages"][0] if made["packages"] else {}
+        machine = ", ".join(made["processors"] + [gpu for gpus in made["gpus"] for gpu in gpus])
+        commits = ", ".join(commit[:10] for commit in made["commits"])
+        text += (
+            f", {made['training_seconds'] / 3600:.2f} hours of training on {machine or 'unknown'}, "
+            f"torch {packages.get('torch')}, timm {packages.get('timm')}, "
+            f"commit {commits or 'unknown'}"
+        )
+    if _earlier(record):
+        text += f". Recorded by an earlier definition: {_earlier(record)}"
+    return f"{text}. Again: locality reproduce {record['name']} --scale {scale}"
 
 
 def _anchor(record: Record) -> str:
@@ -376,41 +421,94 @@ def _anchor(record: Record) -> str:
     return "".join(kept).replace(" ", "-")
 
 
-def _not_reproduced(records: Sequence[Record], remarks: dict[str, str]) -> str:
-    parts = []
-    for record in records:
-        failed = [claim for claim in record["claims"] if claim["verdict"] == FAILS]
-        if not failed and record["name"] not in remarks:
-            continue
-        lines = [f"- {record['name']}: “{claim['text']}”" for claim in failed]
-        if record["name"] in remarks:
-            lines.append(f"{'  ' if failed else '- ' + record['name'] + ': '}"
-                         f"{' '.join(remarks[record['name']].split())}")  # fmt: skip
-        parts.append("\n".join(lines))
-    return "## What does not reproduce\n\n" + "\n".join(parts) if parts else ""
-
-
-def _section(record: Record, remark: str | None, link: str) -> str:
-    files = [f"{link}/{name}" for name in record.get("files", [])]
-    # The page's opening says what the scale is.
-    text = markdown({**record, "files": files, "scale_about": ""}).strip()
-    name = record["name"].replace("/", "-")
-    data = " · ".join(f"[{suffix}]({link}/{name}.{suffix})" for suffix in ("csv", "html", "json"))
-    return "\n\n".join(filter(None, (text, remark and f"*{' '.join(remark.split())}*", data)))
-
-
-def write_results_page(folder: Path | str, page: Path | str) -> Path:
-    """Write the page of `results/SCALE` to `page`.
+def read_records(folder: Path) -> list[Record]:
+    """The records of one scale.
 
     Raises:
-        UserError: if there are no results, or remarks on what has none.
+        UserError: if there are none.
+    """
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    if not found:
+        raise UserError(f"{folder} holds no results; `locality reproduce all` writes them")
+    return found
+
+
+def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
+    """All results as one page, "md" or "html".
+
+    Args:
+        folders: `results/SCALE` each, the best evidence first.
+        place: folder that the page will lie in; pictures are linked from there.
+
+    Raises:
+        UserError: if a folder has no results, or remarks on what has none.
+    """
+    entries: dict[str, list[Record]] = {}
+    remarks: dict[tuple[str, str], str] = {}
+    links, abouts = {}, {}
+    for folder in folders:
+        records = read_records(folder)
+        scale, names = records[0]["scale"], {record["name"] for record in records}
+        abouts[scale] = records[0]["scale_about"]
+        links[scale] = Path(os.path.relpath(folder, place)).as_posix()
+        path = folder / "remarks.yaml"
+        said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if unknown := sorted(set(said) - names):
+            raise UserError(f"{path} has remarks on {', '.join(unknown)}, which has no results")
+        remarks |= {(scale, name): text for name, text in said.items()}
+        for record in records:
+            entries.setdefault(record["name"], []).append(record)
+    ordered = [Entry(entries[name]) for name in sorted(entries, key=papers_order)]
+    claims = shown_claims([found for entry in ordered for found in entry.claims()])
+    papers = [claim for claim in claims if claim["where"]]
+    ours = [claim for claim in claims if not claim["where"]]
+    testable = [claim for claim in papers if claim["verdict"] != UNTESTABLE]
+    decided = sum(claim["verdict"] in (HOLDS, FAILS) for claim in papers)
+    rules = [inspect.getdoc(rule) or "" for rule in (judge, corrected)]
+    return _rendered(
+        kind,
+        title="Results",
+        opening={
+            "scales": abouts,
+            "claims": len(papers),
+            "testable": len(testable),
+            "decided": decided,
+            "alone": _counted(testable, "alone"),
+            "corrected": _counted(testable, "verdict"),
+            "ours": _counted(ours, "verdict"),
+            "rules": [rule.partition("\n\n")[2] for rule in rules],
+            "machines": _distinct(ordered, "processors"),
+            "commits": [commit[:10] for commit in _distinct(ordered, "commits")],
+        },
+        sections=[section(entry, remarks, links) for entry in ordered],
+        papers=papers,
+        ours=ours,
+    )
+
+
+def _distinct(entries: Sequence[Entry], key: str) -> list[str]:
+    """What the best records' runs were made with."""
+    return sorted({value for entry in entries for value in entry.best["provenance"][key]})
+
+
+def write_results_pages(folders: Sequence[Path | str], page: Path | str) -> list[Path]:
+    """Write the results of some scales to `page` (Markdown) and, beside it, as HTML.
+
+    Raises:
+        UserError: as `results_page`.
     """
     page = Path(page)
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, results_page(Path(folder), page))
-    return page
+    written = [page.with_suffix(f".{kind}") for kind in ("md", "html")]
+    for path in written:
+        text = results_page([Path(folder) for folder in folders], page.parent, path.suffix[1:])
+        write_atomic(path, text)
+    return written
 
 
 if __name__ == "__main__":
-    given = [*sys.argv[1:], *("results/digits", "docs/results.md")[len(sys.argv) - 1 :]]
-    print(write_results_page(given[0], given[1]))
+    *given, target = sys.argv[1:] or [
+        *(f"results/{scale}" for scale in SCALES if Path(f"results/{scale}").is_dir()),
+        "docs/results.md",
+    ]
+    print(*write_results_pages(given, target), sep="\n")

@@ -9,22 +9,32 @@ from typing import Any
 
 from locality._version import __version__
 from locality.analysis.runs import RecordedRun
-from locality.analysis.statistics import Estimate, estimate
+from locality.analysis.statistics import estimate
 from locality.papers import published
-from locality.papers.measures import Empty, Failures, Quantity
+from locality.papers.measures import Empty, Failures, Quantity, Untestable, Values
 from locality.papers.published import Published
 from locality.papers.scales import Scale
 from locality.papers.specs import Claim, Experiment, Figure, Panel, Series, Spec, Table
+from locality.papers.verdicts import NOT_RUN, UNTESTABLE, judge
 from locality.runner.runs import Run
 
 Record = dict[str, Any]
 
-HOLDS = "holds"
-FAILS = "does not hold"
-UNDECIDED = "cannot tell at this scale"
-NOT_RUN = "not run"
-VERDICTS = (HOLDS, FAILS, UNDECIDED, NOT_RUN)
-LEAST_SEEDS = 3
+DEFINITION = 2
+"""Raised when experiments come to mean something else; records keep the one they were made by."""
+
+_EARLY = "early was a tenth of the run, and attention was measured on 256 images"
+REDEFINED: dict[str, str] = {
+    "convit/table-3": "rows f and g froze λ at 1",
+    "convit/table-4": "the teacher had seen its students' images",
+    "convit/figure-3": "the heads were the first four, and PSA's queries and keys were not zero",
+    "convit/figure-8": "early was a tenth of the run, and the boost a difference",
+    "convit/figure-9": "PSA's queries and keys were not zero, and early was a tenth of the run",
+    "convit/figure-10": "the teacher had seen its students' images",
+    "convit/figure-12": "rows f and g froze λ at 1",
+    **dict.fromkeys((f"convit/figure-{n}" for n in (5, 6, 13, 14)), _EARLY),
+}
+"""What records of the first definition mean otherwise, by experiment; all others mean the same."""
 
 
 def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Failures) -> Record:
@@ -41,6 +51,7 @@ def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Failures) 
         verdicts, and `provenance`.
     """
     record: Record = {
+        "definition": DEFINITION,
         "name": item.name,
         "title": item.title,
         "kind": "table" if isinstance(spec, Table) else "figure",
@@ -84,16 +95,8 @@ def _cell(
         values = quantity.evaluate(failures)
     except Empty as error:
         return {"paper": paper, "empty": str(error)}
-    found = values.estimate()
-    return {
-        "paper": paper,
-        "mean": found.mean,
-        "half_width": found.half_width,
-        "n": found.n,
-        "by_seed": {str(seed): value for seed, value in values.by_seed.items()},
-        "problems": list(values.problems),
-        "empty": None,
-    }
+    rest = {"problems": list(values.problems), "empty": None}
+    return {"paper": paper} | _measured(values) | rest
 
 
 def _panel(panel: Panel, failures: Failures) -> Record:
@@ -129,44 +132,28 @@ def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
 
 
 def decided(claim: Claim, failures: Failures) -> Record:
-    """A claim with its verdict and the number it rests on, as plain values."""
+    """A claim with what it rests on, seed by seed, and its verdict taken alone."""
     content: Record = {
         "text": claim.text,
+        "where": claim.where,
         "expects": "above" if claim.margin is None else "equal",
         "margin": claim.margin or 0.0,
         "unit": claim.quantity.unit,
     }
     try:
-        found = claim.quantity.evaluate(failures).estimate()
+        values = claim.quantity.evaluate(failures)
     except Empty as error:
-        return content | {"verdict": NOT_RUN, "empty": str(error)}
-    return content | {
-        "verdict": verdict(claim, found),
-        "mean": found.mean,
-        "half_width": found.half_width,
-        "n": found.n,
-        "empty": None,
-    }
+        verdict = UNTESTABLE if isinstance(error, Untestable) else NOT_RUN
+        return content | {"verdict": verdict, "empty": str(error)}
+    content |= _measured(values) | {"exact": not claim.quantity.runs, "empty": None}
+    return content | {"verdict": judge(content)[0]}
 
 
-def verdict(claim: Claim, found: Estimate) -> str:
-    """Whether a claim of a paper holds here: by a rule, not by eye.
-
-    A claim is about one number: a difference that should be above 0, or one that should be within
-    ± a margin of it. The number has a mean and a 95% interval over seeds, differences taken seed by
-    seed. "Above 0" holds if the whole interval is above 0 and does not hold if the whole interval
-    is below; "within the margin" holds if the whole interval is inside and does not hold if the
-    whole interval is outside. Everything else cannot be told at this scale, and neither can
-    anything from fewer than three seeds.
-    """
-    low, high, margin = found.low, found.high, claim.margin
-    if low is None or high is None or found.n < LEAST_SEEDS:
-        return UNDECIDED
-    if margin is None:
-        return HOLDS if low > 0 else FAILS if high < 0 else UNDECIDED
-    if -margin <= low and high <= margin:
-        return HOLDS
-    return FAILS if low > margin or high < -margin else UNDECIDED
+def _measured(values: Values) -> Record:
+    """Mean and interval, and the values they come from."""
+    found = values.estimate()
+    by_seed = {str(seed): value for seed, value in values.by_seed.items()}
+    return {"mean": found.mean, "half_width": found.half_width, "n": found.n, "by_seed": by_seed}
 
 
 def provenance(runs: Sequence[Run]) -> Record:

@@ -22,7 +22,7 @@ from locality.papers import (  # noqa: F401 (they register)
     short_runs,
 )
 from locality.papers.measures import Failures, Measure
-from locality.papers.pages import markdown, to_csv, to_html
+from locality.papers.pages import Entry, page, to_csv
 from locality.papers.records import Record, make_record
 from locality.papers.scales import Scale, get_scale
 from locality.papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
@@ -167,12 +167,12 @@ def _measuring(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
             if measure.kept and not measure.timed:
                 wanted.setdefault(run.folder, set()).add(measure)
 
-    def measure(outcome: Outcome) -> None:
+    def take(outcome: Outcome) -> None:
         for each in wanted.get(outcome.run.folder, ()) if outcome.error is None else ():
             with contextlib.suppress(UserError, FileNotFoundError):  # its cell will say so
                 each(outcome.run)
 
-    return measure
+    return take
 
 
 def write_experiment(
@@ -191,14 +191,21 @@ def write_experiment(
     target = folder / item.file_name
     if isinstance(spec, Figure):
         figure = draw(record["panels"]) if any(map(filled, record.get("panels", ()))) else None
+        files = [] if figure is None else save(figure, target)
         if spec.drawing is not None and record["empty"] is None:
-            figure = spec.drawing.draw([run.folder for run in spec.drawing.runs])
-        record["files"] = [] if figure is None else [path.name for path in save(figure, target)]
+            try:
+                files = save(spec.drawing.draw([run.folder for run in spec.drawing.runs]), target)
+            except (UserError, FileNotFoundError) as error:
+                # Without weights, what was drawn while they were there stays.
+                earlier = (target.with_suffix(suffix) for suffix in (".png", ".svg"))
+                files = [path for path in earlier if path.exists()]
+                record["empty"] = None if files else str(error)
+        record["files"] = [path.name for path in files]
     for suffix, text in (
         (".json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),
-        (".md", markdown(record)),
+        (".md", page("md", Entry([record]))),
         (".csv", to_csv(record)),
-        (".html", to_html(record)),
+        (".html", page("html", Entry([record]))),
     ):
         write_atomic(target.with_suffix(suffix), text)
     return record
@@ -206,7 +213,7 @@ def write_experiment(
 
 def _show(records: Sequence[Record], failures: Failures, folder: Path) -> None:
     if len(records) == 1:
-        print("\n" + markdown(records[0]))
+        print("\n" + page("md", Entry([records[0]])))
     for record in records if len(records) > 1 else ():
         verdicts = [claim["verdict"] for claim in record["claims"]]
         counted = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))

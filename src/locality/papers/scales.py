@@ -49,6 +49,8 @@ class Scale:
         snapshots: copies of the weights that baseline runs on all data keep for figures over
             epochs.
         transfer: whether models are pre-trained on a larger set and fine-tuned (CvT Table 4).
+        transfer_classes: elsewhere, the first classes that they are pre-trained on, to be
+            fine-tuned on the others; 0 for none.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Scale:
     snapshots: int = 20
     comparable: bool = False
     transfer: bool = False
+    transfer_classes: int = 0
     root: Path = Path("runs")
     data: Mapping[str, str] = field(default_factory=dict)
 
@@ -137,18 +140,6 @@ class Scale:
         """The folder of a dataset; ImageNet-100 is a part of ImageNet's."""
         alias = "imagenet" if dataset == "imagenet100" else dataset
         return self.data.get(dataset, self.data.get(alias))
-
-    def teacher_runs(self) -> tuple[Run, ...]:
-        """The run that trains the teacher; none where public weights are one."""
-        if self.teacher_is_public:
-            return ()
-        base = self.base("DeiT-S", self.models["DeiT-S"][0])
-        settings: dict[str, Any] = {
-            "model.name": self.teacher,
-            "model.img_size": base.model.img_size or variant(base.model.name).config.img_size,
-            "data.root": self.root_of(base.data.dataset),
-        }
-        return (self.run(replace(base, settings), f"teacher {self.teacher}"),)
 
     def measured(self, measure: Measure, role: str, **choices: Any) -> Quantity:
         """A measure of a role's runs, or an empty quantity if the scale has no such model."""
@@ -313,6 +304,7 @@ def _fashion(
         masked_layers=(1, 2, 3),
         teacher="timm/test_resnet",
         masked_size="S",
+        transfer_classes=7,
     )
 
 
@@ -377,7 +369,7 @@ def _imagenet100_base(role: str, model: str) -> RunConfig:
     return replace(_imagenet_base(role, model), {"data.dataset": "imagenet100"})
 
 
-_IMAGENET_LAYERS: dict[str, Any] = {"gpsa_counts": (3, 6, 10), "masked_layers": (3, 5, 10)}
+_IMAGENET_LAYERS: dict[str, Any] = {"gpsa_counts": (3, 6, 9, 10), "masked_layers": (3, 5, 10)}
 IMAGENET100 = Scale(
     name="imagenet100",
     about="the first 100 classes of ImageNet at 224 pixels, the papers' models and recipes",

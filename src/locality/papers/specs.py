@@ -63,17 +63,32 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper that a quantity decides.
+    """What a paper says, in our words, and the quantity that decides it.
 
     Attributes:
-        text: what the paper says.
-        quantity: what has to be above 0 or, with a margin, within ± the margin.
+        text: what it says; with the experiment's name, which claim it is at every scale.
+        where: the section and page, table or figure that says it; "" for a question of our own.
+        quantity: what has to be above 0 or, with a margin, within ± the margin. Where a scale
+            cannot test the claim it is `absent`, which says why before anything runs.
         margin: in the quantity's unit; None for a claim that something is above 0.
     """
 
     text: str
+    where: str
     quantity: Quantity
     margin: float | None = None
+
+
+Claimed = dict[str, Quantity | tuple[Quantity, float]]
+"""Text → what has to be above 0, or what has to be 0 within a margin."""
+
+
+def said(where: str, claims: Mapping[str, Quantity | tuple[Quantity, float]]) -> tuple[Claim, ...]:
+    """The claims of one place."""
+    return tuple(
+        Claim(text, where, *found) if isinstance(found, tuple) else Claim(text, where, found)
+        for text, found in claims.items()
+    )
 
 
 @dataclass(frozen=True)
