@@ -33,6 +33,38 @@ def test_every_command_has_help(command, capsys):
     assert f"locality {command}" in capsys.readouterr().out
 
 
+def test_help_fits_a_screen_and_names_the_rest(capsys):
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        assert text.count("\n") <= 60 and max(map(len, text.splitlines())) <= 100, command
+    with pytest.raises(SystemExit):
+        main(["train", "--help.all"])
+    everything = " ".join(capsys.readouterr().out.split())
+    assert "--engine.max_bad_losses" in everything and "one of auto, fp32, bf16-mixed" in everything
+
+
+def test_a_reader_that_has_seen_enough():
+    done = subprocess.run(
+        f"{sys.executable} -m locality --help | head -1", shell=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("usage:") and not done.stderr
+
+
+def test_completion_offers_commands_and_options():
+    script = subprocess.run(
+        [sys.executable, "-m", "locality", "--completion"], capture_output=True, text=True
+    ).stdout
+    tried = f"""locality() {{ {sys.executable} -m locality "$@"; }}
+{script}
+COMP_WORDS=(locality pred); COMP_CWORD=1; _locality locality pred; echo "${{COMPREPLY[@]}}"
+COMP_WORDS=(locality predict --to); COMP_CWORD=2; _locality locality --to; echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", tried], capture_output=True, text=True)
+    assert done.stdout.split() == ["predict", "--top"], done.stderr
+
+
 def test_no_command_shows_the_help(capsys):
     assert main([]) == 2
     assert usage() in capsys.readouterr().out
@@ -49,10 +81,10 @@ def test_version(capsys):
     ("arguments", "sentence"),
     [
         (["modles"], "unknown command 'modles'; did you mean models?"),
-        (["models", "--famly", "cvt"], "unknown setting 'famly'; did you mean family?"),
+        (["models", "--famly", "cvt"], "unknown setting 'famly'; did you mean --family?"),
         (["models", "one", "two"], "'two' is one word too many"),
         (["benchmark", "convit_nan"], "unknown file, folder or model 'convit_nan'; did you mean"),
-        (["benchmark", "convit_nano", "--rounds", "many"], "rounds is many; it has to be: int"),
+        (["benchmark", "convit_nano", "--rounds", "many"], "rounds is many; give a whole number"),
         (["benchmark", "convit_nano", "--rounds", "0"], "rounds is 0; give a whole number"),
         (["benchmark", "convit_nano", "--against", "tim"], "did you mean timm"),
     ],

@@ -20,7 +20,7 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 TIMMS_OWN = set(timm.list_models())
 
 import locality.timm as registry  # noqa: E402
-from locality.checkpoints import LAYOUTS, SOURCES  # noqa: E402
+from locality.checkpoints import LAYOUTS, SOURCES, create_model  # noqa: E402
 from locality.errors import UserError  # noqa: E402
 from locality.models import VARIANTS, build  # noqa: E402
 
@@ -181,6 +181,11 @@ def test_features_only_gives_maps_at_the_strides_it_states(model):
         assert tensor.shape == (2, channels, x.shape[2] // stride, x.shape[3] // stride)
     last = timm.create_model(name, features_only=True, out_indices=[-1], **MODELS[name])
     assert len(last(x)) == 1
+    own = create_model(name.removeprefix("locality_"), features_only=True, **MODELS[name])
+    assert [each.shape for each in own(x)] == [each.shape for each in maps]
+    assert own.feature_info.channels() == extractor.feature_info.channels()
+    with pytest.raises(UserError, match="features_only=True"):
+        create_model("deit_nano", out_indices=[-1])
 
 
 def test_timms_names_for_settings_are_taken():

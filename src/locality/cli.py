@@ -49,21 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     141 nobody read the output any longer.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0 if given else 2
-    if given[0] in ("-V", "--version"):
-        print(f"locality {__version__}")
-        return 0
     try:
-        if given[0] not in COMMANDS:
-            raise unknown("command", given[0], COMMANDS)
-        module, _, function = COMMANDS[given[0]][0].partition(":")
-        run = getattr(importlib.import_module(f"locality.commands.{module}"), function)
         with contextlib.redirect_stdout(_Printable(sys.stdout)):
-            code = run(given[1:]) or 0
-            sys.stdout.flush()
-        return code
+            try:
+                return _run(given) or 0
+            finally:
+                sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read the output, such as `head`, has seen enough. Python would flush once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,6 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _run(given: list[str]) -> int | None:
+    first = given[0] if given else ""
+    if first in _PRINTED:
+        print(_PRINTED[first])
+        return 0
+    if not given:
+        print("\n".join(COMMANDS) if "LOCALITY_COMPLETE" in os.environ else usage())
+        return 2
+    if first not in COMMANDS:
+        raise unknown("command", first, COMMANDS)
+    module, _, function = COMMANDS[first][0].partition(":")
+    return getattr(importlib.import_module(f"locality.commands.{module}"), function)(given[1:])
 
 
 def usage() -> str:
@@ -90,9 +95,25 @@ def usage() -> str:
             *lines,
             "",
             "`locality COMMAND --help` lists a command's options.",
+            'Completion in bash and zsh: eval "$(locality --completion)"',
             "Set LOCALITY_TRACEBACK=1 to see where an error came from.",
         ]
     )
+
+
+_COMPLETION = """\
+[ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit
+_locality() {
+    local words=("${COMP_WORDS[@]:1:COMP_CWORD-1}")
+    COMPREPLY=($(compgen -W "$(LOCALITY_COMPLETE=1 locality "${words[@]}" 2>/dev/null)" -- "$2"))
+}
+complete -o default -F _locality locality"""
+
+_PRINTED = {
+    **dict.fromkeys(("-h", "--help", "help"), usage()),
+    **dict.fromkeys(("-V", "--version"), f"locality {__version__}"),
+    "--completion": _COMPLETION,
+}
 
 
 class _Printable:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 _LONGEST = 2000
 # So many names are told even where one of them is near.
 _FEW = 5
+# So many are told at most.
+_MOST = 25
 
 
 class UserError(ValueError):
@@ -47,7 +49,10 @@ def printable(text: str, keep: str = "") -> str:
 
 def one_line(error: BaseException) -> str:
     """An error's message without line breaks and control characters, shortened in its middle."""
-    text = printable(" ".join(str(error).split())) or type(error).__name__
+    said = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        said = f"{error.filename}: {error.strerror}"
+    text = printable(" ".join(said.split())) or type(error).__name__
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
@@ -55,11 +60,13 @@ def one_line(error: BaseException) -> str:
 
 def near(given: str, accepted: Iterable[str]) -> list[str]:
     """The names most like the given one, three at most; a setting may be given by its last part."""
-    names = sorted(accepted)
     word = given.replace("-", "_")
-    exact = [name for name in names if name.rpartition(".")[2] == word]
-    if exact:
-        return exact
+    last: dict[str, list[str]] = {}
+    for name in sorted(accepted):
+        last.setdefault(name.rpartition(".")[2], []).append(name)
+    if parts := [word] if word in last else difflib.get_close_matches(word, last, n=1, cutoff=0.8):
+        return last[parts[0]][:3]
+    names = [name for found in last.values() for name in found]
     return difflib.get_close_matches(word, names, n=3, cutoff=0.5)
 
 
@@ -78,7 +85,8 @@ def unknown(
     found = near(given, names)
     hints = [f"did you mean {' or '.join(found)}?"] if found else []
     if not found or len(names) <= _FEW:
-        hints.append("known: " + ", ".join(name or "''" for name in names))
+        more = f" and {len(names) - _MOST} more" * (len(names) > _MOST)
+        hints.append("known: " + ", ".join(name or "''" for name in names[:_MOST]) + more)
     return error(f"unknown {kind} '{given}'; {' '.join(hints)}")
 
 

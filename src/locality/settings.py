@@ -132,8 +132,22 @@ def _scalar(hint: Any, value: Any, path: str) -> Any:
         return float(value)
     if isinstance(value, hint) and is_bool == (hint is bool):
         return value
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-    raise UserError(f"{path} is {value!r}; give {wanted}")
+    raise UserError(f"{path} is {value!r}; give {described(hint)}")
+
+
+def described(hint: Any) -> str:
+    """What a setting of this type accepts, in words."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, parts))
+    if origin in (typing.Union, types.UnionType):
+        parts_in_words = [described(part) for part in parts if part is not type(None)]
+        return " or ".join(parts_in_words + ["null"] * (type(None) in parts))
+    if origin in (tuple, list):
+        count = "" if origin is list or parts[1:] == (...,) else f"of {len(parts)} "
+        return f"a list {count}such as [{'0.1, 0.2' if float in parts else '1, 2'}]"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint, "settings by name, such as {name: value}")
 
 
 def to_yaml(config: Any) -> str:

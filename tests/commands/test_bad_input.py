@@ -28,8 +28,8 @@ def refused(capsys, *arguments):
     [
         (["digitz"], "unknown recipe 'digitz'; did you mean digits?"),
         (["--model", "convit_nan"], "unknown model 'convit_nan'; did you mean convit_nano"),
-        (["--optim.lrr=1"], "unknown setting 'optim.lrr'; did you mean optim.lr"),
-        (["--optim.lr=fast"], "optim.lr is fast; it has to be: float"),
+        (["--optim.lrr=1"], "unknown setting 'optim.lrr'; did you mean --optim.lr"),
+        (["--optim.lr=fast"], "optim.lr is fast; give a number"),
         (["--optim.lr=-1"], "optim.lr is -1.0; give a finite number above 0"),
         (["--engine.batch_size=0"], "engine.batch_size is 0; give a whole number, at least 1"),
         (["--engine.batch_size=15", "--engine.accumulate=4"], "multiple of 4"),

@@ -1,7 +1,10 @@
 """Whole commands as a user types them: train, look, classify, convert, report."""
 
+import csv
 import dataclasses
 import json
+import shlex
+import shutil
 
 import pytest
 import yaml
@@ -240,3 +243,108 @@ def test_images_may_lie_in_folders_below(images, tmp_path):
     (images / "0.png").rename(tmp_path / "val" / "zero" / "0.png")
     assert [file.name for file in image_files([str(tmp_path)])] == ["0.png"]
     (tmp_path / "val" / "zero" / "0.png").rename(images / "0.png")
+
+
+@pytest.fixture
+def some_bad(images, tmp_path):
+    """A hundred pictures, of which three cannot be read."""
+    folder = tmp_path / "hundred"
+    folder.mkdir()
+    good = (images / "1.png").read_bytes()
+    for index in range(97):
+        (folder / f"{index}.png").write_bytes(good)
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "text.png").write_text("no image")
+    (folder / "torn.png").write_bytes(good[:60])
+    return folder
+
+
+def test_predict_names_bad_files_and_classifies_the_others(run, some_bad, capsys):
+    assert main(["predict", str(some_bad), "--model", str(run), "--csv"]) == 1
+    told = capsys.readouterr()
+    rows = list(csv.DictReader(told.out.splitlines()))
+    assert len(rows) == 97 and list(rows[0]) == ["path", "prediction", *RunFolder(run).classes()]
+    assert sum(float(rows[0][name]) for name in RunFolder(run).classes()) == pytest.approx(
+        1, abs=1e-4
+    )
+    assert all(f"{name}.png" in told.err for name in ("empty", "text", "torn"))
+    assert "3 of 100 images could not be read" in told.err and told.err.count("\n") == 4
+
+
+def test_predict_turns_images_as_the_run_did(run, tmp_path, capsys):
+    """One whose EXIF orientation says "upside down", and the same pixels turned."""
+    shutil.copytree(run, tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"]["exif"] = True
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    pixels = Image.fromarray((load_digits().images[7] * 15.9).astype("uint8"))
+    exif = pixels.getexif()
+    exif[0x0112] = 3
+    pixels.save(tmp_path / "tagged.png", exif=exif)
+    pixels.rotate(180).save(tmp_path / "turned.png")
+    answers = {}
+    for model in (run, tmp_path / "run"):
+        for name in ("tagged", "turned"):
+            words = ["predict", str(tmp_path / f"{name}.png"), "--model", str(model), "--json"]
+            assert main(words) == 0
+            answers[model, name] = json.loads(capsys.readouterr().out)[0]["classes"]
+    assert answers[tmp_path / "run", "tagged"] == answers[run, "turned"]
+    assert answers[run, "tagged"] != answers[run, "turned"]
+
+
+def test_eval_writes_predictions_that_make_its_accuracy(run, tmp_path, capsys):
+    table = tmp_path / "predictions.csv"
+    assert main(["eval", str(run), "--json", "--predictions", str(table)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    right = [row["label"] == row["prediction"] for row in rows]
+    assert len(rows) == found["n"]
+    assert 100 * sum(right) / len(right) == pytest.approx(found["top1"])
+
+
+def test_report_says_what_it_leaves_out(run, tmp_path, capsys):
+    for name in ("whole", "unfinished", "damaged"):
+        shutil.copytree(run, tmp_path / "runs" / name)
+    (tmp_path / "runs" / "unfinished" / "result.json").unlink()
+    (tmp_path / "runs" / "damaged" / "result.json").write_text("{")
+    words = ["report", str(tmp_path / "runs"), "--output", str(tmp_path / "page.html")]
+    assert main(words) == 1
+    told = capsys.readouterr()
+    assert "unfinished is left out: it is not finished" in told.err
+    assert "damaged" in told.err and (tmp_path / "page.html").exists()
+    shutil.rmtree(tmp_path / "runs" / "damaged")
+    assert main(words) == 0
+
+
+def test_explore_says_what_it_leaves_out(run, some_bad, tmp_path, capsys):
+    files = [str(some_bad / f"{name}.png") for name in ("torn", 1, 2, 3)]
+    words = ["explore", str(run), "--output", str(tmp_path / "e.html"), "--count", "2"]
+    assert main([*words, "--images", *files]) == 1
+    told = capsys.readouterr().err
+    assert "1 more images are left out; --count 4 takes all" in told and "torn.png" in told
+
+
+def test_a_run_goes_on_with_its_own_settings(tmp_path, capsys):
+    """However it is named; a longer one starts from its weights, by the command it is told."""
+    folder = tmp_path / "run"
+    assert main(["train", "digits", "--output", str(folder), *SHORT, "--seed=3"]) == 0
+    for flag in ("--resume", "--output"):
+        assert main(["train", flag, str(folder), "--data.workers=1"]) == 0
+        assert "is finished" in capsys.readouterr().out
+    assert main(["train", "--output", str(folder), "--optim.lr=0.1"]) == 2
+    assert "optim.lr" in capsys.readouterr().err
+    assert main(["train", "--resume", str(folder), "--schedule.steps=6", "--quiet"]) == 2
+    command = capsys.readouterr().err.split("locality train ")[1]
+    assert main(["train", *shlex.split(command)]) == 0
+    longer = RunFolder(f"{folder}-longer").config()
+    assert (longer.seed, longer.schedule.steps, longer.model.weights) == (3, 6, str(folder))
+
+
+def test_a_short_run_has_a_short_warm_up(capsys):
+    schedule = read_run(["digits", "--schedule.steps=60"])[0].schedule
+    assert (schedule.warmup, schedule.eval_every) == (4, 150)
+    assert read_run(["digits", "--schedule.steps=3000"])[0].schedule.warmup == 100
+    assert main(["train", "--schedule.steps=60", "--print_config"]) == 0
+    printed = settings.from_yaml(RunConfig, capsys.readouterr().out)
+    assert printed == read_run(["--schedule.steps=60"])[0]

@@ -11,12 +11,11 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from locality.benchmark.config import AGAINST
 from locality.checkpoints import LAYOUTS
 from locality.errors import UserError, unknown
 from locality.models import ImageClassifier, StageConfig, ViTConfig
 from locality.models.from_timm import TimmModel
-
-AGAINST = ("timm", "transformers")
 
 _TIMM_NAMES = {
     "convit_tiny": "convit_tiny",

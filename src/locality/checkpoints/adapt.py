@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from timm.layers import resample_abs_pos_embed
+from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from locality.checkpoints.layouts import OURS, check_family
@@ -32,8 +33,10 @@ def create_model(
     in_chans: int | None = None,
     img_size: int | tuple[int, int] | None = None,
     patch_size: int | None = None,
+    features_only: bool = False,
+    out_indices: int | tuple[int, ...] | None = None,
     **overrides: Any,
-) -> ImageClassifier:
+) -> Any:
     """Build a model by name, with fresh weights, public ones, or those of a file.
 
     The image size, the number of channels and of classes may differ from the weights': position
@@ -46,7 +49,13 @@ def create_model(
         pretrained: load the public weights of that name; without a tag, the model's first.
         weights: a file or folder to load from instead, of any layout.
         num_classes, in_chans, img_size, patch_size: the model's own unless given.
+        features_only: give what timm's models give then: images → a list of feature maps
+            (B, C, H, W), with `feature_info`, instead of a classifier.
+        out_indices: which maps, as for `forward_intermediates`; the last three unless given.
         overrides: any other field of its configuration.
+
+    Returns:
+        an `ImageClassifier`, or timm's `FeatureGetterNet` around one.
 
     Raises:
         UserError: for an unknown name or field, for weights that do not fit, or if public weights
@@ -71,6 +80,10 @@ def create_model(
         weights = row.name
     if weights is not None:
         load_weights(model, weights)
+    if features_only:
+        return FeatureGetterNet(model, out_indices=3 if out_indices is None else out_indices)
+    if out_indices is not None:
+        raise UserError("out_indices chooses feature maps; give features_only=True with it")
     return model
 
 

@@ -28,16 +28,15 @@ from locality.checkpoints.format import (
 )
 from locality.checkpoints.layouts import OURS
 from locality.checkpoints.open import LAYOUTS, read
+from locality.checkpoints.where import check_graph, check_target
 from locality.data.config import Preprocessing
-from locality.errors import UserError, naming, unknown
+from locality.errors import UserError, naming
 from locality.files import atomic_file, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
 
 Format = Literal["onnx", "torch-export"]
 
-SUFFIX: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
-"""The ending of each format's files."""
 
 DESCRIPTION = "locality.json"
 """The name of the description inside a torch.export file."""
@@ -103,7 +102,7 @@ def convert(
             nothing is written then.
     """
     target = Path(target)
-    _check_target(target, to, overwrite)
+    check_target(target, to, overwrite)
     wanted = LAYOUTS[to]
     checkpoint = read(source, model, entry, settings)
     with naming(source):
@@ -127,24 +126,6 @@ def convert(
         write_folder(checkpoint, target)
     size = sum(tensor.numel() for tensor in state.values())
     return Conversion(str(source), target, checkpoint.layout, to, checkpoint.name, size, untold)
-
-
-def _check_target(target: Path, to: str, overwrite: bool) -> None:
-    if to not in LAYOUTS:
-        raise unknown("layout", to, LAYOUTS)
-    if target.suffix not in ("", ".safetensors", ".pth", ".pt", ".bin"):
-        raise UserError(
-            f"{target} ends in {target.suffix}; write to a folder, or a file ending in "
-            f".safetensors, .pth, .pt or .bin"
-        )
-    if to == OURS.name and target.suffix not in ("", ".safetensors"):
-        raise UserError(f"our own format is a folder or a .safetensors file, not {target}")
-    if to != OURS.name and target.suffix == "":
-        raise UserError(
-            f"the layout '{to}' is written as one file; end {target} in .safetensors or .pth"
-        )
-    if target.exists() and not overwrite:
-        raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")
 
 
 def export(
@@ -178,12 +159,7 @@ def export(
         ModuleNotFoundError: if a package for ONNX is missing, with the line that installs it.
     """
     path = Path(path)
-    if format not in SUFFIX:
-        raise unknown("export format", format, SUFFIX)
-    if path.suffix != SUFFIX[format]:
-        raise UserError(f"a file of format '{format}' has to end in {SUFFIX[format]}, not {path}")
-    if not path.parent.is_dir():
-        raise UserError(f"there is no folder {path.parent} to write {path.name} to")
+    check_graph(path, format)
     if format == "onnx":
         _require("onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)

@@ -1,4 +1,4 @@
-"""What somebody named as a model, told from the name alone: nothing is opened, nobody is asked."""
+"""What somebody named, as a model or to write to, told from the name: nothing is opened."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from locality.models.variants import PREFIX, VARIANTS
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
+
+LAYOUT_NAMES = ("locality", "convit", "deit", "cvt-microsoft", "cvt-transformers")
+"""The layouts that `convert` writes, as `layouts.LAYOUTS` has them."""
+
+SUFFIX: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
+"""The ending of each format's files."""
 
 Kind = Literal["graph", "run", "path", "public", "timm", "hub"]
 
@@ -55,12 +61,16 @@ def kind_of(what: Path | str) -> Kind:
     # A folder of that name, or the place where runs are written, is meant before a user of the hub.
     local = parent.name == "runs" or (parent != Path() and parent.is_dir())
     if is_file or local or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        beside = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-        hint = " or ".join(str(parent / other) for other in near(path.name, beside))
-        raise FileNotFoundError(
-            f"there is no file or folder {name}" + f"; did you mean {hint}?" * bool(hint)
-        )
+        raise missing(path)
     return "hub"
+
+
+def missing(path: Path) -> FileNotFoundError:
+    """The error for a path that is not there, with the nearest names beside it."""
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = " or ".join(str(path.parent / other) for other in near(path.name, beside))
+    text = f"there is no file or folder {path}"
+    return FileNotFoundError(text + f"; did you mean {hint}?" * bool(hint))
 
 
 def refuse_entry(what: Path | str, entry: str | None) -> None:
@@ -71,6 +81,45 @@ def refuse_entry(what: Path | str, entry: str | None) -> None:
     """
     if entry is not None:
         raise UserError(
-            f"{what} holds one set of weights and no entry '{entry}' to choose; entries are of "
-            f"PyTorch checkpoints that hold several"
+            f"{what} holds one set of weights, so there is no entry '{entry}' to choose; only a "
+            f"PyTorch checkpoint may hold several"
         )
+
+
+def check_target(target: Path, to: str, overwrite: bool) -> None:
+    """Refuse a target that `convert` could not, or may not, write.
+
+    Raises:
+        UserError: for an ending or a form of target that the layout `to` does not have, or if
+            `target` exists and is not to be overwritten.
+    """
+    if to not in LAYOUT_NAMES:
+        raise unknown("layout", to, LAYOUT_NAMES)
+    if target.suffix not in ("", ".safetensors", ".pth", ".pt", ".bin"):
+        raise UserError(
+            f"{target} ends in {target.suffix}; write to a folder, or a file ending in "
+            f".safetensors, .pth, .pt or .bin"
+        )
+    if to == "locality" and target.suffix not in ("", ".safetensors"):
+        raise UserError(f"our own format is a folder or a .safetensors file, not {target}")
+    if to != "locality" and target.suffix == "":
+        raise UserError(
+            f"the layout '{to}' is written as one file; end {target} in .safetensors or .pth"
+        )
+    if target.exists() and not overwrite:
+        raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")
+
+
+def check_graph(path: Path, format: str) -> None:
+    """Refuse a file that `export` could not write.
+
+    Raises:
+        UserError: for an unknown format, an ending that does not fit, or a folder that is not
+            there.
+    """
+    if format not in SUFFIX:
+        raise unknown("export format", format, SUFFIX)
+    if path.suffix != SUFFIX[format]:
+        raise UserError(f"a file of format '{format}' has to end in {SUFFIX[format]}, not {path}")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} to write {path.name} to")

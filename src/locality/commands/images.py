@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from locality.commands.parsing import MODEL, Parser, add_model_options, open_given, with_aliases
-from locality.errors import UserError, printable, unknown
+from locality.commands.parsing import (
+    MODEL,
+    Parser,
+    check_given,
+    check_place,
+    open_given,
+    say,
+    with_aliases,
+)
+from locality.errors import UserError, one_line, printable, unknown
 
 if TYPE_CHECKING:
     from PIL import Image
+    from torch import Tensor
 
     from locality.figures import NamedFigure
     from locality.figures.style import Figure
@@ -23,40 +34,112 @@ _TASKS = ("check", "pack")
 _IMAGES = "files or folders; a run's own unless given"
 
 
-def predict(arguments: Sequence[str]) -> None:
-    """Print each image's most likely classes."""
+def predict(arguments: Sequence[str]) -> int:
+    """Print each image's most likely classes; 1 if there are files that cannot be read."""
     parser = Parser(
         "predict",
-        "Classify images with a run, a weight file or folder, public weights or an ONNX graph.",
+        "Classify images with a run, a weight file or folder, public weights or an ONNX graph. "
+        "Files that cannot be read are named, and the others are classified.",
     )
     parser.add_argument("images", nargs="+", help="image files, or folders of them")
-    parser.add_argument("--model", required=True, help=MODEL)
-    add_model_options(parser)
+    parser.add_model("--model", required=True)
     parser.add("--top", 5, "how many classes to show")
     parser.add("--json", False, "print JSON")
+    parser.add("--csv", False, "print a table: path, prediction, probability of every class")
     options = parser.read(arguments)
+    if options.csv:
+        parser.refuse(arguments, "top json", "does nothing beside --csv")
 
     from locality import checks
-    from locality.data.folder import image_files, read_image
+    from locality.data.folder import image_files
 
     checks.integer("top", options.top, 1)
     files = list(image_files(options.images))
+    check_given(options.model, options)
     classifier = open_given(options.model, options)
-    results: list[tuple[Path, dict[str, float]]] = []
-    for start in range(0, len(files), _AT_ONCE):
-        some = files[start : start + _AT_ONCE]
-        probabilities = classifier(map(read_image, some))
-        best = probabilities.topk(min(options.top, probabilities.shape[1]))
-        for file, values, indices in zip(some, best.values, best.indices, strict=True):
-            pairs = zip(indices.tolist(), values.tolist(), strict=True)
-            results.append((file, {classifier.label(index): value for index, value in pairs}))
+    readable = _Readable(files, options.model)
+    results: list[tuple[Path, Tensor]] = []
+    while some := list(islice(readable, _AT_ONCE)):
+        probabilities = classifier(image for _, image in some)
+        results += [(file, row) for (file, _), row in zip(some, probabilities, strict=True)]
+    if options.csv:
+        names = [classifier.label(index) for index in range(len(results[0][1]))] if results else []
+        write_predictions(sys.stdout, names, [(str(file), None, row) for file, row in results])
+        return readable.said()
+    listed = []
+    for file, row in results:
+        best = row.topk(min(options.top, len(row)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        classes = {classifier.label(index): value for index, value in pairs}
+        listed.append({"image": str(file), "classes": classes})
+        if not options.json:
+            shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
+            print(f"{printable(str(file))}: {printable(shown)}")
     if options.json:
-        listed = [{"image": str(file), "classes": classes} for file, classes in results]
         print(json.dumps(listed, indent=2))
-        return
-    for file, classes in results:
-        shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
-        print(f"{printable(str(file))}: {printable(shown)}")
+    return readable.said()
+
+
+def write_predictions(
+    file: IO[str], classes: Sequence[str], rows: Iterable[tuple[str, str | None, Tensor]]
+) -> None:
+    """Write a table of path, label where it is known, prediction, and every class's probability.
+
+    Args:
+        file: open for writing.
+        classes: in the order of the probabilities.
+        rows: path, label or None, (classes,) probabilities.
+    """
+    table = csv.writer(file, lineterminator="\n")
+    labelled = False
+    for number, (path, label, probabilities) in enumerate(rows):
+        if number == 0:
+            labelled = label is not None
+            table.writerow(["path", *["label"] * labelled, "prediction", *classes])
+        predicted = classes[int(probabilities.argmax())]
+        shown = [f"{value:.6f}" for value in probabilities.tolist()]
+        table.writerow([path, *([label] if labelled else []), predicted, *shown])
+
+
+class _Readable:
+    """The images in files that can be read, with their files; the others are named at the end.
+
+    Args:
+        files: what to read.
+        model: for a run, images are decoded as its own were.
+    """
+
+    def __init__(self, files: Sequence[Path], model: str) -> None:
+        from locality.checkpoints.where import is_run_folder
+        from locality.data.config import AS_PUBLISHED
+        from locality.training.config import read_config
+
+        is_run = is_run_folder(model)
+        self._decoding = read_config(Path(model)).data.decoding if is_run else AS_PUBLISHED
+        self.files = iter(files)
+        self._bad: list[str] = []
+        self._count = len(files)
+
+    def __iter__(self) -> Iterator[tuple[Path, Image.Image]]:
+        return self
+
+    def __next__(self) -> tuple[Path, Image.Image]:
+        from locality.data.folder import read_image
+
+        for file in self.files:
+            try:
+                return file, read_image(file, self._decoding)
+            except UserError as error:
+                self._bad.append(one_line(error))
+        raise StopIteration
+
+    def said(self) -> int:
+        """Name what could not be read; the exit code."""
+        for sentence in self._bad:
+            say(sentence)
+        if self._bad:
+            say(f"{len(self._bad)} of {self._count} images could not be read")
+        return 1 if self._bad else 0
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -67,13 +150,13 @@ def evaluate(arguments: Sequence[str]) -> None:
         "eval",
         "Top-1 and top-5 accuracy of a model; of a run on its own data unless told otherwise.",
     )
-    parser.add_argument("run", nargs="?", default=None, help=MODEL)
+    parser.add_model("run", nargs="?", default=None)
     parser.add("--weights", None, "the same, by name")
-    add_model_options(parser)
     parser.add("--img_size", None, "side in pixels", int | None)
     parser.add("--batch_size", 256, "images at once")
     parser.add("--precision", "fp32", "fp32, bf16-mixed or auto")
     parser.add("--json", False, "print JSON")
+    parser.add("--predictions", None, "write a CSV: path, label, prediction, probabilities")
     parser.add_class_arguments(DataConfig, "data")
     words = with_aliases(arguments, {"--data": "--data.dataset"})
     options = parser.read(words)
@@ -81,8 +164,10 @@ def evaluate(arguments: Sequence[str]) -> None:
         raise UserError("give one model to evaluate, by itself or as --weights")
     what = options.weights if options.run is None else options.run
 
-    from locality.checkpoints.where import is_run_folder
-    from locality.training import RunFolder, evaluate_opened
+    is_run = check_given(what, options) == "run"
+    check_place(options.predictions)
+    from locality.training import evaluate_opened
+    from locality.training.config import read_config
 
     opened = open_given(what, options)
     given = {
@@ -91,12 +176,13 @@ def evaluate(arguments: Sequence[str]) -> None:
         if name.startswith("data.")
     }
     data, seed = DataConfig(), 0
-    if is_run_folder(what):
-        config = RunFolder(what).config()
+    if is_run:
+        config = read_config(Path(what))
         seed = config.seed
         # Options change the run's own data; another dataset starts from nothing.
         if given.get("dataset", config.data.dataset) == config.data.dataset:
             data = config.data
+    predictions: list[tuple[str, str, Tensor]] = []
     result = evaluate_opened(
         opened,
         dataclasses.replace(data, **given),
@@ -104,7 +190,11 @@ def evaluate(arguments: Sequence[str]) -> None:
         img_size=options.img_size,
         batch_size=options.batch_size,
         precision=options.precision,
+        predictions=predictions if options.predictions else None,
     )
+    if options.predictions:
+        with open(options.predictions, "w", newline="", encoding="utf-8") as file:
+            write_predictions(file, result.pop("classes"), predictions)
     if options.json:
         print(json.dumps(result))
         return
@@ -114,31 +204,33 @@ def evaluate(arguments: Sequence[str]) -> None:
     )
 
 
-def explore(arguments: Sequence[str]) -> None:
-    """Write the explorer and print its path."""
+def explore(arguments: Sequence[str]) -> int:
+    """Write the explorer and print its path; 1 if there are images that cannot be read."""
     parser = Parser(
         "explore",
         "Write one self-contained HTML page: click a patch of an image and see what every head of "
         "every layer looks at, by content, by position, and mixed; up to four models side by side.",
     )
-    parser.add_argument("models", nargs="+", help=f"each a {MODEL}")
-    add_model_options(parser)
-    parser.add_argument("--images", nargs="+", default=None, help=_IMAGES)
-    parser.add("--count", 8, "how many images at most")
+    parser.add_model("models", nargs="+", help=f"each a {MODEL}")
+    _add_images(parser, 8)
     parser.add("--output", "explorer.html", "the file to write")
     options = parser.read(arguments)
 
     from locality import checks
-    from locality.analysis.explorer import write_explorer
 
     checks.integer("count", options.count, 1)
+    for model in options.models:
+        check_given(model, options)
+    from locality.analysis.explorer import write_explorer
+
+    shown, code = _shown(options.images, options.models[0], options.count)
     subjects = [open_given(model, options) for model in options.models]
-    shown = _shown(options.images, options.models[0], options.count)
     names, images = [name for name, _ in shown], [image for _, image in shown]
     print(write_explorer(subjects, images, options.output, names))
+    return code
 
 
-def figure(arguments: Sequence[str]) -> None:
+def figure(arguments: Sequence[str]) -> int:
     """Draw one of the papers' figures and print the paths of its PNG and SVG."""
     from locality.figures import FIGURES
 
@@ -148,51 +240,74 @@ def figure(arguments: Sequence[str]) -> None:
     )
     parser = Parser("figure", f"Draw a figure as PNG and SVG. {listed}.")
     parser.add_argument("name", help=", ".join(FIGURES))
-    parser.add_argument("sources", nargs="+", help="run folders, models, or images")
-    add_model_options(parser)
-    parser.add_argument("--images", nargs="+", default=None, help=_IMAGES)
+    parser.add_model("sources", nargs="+", help="run folders, models, or images")
+    _add_images(parser, 100)
     parser.add("--layers", None, "such as [2,10]", list[int] | None)
     parser.add("--heads", 4, "how many heads of each layer")
     where = "where to look from, as fractions of height and width"
     parser.add("--place", (0.5, 0.5), where, tuple[float, float])
-    parser.add("--count", 100, "how many images at most")
     parser.add("--output", None, "path without suffix; the name unless given")
     options = parser.read(arguments)
     if options.name not in FIGURES:
         raise unknown("figure", options.name, FIGURES)
+    takes = FIGURES[options.name].takes
+    unused = {"runs": "place count", "images": "", "models": ""}[takes]
+    unused += "" if takes == "models" else " images layers heads variant entry set"
+    parser.refuse(arguments, unused, f"does nothing for {options.name}, drawn from {takes}")
 
     from locality import checks
-    from locality.figures.style import save
 
     checks.integer("heads", options.heads, 1)
     checks.integer("count", options.count, 1)
-    drawn = _draw(FIGURES[options.name], options)
+    if takes == "models":
+        for source in options.sources:
+            check_given(source, options)
+    drawn, code = _draw(FIGURES[options.name], options)
+    from locality.figures.style import save
+
     output = Path(options.output or options.name)
     output.parent.mkdir(parents=True, exist_ok=True)
     for path in save(drawn, output):
         print(path)
+    return code
 
 
-def _draw(figure: NamedFigure, options: Any) -> Figure:
+def _draw(figure: NamedFigure, options: Any) -> tuple[Figure, int]:
     if figure.takes == "runs":
-        return figure.draw(options.sources)
+        return figure.draw(options.sources), 0
     given = options.sources if figure.takes == "images" else options.images
-    images = [image for _, image in _shown(given, options.sources[0], options.count)]
+    shown, code = _shown(given, options.sources[0], options.count)
+    images = [image for _, image in shown]
     if figure.takes == "images":
-        return figure.draw(images, place=options.place)
+        return figure.draw(images, place=options.place), code
     models = [open_given(source, options) for source in options.sources]
     layers = None if options.layers is None else [layer - 1 for layer in options.layers]
-    return figure.draw(models, images, layers=layers, heads=options.heads, place=options.place)
+    drawn = figure.draw(models, images, layers=layers, heads=options.heads, place=options.place)
+    return drawn, code
 
 
-def _shown(given: list[str] | None, run: str, count: int) -> list[tuple[str, Image.Image]]:
-    """The images that are given, or else a run's own, with a name for each."""
-    from locality.analysis.pictures import run_images
-    from locality.data.folder import image_files, read_image
+def _add_images(parser: Parser, count: int) -> None:
+    """Add the options that `_shown` is given."""
+    parser.add_argument("--images", nargs="+", default=None, help=_IMAGES)
+    parser.add("--count", count, "how many images at most")
+
+
+def _shown(
+    given: list[str] | None, model: str, count: int
+) -> tuple[list[tuple[str, Image.Image]], int]:
+    """The images that are given, or else a run's own, with a name for each; the exit code."""
+    from locality.data.folder import image_files
 
     if given is None:
-        return run_images(run, count)
-    return [(file.name, read_image(file)) for file in islice(image_files(given), count)]
+        from locality.analysis.pictures import run_images
+
+        return run_images(model, count), 0
+    files = list(image_files(given))
+    readable = _Readable(files, model)
+    found = [(file.name, image) for file, image in islice(readable, count)]
+    if left := sum(1 for _ in readable.files):
+        say(f"{left} more images are left out; --count {len(files)} takes all")
+    return found, readable.said()
 
 
 def data(arguments: Sequence[str]) -> int | None:
@@ -215,6 +330,8 @@ def data(arguments: Sequence[str]) -> int | None:
     if options.task not in _TASKS:
         raise unknown("task of `locality data`", options.task, _TASKS)
     if options.task == "check":
+        if options.out is not None:
+            raise UserError(f"`locality data check` writes nothing; leave out {options.out}")
         from locality.data import check
 
         report = check(
@@ -225,6 +342,7 @@ def data(arguments: Sequence[str]) -> int | None:
         )
         print("\n".join(report.lines()))
         return 0 if report.ok else 1
+    parser.refuse(arguments, "workers dataset", "is for `locality data check`")
     if options.out is None:
         raise UserError("`locality data pack FOLDER OUT` needs OUT, a folder to be made")
     from locality.data import pack

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from locality.commands.parsing import (
     MODEL,
     Parser,
-    add_model_options,
+    check_given,
+    check_place,
     open_given,
     read_settings,
     table,
     with_aliases,
 )
-from locality.errors import UserError
 from locality.files import write_atomic
 
 if TYPE_CHECKING:
@@ -91,19 +91,22 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
 
 def convert(arguments: Sequence[str]) -> None:
     """Convert and say what was done."""
-    from locality.checkpoints import LAYOUTS, convert
+    from locality.checkpoints.where import LAYOUT_NAMES, check_target
 
     parser = Parser(
         "convert",
         "Read a model, weights of any known layout, recognised from the names of their tensors, "
         "and write it in another. Nothing in a pickled file is ever executed.",
     )
-    parser.add_argument("source", help=MODEL)
+    parser.add_model("source")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
-    parser.add("--to", "locality", f"one of: {', '.join(LAYOUTS)}")
-    add_model_options(parser)
+    parser.add("--to", "locality", f"one of: {', '.join(LAYOUT_NAMES)}")
     parser.add("--overwrite", False, "replace the target")
     options = parser.read(with_aliases(arguments, {"--model": "--variant"}))
+    check_given(options.source, options)
+    check_target(Path(options.target), options.to, options.overwrite)
+    from locality.checkpoints import convert
+
     done = convert(
         options.source,
         options.target,
@@ -123,12 +126,15 @@ def export(arguments: Sequence[str]) -> None:
         "Write a model as an ONNX graph or a torch.export program, for any batch size (and any "
         "image size, where the model takes any).",
     )
-    parser.add_argument("model", help=MODEL)
+    parser.add_model("model")
     parser.add_argument("output", help="file ending in .onnx or .pt2")
     parser.add("--format", "onnx", "onnx or torch-export")
-    add_model_options(parser)
     options = parser.read(arguments)
 
+    from locality.checkpoints.where import check_graph
+
+    check_graph(Path(options.output), options.format)
+    check_given(options.model, options)
     from locality.checkpoints import export
 
     opened = open_given(options.model, options)
@@ -145,23 +151,27 @@ def export(arguments: Sequence[str]) -> None:
 
 def benchmark(arguments: Sequence[str]) -> None:
     """Measure each model in a process of its own and print (and write) the results."""
-    from locality.benchmark import BenchmarkConfig, to_table
+    from locality.benchmark.config import BenchmarkConfig
 
     parser = Parser(
         "benchmark",
         "Images per second of inference and of a training step, peak memory and what the backward "
         "pass keeps, beside a peer with equal weights; contenders take turns in one process.",
     )
-    parser.add_argument("models", nargs="+", help=f"name of an architecture, or {MODEL}")
-    add_model_options(parser)
+    parser.add_model("models", nargs="+", help=f"name of an architecture, or {MODEL}")
     parser.add_class_arguments(BenchmarkConfig, None)
     parser.add("--output", None, "write JSON here as well", str | None)
     options = parser.read(arguments)
     settings = {key: value for key, value in vars(options).items() if key not in _OWN}
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     config = BenchmarkConfig(**settings)
-    if options.output and not Path(options.output).resolve().parent.is_dir():
-        raise UserError(f"the folder of --output {options.output} does not exist; create it first")
+    check_place(options.output)
+    from locality.models.variants import VARIANTS
+
+    for name in options.models:
+        if name not in VARIANTS:
+            check_given(name, options)
+    from locality.benchmark import to_table
 
     for name in options.models:
         _opened(name, options)  # what cannot be opened is said before anything is measured

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from locality.commands.parsing import Parser
-from locality.errors import UserError
+from locality.checkpoints.where import missing
+from locality.commands.parsing import Parser, say
+from locality.errors import UserError, one_line
 
 
-def report(arguments: Sequence[str]) -> None:
-    """Write the report."""
+def report(arguments: Sequence[str]) -> int:
+    """Write the report; 1 if there are runs that cannot be read."""
     parser = Parser(
         "report",
         "Write one self-contained HTML page from finished runs: accuracy with intervals over "
@@ -21,14 +23,35 @@ def report(arguments: Sequence[str]) -> None:
     parser.add("--output", "report.html", "the file to write")
     parser.add("--record", False, "measure unmeasured runs first")
     options = parser.read(arguments)
-    if options.record:
-        from locality.analysis.recording import record_missing
-        from locality.analysis.runs import run_folders
+    for given in map(Path, options.runs):
+        if not given.exists():
+            raise missing(given)
 
-        record_missing(run_folders(options.runs))
+    from locality.analysis.runs import read_runs, run_folders
     from locality.report import build_report
 
-    print(build_report(options.runs, options.output))
+    folders, bad = [], []
+    for folder in run_folders(options.runs):
+        try:
+            (run,) = read_runs([folder])
+            finished = run.is_finished and bool(run.result)
+        except (UserError, OSError) as error:
+            bad.append(one_line(error))
+            continue
+        if finished:
+            folders.append(folder)
+        else:
+            say(f"{folder} is left out: it is not finished")
+    for sentence in bad:
+        say(f"left out: {sentence}")
+    if not folders:
+        raise UserError("none of these runs has finished; there is nothing to report")
+    if options.record:
+        from locality.analysis.recording import record_missing
+
+        record_missing(folders)
+    print(build_report(folders, options.output))
+    return 1 if bad else 0
 
 
 def reproduce(arguments: Sequence[str]) -> None:
@@ -56,6 +79,11 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--quiet", False, "no progress")
     parser.add("--json", False, "with --list: print JSON")
     options = parser.read(arguments)
+    if options.list:
+        own = "name dry_run finished output seeds fraction jobs threads executor data quiet"
+        parser.refuse(arguments, own, "does nothing beside --list")
+    else:
+        parser.refuse(arguments, "json", "is for --list")
 
     from locality import checks
     from locality.papers.reproduce import list_experiments, reproduce, show_list

@@ -20,10 +20,12 @@ def search(arguments: Sequence[str]) -> int | None:
     name = words.pop(0) if words and not words[0].startswith("-") else "digits"
     config = read_search(resumed[-1]) if resumed else named(name)
     parser = Parser(
-        f"search [{'|'.join(SEARCHES)}]",
+        "search",
         "Train a supernet of all CvTs that differ in the strides and MLP ratios of their blocks, "
         "choose one within the limits, and write a page. The name gives every setting, and the "
-        "training's are those of `locality train`. Stopped, the same command goes on.",
+        "training's are those of `locality train`. Stopped, the same command goes on. "
+        f"Names: {', '.join(SEARCHES)}.",
+        "[NAME]",
     )
     parser.add("--output", None, "folder; runs/search/… unless given")
     parser.add("--resume", None, "go on with the search in this folder; takes no settings")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +23,15 @@ ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": 
 def train(arguments: Sequence[str]) -> int | None:
     """Train, resume, or say what a run would cost."""
     config, options = read_run(arguments)
+    if options.print_config:
+        from locality.settings import to_yaml
+
+        print(to_yaml(config), end="")
+        return None
+    folder = Path(options.output) if options.output else default_folder(config)
+    _check_names(config, folder)
     from locality import training
 
-    folder = Path(options.output) if options.output else default_folder(config)
     observer = None
     if options.measure_every is not None:
         from locality.analysis.recording import OverTraining
@@ -55,10 +63,8 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     Raises:
         UserError: for an unknown recipe or setting, or a value that does not fit.
     """
-    from jsonargparse import ActionConfigFile
-
-    from locality.settings import to_dict
-    from locality.training.config import MOVED, RunConfig
+    from locality.settings import replace, to_dict
+    from locality.training.config import MOVED, RunConfig, read_config
     from locality.training.recipes import RECIPES, adjusted, name_of, recipe
 
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
@@ -67,6 +73,10 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     if words and not words[0].startswith("-"):
         names.append(words.pop(0))
     files, words = taken("--config", words)
+    run = _run_to_resume(words, names + files)
+    # jsonargparse has an option of this name, which would print what this parser has alone.
+    printing = "--print_config" in words
+    words = [word for word in words if word != "--print_config"]
     given: dict[str, Any] = {}
     for file in files:
         given |= by_option(RunConfig.upgraded(read_settings_file(file)))
@@ -75,14 +85,17 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     if names and "recipe" in given and labelled != name:
         raise UserError(f"recipe '{name}' is asked for and the settings say '{labelled}'; give one")
     parser = Parser(
-        f"train [{'|'.join(RECIPES)}]",
+        "train",
         "Train a model, or resume the run in a folder. The recipe (default: digits) gives every "
         "value; change any of them by name, or several with --config FILE.yaml. "
         "--model, --data and --fraction are short for --model.name, --data.dataset and "
-        "--data.fraction.",
+        f"--data.fraction. Recipes: {', '.join(RECIPES)}.",
+        "[RECIPE]",
     )
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with settings")
+    parser.add("--config", None, "YAML file with settings, such as the config.yaml of a run")
     parser.add("--output", None, "run folder; runs/… unless given")
+    parser.add("--resume", None, "run folder, to go on with its own settings and no others")
+    parser.add("--print_config", False, "print every setting as YAML, for --config; no start")
     parser.add("--dry_run", False, "check everything, print the cost")
     parser.add("--images_per_second", None, "speed for --dry_run's hours", float)
     parser.add("--record", False, "measure locality before and after")
@@ -90,11 +103,30 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     parser.add("--measure_every", None, every, float)
     parser.add("--quiet", False, "print nothing while training")
     parser.add_class_arguments(RunConfig, None)
-    values = by_option(to_dict(recipe(name)))
+    base = recipe(name) if run is None else read_config(run)
+    values = by_option(to_dict(base))
     parser.set_defaults(values)
     options = parser.read(words)
+    options.print_config = printing
+    if not options.dry_run:
+        parser.refuse(words, "images_per_second", "is for the hours that --dry_run estimates")
+    else:
+        parser.refuse(words, "record measure_every quiet", "does nothing beside --dry_run")
     given |= changed(parser, words, values)
-    return adjusted(name, given), options
+    if run is None:
+        return adjusted(name, given), options
+    options.output = str(run)
+    config = replace(base, given)
+    if config.schedule != base.schedule:
+        for flag in ("--resume", "--output"):
+            words = taken(flag, words)[1]
+        raise UserError(
+            f"{run} was planned for {base.schedule.length:g} {base.schedule.unit}, and a run keeps "
+            f"its schedule; to go on from its weights with another one, start a run: locality "
+            f"train --config {run / 'config.yaml'} --model.weights {run} --output {run}-longer "
+            f"{shlex.join(words)}"
+        )
+    return config, options
 
 
 def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +139,58 @@ def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> 
         elif setting in values:
             given[setting] = value
     return given
+
+
+def _run_to_resume(words: Sequence[str], others: Sequence[str]) -> Path | None:
+    """The run that `--resume` names, or `--output` where nothing else says what to train.
+
+    Raises:
+        UserError: if it is not there, or there is more than one word on what to train.
+    """
+    from locality.checkpoints.where import is_run_folder, missing
+
+    resumed, outputs = taken("--resume", words)[0], taken("--output", words)[0]
+    if not resumed:
+        return Path(outputs[-1]) if outputs and not others and is_run_folder(outputs[-1]) else None
+    if others or outputs:
+        raise UserError(
+            f"--resume goes on with the settings of {resumed[-1]}, in its folder; leave out "
+            f"{', '.join([*others, *(f'--output {folder}' for folder in outputs)])}"
+        )
+    run = Path(resumed[-1])
+    if not run.exists():
+        raise missing(run)
+    return run
+
+
+def _check_names(config: RunConfig, folder: Path) -> None:
+    """Refuse names, sizes and paths that will not do, before torch is imported for the rest.
+
+    Raises:
+        FileNotFoundError, UserError: naming what was given.
+    """
+    from locality.checkpoints.where import is_run_folder, kind_of
+    from locality.data.folder import find_parts
+    from locality.models.variants import PREFIX, variant
+
+    model = config.model
+    if not model.name.startswith(PREFIX):
+        sizes = {"img_size": model.img_size, "patch_size": model.patch_size}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        variant(model.name).config.with_overrides(**given, **model.overrides)
+    if model.weights is not None and not is_run_folder(folder):
+        kind_of(model.weights)
+    if config.data.dataset == "folder":
+        find_parts(config.data.root)
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not place.is_dir():
+        raise UserError(f"{place} is a file; a run needs a folder")
+    try:
+        tempfile.TemporaryDirectory(dir=place).cleanup()
+    except OSError as error:
+        raise UserError(
+            f"run folder {folder} cannot be written to ({error.strerror}); choose another"
+        ) from error
 
 
 def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,25 +244,23 @@ def demo(arguments: Sequence[str]) -> int | None:
     options = parser.read(arguments)
 
     from locality import checks
+
+    checks.integer("seeds", options.seeds, 1)
+    checks.integer("jobs", options.jobs, 1)
     from locality.analysis.recording import record_missing
     from locality.report import build_report
     from locality.runner.runs import Run
     from locality.runner.schedule import run_all
-    from locality.training import recipe, replace
+    from locality.training.recipes import adjusted
 
-    checks.integer("seeds", options.seeds, 1)
-    checks.integer("jobs", options.jobs, 1)
     root = Path(options.output)
     models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]
+    length = {} if options.steps is None else {"schedule.steps": options.steps}
     runs = []
     for seed in range(options.seeds):
         for fraction, model in itertools.product((0.05, 1.0), models):
-            config = recipe("digits", model=model, fraction=fraction, seed=seed)
-            if options.steps is not None:
-                # A short look must not be all warm-up.
-                warmup = min(config.schedule.warmup, options.steps / 10)
-                length = {"schedule.steps": options.steps, "schedule.warmup": warmup}
-                config = replace(config, length)
+            choices = {"model.name": model, "data.fraction": fraction, "seed": seed}
+            config = adjusted("digits", choices | length)
             name = f"{model}-{100 * fraction:g}pct-s{seed}"
             runs.append(Run(name, config, root / "runs" / name))
     print(f"Training {len(runs)} models on handwritten digits, {options.jobs} at a time …")

@@ -58,7 +58,8 @@ class DataConfig:
     """Which images a run trains on and which it is evaluated on.
 
     Attributes:
-        dataset: one of `DATASETS`.
+        dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
+            fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2 or imagenet_real.
         root: folder of the dataset; not used by `digits`, and `fashion_mnist` needs none where
             Debian's package is installed.
         download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).
@@ -88,8 +89,9 @@ class DataConfig:
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
             were measured without.
         real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
-        image_column, label_column: of an `arrow` dataset that has more than one candidate; of a
-            `table`, by name or number, where they are not the first and the second.
+        image_column: of an `arrow` dataset that has more than one candidate; of a `table`, by name
+            or number, where it is not the first.
+        label_column: the same for labels; of a `table` the second.
         workers: processes that load images; 0 loads in the training process.
     """
 
@@ -158,7 +160,8 @@ class Preprocessing:
 
     Attributes:
         img_size: pixels of the result, a number or (height, width); None is the model's own.
-        mean, std: normalisation of each channel, on the 0 … 1 scale.
+        mean: of each channel, on the 0 … 1 scale, which is subtracted.
+        std: of each channel, on the 0 … 1 scale, by which is divided.
         interpolation: of every resize.
         crop_pct: the shorter side is resized to image size / crop_pct before the centre is cut;
             0.875 is 256 → 224.
@@ -228,7 +231,8 @@ class AugmentConfig:
         random_erasing: probability of erasing one rectangle with noise.
         interpolation: of the "resized" crop; "random" picks bilinear or bicubic; None is that of
             evaluation.
-        mixup, cutmix: strength (α of the Beta distribution); applied to batches by training.
+        mixup: strength (α of the Beta distribution); applied to batches by training.
+        cutmix: the same, of mixing rectangles.
         mixup_prob: probability that a batch is mixed at all.
         mixup_switch_prob: probability of cutmix where both are on.
         repeats: how many times in a row an image is drawn (repeated augmentation).

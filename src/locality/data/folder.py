@@ -157,6 +157,8 @@ def find_parts(root: Path | str | None) -> tuple[Path, Path | None]:
     if not train.is_dir() or not _entries(train)[0]:
         if train.is_dir() and any((root / name).is_dir() for name in VAL_NAMES):
             raise no_images(train)
+        if not _entries(root)[0]:
+            raise no_images(root)
         return root, None
     for name in VAL_NAMES:
         if (root / name).is_dir():
@@ -238,14 +240,14 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
             raise FileNotFoundError(f"there is no file or folder {path}")
 
 
-def read_image(file: Path) -> Image.Image:
+def read_image(file: Path, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
     """The image in a file, as RGB.
 
     Raises:
         UserError: if it cannot be decoded, naming the file.
     """
     try:
-        return decode(read_bytes(file))
+        return decode(read_bytes(file), decoding)
     except BadImage as error:
         raise UserError(f"{file}: {error}") from error
 
@@ -281,6 +283,11 @@ def existing_folder(root: Path | str | None) -> Path:
 
 
 def no_images(root: Path) -> UserError:
+    if any(path.suffix.lower() in IMAGE_SUFFIXES for path in root.glob("*")):
+        return UserError(
+            f"'{root}' holds images itself, which makes it one class; give the folder above it, "
+            f"with one folder per class"
+        )
     return UserError(
         f"no images in '{root}'; expected one folder per class, with files such as .jpg or .png"
     )

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
 
 from locality.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class BadImage(Exception):
@@ -92,7 +95,7 @@ class Subset(ImageSource):
         self.source: ImageSource = source
         self.indices: npt.NDArray[np.int64] = indices
         if source.pixels is not None:
-            self.pixels = source.pixels[torch.from_numpy(indices)]
+            self.pixels = source.pixels[indices]
         if source.label_sets is not None:
             self.label_sets = [source.label_sets[index] for index in indices.tolist()]
 
@@ -126,6 +129,8 @@ class ArraySource(ImageSource):
             )
         if len(images) != len(self.labels):
             raise UserError(f"{name}: {len(images)} images but {len(self.labels)} labels")
+        import torch  # files are listed and checked without it
+
         self.pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
         self.name = name
 

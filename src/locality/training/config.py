@@ -9,13 +9,15 @@ them as YAML.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from locality import checks
+from locality import checks, settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
-from locality.models.variants import current_name
+from locality.files import read_json, read_text
+from locality.models.variants import current_name, name_today
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class OptimConfig:
         position_lr_factor: multiplies the learning rate of the positional vectors v_pos and the
             gates λ. Adam moves a parameter by at most about the sum of its rates, and a short
             run's is a small part of what 300 epochs sum up to.
-        betas, eps: of optimisers that have them; None takes the optimiser's own.
+        betas: of optimisers that have them; None takes the optimiser's own.
+        eps: of optimisers that have it; None takes the optimiser's own.
         momentum: of optimisers that have it.
         clip_grad: scale gradients down to this global norm; None leaves them.
     """
@@ -197,7 +200,7 @@ class EngineConfig:
         precision: "fp32", "bf16-mixed", or "auto" for whichever is faster here.
         ema_decay: keep an exponential moving average of the weights and evaluate that; None: off.
         ema_warmup: let the decay rise from 0 as 1 − (1 + step)^(−2/3), for short runs.
-        accelerator: "auto", "cpu", "cuda" or "mps".
+        accelerator: the device to compute on: "auto", "cpu", "cuda" or "mps".
         devices: processes on this machine, one per device; 0 takes all of the accelerator's
             (one for the processor). Under torchrun or srun it is theirs.
         num_nodes: machines.
@@ -249,6 +252,29 @@ class EngineConfig:
                 f"(engine.accumulate); choose a multiple of {parts}"
             )
         return self.batch_size // parts
+
+
+def read_config(folder: Path) -> RunConfig:
+    """The configuration of the run in a folder.
+
+    Raises:
+        UserError: if this is not a run folder, or its configuration cannot be read.
+    """
+    file = folder / "config.yaml"
+    try:
+        text = read_text(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{folder} is not a run folder: it has no config.yaml") from None
+    config = settings.from_yaml(RunConfig, text, str(file))
+    model = replace(config.model, name=called_today(folder, config.model.name))
+    return replace(config, model=model)
+
+
+def called_today(folder: Path, model: str) -> str:
+    """The name of the model that the run in `folder` calls `model`."""
+    environment = folder / "environment.json"
+    version = read_json(environment).get("locality") if environment.exists() else None
+    return name_today(model, version)
 
 
 EARLIER_RECIPES = {"cifar": "cifar100_32", "cifar100": "cifar100_224"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.checkpoints.open import Classifier, open_model
-from locality.data import BatchLoader, DataConfig, eval_loader, open_data
+from locality.data import Batch, BatchLoader, DataConfig, eval_loader, open_data
 from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.distributed import choose_precision, exact, resolve_accelerator
@@ -47,6 +47,7 @@ def evaluate_opened(
     batch_size: int = 256,
     precision: str = "fp32",
     accelerator: str = "auto",
+    predictions: list[tuple[str, str, Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of an opened model on a dataset, its images prepared as it wants them.
 
@@ -58,6 +59,8 @@ def evaluate_opened(
         batch_size: images at once.
         precision: "fp32", "bf16-mixed" or "auto".
         accelerator: "auto", "cpu", "cuda" or "mps".
+        predictions: is given what each image is called, its class and its probabilities; what the
+            classes are called is then in the result.
 
     Raises:
         UserError: if it is an exported graph, the data has other classes, there is no such
@@ -88,8 +91,19 @@ def evaluate_opened(
     # Only an open choice depends on the model's cost.
     macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
     chosen = choose_precision(precision, device, macs)
+
+    def keep(batch: Batch, logits: Tensor) -> None:
+        assert predictions is not None
+        rows = zip(batch.indices.tolist(), batch.targets.tolist(), logits.softmax(1), strict=True)
+        predictions.extend((splits.val.describe(i), splits.classes[k], p.cpu()) for i, k, p in rows)
+
+    keep_all = None if predictions is None else keep
     with torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bf16-mixed"):
-        result = evaluate(model.to(device), loader, device, label_sets=splits.val.label_sets)
+        result = evaluate(
+            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=keep_all
+        )
+    if predictions is not None:
+        result["classes"] = list(opened.classes or splits.classes)
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
 
@@ -104,6 +118,7 @@ def evaluate(
     rounds: int | None = None,
     stop: Callable[[], None] | None = None,
     channels_last: bool = False,
+    seen: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy in per cent, mean cross entropy, and the number of images.
 
@@ -119,6 +134,7 @@ def evaluate(
         rounds: batches of the process that has most, so that all meet equally often.
         stop: called before every batch, in step over all processes; may raise to stop.
         channels_last: memory layout of the images.
+        seen: called with every batch of this process, and its logits.
 
     Raises:
         EvaluationStopped: from `stop`.
@@ -139,6 +155,8 @@ def evaluate(
                 images = images.to(memory_format=torch.channels_last)
             targets = batch.targets.to(device, non_blocking=True)
             logits = model(images).float()
+            if seen is not None:
+                seen(batch, logits)
             right = _right(logits, targets, batch.indices.tolist(), label_sets)
             totals[0] += right[:, :1].sum()
             totals[1] += right.any(dim=1).sum()

@@ -8,7 +8,8 @@ import timm
 import torch
 from torch import nn
 
-from locality.checkpoints import load, load_weights, open_model, source
+from locality.checkpoints import load, load_weights, open_model
+from locality.checkpoints.where import kind_of
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, unknown
 from locality.models import ImageClassifier, build
@@ -89,11 +90,11 @@ def check_weights(weights: str | None) -> None:
     Raises:
         UserError: if it is neither.
     """
-    if weights is None or Path(weights).exists():
-        return
-    if "/" in weights:
-        raise UserError(f"model.weights: there is no file or folder {weights}")
-    source(weights)
+    try:
+        if weights is not None:
+            kind_of(weights)
+    except (FileNotFoundError, UserError) as error:
+        raise UserError(f"model.weights: {error}") from error
 
 
 def check_teacher(config: ObjectiveConfig) -> None:

@@ -422,25 +422,30 @@ def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
     known = _choices(name)
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
     config = recipe(name, **choices)
-    return replace(config, _in_the_other_unit(config.schedule, changes) | dict(changes))
+    return replace(config, _of_another_length(config.schedule, changes) | dict(changes))
 
 
-def _in_the_other_unit(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Warm-up, cool-down and the rest of the schedule, where a length in the other unit is given.
+def _of_another_length(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Warm-up, cool-down and the rest of the schedule, where another length is given.
 
     They count in the unit of the length: a recipe's 5 epochs of warm-up must not become 5 steps.
-    They keep their fraction of the run, but a twentieth of it is enough between evaluations.
+    They keep their fraction of the run, but a twentieth of it is enough between evaluations. Of a
+    shorter run in the recipe's own unit, warm-up and cool-down do.
     """
     unit, other = ("epochs", "steps") if recipe.steps is None else ("steps", "epochs")
     length = changes.get(f"schedule.{other}")
     if length is None:
-        return {}
+        share = min(1, max(0, changes.get(f"schedule.{unit}") or recipe.length) / recipe.length)
+        return {f"schedule.{part}": share * getattr(recipe, part) for part in _ENDS}
     scale = length / getattr(recipe, unit)
-    parts = ("warmup", "cooldown", "eval_every", "save_every", "snapshot_every")
+    parts = (*_ENDS, "eval_every", "save_every", "snapshot_every")
     own = {part: getattr(recipe, part) for part in parts}
     scaled = {f"schedule.{part}": scale * n for part, n in own.items() if n is not None}
     scaled["schedule.eval_every"] = max(scaled["schedule.eval_every"], length / 20)
     return {f"schedule.{unit}": None, **scaled}
+
+
+_ENDS = ("warmup", "cooldown")
 
 
 def _choices(name: str) -> list[str]:

@@ -25,7 +25,6 @@ import shutil
 import socket
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,10 +34,9 @@ from locality import settings
 from locality.checkpoints.run_state import CheckpointFolder, classes_of
 from locality.data.folder import some
 from locality.errors import UserError
-from locality.files import read_json, read_text, write_atomic
+from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
-from locality.models.variants import name_today
-from locality.training.config import RunConfig
+from locality.training.config import RunConfig, called_today, read_config
 
 # Settings that say where and on how many processes a run computes, not what. A run may be resumed
 # with others; with another number of devices or passes sums are rounded in another order.
@@ -164,13 +162,7 @@ class RunFolder:
         Raises:
             UserError: if this is not a run folder, or its configuration cannot be read.
         """
-        try:
-            text = read_text(self.config_file)
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{self.path} is not a run folder: it has no config.yaml") from None
-        config = settings.from_yaml(RunConfig, text, str(self.config_file))
-        model = replace(config.model, name=self._name_today(config.model.name))
-        return replace(config, model=model)
+        return read_config(self.path)
 
     def result(self) -> dict[str, Any] | None:
         """The content of result.json, or None while the run is not finished."""
@@ -179,12 +171,7 @@ class RunFolder:
         result = read_json(self.result_file)
         if "model" not in result:
             raise UserError(f"{self.result_file} does not say which model the run had")
-        return result | {"model": self._name_today(str(result["model"]))}
-
-    def _name_today(self, model: str) -> str:
-        if not self.environment_file.exists():
-            return model
-        return name_today(model, read_json(self.environment_file).get("locality"))
+        return result | {"model": called_today(self.path, str(result["model"]))}
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.

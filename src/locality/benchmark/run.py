@@ -1,0 +1,213 @@
+"""Measuring models and their peers in turn, and the table of what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import datetime
+import itertools
+import platform
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from locality._version import __version__
+from locality.benchmark.config import AGAINST, BenchmarkConfig
+from locality.benchmark.measure import (
+    Timing,
+    Work,
+    inference,
+    interleave,
+    peak_memory,
+    training_step,
+)
+from locality.benchmark.peers import peers, randomise
+from locality.errors import UserError
+from locality.machine import processor
+from locality.models import ImageClassifier, build
+from locality.training.preview import saved_activations
+
+# What two programs may differ by that compute the same logits in another order.
+TOLERANCE = {"fp32": 2e-5, "bf16": 0.1}
+
+
+def run_benchmark(
+    name: str, config: BenchmarkConfig, model: ImageClassifier | None = None
+) -> dict[str, Any]:
+    """Measure one model and its peers at every size, precision, mode and task.
+
+    Args:
+        name: one of `list_models()`; a title if `model` is given.
+        config: what to measure.
+        model: whose architecture to measure. Weights make no difference and are drawn anew.
+
+    Returns:
+        a plain dictionary: `machine`, `settings`, and `rows`, one per measurement and contender.
+
+    Raises:
+        UserError: if the peer does not exist, or its logits differ from ours on equal weights.
+    """
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(here if config.device == "auto" else config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    rows: list[dict[str, Any]] = []
+    for size in config.img_sizes:
+        contenders, difference = _contenders(model or name, size, config.against, device)
+        images = torch.randn(config.batch_size, 3, size, size, device=device)
+        for precision in config.precisions:
+            _check_logits(contenders, images, precision, name)
+            for mode, task in itertools.product(config.modes, config.tasks):
+                what = {"task": task, "img_size": size, "precision": precision, "mode": mode}
+                measured = _measure(contenders, images, config, what)
+                rows += [{**row, "max_abs_logit_difference_fp32": difference} for row in measured]
+    return {
+        "model": name,
+        "machine": machine(device),
+        "settings": dataclasses.asdict(config),
+        "rows": rows,
+    }
+
+
+def _contenders(
+    model: ImageClassifier | str, size: int, against: str, device: torch.device
+) -> tuple[dict[str, nn.Module], float]:
+    """Ours and its peers on one device, and how far the logits of the first peer are from ours."""
+    # transformers' CvT has the exact GELU, so that is what ours is timed with beside it.
+    fields: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
+    fields["img_size"] = size
+    ours = build(model if isinstance(model, str) else model.config, **fields)
+    ours.variant = model if isinstance(model, str) else model.variant
+    randomise(ours)
+    contenders: dict[str, nn.Module] = {"locality": ours, **peers(ours, against)}
+    for contender in contenders.values():
+        contender.to(device).eval()
+    images = torch.randn(2, 3, size, size, device=device)
+    difference = float("nan")
+    if against in contenders:
+        with torch.no_grad():
+            difference = (ours(images) - contenders[against](images)).abs().max().item()
+    return contenders, difference
+
+
+def _check_logits(
+    contenders: dict[str, nn.Module], images: Tensor, precision: str, name: str
+) -> None:
+    """Nothing is timed before the peer with our weights has given our logits."""
+    for label in contenders.keys() & set(AGAINST):
+        with torch.no_grad(), _autocast(precision, images.device)():
+            ours, theirs = contenders["locality"](images), contenders[label](images)
+        scale = theirs.float().abs().max().clamp(min=1)
+        difference = ((ours.float() - theirs.float()).abs().max() / scale).item()
+        if not difference <= TOLERANCE[precision]:
+            raise UserError(
+                f"{name} and its {label} peer differ by {difference:.2g} of the largest logit in "
+                f"{precision} with equal weights; nothing was timed"
+            )
+
+
+def _autocast(precision: str, device: torch.device) -> Callable[[], Any]:
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext
+
+
+def _measure(
+    contenders: dict[str, nn.Module], images: Tensor, config: BenchmarkConfig, what: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """One row per contender; `what` says the task, the image size, the precision and the mode."""
+    autocast = _autocast(what["precision"], images.device)
+    work: dict[str, Work] = {}
+    kept: dict[str, int] = {}
+    for label, model in _for_task(contenders, what["task"]):
+        if what["task"] == "training" and what["mode"] == "eager" and config.memory:
+            kept[label] = saved_activations(model, images, autocast)
+        called: Any = torch.compile(model) if what["mode"] == "compiled" else model
+        make = inference if what["task"] == "inference" else training_step
+        work[label] = make(called, images, autocast)
+    timing = interleave(work, images.device, config.rounds, config.warmup)
+    rows = []
+    for label in work:
+        speed = config.batch_size / timing.median(label)
+        row = {"contender": label, **what, "images_per_second": speed, **_ratio(timing, label)}
+        if config.memory:
+            row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
+            row["saved_activations_mb"] = _megabytes(kept.get(label))
+        rows.append(row)
+    return rows
+
+
+def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str, nn.Module]]:
+    """The contenders ready for a task: training works on copies, so that weights stay equal.
+
+    For inference a model that has a faster form made for it (`fuse()`) is measured in both forms.
+    """
+    for label, model in contenders.items():
+        if task == "training":
+            yield label, copy.deepcopy(model).train()
+        else:
+            yield label, model
+            if isinstance(model, ImageClassifier) and hasattr(model, "fuse"):
+                yield f"{label} (fused)", model.fuse()  # type: ignore[operator]
+
+
+def _ratio(timing: Timing, label: str) -> dict[str, Any]:
+    """Our speed over this contender's: the median over rounds, and the middle half of them."""
+    ours = next(reversed([key for key in timing.seconds if key.startswith("locality")]))
+    if label.startswith("locality"):
+        return {"locality_is_times_as_fast": None, "middle_half": None}
+    ratios = sorted(timing.ratios(ours, label))
+    quarter = len(ratios) // 4
+    return {
+        "locality_is_times_as_fast": statistics.median(ratios),
+        "middle_half": (ratios[quarter], ratios[-1 - quarter]),
+    }
+
+
+def _megabytes(count: int | None) -> float | None:
+    return None if count is None else count / 2**20
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions, to go with every measurement."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "locality": __version__,
+    }
+
+
+# Title of a column → what stands in it.
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "task": lambda row: row["task"],
+    "px": lambda row: str(row["img_size"]),
+    "precision": lambda row: row["precision"],
+    "mode": lambda row: row["mode"],
+    "contender": lambda row: row["contender"],
+    "images/s": lambda row: f"{row['images_per_second']:.1f}",
+    "ours is": lambda row: _shown(row["locality_is_times_as_fast"], "{:.2f}×"),
+    "middle half": lambda row: _shown(row["middle_half"], "{0[0]:.2f}–{0[1]:.2f}"),
+    "peak MB": lambda row: _shown(row.get("peak_memory_mb"), "{:.0f}"),
+    "kept MB": lambda row: _shown(row.get("saved_activations_mb"), "{:.0f}"),
+}
+
+
+def to_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The rows of a result as text: header and cells."""
+    memory = any(row.get("peak_memory_mb") is not None for row in result["rows"])
+    header = [title for title in _COLUMNS if memory or not title.endswith("MB")]
+    return header, [[_COLUMNS[title](row) for title in header] for row in result["rows"]]
+
+
+def _shown(value: Any, form: str) -> str:
+    return "" if value is None else form.format(value)

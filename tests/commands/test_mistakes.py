@@ -1,0 +1,265 @@
+"""What a new user gets wrong: one sentence and code 2, before torch is imported or anyone asked.
+
+And every option of every command either acts or is refused, in each way of using the command.
+"""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from locality.checkpoints import LAYOUTS
+from locality.checkpoints.where import LAYOUT_NAMES
+from locality.cli import COMMANDS
+from locality.commands.parsing import Parser
+from locality.settings import to_yaml
+
+# What is typed, and what the answer has to say.
+MISTAKES = [
+    ("trian", "unknown command 'trian'; did you mean train"),
+    ("train digitz", "unknown recipe 'digitz'; did you mean digits?"),
+    ("train digits extra", "'extra' is one word too many"),
+    ("train --lr 0.1", "did you mean --optim.lr?"),
+    ("train --device cuda", "did you mean --engine.accelerator"),
+    ("train --learning-rate 0.1", "did you mean --optim.lr"),
+    ("train --epochs 3", "did you mean --schedule.epochs?"),
+    ("train --batch-size 8", "did you mean --engine.batch_size?"),
+    ("train --print_shtab", "unknown setting 'print_shtab'"),
+    ("train --model convit_nan", "unknown model 'convit_nan'; did you mean convit_nano"),
+    ("train --model.img_size 9", "9×9 pixels cannot be cut into patches of 2×2"),
+    ("train --model.weights nope.pth", "there is no file or folder nope.pth"),
+    ("train --model.weights runs/photo", "no file or folder runs/photo; did you mean runs/photos?"),
+    ("train --engine.precision fp8", "precision is fp8; give one of auto, fp32, bf16-mixed"),
+    ("train --engine.devices cuda", "engine.devices is cuda; give a whole number"),
+    ("train --engine.batch_size 0", "batch_size is 0; give a whole number, at least 1"),
+    ("train --optim.lr fast", "optim.lr is fast; give a number"),
+    ("train --optim.lr -1", "optim.lr is -1.0; give a finite number above 0"),
+    ("train --optim.lr", "locality train needs --optim.lr VALUE: learning rate"),
+    ("train --fraction 0", "fraction is 0"),
+    ("train --data digit", "did you mean digits"),
+    ("train --data folder", "needs a folder; give it as data.root"),
+    ("train --data folder --data.root nowhere", "the folder 'nowhere' does not exist"),
+    ("train --data folder --data.root photos/cat", "holds images itself, which makes it one class"),
+    ("train --config missing.yaml", "missing.yaml"),
+    ("train --images_per_second 10", "--images_per_second is for the hours that --dry_run"),
+    ("train --output photos/cat/a.png", "photos/cat/a.png is a file; a run needs a folder"),
+    ("train --output /proc/foo", "/proc/foo cannot be written to"),
+    ("train --resume runs/photo", "no file or folder runs/photo; did you mean runs/photos?"),
+    ("train digits --resume runs/photos", "leave out digits"),
+    (
+        "train --resume runs/photos --schedule.steps 90",
+        "was planned for 60 steps, and a run keeps its schedule; to go on from its weights with "
+        "another one, start a run: locality train --config runs/photos/config.yaml "
+        "--model.weights runs/photos --output runs/photos-longer --schedule.steps 90",
+    ),
+    ("predict photos", "locality predict needs --model: run folder, weights"),
+    ("predict x.png --model runs/photos", "there is no file or folder x.png"),
+    ("predict photos --model https://a.org/b.pth", "https://a.org/b.pth is an address"),
+    ("predict photos --model convit_tiny", "is an architecture without weights"),
+    ("predict photos --model convit_tinny", "did you mean convit_tiny"),
+    ("predict photos --model runs/photo", "did you mean runs/photos?"),
+    ("predict photos --model a.pth --top 0", "top is 0"),
+    ("eval", "give one model to evaluate"),
+    ("eval nope.pth", "there is no file or folder nope.pth"),
+    ("report nowhere", "there is no file or folder nowhere"),
+    ("explore nope.pth --images photos", "there is no file or folder nope.pth"),
+    ("convert nope.pth out", "there is no file or folder nope.pth"),
+    ("convert runs/photos out.zip", "out.zip ends in .zip"),
+    ("convert runs/photos out.pth --to cvt", "known: convit, cvt-microsoft"),
+    ("convert runs/photos out --entry ema", "so there is no entry 'ema' to choose"),
+    ("export runs/photos out.onxx", "has to end in .onnx"),
+    ("export runs/photos nowhere/out.onnx", "there is no folder nowhere"),
+    ("figure nonlocalty runs/photos", "did you mean nonlocality?"),
+    ("benchmark convit_nan", "did you mean convit_nano"),
+    ("benchmark convit_nano --rounds many", "rounds is many; give a whole number"),
+    ("benchmark convit_nano --output nowhere/x.json", "of nowhere/x.json does not exist"),
+    ("data chek photos", "did you mean check"),
+    ("data pack photos", "needs OUT"),
+    ("recipes deit_3000", "did you mean deit_300"),
+    ("models --famly cvt", "did you mean --family?"),
+    ("demo --seeds 0", "seeds is 0"),
+]
+
+# Ways of using a command, and the options that are refused there: all others act.
+WAYS = {
+    "models": "",
+    "models --pretrained": "",
+    "train": "images_per_second",
+    "train --dry_run": "record measure_every quiet",
+    "train --resume runs/photos": "images_per_second recipe output config",
+    "eval runs/photos": "weights entry",
+    "predict photos --model runs/photos": "entry",
+    "predict photos --model runs/photos --csv": "top json entry",
+    "predict photos --model graph.onnx": "entry variant set",
+    "report runs/photos": "",
+    "explore runs/photos": "entry",
+    "figure gates runs/photos": "place count images layers heads variant entry set",
+    "figure maps runs/photos": "entry",
+    "figure initial-maps photos/cat": "images layers heads variant entry set",
+    "convert runs/photos out": "entry",
+    "export runs/photos out.onnx": "entry",
+    "benchmark runs/photos": "entry",
+    "data check photos": "",
+    "data pack photos packed": "workers dataset",
+    "reproduce all": "json list",
+    "reproduce --list": ("dry_run finished output seeds fraction jobs threads executor data quiet"),
+    "demo": "",
+    "recipes": "",
+}
+VALUES = {
+    "variant": "convit_nano", "entry": "model", "set": "drop_rate=0", "output": "made", "top": "2",
+    "to": "locality", "format": "onnx", "img_size": "8", "batch_size": "2", "precision": "fp32",
+    "predictions": "out.csv", "images": "photos/cat", "count": "3", "layers": "[1]", "heads": "1",
+    "place": "[0.5,0.5]", "workers": "1", "family": "cvt", "scale": "digits", "runs": "made",
+    "seeds": "1", "fraction": "0.5", "jobs": "1", "threads": "1", "executor": "local", "data": "{}",
+    "dataset": "folder",
+    "steps": "4", "weights": "runs/photos", "config": "runs/photos/config.yaml", "resume": "",
+    "recipe": "digits", "seed": "1", "images_per_second": "9", "measure_every": "1",
+    "against": "timm", "img_sizes": "[8]", "precisions": "[fp32]", "modes": "[eager]",
+    "tasks": "[inference]", "rounds": "1", "warmup": "1", "device": "cpu", "memory": "false",
+}  # fmt: skip
+
+CHILD = """
+import contextlib, io, json, socket, sys, time
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "timm", "huggingface_hub"):
+            raise AssertionError("torch is imported")
+
+def refuse(*arguments):
+    raise AssertionError("the network is asked")
+
+sys.meta_path.insert(0, NoTorch())
+socket.socket.connect = socket.getaddrinfo = refuse
+from locality.cli import main
+
+answers = []
+for words in json.load(sys.stdin):
+    said, started = io.StringIO(), time.perf_counter()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(words)
+        except AssertionError as error:
+            code = str(error)
+        except SystemExit as stop:
+            code = f"exit {stop.code}"
+    answers.append((code, said.getvalue(), time.perf_counter() - started))
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    """Commands → exit code (or what stopped them), error, seconds; in a process without torch."""
+    root = tmp_path_factory.mktemp("mistakes")
+    run = root / "runs" / "photos"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(_short()))
+    (run / "result.json").write_text("{}")
+    (root / "photos" / "cat").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(root / "photos" / "cat" / "a.png")
+    for name in ("a.pth", "graph.onnx"):
+        (root / name).write_bytes(b"weights")
+
+    def answers(commands):
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD], cwd=root, input=json.dumps(commands), text=True,
+            capture_output=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return answers
+
+
+def _short():
+    from locality.training.recipes import adjusted
+
+    return adjusted("digits", {"schedule.steps": 60})
+
+
+@pytest.fixture(scope="module")
+def mistakes(ask):
+    return dict(zip(MISTAKES, ask([words.split() for words, _ in MISTAKES]), strict=True))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[0])
+def test_a_mistake_gets_one_sentence(mistake, mistakes):
+    code, said, _ = mistakes[mistake]
+    assert code == 2, (code, said)
+    assert mistake[1] in said
+    assert said.startswith("locality: ") and said.count("\n") == 1, said
+
+
+def parser_of(command, monkeypatch):
+    """The parser of a command, as it is when it reads."""
+    built = []
+
+    class Built(Exception):
+        pass
+
+    def read(self, arguments):
+        built.append(self)
+        raise Built
+
+    module, _, function = COMMANDS[command][0].partition(":")
+    called = getattr(importlib.import_module(f"locality.commands.{module}"), function)
+    with monkeypatch.context() as patch:
+        patch.setattr(Parser, "read", read)
+        with pytest.raises(Built):
+            called([])
+    return built[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_read_and_has_a_text(command, monkeypatch):
+    parser = parser_of(command, monkeypatch)
+    source = inspect.getsource(
+        importlib.import_module(f"locality.commands.{COMMANDS[command][0].partition(':')[0]}")
+    )
+    source += inspect.getsource(importlib.import_module("locality.commands.parsing"))
+    for name, action in parser._options().items():
+        assert action.help, name
+        whole = (
+            "." in name or command == "benchmark" or name in ("config", "resume", "recipe", "seed")
+        )
+        assert whole or f"options.{name}" in source, name
+    for action in parser._actions:
+        if not action.option_strings:
+            assert (action.help and f"options.{action.dest}" in source) or command == "recipes"
+
+
+@pytest.mark.slow
+def test_every_option_acts_or_is_refused(ask, monkeypatch):
+    asked, expected = [], []
+    for way, refused in WAYS.items():
+        words = way.split()
+        for name, action in parser_of(words[0], monkeypatch)._options().items():
+            if "." in name or f"--{name}" in words or name in ("model", "print_config", "resume"):
+                continue
+            value = [VALUES[name]] if action.nargs != 0 else []
+            if name == "overwrite" or (words[0] == "models" and name == "json"):
+                continue
+            asked.append([*words, f"--{name}", *value])
+            expected.append((name, name in refused.split()))
+    wrong = []
+    for words, (name, refused), (code, said, _) in zip(asked, expected, ask(asked), strict=True):
+        # What is not refused goes on to torch, or to its end.
+        names_it = name in said or words[-1] in said
+        if not (code == 2 and names_it if refused else code in (0, "torch is imported")):
+            wrong.append((" ".join(words), code, said))
+    assert not wrong, wrong
+
+
+def test_every_way_is_of_a_command_and_every_command_has_one():
+    # A search is torch from its first line on; its settings are those of `train`.
+    assert {way.split()[0] for way in WAYS} == set(COMMANDS) - {"search"}
+
+
+def test_layouts_are_told_without_opening_their_modules():
+    assert list(LAYOUTS) == list(LAYOUT_NAMES)
