@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import locality.benchmark
 from locality.benchmark import BenchmarkConfig, run_benchmark, to_table
 from locality.benchmark.measure import Timing, interleave, peak_memory
 from locality.benchmark.peers import peers, randomise
@@ -94,7 +93,7 @@ def test_models_that_disagree_are_not_timed(monkeypatch):
         randomise(found["timm"], seed=1)
         return found
 
-    monkeypatch.setattr(locality.benchmark, "peers", other_weights)
+    monkeypatch.setattr("locality.benchmark.run.peers", other_weights)
     with pytest.raises(ValueError, match="nothing was timed"):
         run_benchmark("convit_tiny", BenchmarkConfig(img_sizes=(32,), **QUICK))
 

@@ -26,7 +26,7 @@ def test_initial_maps_from_an_image(picture, tmp_path, capsys):
     [
         (["nonlocalty", "x"], "did you mean nonlocality?"),
         (["nonlocality", "missing"], "there is no folder missing"),
-        (["maps", "missing"], "missing is no run folder"),
+        (["maps", "missing"], "unknown file, folder or model 'missing'"),
         (["initial-maps", "missing.png"], "no file or folder missing.png"),
         (["initial-maps", "x", "--heads", "0"], "heads"),
     ],

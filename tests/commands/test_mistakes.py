@@ -226,7 +226,9 @@ def test_every_option_is_read_and_has_a_text(command, monkeypatch):
     for name, action in parser._options().items():
         assert action.help, name
         whole = (
-            "." in name or command == "benchmark" or name in ("config", "resume", "recipe", "seed")
+            "." in name
+            or command in ("benchmark", "search")
+            or name in ("config", "resume", "recipe", "seed")
         )
         assert whole or f"options.{name}" in source, name
     for action in parser._actions:

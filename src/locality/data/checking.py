@@ -186,8 +186,8 @@ def _check_opened(
 ) -> CheckReport:
     """What is wrong with the images of a dataset as a run would open it."""
     root = None if folder is None else str(folder)
-    settings = {"exif": decoding.exif, "max_pixels": decoding.max_pixels}
-    splits = open_data(DataConfig(dataset, root, **settings), seed=0)
+    config = DataConfig(dataset, root, exif=decoding.exif, max_pixels=decoding.max_pixels)
+    splits = open_data(config, seed=0)
     report = CheckReport(root or dataset, classes=len(splits.classes))
     named: list[tuple[str, str]] = []
     examined: list[Examined] = []
