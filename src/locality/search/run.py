@@ -81,7 +81,8 @@ class SearchConfig:
             own strides and ratios are what the result is compared with.
         method: "sandwich" trains all candidates on all images; "da_nas" on images that grow harder,
             and drops the options that lose in between (Dai et al. 2020).
-        parameters, macs: the most that a candidate may have; None is no limit.
+        parameters: the most that a candidate may have; None is no limit, here and below.
+        macs: the most multiply-accumulates for one image.
         latency: the most milliseconds that a batch of 32 images may take on this machine.
         evaluations: candidates that evolution evaluates, and as many at random.
         held_out: fraction of the training images that candidates are chosen by, and not trained on.
