@@ -3,7 +3,8 @@
     >>> import locality
     >>> model = locality.create_model("convit_tiny", num_classes=10)
 
-`create_model` and `list_models` make models, `save` and `load` keep them, `train` fits them.
+`create_model` and `list_models` make models, `save` and `load` keep them, `train` fits them, and
+`transform` makes a transformer of a convolutional network.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from locality.checkpoints import load as load
     from locality.checkpoints import save as save
     from locality.models import list_models as list_models
+    from locality.models.transform import transform as transform
     from locality.training import train as train
 
 __all__, __getattr__ = lazily(__name__, __file__)

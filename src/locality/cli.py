@@ -34,6 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reproduce": ("reports:reproduce", "run a table or figure of either paper, by name"),
     "benchmark": ("models:benchmark", "speed and memory against timm and transformers"),
     "convert": ("models:convert", "turn weights from one layout into another"),
+    "transform": (
+        "models:transform",
+        "put attention in the place of a CNN's convolutions, exactly",
+    ),
     "export": ("models:export", "write a model as ONNX or a torch.export program"),
     "data": ("images:data", "check an image folder, or pack it for fast reading"),
 }

@@ -20,6 +20,7 @@ from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError
 from locality.models import build
+from locality.models.transform import transform
 
 # Twice the tolerance of a score, since the normalising sum moves as well; and JavaScript's exp.
 FACTOR = math.exp(2 * TOLERANCE) - 1 + 1e-6
@@ -355,6 +356,24 @@ def test_keys_on_coarser_grids(open_explorer, shaken, tmp_path):
         shown = page.locator(f'.row .cell[data-layer="{layer}"][data-head="0"]')
         distance = float(shown.get_attribute("data-distance"))
         assert distance == pytest.approx((patches * away).sum() / patches.sum(), rel=2 * FACTOR)
+
+
+def test_attention_in_the_place_of_convolutions(open_explorer, tmp_path):
+    """A stride leaves tokens without a query, and zero padding takes its part of the border."""
+    torch.manual_seed(0)
+    network = build("timm/test_resnet", num_classes=10, img_size=32)
+    subject = Classifier.of(transform(network, "stage2", alpha=2.0), "ResNet")
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8))
+    page = open_explorer(write_explorer([subject], [image], tmp_path / "resnet.html"))
+    click(page, 0, 2)
+    first, second = maps_of(subject, image)
+    assert (first.query_grid, first.key_grid, second.key_grid) == ((4, 4), (8, 8), (4, 4))
+    for layer, maps in enumerate((first, second)):
+        for head in (0, 5, 9):
+            for mode in ("mixed", "content", "position"):
+                found = shown_row(page, 0, layer, head, mode)
+                np.testing.assert_allclose(found, true_row(maps, mode, head, 2), rtol=FACTOR)
+        assert shown_row(page, 0, layer, 0, "position").sum() < 0.3
 
 
 def test_size_of_the_digits_explorer(file):

@@ -1,5 +1,8 @@
 """The attention layers against their definitions, and against convolutions."""
 
+import copy
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -121,28 +124,69 @@ def test_convolutional_initialisation():
     assert not torch.equal(plain.value_weight, torch.eye(44))
 
 
-@pytest.mark.parametrize("kernel", [1, 3, 5])
-def test_from_conv2d_is_the_convolution_inside(kernel):
-    torch.manual_seed(kernel)
-    conv = nn.Conv2d(6, 10, kernel, padding=kernel // 2)
-    layer = GatedPositionalSelfAttention.from_conv2d(conv)
-    x = tokens(6, grid=(9, 11))
-    error = (to_map(layer(x, (9, 11)), (9, 11)) - conv(to_map(x, (9, 11)))).abs()
-    edge = kernel // 2
-    assert error[..., edge : 9 - edge, edge : 11 - edge].max() <= 1e-4
-    if edge:
-        # Zeros outside the image on one side, the nearest patch on the other.
-        assert error.max() > 1e-2
+CONVOLUTIONS = {
+    "1×1": nn.Conv2d(6, 10, 1),
+    "3×3": nn.Conv2d(6, 10, 3, padding=1),
+    "more in than out": nn.Conv2d(10, 6, 3, padding=1, bias=False),
+    "5×5, same": nn.Conv2d(6, 10, 5, padding="same"),
+    "even": nn.Conv2d(6, 10, 4, padding="same"),
+    "stride 2": nn.Conv2d(6, 10, 3, stride=2, padding=1),
+    "stem": nn.Conv2d(3, 8, 7, stride=2, padding=3),
+    "stride 3, little padding": nn.Conv2d(6, 10, 5, stride=3, padding=1),
+    "no padding": nn.Conv2d(6, 10, 3),
+    "groups": nn.Conv2d(6, 9, 3, padding=1, groups=3),
+    "depthwise": nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6),
+}
 
 
-@pytest.mark.parametrize("kernel", [2, 3, 4])
-def test_from_conv2d_is_the_convolution_with_replicated_borders(kernel):
-    torch.manual_seed(kernel)
-    conv = nn.Conv2d(6, 10, kernel, padding="same", padding_mode="replicate")
-    layer = GatedPositionalSelfAttention.from_conv2d(conv)
-    x = tokens(6, grid=(9, 11))
+@pytest.mark.parametrize("gating", [0.5, 1.0, 30.0])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@torch.no_grad()
+def test_from_conv2d_is_the_convolution(kind, gating):
+    """With its zero padding and its stride, whatever the gates say, on grids of any shape."""
+    conv = copy.deepcopy(CONVOLUTIONS[kind]).double()
+    layer = GatedPositionalSelfAttention.from_conv2d(conv, 40.0, gating)
+    for grid in ((9, 11), (8, 7)):
+        x = tokens(conv.in_channels, grid=grid).double()
+        expected = conv(to_map(x, grid))
+        assert layer.window.grid(grid) == expected.shape[2:]
+        ours = to_map(layer(x, grid), layer.window.grid(grid))
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+def test_the_convolution_is_off_by_little_where_alpha_is_finite_and_everything_learns():
+    """The error falls like e^−α, and the gradient of v_pos with it; other gradients do not."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(12, 12, 3, padding=1).double()
+    x = tokens(12).double()
+    expected = conv(to_map(x))
+    errors, gradients = [], []
+    for strength in (5.0, 6.0):
+        layer = GatedPositionalSelfAttention.from_conv2d(conv, strength, gating=1.0)
+        ours = to_map(layer(x, GRID))
+        errors.append(((ours - expected).norm() / expected.norm()).item())
+        (ours * to_map(tokens(12).double())).sum().backward()
+        assert all(parameter.grad.abs().max() > 0 for parameter in layer.parameters())
+        gradients.append(layer.v_pos.grad[:9].norm().item())
+    assert 0.01 < errors[0] < 0.05
+    assert errors[1] / errors[0] == pytest.approx(math.exp(-1), rel=0.1)
+    assert gradients[1] / gradients[0] == pytest.approx(math.exp(-1), rel=0.1)
+
+
+def test_a_layer_in_a_convolutions_place_shows_what_it_uses():
+    """Attention maps, times values, are what the layer computes; padding takes its part."""
+    torch.manual_seed(0)
+    layer = GatedPositionalSelfAttention.from_conv2d(CONVOLUTIONS["stride 2"], 3.0, 1.0)
+    x = tokens(6)
+    maps = layer.attention_maps(x, GRID)
+    values = layer._queries_keys_values(x)[2]
+    torch.testing.assert_close(layer._project(maps.mixed @ values), layer(x, GRID))
+    assert maps.mixed.shape[-2:] == (math.prod(maps.query_grid), math.prod(GRID))
+    torch.testing.assert_close(maps.content.sum(-1), torch.ones(maps.content.shape[:-1]))
+    corner = maps.position.sum(-1)[0, 0]  # head (−1, −1) of the first query looks over the border
+    assert corner < 0.01
     torch.testing.assert_close(
-        to_map(layer(x, (9, 11)), (9, 11)), conv(to_map(x, (9, 11))), rtol=0, atol=1e-5
+        maps.position.sum(-1)[4], torch.ones(maps.position.shape[1]), atol=0.1, rtol=0
     )
 
 
@@ -178,16 +222,21 @@ def test_init_from_conv2d_is_exact_for_a_kernel_of_low_rank():
 @pytest.mark.parametrize(
     ("conv", "complaint"),
     [
-        (nn.Conv2d(36, 36, 3, padding=1, stride=2), "stride"),
         (nn.Conv2d(36, 36, 3, padding=2, dilation=2), "dilation"),
-        (nn.Conv2d(36, 36, 3, padding=1, groups=2), "groups"),
-        (nn.Conv2d(36, 36, 3), "padding"),
+        (nn.Conv2d(36, 36, 4, padding=2), "padding of 0 to 1"),
+        (nn.Conv2d(36, 36, 3, padding=(1, 0)), "padding"),
         (nn.Conv2d(36, 36, (3, 5), padding="same"), "square"),
+        (nn.Conv2d(36, 36, 3, stride=(1, 2)), "square"),
     ],
 )
 def test_other_convolutions_are_refused(conv, complaint):
     with pytest.raises(ValueError, match=complaint):
         GatedPositionalSelfAttention.from_conv2d(conv)
+
+
+def test_closed_gates_the_wrong_way_round_are_refused():
+    with pytest.raises(ValueError, match="above 0"):
+        GatedPositionalSelfAttention.from_conv2d(CONVOLUTIONS["3×3"], gating=-1.0)
 
 
 def test_a_kernel_or_width_that_does_not_fit_is_refused():
@@ -196,6 +245,8 @@ def test_a_kernel_or_width_that_does_not_fit_is_refused():
         layer.init_from_conv2d_(nn.Conv2d(36, 36, 5, padding=2))
     with pytest.raises(ValueError, match="24 channels"):
         layer.init_from_conv2d_(nn.Conv2d(36, 24, 3, padding=1))
+    with pytest.raises(ValueError, match="size of the grid"):
+        layer.init_from_conv2d_(nn.Conv2d(36, 36, 3, padding=1, stride=2))
 
 
 def test_width_has_to_be_divisible_by_the_heads():

@@ -40,6 +40,7 @@ from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.files import render, write_atomic
+from locality.layers.grid import Window
 from locality.models.variants import family_of
 
 TOLERANCE = 0.02
@@ -157,9 +158,12 @@ def _pack(
 
     def keep(view: LayerView) -> None:
         v_pos = positional_vectors(view.module)
+        window = getattr(view.module, "window", Window())
         layers.append(
             {
                 "key_stride": list(view.key_stride),
+                "padding": [window.before, window.after],
+                "first": window.first,
                 "prefix": view.maps.prefix_tokens,
                 "position": None if v_pos is None else v_pos.tolist(),
             }

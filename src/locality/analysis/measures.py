@@ -17,7 +17,7 @@ from torch import Tensor
 
 from locality.layers.grid import Grid
 
-Stride = tuple[int, int]
+Stride = tuple[float, float]
 
 
 def infer_key_stride(query_grid: Grid, key_grid: Grid) -> Stride:

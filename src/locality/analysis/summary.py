@@ -130,7 +130,10 @@ def _describe(view: LayerView) -> Record:
     """What of one layer does not depend on the image."""
     maps, v_pos = view.maps, positional_vectors(view.module)
     focus = (None, None, None) if v_pos is None else measures.positional_focus(v_pos)
-    far = None if maps.position is None else measures.nonlocality(maps.position, maps.key_grid)
+    far = None
+    if maps.position is not None:
+        places = (maps.query_grid, maps.key_grid, 0, view.key_stride)
+        far = measures.nonlocality(maps.position, *places)
     return {
         "name": view.name,
         "kind": "gpsa" if maps.gate is not None else "sa" if maps.position is None else "psa",

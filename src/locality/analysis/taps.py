@@ -26,7 +26,11 @@ from torch import Tensor, nn
 
 from locality.analysis.measures import Stride
 from locality.errors import UserError
-from locality.layers.attention import AttentionMaps, prefix_length
+from locality.layers.attention import (
+    AttentionMaps,
+    GatedPositionalSelfAttention,
+    prefix_length,
+)
 from locality.layers.convolution import ConvolutionalAttention
 from locality.layers.grid import Grid
 from locality.layers.position import positional_attention
@@ -52,14 +56,20 @@ class LayerView:
 
     @property
     def grid(self) -> Grid:
-        """The grid of the tokens that came in."""
+        """The grid that queries lie on."""
         return self.maps.query_grid
 
     @property
     def key_stride(self) -> Stride:
-        """How many query tokens lie between neighbouring keys: CvT squeezes its keys (§3.2)."""
+        """How many query tokens lie between neighbouring keys.
+
+        CvT squeezes its keys (§3.2); in the place of a convolution of stride s every s-th token is
+        a query, so that keys lie 1/s apart.
+        """
         if isinstance(self.module, ConvolutionalAttention):
             return self.module.k.stride, self.module.k.stride
+        if isinstance(self.module, GatedPositionalSelfAttention):
+            return 1 / self.module.window.stride, 1 / self.module.window.stride
         return 1, 1
 
 

@@ -10,6 +10,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
+from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.layouts import OURS, check_family
 from locality.checkpoints.open import read
 from locality.checkpoints.reading import check_finite, check_keys
@@ -18,6 +19,8 @@ from locality.errors import UserError, naming
 from locality.models import factory
 from locality.models.architecture import unlike
 from locality.models.base import ImageClassifier
+from locality.models.from_timm import TimmConfig
+from locality.models.transform import transform
 
 State = dict[str, Tensor]
 
@@ -96,7 +99,8 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     classes keeps the fresh weights it has. Each is said in the log. Everything between has to fit
     exactly, and nothing is assigned before everything has been checked. Files in our own
     format say what shapes do not tell (heads, strides, the scale of attention), and the model has
-    to agree.
+    to agree. Weights of a convolutional network go into a model that has attention in the place of
+    some convolutions as `transform` does it.
 
     Args:
         model: the model; nothing in it changes unless everything fits.
@@ -115,8 +119,12 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     with naming(what):
         check_family(type(checkpoint.config), target)
         fresh = model.state_dict()
-        state = dict(checkpoint.state)
         changes = []
+        if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
+            start = (target.gpsa, target.locality_strength, target.gating_init)
+            checkpoint = Checkpoint.of(transform(checkpoint.build(), *start))
+            changes += [f"attention computes the convolutions of {target.gpsa}"]
+        state = dict(checkpoint.state)
         for adapt in (_classifier, _channels, resample_positions):
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, OURS.title)

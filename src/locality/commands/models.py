@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from locality.commands.parsing import (
     MODEL,
@@ -117,6 +117,44 @@ def convert(arguments: Sequence[str]) -> None:
         read_settings(options),
     )
     print(done)
+
+
+def transform(arguments: Sequence[str]) -> None:
+    """Transform, save, and say how to go on."""
+    parser = Parser(
+        "transform",
+        "Save a convolutional network of timm's with gated positional attention in the place of "
+        "some of its k×k convolutions. It computes the same function, up to about e^-alpha.",
+    )
+    parser.add_model("model")
+    parser.add_argument("output", help="folder to save the model in")
+    parser.add("--layers", "stage4", "a stage, names with commas, the last n, or all")
+    parser.add("--alpha", None, "α of the layers, 7 unless given, or exact", _ALPHA)
+    parser.add("--gating", None, "λ of the layers' gates, above 0; 1 unless given", float | None)
+    options = parser.read(arguments)
+    opened = open_given(options.model, options)
+
+    from locality import save, transform
+    from locality.models import count_macs, count_parameters
+    from locality.models.transform import chosen_convolutions
+
+    before, starts = opened.module(), {"alpha": options.alpha, "gating": options.gating}
+    starts = {name: value for name, value in starts.items() if value is not None}
+    after = transform(before, options.layers, **starts)
+    save(after, options.output, preprocessing=opened.preprocessing, classes=opened.classes)
+    rows = [
+        [name, f"{count_parameters(model) / 1e6:.2f}", f"{count_macs(model) / 1e9:.3g}"]
+        for name, model in (("before", before), ("after", after))
+    ]
+    print(f"attention computes {', '.join(chosen_convolutions(before, options.layers))}\n")
+    print(table(rows, ["", "params (M)", "GMACs"]))
+    print(
+        f"\n{options.output}: train it with --model.name timm/{after.config.name} "
+        f"--model.overrides.gpsa {options.layers} --model.weights {options.output}"
+    )
+
+
+_ALPHA = float | Literal["exact"] | None
 
 
 def export(arguments: Sequence[str]) -> None:

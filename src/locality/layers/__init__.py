@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from locality.layers.conv_init import truncated_kernel as truncated_kernel
     from locality.layers.convolution import ConvolutionalAttention as ConvolutionalAttention
     from locality.layers.convolution import ConvolutionalEmbedding as ConvolutionalEmbedding
+    from locality.layers.convolution import ImageAttention as ImageAttention
     from locality.layers.convolution import LocalConvolution as LocalConvolution
     from locality.layers.convolution import Projection as Projection
     from locality.layers.grid import Grid as Grid

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from locality.layers.conv_init import (
     as_convolution,
     as_random_convolution,
+    as_whole_convolution,
+    convolution_window,
     plain,
-    same_padding_offsets,
 )
 from locality.layers.cpu import Linear, attend, linear
+from locality.layers.grid import Grid, Window
 from locality.layers.position import (
-    Grid,
     attend_to_positions,
     check_grid,
     positional_attention,
@@ -40,10 +41,11 @@ class AttentionMaps:
     """What every head attends to, for one layer and one batch of inputs.
 
     Attributes:
-        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one.
+        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, less what
+            position pays to zero padding, where a layer has such.
         content: its content part, softmax(QKᵀ/√d), same shape; None where the layer has one softmax
             over the sum of both terms.
-        position: its positional part, (h, N, N); None for layers without one.
+        position: its positional part, (h, queries, keys); None for layers without one.
         gate: σ(λ), the fraction of the positional part, (h,); None for layers without a gate.
         query_grid, key_grid: the grids that queries and keys lie on.
         prefix_tokens: how many rows and columns (class tokens) come before the patches.
@@ -238,17 +240,25 @@ class GatedPositionalSelfAttention(_PositionedAttention):
     Args:
         gating_init: initial λ of every head (the paper's 1). Thanks to the gate W_qry and W_key
             start plainly (§3), whatever `conv_init`.
+        window: which tokens ask and what zeros surround the keys, where the layer stands in a
+            convolution's place; every token and none unless given.
         positioned: as of `PositionalSelfAttention`.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, gating_init: float = 1.0, **positioned: Any
+        self,
+        dim: int,
+        num_heads: int,
+        gating_init: float = 1.0,
+        window: Window | None = None,
+        **positioned: Any,
     ) -> None:
         super().__init__(dim, num_heads, **positioned)
         self.gating = nn.Parameter(torch.full((num_heads,), float(gating_init)))
+        self.window = window or Window()
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N, C_out) with N = H·W; Eq. 7 applied to the values.
+        """(B, N, C) → (B, N', C_out) with N = H·W and as many N' as tokens ask; Eq. 7 on values.
 
         What makes it fast: `attend` never forms the N×N matrix, `_attend_to_positions` costs
         O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
@@ -256,23 +266,53 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
-        content = attend(q, k, v)  # softmax(QKᵀ/√d) V
+        content = attend(self._asking(q, grid), k, v)  # softmax(QKᵀ/√d) V
         position = self._attend_to_positions(v, grid)  # softmax(v_pos·r) V
         # (1 - gate) * content + gate * position
         return self._project(gated_sum(content, position, gate))
 
     def _attend_to_positions(self, v: Tensor, grid: Grid) -> Tensor:
-        rows, columns = positional_factors(self.v_pos, grid)
+        rows, columns = positional_factors(self.v_pos, grid, self.window)
         return attend_to_positions(rows.to(v.dtype), columns.to(v.dtype), v)
+
+    def _asking(self, q: Tensor, grid: Grid) -> Tensor:
+        """Of something per token, (B, h, N, …), what the tokens that ask have: (B, h, N', …)."""
+        if self.window.grid(grid) == grid:
+            return q
+        rows, columns = map(self.window.queries, grid)
+        return q.unflatten(2, grid)[:, :, rows, columns].flatten(2, 3)
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and its two parts (Eq. 7 as printed)."""
         check_grid(x, grid)
         gate = self.gating.sigmoid()[:, None, None]
-        content = self._content_scores(x).softmax(dim=-1)
-        position = positional_attention(self.v_pos, grid)
+        content = self._asking(self._content_scores(x), grid).softmax(dim=-1)
+        position = positional_attention(self.v_pos, grid, self.window)
         mixed = (1 - gate) * content + gate * position
-        return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, 0)
+        asking = self.window.grid(grid)
+        return AttentionMaps(mixed, content, position, gate.flatten(), asking, grid, 0)
+
+    @classmethod
+    def for_conv2d(cls, conv: nn.Conv2d) -> GatedPositionalSelfAttention:
+        """The layer that can compute a given convolution, with weights of its own.
+
+        Raises:
+            ValueError: if `conv` is not one that attention can be.
+        """
+        window = convolution_window(conv)
+        heads, width = window.kernel**2 + 1, min(conv.in_channels, conv.out_channels)
+        layer = cls(
+            conv.in_channels,
+            heads,
+            window=window,
+            conv_init=False,
+            head_dim=max(1, conv.in_channels // heads),
+            value_dim=width,
+            out_dim=conv.out_channels,
+        ).to(conv.weight)
+        if conv.bias is None:  # batch norm, which follows then, would keep a gradient from it
+            layer.proj.register_parameter("bias", None)
+        return layer
 
     @classmethod
     def from_conv2d(
@@ -280,35 +320,27 @@ class GatedPositionalSelfAttention(_PositionedAttention):
     ) -> GatedPositionalSelfAttention:
         """The layer that computes a given convolution (Cordonnier et al.'s construction).
 
-        One head per kernel offset, k² in all, each attending to exactly one neighbour. A head's
-        values are as wide as the convolution's output: in a head of width C/h they could carry no
-        more than rank C/h of the kernel at that offset.
-
-        Beyond the border the two differ: a convolution pads with zeros, while attention, whose
-        rows sum to one, falls on the nearest patch inside. In the limit of a large α the layer *is*
-        the convolution with `padding_mode="replicate"`; it equals a zero-padded one wherever the
-        kernel does not reach over the border.
+        One head per kernel offset, each attending to exactly one neighbour, as wide as the
+        kernel's matrix at that offset has rank; zero padding is keys of value zero beyond the
+        border, a stride leaves tokens without a query. One more head takes back what content
+        attention would add, so that gates need not be closed for the layer to be the convolution:
+        in the limit of a large α it is, for any λ > 0.
 
         Args:
-            conv: k×k, stride 1, same padding, neither dilated nor grouped.
-            locality_strength: α of Eq. 5; the attention to the centre's neighbours is e^−α each.
-            gating: λ of every head; content attention keeps a fraction of σ(−λ). Lower it for a
-                layer that shall learn to leave the convolution: the gradient of λ shrinks with
-                that fraction.
+            conv: k×k of any stride, not dilated, in any number of groups, its centre on the grid.
+            locality_strength: α of Eq. 5; the attention to the centre's neighbours is e^−α each,
+                and so are the error and the gradient that reaches v_pos.
+            gating: λ of every head, −λ of the last. The gradient that reaches the content
+                attention and λ itself falls like e^−λ.
 
         Raises:
-            ValueError: if `conv` is not such a convolution.
+            ValueError: if `conv` is not such a convolution, or λ not above 0.
         """
-        heads, width = len(same_padding_offsets(conv)), conv.out_channels
-        layer = cls(
-            conv.in_channels,
-            heads,
-            locality_strength=locality_strength,
-            head_dim=max(1, conv.in_channels // heads),
-            value_dim=width,
-            out_dim=width,
-        ).to(conv.weight)
-        layer.init_from_conv2d_(conv, gating=gating)
+        if not gating > 0:
+            raise ValueError(f"gating has to be above 0, not {gating}")
+        layer = cls.for_conv2d(conv)
+        as_whole_convolution(layer, conv, locality_strength, gating)
+        layer.locality_strength = locality_strength
         return layer
 
     def init_from_conv2d_(
@@ -322,8 +354,9 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         Each of the first k² heads takes one kernel offset, and as much of that offset's C×C matrix
         as its width can carry: the truncated singular value decomposition of rank d, which is
         nearest to it in the Frobenius norm. Heads beyond k² start without a contribution to the
-        output (their columns of W_out are zero). The layer differs from the convolution at the
-        border as `from_conv2d` says.
+        output (their columns of W_out are zero). Beyond the border the two differ: a convolution
+        pads with zeros, while this layer's attention falls on the nearest patch inside. In the
+        limit of a large α it is the convolution with `padding_mode="replicate"`.
 
         Args:
             conv: k×k with k² ≤ h, this layer's width in and out, stride 1, same padding.

@@ -19,7 +19,11 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from locality import checks
 from locality.errors import UserError
-from locality.layers.attention import AttentionMaps, prefix_length
+from locality.layers.attention import (
+    AttentionMaps,
+    GatedPositionalSelfAttention,
+    prefix_length,
+)
 from locality.layers.conv_init import plain
 from locality.layers.cpu import Linear
 from locality.layers.grid import (
@@ -294,3 +298,21 @@ class LocalConvolution(nn.Module):
         check_grid(x, grid)
         image = x.transpose(1, 2).unflatten(2, grid)
         return self.conv(image).flatten(2).transpose(1, 2)
+
+
+@register_notrace_module
+class ImageAttention(nn.Module):
+    """Gated attention in the place of a k×k convolution: images in, images out.
+
+    Args:
+        attn: a layer made by `GatedPositionalSelfAttention.from_conv2d` or `for_conv2d`.
+    """
+
+    def __init__(self, attn: GatedPositionalSelfAttention) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, C_out, H', W') with the stride and padding of the convolution."""
+        grid = (x.shape[2], x.shape[3])
+        return tokens_to_image(self.attn(image_to_tokens(x), grid), self.attn.window.grid(grid))

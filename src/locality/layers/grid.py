@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from locality import checks
 from locality.errors import UserError
@@ -55,3 +55,34 @@ def mlp_ratio_of(dim: int, hidden: int) -> float:
     ratio = hidden / dim
     # The division may round down, and then the product falls short of the whole number.
     return ratio if hidden_width(dim, ratio) == hidden else math.nextafter(ratio, math.inf)
+
+
+class Window(NamedTuple):
+    """Which tokens of an axis ask, and how far keys reach over its ends, as a convolution has it.
+
+    Attributes:
+        kernel: k, the width of the convolution whose place the attention takes.
+        stride: every how many tokens there is a query.
+        before, after: keys of value zero at both ends. They take part in the softmax and are not
+            multiplied: that is zero padding.
+    """
+
+    kernel: int = 1
+    stride: int = 1
+    before: int = 0
+    after: int = 0
+
+    @property
+    def first(self) -> int:
+        """The first token that asks: the centre of the kernel at its first place."""
+        return (self.kernel - 1) // 2 - self.before
+
+    def queries(self, length: int) -> slice:
+        """The tokens of an axis that ask."""
+        count = (length + self.before + self.after - self.kernel) // self.stride + 1
+        return slice(self.first, self.first + (count - 1) * self.stride + 1, self.stride)
+
+    def grid(self, grid: Grid) -> Grid:
+        """The grid of the queries on a `grid` of keys."""
+        rows, columns = (len(range(length)[self.queries(length)]) for length in grid)
+        return rows, columns

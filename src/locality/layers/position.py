@@ -18,7 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from locality.layers.grid import Grid
+from locality.layers.grid import Grid, Window
+
+_EVERY = Window()
 
 
 def check_grid(tokens: Tensor, grid: Grid) -> None:
@@ -46,54 +48,63 @@ def positional_scores(v_pos: Tensor, grid: Grid) -> Tensor:
     return torch.einsum("hp,qkp->hqk", v_pos, encodings)
 
 
-def axis_attention(quadratic: Tensor, linear: Tensor, length: int) -> Tensor:
+def axis_attention(
+    quadratic: Tensor, linear: Tensor, length: int, window: Window = _EVERY
+) -> Tensor:
     """Attention along one axis: softmax over keys of quadratic·δ² + linear·δ.
 
     Args:
         quadratic, linear: the two coefficients of each head, (h,).
         length: number of tokens along the axis, L.
+        window: which of them ask, and what lies around them.
 
     Returns:
-        (h, L, L), each row summing to one.
+        (h, Q, L), each row summing to one, less what falls on zero padding.
     """
-    places = torch.arange(length, device=linear.device, dtype=linear.dtype)
-    offsets = places[None, :] - places[:, None]
+    keys = torch.arange(
+        -window.before, length + window.after, device=linear.device, dtype=linear.dtype
+    )
+    queries = keys[window.before :][window.queries(length)]
+    offsets = keys[None, :] - queries[:, None]
     scores = (quadratic[:, None, None] * offsets + linear[:, None, None]) * offsets
-    return scores.softmax(dim=-1)
+    return scores.softmax(dim=-1)[..., window.before : window.before + length]
 
 
-def positional_factors(v_pos: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The factors of positional attention: (h, 3) → (h, H, H) over rows, (h, W, W) over columns.
+def positional_factors(v_pos: Tensor, grid: Grid, window: Window = _EVERY) -> tuple[Tensor, Tensor]:
+    """The factors of positional attention: (h, 3) → (h, H', H) over rows, (h, W', W) over columns.
 
-    The attention of query (i₁, i₂) to key (j₁, j₂) is rows[h, i₁, j₁] · columns[h, i₂, j₂].
+    The attention of query (i₁, i₂) to key (j₁, j₂) is rows[h, i₁, j₁] · columns[h, i₂, j₂]. The
+    queries' grid (H', W') is the keys' unless a `window` says otherwise.
     """
     quadratic, down, right = v_pos.unbind(-1)
-    return axis_attention(quadratic, down, grid[0]), axis_attention(quadratic, right, grid[1])
+    return (
+        axis_attention(quadratic, down, grid[0], window),
+        axis_attention(quadratic, right, grid[1], window),
+    )
 
 
-def positional_attention(v_pos: Tensor, grid: Grid) -> Tensor:
-    """softmax(v_pos · r_ij) as a matrix: (h, 3) → (h, N, N). For inspection; quadratic in N."""
-    rows, columns = positional_factors(v_pos, grid)
-    tokens = grid[0] * grid[1]
-    return torch.einsum("hik,hjl->hijkl", rows, columns).reshape(-1, tokens, tokens)
+def positional_attention(v_pos: Tensor, grid: Grid, window: Window = _EVERY) -> Tensor:
+    """softmax(v_pos · r_ij) as a matrix: (h, 3) → (h, N', N). For inspection; quadratic in N."""
+    rows, columns = positional_factors(v_pos, grid, window)
+    return torch.einsum("hik,hjl->hijkl", rows, columns).flatten(3).flatten(1, 2)
 
 
 def attend_to_positions(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Apply positional attention in its separable form: O(N·(H+W)) instead of O(N²).
 
     Args:
-        rows, columns: factors of shape (h, H, H) and (h, W, W).
+        rows, columns: factors of shape (h, H', H) and (h, W', W).
         values: (B, h, N, d) with N = H·W.
 
     Returns:
-        (B, h, N, d), equal to `positional_attention(...) @ values`.
+        (B, h, H'·W', d), equal to `positional_attention(...) @ values`.
     """
-    batch, heads, tokens, width = values.shape
-    height, breadth = rows.shape[-1], columns.shape[-1]
+    batch, heads, _, width = values.shape
+    (down, height), (right, breadth) = rows.shape[1:], columns.shape[1:]
     # Heads first: each factor then multiplies the whole batch in one matrix product per head, and
     # the order (columns, rows) leaves the tokens row-major without a last copy.
     v = values.unflatten(2, (height, breadth)).permute(1, 3, 2, 0, 4)
     v = torch.bmm(columns, v.reshape(heads, breadth, height * batch * width))
-    v = v.view(heads, breadth, height, batch * width).transpose(1, 2)
-    v = torch.bmm(rows, v.reshape(heads, height, breadth * batch * width))
-    return v.view(heads, tokens, batch, width).permute(2, 0, 1, 3)
+    v = v.view(heads, right, height, batch * width).transpose(1, 2)
+    v = torch.bmm(rows, v.reshape(heads, height, right * batch * width))
+    return v.view(heads, down * right, batch, width).permute(2, 0, 1, 3)

@@ -16,6 +16,7 @@ from locality.layers.grid import Grid
 from locality.machine import hub_asked_once
 from locality.models.architecture import meaning
 from locality.models.base import ImageClassifier
+from locality.models.transform import GATING, STRENGTH, put_attention
 from locality.models.variants import PREFIX
 
 Plain = str | bool | int | float | None
@@ -29,6 +30,8 @@ class TimmConfig:
         name: as timm calls it.
         num_classes, in_chans: of the classifier and of the images.
         img_size: (height, width) of the images; only models of a fixed size are built for it.
+        gpsa: the convolutions that gated attention replaces, as `transform` takes them; "" none.
+        locality_strength, gating_init: what α and λ these layers start with.
         settings: other arguments of timm's function for the model, as (name, value).
     """
 
@@ -36,6 +39,9 @@ class TimmConfig:
     num_classes: int = 1000
     in_chans: int = 3
     img_size: int | tuple[int, int] = 224
+    gpsa: str | int = ""
+    locality_strength: float = STRENGTH
+    gating_init: float = GATING
     settings: tuple[tuple[str, Plain], ...] = ()
 
     has_class_token = False  # among what the wrapped model hands out as features
@@ -49,6 +55,8 @@ class TimmConfig:
             checks.integer(name, getattr(self, name), 0)
         for side in self.img_size if isinstance(self.img_size, tuple) else (self.img_size,):
             checks.integer("img_size", side, 1)
+        for name in ("locality_strength", "gating_init"):
+            checks.number(name, getattr(self, name), 0, above=True)
 
     @property
     def classifier(self) -> str:
@@ -86,7 +94,7 @@ class TimmConfig:
         Raises:
             UserError: for a setting that is no plain value.
         """
-        known = ("num_classes", "in_chans", "img_size")
+        known = {field.name for field in dataclasses.fields(self)} - {"name", "settings"}
         own = {name: fields.pop(name) for name in known if name in fields}
         for name, value in fields.items():
             if not isinstance(value, Plain):
@@ -136,6 +144,8 @@ class TimmModel(ImageClassifier):
             raise UnknownSetting(f"{PREFIX}{config.name}: {error}") from error
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{PREFIX}{config.name} cannot be built: {error}") from error
+        if config.gpsa:
+            put_attention(self, config.gpsa, config.locality_strength, config.gating_init)
         width: Any = self.model.num_features
         self.num_features = self.embed_dim = self.head_hidden_size = width
 

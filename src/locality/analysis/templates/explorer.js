@@ -67,16 +67,21 @@ function softmax(scores) {
   return weights.map((weight) => weight / sum);
 }
 
-// v · (‖δ‖², δ_row, δ_column) for every key; its softmax is positional attention.
-function positionalScores([square, down, right], [row, column], [height, width]) {
-  const scores = new Float64Array(height * width);
-  for (let i = 0, k = 0; i < height; i++) {
-    for (let j = 0; j < width; j++, k++) {
-      const y = i - row, x = j - column;
-      scores[k] = square * (y * y + x * x) + down * y + right * x;
+// The softmax of v · (‖δ‖², δ_row, δ_column) over every key and the zero padding around them: what
+// is paid to the keys.
+function positionalAttention([square, down, right], layer, cell) {
+  const along = (axis, linear) => {
+    const place = layer.first + cell[axis] / layer.key_stride[axis], [before, after] = layer.padding;
+    const scores = new Float64Array(before + layer.key_grid[axis] + after);
+    for (let k = 0; k < scores.length; k++) {
+      const offset = k - before - place;
+      scores[k] = (square * offset + linear) * offset;
     }
-  }
-  return scores;
+    return softmax(scores).subarray(before, before + layer.key_grid[axis]);
+  };
+  const rows = along(0, down), columns = along(1, right);
+  return Float64Array.from({ length: rows.length * columns.length },
+    (_, k) => rows[Math.floor(k / columns.length)] * columns[k % columns.length]);
 }
 
 // The query's own place on a layer's grid.
@@ -97,10 +102,10 @@ function attentionOf(model, index, number, mode = state.mode) {
   if (query < 0 || (mode === "position" && !layer.position)) return null;
   const scores = mode === "position" ? null : heads[model][index][number].scores(query);
   if (mode === "content" || layer.kind === "sa") return softmax(scores);
-  const places = positionalScores(layer.position[number], cellOf(layer), layer.key_grid);
-  if (mode === "position") return softmax(places);
-  if (layer.kind === "psa") return softmax(scores.map((score, key) => score + places[key]));
-  const content = softmax(scores), position = softmax(places), gate = layer.gates[number];
+  const position = positionalAttention(layer.position[number], layer, cellOf(layer));
+  if (mode === "position") return position;
+  if (layer.kind === "psa") return softmax(scores.map((score, key) => score + Math.log(position[key])));
+  const content = softmax(scores), gate = layer.gates[number];
   return content.map((value, key) => (1 - gate) * value + gate * position[key]);
 }
 
