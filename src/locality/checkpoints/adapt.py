@@ -20,6 +20,7 @@ from locality.models import factory
 from locality.models.architecture import unlike
 from locality.models.base import ImageClassifier
 from locality.models.from_timm import TimmConfig
+from locality.models.initialisations import trained_conv
 from locality.models.transform import transform
 
 State = dict[str, Tensor]
@@ -100,7 +101,8 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     exactly, and nothing is assigned before everything has been checked. Files in our own
     format say what shapes do not tell (heads, strides, the scale of attention), and the model has
     to agree. Weights of a convolutional network go into a model that has attention in the place of
-    some convolutions as `transform` does it.
+    some convolutions as `transform` does it; of a ConViT with `init="trained_conv"` the gated
+    layers alone start from weights, those of its convolutional net.
 
     Args:
         model: the model; nothing in it changes unless everything fits.
@@ -118,6 +120,10 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     checkpoint = read(what, entry=entry, like=target)
     with naming(what):
         check_family(type(checkpoint.config), target)
+        convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
+        if getattr(target, "init", "") == "trained_conv" and convolutions:
+            trained_conv(model, checkpoint.build())
+            return ["the gated layers start from the weights' convolutions"]
         fresh = model.state_dict()
         changes = []
         if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:

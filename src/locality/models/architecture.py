@@ -16,8 +16,9 @@ from locality.layers.grid import Grid
 INTERFACE = ("img_size", "in_chans", "num_classes")
 _TRAINING = (
     *("locality_strength", "conv_init", "gating_init", "freeze_gating", "freeze_gpsa"),
-    *("drop_rate", "proj_drop_rate", "drop_path_rate"),
+    *("drop_rate", "proj_drop_rate", "drop_path_rate", "init"),
 )
+Initialisation = Literal["default", "conv", "mimetic", "impulse", "trained_conv"]
 
 
 def meaning(config: Any) -> dict[str, Any]:
@@ -40,6 +41,8 @@ class Architecture:
             the first patch.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after every attention and inside every MLP.
+        init: how attention starts: as the family does ("default"), or another way of
+            `locality.models.initialisations`.
         family, title: what files and people call models of this kind.
         stem, classifier: the modules that read the image, and that make the logits.
 
@@ -59,6 +62,7 @@ class Architecture:
     class_token: bool | None = None
     drop_rate: float = 0.0
     proj_drop_rate: float = 0.0
+    init: Initialisation = "default"
 
     def __post_init__(self) -> None:
         if isinstance(self.img_size, list):  # lists come from YAML and JSON
@@ -67,8 +71,14 @@ class Architecture:
         checks.size("in_chans", self.in_chans)
         checks.size("num_classes", self.num_classes, 0)
         checks.settings(self)
+        checks.one_of("init", self.init, self.initialisations)
         for name in ("drop_rate", "proj_drop_rate"):
             checks.number(name, getattr(self, name), 0, 1, below=True)
+
+    @property
+    def initialisations(self) -> tuple[Initialisation, ...]:
+        """What `init` may be for this model."""
+        return "default", "mimetic"
 
     @property
     def has_class_token(self) -> bool:

@@ -16,6 +16,7 @@ from locality.models.base import ImageClassifier
 from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.cvt_config import CvTConfig
 from locality.models.from_timm import TimmConfig, TimmModel
+from locality.models.initialisations import INITIALISATIONS
 from locality.models.variants import ALIASES, PREFIX, variant
 from locality.models.vit import VisionTransformer
 from locality.models.vit_config import ViTConfig
@@ -55,7 +56,11 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
         return built
     if type(model) not in _MODELS:
         raise UserError(f"no model is built from a {type(model).__name__}")
-    return _MODELS[type(model)](model.with_overrides(**fields))
+    made = _MODELS[type(model)](model.with_overrides(**fields))
+    start = INITIALISATIONS.get(getattr(made.config, "init", ""))
+    if start is not None and not next(made.parameters()).is_meta:
+        start(made)
+    return made
 
 
 def count_parameters(model: nn.Module) -> int:

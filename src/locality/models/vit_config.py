@@ -9,7 +9,7 @@ from typing import Any, Literal
 from locality import checks
 from locality.errors import UserError
 from locality.layers.grid import Grid, hidden_width
-from locality.models.architecture import Architecture
+from locality.models.architecture import Architecture, Initialisation
 
 PositionalAttention = Literal["gpsa", "psa", "conv"]
 
@@ -85,6 +85,16 @@ class ViTConfig(Architecture):
         entries = rows * columns * self.use_pos_embed + self.num_classes
         entries += self.in_chans * self.patch_size**2
         checks.parameters(self.embed_dim, self.depth, self.mlp_ratio, self.embed_dim * entries)
+
+    @property
+    def initialisations(self) -> tuple[Initialisation, ...]:
+        """Two need positional layers; impulses need an embedding of positions to point at."""
+        found = super().initialisations
+        if self.use_pos_embed and self.embed_dim >= 4 * self.num_heads:
+            found += ("impulse",)
+        if self.gpsa_layers and self.positional_attention != "conv":
+            found += ("conv", "trained_conv")
+        return found
 
     @property
     def has_class_token(self) -> bool:

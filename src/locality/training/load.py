@@ -59,6 +59,10 @@ def starting_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier
     """
     model, weights = build_model(config, num_classes), config.model.weights
     if weights is None:
+        if getattr(model.config, "init", "") == "trained_conv":
+            raise UserError(
+                "init='trained_conv' takes its convolutions from model.weights, which is not given"
+            )
         return model, []
     with naming("model.weights"):
         return model, load_weights(model, weights)

@@ -1,0 +1,167 @@
+"""Ways in which attention layers may start: functions on a built model, in place.
+
+Shapes:  C width · h heads · d = C/h head width · N = H·W tokens · Δ an offset in tokens
+
+W_Q, W_K, W_V, W_O are written as in the papers, x W; a linear layer holds the transpose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locality.errors import UserError
+from locality.layers import (
+    ConvolutionalAttention,
+    GatedPositionalSelfAttention,
+    Grid,
+    LocalConvolution,
+    PositionalSelfAttention,
+    SelfAttention,
+)
+from locality.layers.conv_init import as_random_convolution, kernel_offsets
+
+_POSITIONAL = (PositionalSelfAttention, GatedPositionalSelfAttention)
+_SLOWEST = 10_000.0
+_GAP = 3.0
+"""How far an impulse's score lies above those of the patches beside it, in nats."""
+
+
+@torch.no_grad()
+def conv(model: nn.Module) -> None:
+    """Every positional layer as a random convolution (ConViT Eq. 5)."""
+    for layer in model.modules():
+        if isinstance(layer, _POSITIONAL) and not layer.conv_init:
+            as_random_convolution(layer.v_pos, layer.value_weight, layer.locality_strength)
+
+
+@torch.no_grad()
+def mimetic(model: nn.Module) -> None:
+    """Attention that looks like a trained transformer's (Trockman & Kolter 2023, arXiv 2305.09828).
+
+        W_Q W_Kᵀ ≈ 0.7 Z + 0.7 I per head,    W_V W_O ≈ 0.4 Z − 0.4 I,    Z_ij ~ N(0, 1/C),
+
+    factors by singular value decomposition, the first cut to rank d; sinusoidal positions.
+    """
+    set_sinusoidal_positions(model)
+    for layer in model.modules():
+        if not isinstance(layer, (SelfAttention, *_POSITIONAL, ConvolutionalAttention)):
+            continue
+        queries, keys, values = _projections(layer)
+        rank = layer.dim // layer.num_heads
+        for q, k in zip(queries.split(rank), keys.split(rank), strict=True):
+            left, right = _factors(0.7, 0.7, q)
+            q.copy_(left[:, :rank].T)
+            k.copy_(right[:rank])
+        left, right = _factors(0.4, -0.4, values)
+        values.copy_(left.T)
+        layer.proj.weight.copy_(right.T)
+
+
+@torch.no_grad()
+def impulse(model: nn.Module) -> None:
+    """Content attention that looks at one neighbour (Zheng et al., NeurIPS 2025, arXiv 2505.19985).
+
+        softmax(P W_Q W_Kᵀ Pᵀ/√d) ≈ the shift by Δ,    Δ random in a 3×3 window for each head,
+
+    for sinusoidal positions P. The authors fit W_Q and W_K; here they are had in closed form:
+    to shift P is to turn each of its pairs (sin ωi, cos ωi) by ωΔ, so with W_Q = s·I on d/2 pairs
+    and W_K = s·(I turned) the score of offset δ is s²/√d Σ_ω cos ω(δ − Δ), greatest at δ = Δ. The
+    pairs are the fastest of both axes, which tell neighbours apart.
+    """
+    set_sinusoidal_positions(model)
+    for layer in model.modules():
+        if not isinstance(layer, (SelfAttention, *_POSITIONAL)):
+            continue
+        queries, keys, _ = _projections(layer)
+        quarter, rank = layer.dim // 4, layer.dim // layer.num_heads
+        pairs = rank // 4  # of each axis
+        speeds, pair = _speeds(quarter)[:pairs], torch.arange(pairs)
+        # LayerNorm makes tokens of variance 1, each pair then has a squared length of 2.
+        beside = 2 * float((1 - speeds.cos()).sum())
+        scale = math.sqrt(_GAP * math.sqrt(rank) / beside)
+        offsets = kernel_offsets(3)[torch.randint(9, (layer.num_heads,))]
+        for q, k, offset in zip(queries.split(rank), keys.split(rank), offsets, strict=True):
+            q.zero_()
+            k.zero_()
+            for axis, turn in enumerate(speeds * offset[:, None]):
+                row, sine = 2 * (axis * pairs + pair), 2 * axis * quarter + pair
+                cosine = sine + quarter
+                q[row, sine] = q[row + 1, cosine] = scale
+                # sin ω(j−Δ) and cos ω(j−Δ) of a key at j.
+                k[row, sine] = k[row + 1, cosine] = scale * turn.cos()
+                k[row, cosine], k[row + 1, sine] = -scale * turn.sin(), scale * turn.sin()
+
+
+@torch.no_grad()
+def trained_conv(model: nn.Module, net: nn.Module) -> None:
+    """The gated layers of `model` from the trained convolutions of `net`, as near as heads allow.
+
+    ConViT's closing question. Everything else, α and λ too, stays as it is.
+
+    Args:
+        model: a ConViT.
+        net: the same with `positional_attention="conv"`.
+
+    Raises:
+        UserError: if the two do not fit.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GatedPositionalSelfAttention)]
+    convolutions = [m for m in net.modules() if isinstance(m, LocalConvolution)]
+    if len(layers) != len(convolutions):
+        raise UserError(
+            f"init='trained_conv' takes {len(layers)} gated layers from as many convolutions, and "
+            f"the weights have {len(convolutions)}; give those of the same model trained with "
+            f"positional_attention='conv'"
+        )
+    for layer, convolution in zip(layers, convolutions, strict=True):
+        layer.init_from_conv2d_(convolution.conv)
+
+
+INITIALISATIONS: dict[str, Callable[[nn.Module], None]] = {
+    "conv": conv,
+    "mimetic": mimetic,
+    "impulse": impulse,
+}
+"""What a model's `init` does to it once built; "trained_conv" waits for the net's weights."""
+
+
+def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
+    """Position embeddings (H·W, C): sin ωi, cos ωi, sin ωj, cos ωj of C/4 speeds ω each."""
+    height, breadth = grid
+    speeds = _speeds(width // 4)
+    rows = torch.arange(height).repeat_interleave(breadth)[:, None] * speeds
+    columns = torch.arange(breadth).repeat(height)[:, None] * speeds
+    waves = (rows.sin(), rows.cos(), columns.sin(), columns.cos())
+    return nn.functional.pad(torch.cat(waves, dim=1), (0, width % 4))
+
+
+def set_sinusoidal_positions(model: Any) -> None:
+    """Start a model's learned position embedding, where it has one, as sinusoids."""
+    if getattr(model, "pos_embed", None) is not None:
+        (grid,) = model.config.home_grids
+        model.pos_embed[:, -grid[0] * grid[1] :] = sinusoidal_positions(grid, model.embed_dim)
+
+
+def _speeds(count: int) -> Tensor:
+    return _SLOWEST ** -(torch.arange(count) / max(1, count - 1))
+
+
+def _projections(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of queries, keys and values, each (C, C)."""
+    if isinstance(layer, ConvolutionalAttention):
+        return layer.q.linear.weight, layer.k.linear.weight, layer.v.linear.weight
+    queries, keys, values = layer.qkv.weight.chunk(3)
+    return queries, keys, values
+
+
+def _factors(alpha: float, beta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two factors, equally large, of αZ + βI."""
+    width = like.shape[1]
+    noise = torch.randn(width, width, device=like.device) / math.sqrt(width)
+    left, scales, right = torch.linalg.svd(alpha * noise + beta * torch.eye(width).to(noise))
+    return left * scales.sqrt(), scales.sqrt()[:, None] * right

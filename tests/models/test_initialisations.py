@@ -1,0 +1,152 @@
+"""What each way of starting attention is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm
+
+from locality.checkpoints import load_weights, save
+from locality.errors import UserError
+from locality.layers import ConvolutionalAttention, SelfAttention
+from locality.layers.conv_init import as_random_convolution
+from locality.models import build
+from locality.models.initialisations import sinusoidal_positions
+from locality.training import recipe, replace
+from locality.training.load import starting_model
+
+NANO = {"embed_dim": 72, "num_heads": 9}
+
+
+def made(name, init, **fields):
+    torch.manual_seed(0)
+    return build(name, init=init, **fields)
+
+
+def attentions(model):
+    kinds = (SelfAttention, ConvolutionalAttention)
+    return [m for m in model.modules() if hasattr(m, "v_pos") or isinstance(m, kinds)]
+
+
+def test_conv_is_equation_5_whatever_conv_init_says():
+    model = made("convit_nano", "conv", conv_init=False)
+    for block in model.blocks[:3]:
+        v_pos, values = torch.zeros(4, 3), torch.zeros(64, 64)
+        as_random_convolution(v_pos, values, 1.0)
+        assert torch.equal(block.attn.v_pos, v_pos)
+        assert torch.equal(block.attn.value_weight, values)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny", "convit_tiny", "cvt_13"])
+@torch.no_grad()
+def test_mimetic_products_have_the_published_diagonals(name):
+    """The diagonal of W_V W_O is −0.4; of W_Q W_Kᵀ, cut to rank d of C, above 0.7 d/C."""
+    for layer in attentions(made(name, "mimetic", num_classes=2))[::5]:
+        if isinstance(layer, ConvolutionalAttention):
+            queries, keys, values = (part.linear.weight for part in (layer.q, layer.k, layer.v))
+        else:
+            queries, keys, values = layer.qkv.weight.chunk(3)
+        width, rank = layer.dim, layer.dim // layer.num_heads
+        product = values.T @ layer.proj.weight.T
+        assert product.diagonal().mean() == pytest.approx(-0.4, abs=0.02)
+        assert (product - product.diagonal().diag()).std() == pytest.approx(
+            0.4 * width**-0.5, rel=0.1
+        )
+        for q, k in zip(queries.split(rank), keys.split(rank), strict=True):
+            assert (q.T @ k).diagonal().mean() > 0.7 * rank / width
+            assert torch.linalg.matrix_rank(q.T @ k) == rank
+
+
+def test_mimetic_attention_prefers_the_diagonal():
+    """On positions alone; attention that starts plainly is uniform."""
+    model, plain = (made("deit_tiny", init, num_classes=2) for init in ("mimetic", "default"))
+    x = layer_norm(sinusoidal_positions((14, 14), 192), (192,))[None]
+    own = []
+    for net in (plain, model):
+        content = net.blocks[0].attn.attention_maps(x, (14, 14)).content
+        own.append(196 * content.diagonal(dim1=-2, dim2=-1).mean().item())
+    assert own[0] == pytest.approx(1, abs=0.1)
+    assert own[1] > 1.3
+
+
+@pytest.mark.parametrize("name", ["deit_tiny", "convit_small"])
+def test_an_impulse_looks_at_one_neighbour(name):
+    """The same one from everywhere, within a 3×3 window, wherever it is inside the image.
+
+    Exactly so on sinusoids alone; LayerNorm scales them by their place.
+    """
+    model, grid = made(name, "impulse", num_classes=2), (14, 14)
+    width = model.embed_dim
+    x = 2**0.5 * sinusoidal_positions(grid, width)[None]
+    seen = set()
+    for block in model.blocks:
+        content = block.attn.attention_maps(x, grid).content[0].unflatten(1, grid)
+        for head in content[:, 1:-1, 1:-1].flatten(1, 2):
+            target = head.argmax(-1).unflatten(0, (12, 12))
+            down, right = target // 14, target % 14
+            places = torch.arange(1, 13)
+            offset = {
+                (int(i), int(j))
+                for i, j in zip(
+                    (down - places[:, None]).flatten(), (right - places).flatten(), strict=True
+                )
+            }
+            assert len(offset) == 1
+            seen |= offset
+    assert len(seen) > 5 and all(abs(i) <= 1 and abs(j) <= 1 for i, j in seen)
+
+
+def test_position_embeddings_start_as_sinusoids_and_the_class_tokens_entry_stays():
+    model = made("deit_nano", "impulse")
+    assert torch.equal(model.pos_embed[0, 1:], sinusoidal_positions((4, 4), 64))
+    assert 0 < model.pos_embed[0, 0].abs().max() < 0.1
+    assert sinusoidal_positions((2, 3), 54).shape == (6, 54)
+
+
+@pytest.mark.parametrize("init", ["conv", "mimetic", "impulse"])
+def test_every_parameter_still_learns(init):
+    model = made("convit_nano", init)
+    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+def test_trained_convolutions_fill_the_gated_layers_alone(tmp_path):
+    net = made("convit_nano", "default", positional_attention="conv", **NANO)
+    model, fresh = (made("convit_nano", "trained_conv", **NANO) for _ in range(2))
+    assert load_weights(model, save(net, tmp_path / "net")) == [
+        "the gated layers start from the weights' convolutions"
+    ]
+    block, conv = model.blocks[0].attn, net.blocks[0].attn.conv
+    carried = block.proj.weight.unflatten(1, (9, 8))[:, 4] @ block.value_weight.view(9, 8, 72)[4]
+    centre = conv.weight[:, :, 1, 1]
+    assert (carried - centre).norm() < centre.norm()
+    assert torch.linalg.matrix_rank(carried) == 8
+    assert torch.equal(model.head.weight, fresh.head.weight)
+    assert torch.equal(model.blocks[0].mlp.fc1.weight, fresh.blocks[0].mlp.fc1.weight)
+    # Its own weights are loaded as ever.
+    assert load_weights(fresh, save(model, tmp_path / "model")) == []
+    assert torch.equal(fresh.blocks[0].attn.qkv.weight, block.qkv.weight)
+
+
+def test_trained_convolutions_have_to_fit(tmp_path):
+    net = made("convit_nano", "default", positional_attention="conv", gpsa_layers=2, **NANO)
+    with pytest.raises(UserError, match=r"takes 3 gated layers.* have 2"):
+        load_weights(made("convit_nano", "trained_conv", **NANO), save(net, tmp_path / "net"))
+    config = replace(recipe("digits"), {"model.overrides.init": "trained_conv"})
+    with pytest.raises(UserError, match=r"model\.weights"):
+        starting_model(config, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("deit_nano", {"init": "conv"}),
+        ("deit_nano", {"init": "trained_conv"}),
+        ("cvt_nano", {"init": "impulse"}),
+        ("convit_nano", {"init": "impulse", "use_pos_embed": False}),
+        ("convit_nano", {"init": "kaiming"}),
+    ],
+)
+def test_what_makes_no_sense_is_refused(name, fields):
+    with pytest.raises(UserError, match="init"):
+        build(name, **fields)
