@@ -1,5 +1,5 @@
-# Two sets of exact versions: requirements.lock is what running needs, requirements-test.lock what
-# the tests need on top. Targets install what they need into .venv when a lock is newer.
+# Three sets of exact versions: requirements.lock is what running needs, requirements-test.lock what
+# the tests need on top, requirements-docs.lock what the site needs on top of those. Targets install what they need into .venv when a lock is newer.
 # Without a GPU, PyTorch's CPU build saves most of the download:
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 PYTHON      ?= python3
@@ -8,13 +8,14 @@ VENV := .venv
 BIN  := $(VENV)/bin
 RUN  := $(VENV)/.installed
 TEST := $(VENV)/.installed-test
+DOCS := $(VENV)/.installed-docs
 # Python compiles a module when it is first imported; compiling all of them takes a minute.
 PIP  := $(BIN)/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # These fork processes that train, which torch allows only where nothing has trained before.
 FORKING := tests/training/test_processes.py
 
-.PHONY: setup demo test test-slow coverage check format lint types bench dist clean
+.PHONY: setup demo test test-slow coverage check format lint types bench docs dist clean
 
 setup: $(RUN)
 
@@ -27,6 +28,10 @@ $(RUN): requirements.lock pyproject.toml
 $(TEST): $(RUN) requirements-test.lock
 	$(PIP) --requirement requirements-test.lock
 	touch $(TEST)
+
+$(DOCS): $(TEST) requirements-docs.lock
+	$(PIP) --requirement requirements-docs.lock
+	touch $(DOCS)
 
 demo: $(RUN)            ## train ConViT and its DeiT baseline on digits, write demo/report.html
 	$(BIN)/locality demo
@@ -56,9 +61,12 @@ types: $(TEST)
 bench: $(TEST)          ## speed and memory against timm and transformers, written to benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
+docs: $(DOCS)           ## the pages of docs/ and a reference of every public name, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 dist: $(TEST)           ## an sdist and, from it, a wheel, in dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .coverage*
+	rm -rf $(VENV) demo site build dist .pytest_cache .mypy_cache .ruff_cache .coverage*

@@ -146,7 +146,7 @@ def commands(snippet: Snippet) -> Iterator[list[str]]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    if words[0] == "train":
+    if words[0] == "train" and "--dry_run" not in words:
         return [*words, *SHORT]
     if words[0] == "search" and not {"--dry_run", "--resume"} & set(words):
         return [*words, *SHORT, "--evaluations=4"]

@@ -39,8 +39,9 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int = 64) -> Rec
     Returns:
         {"images": n, "layers": [one record per attention layer, in depth order]}. A layer's record
         has its `name`, `kind` ("gpsa", "psa" or "sa"), `grid` and `key_grid`, and
+
         - `nonlocality`, `entropy`: {"mean", "std"} with one number per head, over images;
-          "layer_mean" and "layer_std" for the mean over heads (Eq. 8);
+            "layer_mean" and "layer_std" for the mean over heads (Eq. 8);
         - `content_nonlocality`, `position_nonlocality`: per head, null where there is no such part;
         - `class_token_share`: per head, what patches pay to the class token; null without one;
         - `gates` σ(λ), `centres` Δ, `strengths` α, `spans`: per head, null where not defined.

@@ -107,6 +107,7 @@ _ROWS = [
 ]
 
 SOURCES: dict[str, Source] = {row.name: row for row in _ROWS}
+"""All public weights, by name."""
 
 
 def source(name: str) -> Source:

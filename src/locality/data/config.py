@@ -17,7 +17,6 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-# Datasets by name, and the functions of `data.datasets` that open them.
 DATASETS = {
     "digits": "open_digits",  # 1,797 of them, 8×8, nothing to download
     "folder": "open_images",  # train/ and val/, or one folder per class to be split
@@ -33,6 +32,7 @@ DATASETS = {
     "table": "open_image_table",  # labels.csv: rows of an image file and its class
     "arrow": "open_tables",  # Parquet or Arrow files, such as `locality data pack` writes
 }
+"""Datasets by name, and the functions of `locality.data.datasets` that open them."""
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 

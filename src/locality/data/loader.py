@@ -430,11 +430,11 @@ def eval_loader(
 ) -> BatchLoader:
     """The evaluation batches of one process: images rank, rank + world_size, … of the source.
 
-    Nothing is padded or repeated, so processes may differ by one image.
+    Nothing is padded or repeated, so processes may differ by one image. What is not said here is as
+    for `train_loader`.
 
     Args:
         batch_size: images at once in this process.
-        Others as for `train_loader`.
     """
     if not len(source):
         raise UserError("there are no images to evaluate on")

@@ -56,3 +56,4 @@ FIGURES: dict[str, NamedFigure] = {
         "ConViT Fig. 3", "images", "self-attention and PSA before training", "initial_maps"
     ),
 }
+"""What `locality figure` draws, by name."""

@@ -126,6 +126,7 @@ _ROWS = [
 ]  # fmt: skip
 
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
+"""All models, by name."""
 
 PREFIX = "timm/"
 """What the names of timm's models begin with here."""

@@ -230,6 +230,7 @@ def _of_result(name: str) -> Measure:
 
 
 TOP1 = _of_result("top1")
+"""Accuracy at the end, in per cent."""
 TOP5 = _of_result("top5")
 PARAMETERS = _of_result("parameters")
 

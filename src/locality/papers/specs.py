@@ -220,6 +220,7 @@ class Experiment:
 
 
 REGISTRY: dict[str, Experiment] = {}
+"""All tables, figures and other experiments, by name."""
 
 
 def experiment(name: str, title: str) -> Callable[[Callable[[Scale], Spec]], Callable]:

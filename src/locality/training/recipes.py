@@ -370,6 +370,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
         finetune_384,
     )
 }
+"""All recipes, by name."""
 
 
 def recipe(name: str, **choices: Any) -> RunConfig:

@@ -1,0 +1,156 @@
+"""What the site has beside the pages of docs/: the README, and a reference of every public name.
+
+Nothing is written twice. Pages at the top of the repository become pages of the site, links are
+made to point there, and other files that pages link to are put beside them as text. The reference
+lists names; mkdocstrings takes what it says of them from the docstrings, without importing them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+from typing import Any
+
+from griffe import Extension, Object
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+TOP = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+REFERENCE = {
+    "locality": ["locality", "locality.errors"],
+    "models": ["locality.models"],
+    "layers": ["locality.layers"],
+    "checkpoints": ["locality.checkpoints"],
+    "data": ["locality.data"],
+    "training": ["locality.training"],
+    "analysis": ["locality.analysis", "locality.analysis.measures"],
+    "figures": ["locality.figures"],
+    "search": ["locality.search"],
+    "runner": [f"locality.runner.{module}" for module in ("runs", "cost", "executors", "schedule")],
+    "papers": [f"locality.papers.{module}" for module in ("specs", "measures", "reproduce")],
+}
+LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")
+# An entry for several names, with the deeper lines that go on with it.
+JOINT = re.compile(r"^( +)(\w+(?:, \w+)+)(: .*(?:\n\1 +.*)*)", re.MULTILINE)
+
+
+def public_names(module: str) -> list[str]:
+    """What a module gives: `__all__`, the names imported `as` themselves, or those it defines.
+
+    Of a module's own constants, those that have a docstring.
+    """
+    path = ROOT / "src" / Path(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    defined = []
+    for node, following in pairwise([*tree.body, ast.Pass()]):
+        match node:
+            case ast.Assign(targets=[ast.Name("__all__")]):
+                return list(ast.literal_eval(node.value))
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                defined.append(name)
+            case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
+                if isinstance(following, ast.Expr):
+                    defined.append(name)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    given = [each.name for node in imports for each in node.names if each.asname == each.name]
+    return given or [name for name in defined if not name.startswith("_")]
+
+
+def reference(modules: list[str]) -> str:
+    """The page of a package, in mkdocstrings' directives."""
+    lines = []
+    for module in modules:
+        lines += [f"{'##' if lines else '#'} {module}", ""]
+        options = "{members: false, show_root_heading: false, show_root_toc_entry: false}"
+        lines += [f"::: {module}", f"    options: {options}", ""]
+        for name in public_names(module):
+            lines += [f"::: {module}.{name}", ""]
+    return "\n".join(lines)
+
+
+def linked(source: str) -> Iterator[tuple[str, str]]:
+    """The files that a page of the repository links to or shows: as written, and from the root."""
+    text = (ROOT / source).read_text(encoding="utf-8")
+    for _, target in LINK.findall(text):
+        path = normpath(PurePosixPath(source).parent / target)
+        if (ROOT / path).is_file():
+            yield target, path
+
+
+def place_of(path: str) -> str:
+    """Where a file of the repository is on the site.
+
+    What is no page is put beside the pages, as text unless browsers show its kind. A page of HTML
+    is too: `docs/results.md` is `results.html` here.
+    """
+    if path in TOP:
+        return TOP[path]
+    if path.startswith("docs/") and not path.endswith(".html"):
+        return path.removeprefix("docs/")
+    shown = PurePosixPath(path).suffix in (".png", ".svg", ".html", ".csv", ".json")
+    return f"files/{path}" if shown else f"files/{path}.txt"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    pages = [*(f"docs/{file.src_uri}" for file in files.documentation_pages()), *TOP]
+    copied: set[str] = set()
+    while pages:
+        found = {path for _, path in linked(pages.pop())} - copied
+        copied |= found
+        pages += [path for path in found if path.endswith(".html")]
+    for path in sorted(copied):
+        if (place := place_of(path)).startswith("files/"):
+            files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
+    for source, place in TOP.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    for name, modules in REFERENCE.items():
+        page = File.generated(config, f"reference/{name}.md", content=reference(modules))
+        files.append(page)
+    return files
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    for entry in config.nav or []:
+        if "Reference" in entry:
+            entry["Reference"] = [{name: f"reference/{name}.md"} for name in REFERENCE]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links as they hold in the repository → as they hold on the site."""
+    place = page.file.src_uri
+    if place.startswith("reference/"):
+        return markdown
+    source = {value: key for key, value in TOP.items()}.get(place, f"docs/{place}")
+    paths = dict(linked(source))
+
+    def moved(found: re.Match[str]) -> str:
+        if found[2] not in paths:
+            return found[2]
+        return relpath(place_of(paths[found[2]]), PurePosixPath(place).parent)
+
+    return LINK.sub(moved, markdown)
+
+
+class OneEntryPerName(Extension):
+    """Docstrings' `rank, world_size: …` as the two entries that the parser wants."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = JOINT.sub(
+                lambda found: "\n".join(
+                    f"{found[1]}{name}{found[3]}" for name in found[2].split(", ")
+                ),
+                obj.docstring.value,
+            )
