@@ -15,7 +15,7 @@ from locality.data.sampling import seed_generators
 from locality.errors import UserError
 from locality.training import ObjectiveConfig
 from locality.training.load import check_teacher, load_teacher
-from locality.training.objective import Objective, Teacher
+from locality.training.objective import Objective, Teacher, class_weights
 
 from .conftest import tiny, train
 
@@ -38,6 +38,17 @@ def test_without_options_it_is_cross_entropy(batch: tuple[Tensor, Tensor, Tensor
     torch.testing.assert_close(
         objective.loss(logits, targets, mixed), F.cross_entropy(logits, labels)
     )
+
+
+def test_class_weights_make_every_class_count_alike(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+    images, _, logits = batch
+    labels = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
+    weights = class_weights(labels.numpy(), CLASSES)
+    assert weights[labels].mean() == 1
+    objective = Objective(ObjectiveConfig(), AugmentConfig(), CLASSES, class_weights=weights)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    by_class = torch.stack([losses[labels == label].mean() for label in range(3)])
+    torch.testing.assert_close(objective.loss(logits, labels, images), by_class.mean())
 
 
 def test_smoothing_spreads_its_share_over_all_classes(

@@ -160,3 +160,21 @@ def test_the_rate_is_a_function_of_the_step_alone() -> None:
     scheduler = create_schedule(optimizer, schedule, make_plan(config, 1000))
     scheduler.step_update(37)
     assert optimizer.param_groups[0]["lr"] == rates(schedule)[37]
+
+
+@pytest.mark.parametrize("name", ["convit_nano", "cvt_13", "timm/test_resnet"])
+def test_layer_decay_multiplies_once_more_for_every_layer_below_the_classifier(name: str) -> None:
+    with torch.device("meta"):
+        model = build(name)
+    rates = {
+        id(parameter): group.get("lr_scale", 1.0)
+        for group in parameter_groups(model, 0.05, layer_decay=0.5)
+        for parameter in group["params"]
+    }
+    by_name = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
+    assert len(rates) == len(by_name)
+    number = model.layer_numbers()
+    top = max(number.values())
+    assert by_name == {name: 0.5 ** (top - number[name]) for name in by_name}
+    first, *_, last = by_name.values()
+    assert first == min(by_name.values()) < last == 1

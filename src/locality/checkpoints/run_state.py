@@ -13,8 +13,9 @@ import hashlib
 import io
 import math
 import os
+import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -29,6 +30,7 @@ from locality.files import atomic_file, open_file, parse_json, read_text
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
+BEST = "best.ckpt"
 
 _PARTS = {"step", "progress", "model", "optimizer", "ema", "data"}
 _MAGIC = "locality checkpoint 1"
@@ -112,18 +114,18 @@ def write_checkpoint(path: Path, packed: Packed) -> None:
         file.flush()
         os.fsync(file.fileno())
         if path.exists():
-            _keep(path)
+            _keep(path, PREVIOUS, os.replace)
 
 
-def _keep(path: Path) -> None:
-    """Make a checkpoint the previous one, by a second name while it is the last one too."""
-    second = path.parent / f".{PREVIOUS}.tmp"
+def _keep(path: Path, name: str, without_links: Callable[[Path, Path], Any]) -> None:
+    """Give a checkpoint a second name; what has it now loses it."""
+    second = path.parent / f".{name}.tmp"
     second.unlink(missing_ok=True)
     try:
         os.link(path, second)
     except OSError:  # a file system without links
-        second = path
-    os.replace(second, path.parent / PREVIOUS)
+        without_links(path, second)
+    os.replace(second, path.parent / name)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -257,6 +259,12 @@ class CheckpointFolder:
             return "there is no earlier one"
         return f"the one of step {self.saved_step} is kept"
 
+    def keep_best(self) -> None:
+        """Keep the checkpoint saved last as the best, whatever is saved later."""
+        last = self.path / LAST
+        # The last one is missing where a run went on from the one before it.
+        _keep(last if last.exists() else self.path / PREVIOUS, BEST, shutil.copyfile)
+
     def load(self) -> tuple[dict[str, Any] | None, str, list[str]]:
         """The newest checkpoint that is whole, or None when none was ever written.
 
@@ -348,13 +356,15 @@ def classes_of(folder: Path | str) -> list[str]:
 
 
 def latest_state(folder: Path | str) -> dict[str, Any]:
-    """The last whole checkpoint of the run in `folder`, read without touching it.
+    """The best checkpoint of the run in `folder` if it keeps that, else the last whole one.
+
+    It is read without touching it.
 
     Raises:
         UserError: if there is none.
     """
     damaged = []
-    for name in (LAST, PREVIOUS):
+    for name in (BEST, LAST, PREVIOUS):
         try:
             return read_checkpoint(Path(folder) / "checkpoints" / name)
         except FileNotFoundError:

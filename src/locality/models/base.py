@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
+from timm.models import group_parameters
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -132,6 +133,10 @@ class ImageClassifier(nn.Module):
         return {
             name for name, _ in self.named_parameters() if name.endswith(("cls_token", "pos_embed"))
         }
+
+    def layer_numbers(self) -> dict[str, int]:
+        """Parameter → number of its layer, the stem's first, as timm counts them."""
+        return group_parameters(self, self.group_matcher(coarse=False), reverse=True)
 
     def idle_parameters(self) -> set[str]:
         """Names of trained parameters that no output depends on, by the architecture's design."""

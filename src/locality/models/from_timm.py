@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import timm
-from timm.models import get_pretrained_cfg
+from timm.models import get_pretrained_cfg, group_parameters
 from torch import Tensor, nn
 
 from locality import checks
@@ -185,6 +185,10 @@ class TimmModel(ImageClassifier):
     def no_weight_decay(self) -> set[str]:
         spared: set[str] = getattr(self.model, "no_weight_decay", set)()
         return {f"model.{name}" for name in spared}
+
+    def layer_numbers(self) -> dict[str, int]:
+        numbers = group_parameters(self.model, self.model.group_matcher(), reverse=True)
+        return {f"model.{name}": number for name, number in numbers.items()}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         try:

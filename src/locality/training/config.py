@@ -69,6 +69,8 @@ class OptimConfig:
         eps: of optimisers that have it; None takes the optimiser's own.
         momentum: of optimisers that have it.
         clip_grad: scale gradients down to this global norm; None leaves them.
+        layer_decay: multiplies the learning rate of each layer by this once more the further it
+            lies from the classifier: fine-tuning leaves what early layers have learnt.
     """
 
     name: str = "adamw"
@@ -81,6 +83,7 @@ class OptimConfig:
     eps: float | None = checks.bounded(None, 0, above=True)
     momentum: float = checks.bounded(0.9, 0, 1, below=True)
     clip_grad: float | None = checks.bounded(None, 0, above=True)
+    layer_decay: float = checks.bounded(1.0, 0, 1, above=True)
 
     def __post_init__(self) -> None:
         checks.settings(self, "optim.")
@@ -94,9 +97,9 @@ class OptimConfig:
 class ScheduleConfig:
     """How long, in epochs or in steps, and the learning rate on the way.
 
-    Exactly one of `epochs` and `steps` is set; `warmup`, `cooldown`, `eval_every`, `save_every`
-    and `snapshot_every` count in the same unit. The length includes warm-up and cool-down: linear
-    from `warmup_lr`, then cosine to `min_lr`, then constant.
+    Exactly one of `epochs` and `steps` is set; `warmup`, `cooldown`, `eval_every`, `save_every`,
+    `snapshot_every` and `patience` count in the same unit. The length includes warm-up and
+    cool-down: linear from `warmup_lr`, then cosine to `min_lr`, then constant.
 
     Attributes:
         epochs: passes over the training images (images seen / training images).
@@ -111,6 +114,9 @@ class ScheduleConfig:
         save_every: between checkpoints; None saves before every evaluation. An interruption and the
             end save too.
         snapshot_every: between copies of the weights kept for later analysis; None keeps none.
+        patience: stop when validation top-1 has not risen for so long, and keep the weights of the
+            best evaluation as the run's; the run's length keeps them without ever stopping before
+            its end. None trains to the end and keeps the last weights.
     """
 
     epochs: float | None = checks.bounded(None, 0, above=True)
@@ -123,6 +129,7 @@ class ScheduleConfig:
     eval_every: float = checks.bounded(150, 0, above=True)
     save_every: float | None = checks.bounded(None, 0, above=True)
     snapshot_every: float | None = checks.bounded(None, 0, above=True)
+    patience: float | None = checks.bounded(None, 0, above=True)
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -162,6 +169,8 @@ class ObjectiveConfig:
 
     Attributes:
         label_smoothing: fraction of the target spread evenly over all classes.
+        class_weights: weigh an image's loss by the mean size of a class over the size of its own,
+            so that rare classes count as much as common ones.
         teacher: distil from this model: a run folder, or a timm name (its pretrained weights), or
             "local-dir:FOLDER" and "hf-hub:REPOSITORY" as timm writes them; None trains on labels
             alone.
@@ -176,6 +185,7 @@ class ObjectiveConfig:
     """
 
     label_smoothing: float = checks.bounded(0.0, 0, 1, below=True)
+    class_weights: bool = False
     teacher: str | None = None
     teacher_weights: str | None = None
     teacher_share: float = checks.bounded(0.5, 0, 1, above=True)

@@ -33,7 +33,7 @@ from locality.training.distributed import (
 )
 from locality.training.load import build_model, load_teacher, starting_model
 from locality.training.loop import Components, Loop
-from locality.training.objective import objective_class
+from locality.training.objective import class_weights, objective_class
 from locality.training.optim import create_optimizer, create_schedule
 from locality.training.preview import Preview, check_memory, preview, span
 from locality.training.recorder import Counts, Observer, Recorder
@@ -115,7 +115,7 @@ def _prepare(config: RunConfig, run: RunFolder) -> tuple[Fabric, Preview]:
             check_memory(seen)
         run.prepare(config)
         if run.result() is None:
-            run.check_space(seen.checkpoint_bytes)
+            run.check_space(seen.checkpoint_bytes, best=seen.plan.patience is not None)
     return fabric, seen
 
 
@@ -187,7 +187,7 @@ def _run(
             said += [f"note    {note}" for note in (*resumed, *notes, *looked)]
             recorder.say("\n  ".join(said))
         row = loop.run()
-        return _finish(fabric, run, seen, recorder, row)
+        return _finish(fabric, run, seen, recorder, at.step, row)
     finally:
         recorder.close()
 
@@ -254,8 +254,10 @@ def build_components(fabric: Fabric, seen: Preview, model: ImageClassifier) -> C
     if config.objective.teacher is not None:
         with fabric.rank_zero_first(local=True):
             teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
+    labels = seen.splits.train.labels if config.objective.class_weights else None
+    weights = None if labels is None else class_weights(labels, classes).to(fabric.device)
     kind = objective_class(config.objective)
-    objective = kind(config.objective, config.augment, classes, teacher, fabric.autocast)
+    objective = kind(config.objective, config.augment, classes, teacher, fabric.autocast, weights)
     called: Any = objective.trained(model)
     called = torch.compile(called) if engine.compile else called
     forward = fabric.setup_module(called)
@@ -315,9 +317,14 @@ def _same_images(
 
 
 def _finish(
-    fabric: Fabric, run: RunFolder, seen: Preview, recorder: Recorder, row: dict[str, Any]
+    fabric: Fabric,
+    run: RunFolder,
+    seen: Preview,
+    recorder: Recorder,
+    step: int,
+    row: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write result.json; the same content on every rank."""
+    """Write result.json, after `step` steps of which `row` is kept; the same on every rank."""
     result: dict[str, Any] = {}
     if fabric.is_global_zero:
         config, seconds = seen.config, recorder.seconds
@@ -327,7 +334,8 @@ def _finish(
             "dataset": config.data.dataset,
             "fraction": config.data.fraction,
             "seed": config.seed,
-            "steps": seen.plan.steps,
+            "steps": step,
+            "best_step": row["step"],
             "top1": row["top1"],
             "top5": row["top5"],
             "val_loss": row["val_loss"],
@@ -336,8 +344,11 @@ def _finish(
             "train_images": len(seen.splits.train),
             "val_images": len(seen.splits.val),
             "seconds": round(seconds, 3),
-            "images_per_second": round(seen.plan.images / seconds, 1) if seconds else None,
+            "images_per_second": round(step * seen.plan.batch_size / seconds, 1)
+            if seconds
+            else None,
         }
         run.write_json(run.result_file, result)
-        recorder.say(f"finished in {span(seconds)}: top-1 {row['top1']:.2f}%")
+        at = f" at step {row['step']}" if row["step"] < step else ""
+        recorder.say(f"finished in {span(seconds)}: top-1 {row['top1']:.2f}%{at}")
     return fabric.broadcast(result)

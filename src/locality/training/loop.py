@@ -174,7 +174,7 @@ class Loop:
         """Train to the end.
 
         Returns:
-            the last evaluation.
+            the evaluation of the weights that are kept: the last, or the best.
 
         Raises:
             Interrupted: if a signal came; the checkpoint is written.
@@ -197,9 +197,9 @@ class Loop:
                             self._keep()
                         raise
                 self.recorder.look(at.step, self._evaluated_model())
-                if at.step == self.plan.steps:
+                if at.step == self.plan.steps or self._no_longer_improves():
                     self.recorder.wait_until_saved()
-                    return at.row
+                    return at.best or at.row
                 if batches is None:
                     batches = iter(self._train_loader())
                 signum = self._step(batches)
@@ -362,6 +362,18 @@ class Loop:
         at.row, at.evaluated = row, at.step
         at.loss_sum, at.right, at.seen = 0.0, 0.0, 0
         self.recorder.evaluated(row, found["n"], time.perf_counter() - started)
+        if self.plan.patience is not None and (not at.best or _goodness(row) > _goodness(at.best)):
+            at.best = row
+            self.recorder.keep_best()
+
+    def _no_longer_improves(self) -> bool:
+        at, patience = self.at, self.plan.patience
+        if patience is None or at.evaluated != at.step or at.step - at.best["step"] < patience:
+            return False
+        self.recorder.say(
+            f"step {at.step}: top-1 has not risen since step {at.best['step']}; training ends here"
+        )
+        return True
 
     def _save(self) -> None:
         self.processes.gather(self.at.skipped)
@@ -408,3 +420,8 @@ class Loop:
         loader.skipped.update(self.at.skipped)
         self.at.skipped = loader.skipped
         return loader
+
+
+def _goodness(row: dict[str, Any]) -> tuple[float, float]:
+    """What evaluations are compared by: top-1 and, of equal ones, the loss."""
+    return row["top1"], -row["val_loss"]

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
@@ -28,6 +30,7 @@ class Objective:
         num_classes: of the model and the data.
         teacher: for distillation; maps the student's images to logits.
         autocast: the context in which the teacher computes.
+        class_weights: (classes,) of each class's images in the labels' loss; None: all alike.
     """
 
     def __init__(
@@ -37,10 +40,12 @@ class Objective:
         num_classes: int,
         teacher: Teacher | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        class_weights: Tensor | None = None,
     ) -> None:
         self.config = config
         self.teacher = teacher
         self.autocast = autocast
+        self.class_weights = class_weights
         self._mixup: Mixup | None = None
         if (augment.mixup or augment.cutmix) and augment.mixup_prob:
             self._mixup = Mixup(
@@ -72,7 +77,9 @@ class Objective:
             targets, images: as `mix` returned them.
         """
         smoothing = self.config.label_smoothing if targets.ndim == 1 else 0.0
-        loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+        loss = F.cross_entropy(
+            logits.float(), targets, self.class_weights, label_smoothing=smoothing
+        )
         if self.teacher is None:
             return loss
         share = self.config.teacher_share
@@ -104,6 +111,13 @@ def objective_class(config: ObjectiveConfig) -> type[Objective]:
             if isinstance(found, type) and issubclass(found, Objective):
                 return found
     raise UserError(f"objective.kind is '{config.kind}', which names no objective of this library")
+
+
+def class_weights(labels: npt.NDArray[np.int64], num_classes: int) -> Tensor:
+    """(classes,): the mean size of a class over the size of each; they average 1 over images."""
+    sizes = np.bincount(labels, minlength=num_classes)
+    present = np.count_nonzero(sizes)
+    return torch.from_numpy(len(labels) / (present * np.maximum(sizes, 1))).float()
 
 
 class Teacher(nn.Module):

@@ -20,16 +20,20 @@ def parameter_groups(
     weight_decay: float,
     decay_positions: bool = False,
     position_lr_factor: float = 1.0,
+    layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     """The trainable parameters in groups: those that weight decay pulls at, and the others.
 
     Left alone are all vectors and scalars (biases, norms, the gates λ), what the model names in
     `no_weight_decay()` (class token, position embedding) and, unless `decay_positions`, the
     positional vectors v_pos. v_pos and λ have groups of their own where a factor multiplies their
-    rate (timm's `lr_scale`). Every trainable parameter is in exactly one group; frozen ones are in
-    none.
+    rate (timm's `lr_scale`), and so has each layer, by timm's count of layers, where
+    `layer_decay` ^ (layers above it) does. Every trainable parameter is in exactly one group;
+    frozen ones are in none.
     """
     spared: set[str] = getattr(model, "no_weight_decay", set)()
+    layers: dict[str, int] = model.layer_numbers() if layer_decay < 1 else {}  # type: ignore[operator]
+    top = max(layers.values(), default=0)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -38,6 +42,7 @@ def parameter_groups(
         left_alone = parameter.ndim <= 1 or name in spared
         left_alone |= own == "v_pos" and not decay_positions
         factor = position_lr_factor if own in ("v_pos", "gating") else 1.0
+        factor *= layer_decay ** (top - layers.get(name, top))
         groups.setdefault((factor, not left_alone), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay * decayed}
@@ -74,7 +79,11 @@ def create_optimizer(
     """
     check_optimizer(config)
     groups = parameter_groups(
-        model, config.weight_decay, config.decay_positions, config.position_lr_factor
+        model,
+        config.weight_decay,
+        config.decay_positions,
+        config.position_lr_factor,
+        config.layer_decay,
     )
     if not groups:
         raise UserError("the model has no trainable parameter")

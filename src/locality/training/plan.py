@@ -21,6 +21,7 @@ class Plan:
         unit: updates per epoch or step that the schedule counts in.
         warmup, cooldown: updates at the start and the end of the learning-rate schedule.
         eval_every, save_every, snapshot_every: as in the schedule.
+        patience: updates without a better evaluation after which to stop; None never does.
     """
 
     steps: int
@@ -32,6 +33,7 @@ class Plan:
     eval_every: float
     save_every: float | None
     snapshot_every: float | None
+    patience: float | None
 
     @property
     def images(self) -> int:
@@ -53,6 +55,8 @@ class Plan:
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` updates."""
+        if self.patience is not None and self.evaluates(step):
+            return True  # it may become the best
         return self.due(step, self.save_every or self.eval_every)
 
     def looks(self, step: int, every: float | None) -> bool:
@@ -91,4 +95,5 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
         eval_every=schedule.eval_every,
         save_every=schedule.save_every,
         snapshot_every=schedule.snapshot_every,
+        patience=None if schedule.patience is None else schedule.patience * unit,
     )

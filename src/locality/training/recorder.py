@@ -38,6 +38,7 @@ class Counts:
         evaluated: step of the last evaluation; -1 before the first.
         loss_sum, right, seen: of the training images since the last evaluation.
         row: the last evaluation.
+        best: the best one, if the run keeps its best weights.
         bad_losses: updates skipped.
         skipped: images that could not be read, name → reason.
     """
@@ -48,6 +49,7 @@ class Counts:
     right: float = 0.0
     seen: int = 0
     row: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
     bad_losses: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
 
@@ -351,6 +353,11 @@ class Recorder:
             writer.writerow(("image", "reason"))
             writer.writerows(skipped.items())
             write_atomic(self._run.skipped_file, text.getvalue())
+
+    def keep_best(self) -> None:
+        """Keep the last checkpoint, which is on disk, as the best."""
+        if self._run is not None:
+            self._run.checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
         """Return when the last checkpoint is on disk.

@@ -5,7 +5,7 @@ classes.json      class names, in the order of the logits
 environment.json  versions, hardware, commit, seed, and every start of the run
 metrics.csv       one row per evaluation: repeats exactly
 timing.csv        seconds and images/s: does not
-checkpoints/      last.ckpt and previous.ckpt
+checkpoints/      last.ckpt and previous.ckpt; best.ckpt, if the run keeps its best weights
 snapshots/        weights kept along the way, if the run keeps any
 tensorboard/      logs
 images.gz         every image file's name, size, and content or time of modification
@@ -137,14 +137,14 @@ class RunFolder:
                 f"({'; '.join(changed)}); give its settings to resume it, or another folder"
             )
 
-    def check_space(self, checkpoint_bytes: int) -> None:
-        """Check that three checkpoints fit on the disk: the last, the previous, the next.
+    def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
+        """Check that the last, the previous, the next and any best checkpoint fit on the disk.
 
         Raises:
             UserError: if they do not.
         """
         there = sum(file.stat().st_size for file in self.checkpoints.path.glob("*.ckpt"))
-        needed = 3 * checkpoint_bytes - there
+        needed = (3 + best) * checkpoint_bytes - there
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise UserError(

@@ -1,0 +1,78 @@
+"""The weights of the best evaluation are kept, and training ends when none is better for long."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from locality.checkpoints.run_state import BEST, latest_state, read_checkpoint
+from locality.training import RunFolder, load_run
+from locality.training.evaluation import evaluate_run
+
+from .conftest import assert_same, assert_same_run, tiny, train, train_interrupted
+
+Plan = Callable[..., None]
+
+
+@pytest.fixture
+def evaluations(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Have evaluations give these (top-1, loss) by the step that they are of."""
+
+    def arrange(*found: tuple[float, float]) -> None:
+        numbers = iter(found)
+
+        def evaluate(*_: object, **__: object) -> dict[str, float]:
+            top1, loss = next(numbers)
+            return {"top1": top1, "top5": 100.0, "loss": loss, "n": 10}
+
+        monkeypatch.setattr("locality.training.loop.evaluate", evaluate)
+
+    return arrange
+
+
+def test_training_ends_when_top1_has_not_risen_for_long(tmp_path: Path, evaluations: Plan) -> None:
+    evaluations((10, 2), (30, 1), (30, 1), (20, 0.5), *itertools.repeat((90, 0), 9))
+    result = train(tiny(schedule__eval_every=1, schedule__patience=2), tmp_path)
+    assert (result["top1"], result["best_step"], result["steps"]) == (30, 2, 4)
+    assert (RunFolder(tmp_path).result() or {})["steps"] == 4
+    assert read_checkpoint(tmp_path / "checkpoints/last.ckpt")["step"] == 4
+
+
+def test_the_weights_of_a_run_are_those_of_its_best_evaluation(
+    tmp_path: Path, evaluations: Plan
+) -> None:
+    evaluations((10, 2), (30, 1), (30, 0.9), *itertools.repeat((20, 0.1), 5))
+    best, short = tmp_path / "best", tmp_path / "short"
+    train(tiny(schedule__eval_every=1, schedule__patience=8, schedule__save_every=4), best)
+    assert latest_state(best)["step"] == 3  # of equal accuracies, that of the lower loss
+    evaluations(*itertools.repeat((20, 0.1), 8))
+    train(tiny(schedule__eval_every=1, schedule__snapshot_every=3), short)
+    assert latest_state(short)["step"] == 8
+    kept = load_run(best)[0].state_dict()
+    from safetensors.torch import load_file
+
+    assert_same(dict(kept), load_file(short / "snapshots/step-00000003.safetensors"))
+
+
+def test_what_is_reported_is_what_an_evaluation_of_the_run_gives(tmp_path: Path) -> None:
+    result = train(tiny(schedule__steps=30, schedule__patience=30, optim__lr=0.02), tmp_path)
+    assert evaluate_run(tmp_path)["top1"] == pytest.approx(result["top1"])
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_an_interrupted_run_keeps_the_same_best_weights(
+    step: int, tmp_path: Path, stop_before: Callable[..., None]
+) -> None:
+    config = tiny(schedule__eval_every=1, schedule__patience=3, optim__lr=0.05)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    expected = train(config, whole)
+    stop_before(step)
+    train_interrupted(config, run)
+    stop_before(None)
+    result = train(config, run)
+    assert_same_run(run, whole)
+    assert (result["steps"], result["best_step"]) == (expected["steps"], expected["best_step"])
+    assert (run / "checkpoints" / BEST).exists()
