@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from locality.benchmark.measure import interleave, training_step
 from locality.data import open_data
 from locality.data.config import DataConfig
 from locality.errors import UserError
@@ -25,6 +21,7 @@ from locality.settings import from_yaml, to_yaml
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.load import meta_model
 from locality.training.plan import make_plan
+from locality.training.speed import step_seconds, timed_images
 
 # Images of datasets that may not lie here, as their makers give them; a hundredth of a per cent
 # more or less does not matter for a plan. (to train on, to evaluate on, classes)
@@ -40,8 +37,6 @@ NOMINAL: dict[str, tuple[int, int, int]] = {
 }
 # A training step costs a forward pass, and twice as much for the gradients.
 _STEP_FORWARDS = 3
-_TIMED_MACS = 4e10
-_TIMED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -185,7 +180,7 @@ def steps_rate(model: ModelConfig, classes: int, batch_size: int, threads: int) 
     A step that would take long here is timed on a part of its batch.
     """
     macs = _STEP_FORWARDS * forward_macs(model, classes)
-    images = int(min(batch_size, max(1, _TIMED_MACS // macs)))
+    images = timed_images(batch_size, macs)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -196,18 +191,7 @@ def steps_rate(model: ModelConfig, classes: int, batch_size: int, threads: int) 
 
 @cache
 def _steps_rate(architecture: str, classes: int, images: int) -> float:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = _meta_network(architecture, classes)
-    # Any weights cost the same; drawing those of a large network properly takes longer than a step.
-    network = copy.deepcopy(network).to_empty(device=device).train()
-    for tensor in (*network.parameters(), *network.buffers()):
-        if tensor.ndim > 1:
-            nn.init.uniform_(tensor, -0.05, 0.05)
-        elif tensor.is_floating_point():
-            nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
-    step = training_step(
-        network, torch.randn(images, 3, *network.img_size, device=device), nullcontext
-    )
-    seconds = interleave({"": step}, device, _TIMED_STEPS, warmup=0).seconds[""]
+    config = RunConfig(model=from_yaml(ModelConfig, architecture))
+    seconds = step_seconds(config, classes, images)
     # The fastest: everything else is what the machine was doing besides.
     return images / min(seconds)

@@ -25,6 +25,7 @@ from locality.training.objective import objective_class
 from locality.training.optim import check_optimizer
 from locality.training.plan import Plan, make_plan
 from locality.training.runs import RunFolder
+from locality.training.speed import measure
 
 
 @dataclass(frozen=True)
@@ -220,27 +221,26 @@ class DryRun:
 
     Attributes:
         preview: data, plan, parameters, MACs and memory.
-        images_per_second: as given, over all processes.
+        images_per_second: as given or measured, over all processes.
+        measured: it was measured on this machine.
     """
 
     preview: Preview
-    images_per_second: float | None
+    images_per_second: float
+    measured: bool = False
 
     @property
-    def hours(self) -> float | None:
-        """Training time, if the speed is known; evaluations come on top."""
-        if self.images_per_second is None:
-            return None
+    def hours(self) -> float:
+        """Training time; evaluations come on top."""
         return self.preview.plan.images / self.images_per_second / 3600
 
     def __str__(self) -> str:
         seen = self.preview
-        time = "give images_per_second to have it estimated"
-        if self.hours is not None:
-            time = (
-                f"{span(3600 * self.hours)} at {self.images_per_second:g} images/s "
-                f"({self.hours:.3g} h)"
-            )
+        here = ", measured here" if self.measured else ""
+        time = (
+            f"{span(3600 * self.hours)} at {self.images_per_second:.4g} images/s{here} "
+            f"({self.hours:.3g} h)"
+        )
         return (
             f"{seen}\n"
             f"memory  {seen.activation_bytes / 1e9:.3g} GB of activations and "
@@ -254,12 +254,13 @@ class DryRun:
 def dry_run(
     config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
 ) -> DryRun:
-    """Check a run and count what it will cost, without data in any tensor.
+    """Check a run and count what it will cost.
 
     Args:
         config: the run.
         folder: checked for belonging to this configuration, if it exists. Nothing is written.
-        images_per_second: training speed over all processes, for the estimate of time.
+        images_per_second: training speed over all processes, for the estimate of time; None
+            measures it on this machine, in a few seconds.
 
     Raises:
         UserError: whatever `train` would refuse.
@@ -271,6 +272,8 @@ def dry_run(
     if run is not None:
         run.check(config)
     check_memory(seen)
+    if images_per_second is None:
+        return DryRun(seen, 1 / measure(seen).training, measured=True)
     return DryRun(seen, images_per_second)
 
 
