@@ -38,7 +38,10 @@ from locality.training.plan import make_plan
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
-BEYOND = [f"beyond/{what}" for what in ("converged", "trained-convolutions", "position-rate")]
+BEYOND = [
+    f"beyond/{what}"
+    for what in ("finetuning", "converged", "trained-convolutions", "position-rate")
+]
 CVT = [*(f"table-{n}" for n in range(1, 9)), "nas", *(f"figure-{n}" for n in range(1, 4))]
 
 
@@ -400,10 +403,23 @@ def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
 @pytest.mark.slow
 def test_beyond_the_papers_runs_as_a_table(tiny_scale, tmp_path, here):
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
-    (record,) = reproduce(BEYOND[1], scale, tmp_path, executor=here, quiet=True)
+    (record,) = reproduce("beyond/trained-convolutions", scale, tmp_path, executor=here, quiet=True)
     assert len(record["rows"]) == 6
     for row in record["rows"]:
         assert [cell["empty"] for cell in row["cells"]] == [None] * 3, row["label"]
+
+
+@pytest.mark.slow
+def test_fine_tuning_starts_from_weights_of_other_classes(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("beyond/finetuning", scale, tmp_path, executor=here, quiet=True)
+    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 6
+    tuned = [run for run in here.performed if run.config.model.weights is not None]
+    assert len(tuned) == 4
+    for run in tuned:
+        (net,) = run.needs
+        assert run.config.model.weights == str(net.folder)
+        assert run.config.data.skip_classes == net.config.data.first_classes == 5
 
 
 def test_a_teacher_learns_from_images_that_no_student_sees(tiny_scale, tmp_path, here):

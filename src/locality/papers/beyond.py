@@ -1,4 +1,5 @@
-"""Beyond the papers: gated layers that start as *trained* convolutions.
+"""Beyond the papers: gated layers that start as *trained* convolutions, and few images of new
+classes for models that know others.
 
 ConViT ends with a question: "if SA layers benefit from being initialized as random convolutions,
 could one reduce even more drastically their sample complexity by initializing them as pre-trained
@@ -20,8 +21,9 @@ from locality.layers import GatedPositionalSelfAttention, LocalConvolution
 from locality.models import ImageClassifier
 from locality.papers.convit import percent
 from locality.papers.measures import TOP1, Quantity, measured
-from locality.papers.scales import Scale
+from locality.papers.scales import FAMILIES, Scale
 from locality.papers.specs import Claimed, Column, Row, Table, experiment, said
+from locality.runner.cost import train_images
 from locality.runner.runs import Run
 from locality.training import RunConfig, load_run, train
 from locality.training.load import build_model
@@ -112,6 +114,15 @@ GATED = "ConViT, gated layers from it"
 EVERYTHING = "ConViT, everything from it"
 
 
+def _started(s: Scale, role: str, nets: tuple[Run, ...], **choices: Any) -> Quantity:
+    """Top-1 of runs that each start from the net of their own seed."""
+    runs: list[Run] = []
+    for net in nets:
+        start: dict[str, Any] = {"needs": (net,), "model__weights": str(net.folder)}
+        runs += s.runs(role, seeds=(net.config.seed,), **start, **choices)
+    return measured(tuple(runs), TOP1)
+
+
 def _cells(s: Scale, fraction: float) -> dict[str, Quantity]:
     """Top-1 by row on a fraction of the data."""
     nets = s.runs("ConViT-3×3", fraction=fraction, fields={"positional_attention": "conv"})
@@ -119,19 +130,7 @@ def _cells(s: Scale, fraction: float) -> dict[str, Quantity]:
     twice = {f"schedule__{schedule.unit}": type(schedule.length)(2 * schedule.length)}
 
     def started(task: str, label: str) -> Quantity:
-        """ConViTs that each start from the net of their own seed."""
-        runs: list[Run] = []
-        for net in nets:
-            runs += s.runs(
-                "ConViT-3×3",
-                fraction=fraction,
-                seeds=(net.config.seed,),
-                needs=(net,),
-                task=task,
-                label=label,
-                model__weights=str(net.folder),
-            )
-        return measured(tuple(runs), TOP1)
+        return _started(s, "ConViT-3×3", nets, fraction=fraction, task=task, label=label)
 
     return {
         "DeiT": s.measured(TOP1, "DeiT-3×3", fraction=fraction),
@@ -170,3 +169,45 @@ def trained_convolutions(s: Scale) -> Table:
     )
     shown = {part: Column(f"{part} of the data") for part in found}
     return Table(about, shown, rows, said("", claims))
+
+
+SCRATCH = "from scratch"
+TUNED = "from weights"
+LAYERWISE = "from weights, rates falling by a quarter with each layer below the classifier"
+_LAYER_DECAY = 0.75
+_FEW = FRACTIONS[0]
+
+
+def _transferred(s: Scale, role: str) -> dict[str, Quantity]:
+    """Top-1 on the second half of the classes, few images each, by where training starts."""
+    half = train_images(s.runs(role, seeds=(0,))[0].config)[1] // 2
+    nets = s.runs(role, data__first_classes=half, keep_weights=False)
+    new: dict[str, Any] = {"fraction": _FEW, "data__skip_classes": half}
+    tuned = new | {"label": "fine-tuned to other classes"}
+    layerwise = {"label": f"{tuned['label']}, layer by layer", "optim__layer_decay": _LAYER_DECAY}
+    return {
+        SCRATCH: s.measured(TOP1, role, **new),
+        TUNED: _started(s, role, nets, **tuned),
+        LAYERWISE: _started(s, role, nets, **tuned | layerwise),
+    }
+
+
+@experiment("beyond/finetuning", "Few images of new classes, from weights that know others")
+def finetuning(s: Scale) -> Table:
+    """Against training from scratch, at equal length."""
+    found = {family: _transferred(s, f"{family}-S") for family in FAMILIES}
+    claims: Claimed = {
+        f"{family}: {start} is above {SCRATCH}": top1[start] - top1[SCRATCH]
+        for family, top1 in found.items()
+        for start in (TUNED, LAYERWISE)
+    }
+    rows = tuple(
+        Row(start, {family: top1[start] for family, top1 in found.items()})
+        for start in (SCRATCH, TUNED, LAYERWISE)
+    )
+    about = (
+        f"Not in the papers. Weights come from all images of the first half of the classes; then "
+        f"{percent(_FEW)} of the images of the other half are trained on, for as many steps, and "
+        f"accuracy is that on the validation images of these."
+    )
+    return Table(about, {family: Column(family) for family in found}, rows, said("", claims))
