@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "recipes": ("train:recipes", "list the training recipes, or show one in full"),
     "train": ("train:train", "train a model, or resume a run"),
     "search": ("search:search", "search for a CvT's strides and MLP ratios, block by block"),
+    "finetune": ("train:finetune", "train on your own images from weights that have seen others"),
     "eval": ("images:evaluate", "accuracy of a run, a checkpoint or public weights"),
     "predict": ("images:predict", "classify images"),
     "report": ("reports:report", "write an HTML report from run folders"),

@@ -88,9 +88,10 @@ MISTAKES = [
 WAYS = {
     "models": "",
     "models --pretrained": "",
-    "train": "images_per_second",
-    "train --dry_run": "record measure_every quiet",
-    "train --resume runs/photos": "images_per_second recipe output config",
+    "train": "images_per_second minutes",
+    "train photos": "images_per_second config recipe",
+    "train --dry_run": "record measure_every quiet minutes",
+    "train --resume runs/photos": "images_per_second recipe output config minutes",
     "eval runs/photos": "weights entry",
     "predict photos --model runs/photos": "entry",
     "predict photos --model runs/photos --csv": "top json entry",
@@ -118,7 +119,7 @@ VALUES = {
     "seeds": "1", "fraction": "0.5", "jobs": "1", "threads": "1", "executor": "local", "data": "{}",
     "dataset": "folder",
     "steps": "4", "weights": "runs/photos", "config": "runs/photos/config.yaml", "resume": "",
-    "recipe": "digits", "seed": "1", "images_per_second": "9", "measure_every": "1",
+    "recipe": "digits", "seed": "1", "images_per_second": "9", "minutes": "1", "measure_every": "1",
     "against": "timm", "img_sizes": "[8]", "precisions": "[fp32]", "modes": "[eager]",
     "tasks": "[inference]", "rounds": "1", "warmup": "1", "device": "cpu", "memory": "false",
 }  # fmt: skip
@@ -259,8 +260,8 @@ def test_every_option_acts_or_is_refused(ask, monkeypatch):
 
 
 def test_every_way_is_of_a_command_and_every_command_has_one():
-    # A search is torch from its first line on; its settings are those of `train`.
-    assert {way.split()[0] for way in WAYS} == set(COMMANDS) - {"search"}
+    # A search is torch from its first line on; its settings are those of `train`, as finetune's.
+    assert {way.split()[0] for way in WAYS} == set(COMMANDS) - {"search", "finetune"}
 
 
 def test_layouts_are_told_without_opening_their_modules():

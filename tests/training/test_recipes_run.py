@@ -80,8 +80,11 @@ def test_the_stand_in_keeps_what_the_recipe_is_about(images: Path) -> None:
 def test_a_recipe_trains_evaluates_and_saves(name: str, images: Path, tmp_path: Path) -> None:
     choices = {"fraction": 0.5} if name == "subset" else {}
     config = stand_in(recipe(name, **choices), images)
-    if name == "finetune_384":
-        donor = stand_in(recipe("cvt_300"), images)
+    if name.startswith("finetune"):
+        donor = stand_in(
+            recipe("cvt_300") if name == "finetune_384" else recipe("photos", model="convit_tiny"),
+            images,
+        )
         train(replace(donor, {"model.img_size": 16}), tmp_path / "donor")
         config = replace(config, {"model.weights": str(tmp_path / "donor")})
     if name == "distill_hard":

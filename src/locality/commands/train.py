@@ -32,13 +32,16 @@ def train(arguments: Sequence[str]) -> int | None:
     _check_names(config, folder)
     from locality import training
 
+    if options.fit is not None and not options.quiet:
+        print(options.fit, file=sys.stderr)
     observer = None
     if options.measure_every is not None:
         from locality.analysis.recording import OverTraining
 
         observer = OverTraining(options.measure_every)
     if options.dry_run:
-        print(training.dry_run(config, folder, options.images_per_second))
+        measured = None if options.fit is None else options.fit.images_per_second
+        print(training.dry_run(config, folder, options.images_per_second or measured))
         return None
     try:
         training.train(config, folder, quiet=options.quiet, observer=observer)
@@ -55,6 +58,11 @@ def train(arguments: Sequence[str]) -> int | None:
     return None
 
 
+def finetune(arguments: Sequence[str]) -> int | None:
+    """`train` with the recipe for own images that starts from weights."""
+    return train(["--recipe", "finetune", *with_aliases(arguments, {"--from": "--model.weights"})])
+
+
 def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     """The configuration and the other options that `arguments` ask for.
 
@@ -65,39 +73,53 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     """
     from locality.settings import replace, to_dict
     from locality.training.config import MOVED, RunConfig, read_config
-    from locality.training.recipes import RECIPES, adjusted, name_of, recipe
+    from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted, name_of, recipe
 
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
     words = with_aliases(arguments, ALIASES | moved)
     names, words = taken("--recipe", words)
+    given: dict[str, Any] = {}
     if words and not words[0].startswith("-"):
-        names.append(words.pop(0))
+        word = words.pop(0)
+        if word in RECIPES or not ("/" in word or Path(word).exists()):
+            names.append(word)
+        if word not in names or (word in OWN_IMAGES and Path(word).is_dir()):
+            given = _images_at(Path(word))
+            names = names or ["photos"]
     files, words = taken("--config", words)
     run = _run_to_resume(words, names + files)
     # jsonargparse has an option of this name, which would print what this parser has alone.
     printing = "--print_config" in words
     words = [word for word in words if word != "--print_config"]
-    given: dict[str, Any] = {}
     for file in files:
         given |= by_option(RunConfig.upgraded(read_settings_file(file)))
+    if len(set(names)) > 1:
+        raise UserError(f"recipes {' and '.join(names)} are asked for; give one")
     labelled = str(given.get("recipe"))
     name = name_of(names[0]) if names else labelled if labelled in RECIPES else "digits"
     if names and "recipe" in given and labelled != name:
-        raise UserError(f"recipe '{name}' is asked for and the settings say '{labelled}'; give one")
+        raise UserError(
+            f"recipe '{name}' is asked for and {files[-1]} is of '{labelled}'; give one"
+        )
     parser = Parser(
-        "train",
-        "Train a model, or resume the run in a folder. The recipe (default: digits) gives every "
-        "value; change any of them by name, or several with --config FILE.yaml. "
+        name if name == "finetune" else "train",
+        "Train a model, or resume the run in a folder. Of a folder of images or a labels.csv, "
+        "model and settings are chosen for the images and this machine; `locality finetune IMAGES "
+        "--from WEIGHTS` starts from weights, with the same options. Otherwise the recipe "
+        "(default: digits) gives every value; change any of them by name, or several with "
+        "--config FILE.yaml. "
         "--model, --data and --fraction are short for --model.name, --data.dataset and "
         f"--data.fraction. Recipes: {', '.join(RECIPES)}.",
-        "[RECIPE]",
+        "[RECIPE | IMAGES]",
     )
     parser.add("--config", None, "YAML file with settings, such as the config.yaml of a run")
     parser.add("--output", None, "run folder; runs/… unless given")
     parser.add("--resume", None, "run folder, to go on with its own settings and no others")
     parser.add("--print_config", False, "print every setting as YAML, for --config; no start")
+    parser.add("--minutes", None, "how long a run on own images may take; 10 unless given", float)
     parser.add("--dry_run", False, "check everything, print the cost")
-    parser.add("--images_per_second", None, "speed for --dry_run's hours", float)
+    text = "speed for --dry_run's hours; measured here unless given"
+    parser.add("--images_per_second", None, text, float)
     parser.add("--record", False, "measure locality before and after")
     every = "measure locality while training, every so many epochs or steps of the schedule"
     parser.add("--measure_every", None, every, float)
@@ -107,12 +129,15 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     values = by_option(to_dict(base))
     parser.set_defaults(values)
     options = parser.read(words)
-    options.print_config = printing
+    options.print_config, options.fit = printing, None
     if not options.dry_run:
         parser.refuse(words, "images_per_second", "is for the hours that --dry_run estimates")
     else:
         parser.refuse(words, "record measure_every quiet", "does nothing beside --dry_run")
     given |= changed(parser, words, values)
+    if run is None and name in OWN_IMAGES and given.get("data.root") is not None:
+        return _for_own_images(name, given, options), options
+    parser.refuse(words, "minutes", "is for own images: locality train FOLDER")
     if run is None:
         return adjusted(name, given), options
     options.output = str(run)
@@ -139,6 +164,50 @@ def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> 
         elif setting in values:
             given[setting] = value
     return given
+
+
+def _images_at(path: Path) -> dict[str, Any]:
+    """The settings of own images: a table of them, or a folder."""
+    from locality.checkpoints.where import missing
+    from locality.data.table import TABLE
+
+    if not path.exists():
+        raise missing(path)
+    table = path.is_file() or (path / TABLE).is_file()
+    return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
+
+
+def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig:
+    """The run of a recipe for own images, chosen for `options.minutes` unless steps are given.
+
+    Where such a run has begun it stays as it is: today the machine may be faster.
+    """
+    from locality.checkpoints.where import is_run_folder
+    from locality.settings import replace
+    from locality.training.config import read_config
+    from locality.training.recipes import adjusted
+
+    length = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
+    minutes = 10.0 if options.minutes is None else options.minutes
+    if length and options.minutes is not None:
+        raise UserError(f"--minutes and --{length[0]} both say how long to train; give one of them")
+    config = adjusted(name, given)
+    if options.output is None and not length:
+        root = Path(given["data.root"]).resolve()
+        place = root.parent.name if root.is_file() else root.name
+        options.output = str(Path("runs") / name / f"{place}-{minutes:g}min-s{config.seed}")
+    if options.output is not None and is_run_folder(options.output):
+        return replace(read_config(Path(options.output)), given)
+    if config.model.weights is None or "model.name" in given:
+        _check_names(config, Path(options.output or "runs"))
+    from locality.training.fitting import fit, start_from
+
+    if config.model.weights is not None and "model.name" not in given:
+        given = start_from(config.model.weights) | given
+    if length:
+        return adjusted(name, given)
+    options.fit = fit(name, given, minutes)
+    return options.fit.config
 
 
 def _run_to_resume(words: Sequence[str], others: Sequence[str]) -> Path | None:

@@ -136,7 +136,8 @@ class ImageClassifier(nn.Module):
 
     def layer_numbers(self) -> dict[str, int]:
         """Parameter → number of its layer, the stem's first, as timm counts them."""
-        return group_parameters(self, self.group_matcher(coarse=False), reverse=True)
+        matcher = self.group_matcher(coarse=False)  # type: ignore[operator]
+        return group_parameters(self, matcher, reverse=True)
 
     def idle_parameters(self) -> set[str]:
         """Names of trained parameters that no output depends on, by the architecture's design."""

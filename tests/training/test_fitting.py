@@ -1,0 +1,194 @@
+"""What is chosen for own images, and that it stays chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from locality.cli import main
+from locality.commands.train import read_run
+from locality.errors import UserError
+from locality.training import RunFolder, fitting
+from locality.training.fitting import MIXED_FROM, fit, start_from
+from locality.training.preview import Preview
+from locality.training.speed import Speed, measure
+
+from .conftest import tiny, train
+
+PER_MAC = 1e-11
+
+
+@pytest.fixture(autouse=True)
+def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A machine whose speed is known: seconds per multiply-accumulate, and to load an image."""
+    machine = {"mac": PER_MAC, "loading": 1e-3}
+
+    def measured(seen: Preview) -> Speed:
+        workers = seen.config.data.workers
+        return Speed(machine["loading"], 3 * seen.macs * machine["mac"], workers, True)
+
+    monkeypatch.setattr(fitting, "measure", measured)
+    return machine
+
+
+def photographs(root: Path, side: int = 80, per_class: int = 16, classes: int = 2) -> Path:
+    rng = np.random.default_rng(0)
+    for label in range(classes):
+        (root / f"class {label}").mkdir(parents=True)
+        for index in range(per_class):
+            pixels = rng.integers(0, 255, (side, side + 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / f"class {label}" / f"{index}.png")
+    return root
+
+
+def given(root: Path, **settings: Any) -> dict[str, Any]:
+    return {"data.root": str(root), "data.dataset": "folder"} | settings
+
+
+def test_more_time_or_speed_makes_a_larger_model_or_more_passes(
+    tmp_path: Path, speed: dict[str, float]
+) -> None:
+    root = given(photographs(tmp_path / "photos", 260, per_class=4))
+    short, long = (fit("photos", root, minutes).config for minutes in (0.002, 10))
+    assert (short.model.name, short.model.img_size) == ("convit_micro", 64)
+    assert (long.model.name, long.model.img_size) == ("convit_tiny", 224)
+    speed["mac"], speed["loading"] = PER_MAC / 4, 2.5e-4
+    faster = fit("photos", root, 0.002).config
+    assert faster.model == short.model
+    assert (faster.schedule.steps or 0) > (short.schedule.steps or 0)
+
+
+@pytest.mark.parametrize("minutes", [0.05, 1])
+def test_a_run_is_planned_for_the_time_it_may_take(tmp_path: Path, minutes: float) -> None:
+    root = given(photographs(tmp_path / "photos", 100))
+    planned = fit("photos", root, minutes)
+    config, images = planned.config, 24
+    passes = (config.schedule.steps or 0) * config.engine.batch_size / images
+    assert planned.seconds <= 60 * minutes * 1.05
+    assert planned.seconds >= 60 * minutes * 0.8 or passes > 390
+    assert config.schedule.warmup < (config.schedule.steps or 0)
+
+
+def test_images_are_not_enlarged(tmp_path: Path) -> None:
+    root = given(photographs(tmp_path / "photos", 50))
+    assert fit("photos", root, 60).config.model.img_size == 32
+
+
+def test_what_is_given_stands(tmp_path: Path) -> None:
+    settings = {"model.name": "cvt_micro", "engine.batch_size": 8, "optim.lr": 3e-4, "seed": 2}
+    root = photographs(tmp_path / "photos")
+    config = fit("photos", given(root, **settings), 0.1).config
+    assert (config.model.name, config.engine.batch_size) == ("cvt_micro", 8)
+    assert (config.optim.lr, config.seed) == (3e-4, 2)
+
+
+def test_slow_loading_gets_processes_of_its_own(tmp_path: Path, speed: dict[str, float]) -> None:
+    root = given(photographs(tmp_path / "photos"))
+    assert fit("photos", root, 0.1).config.data.workers == 0
+    speed["loading"] = 0.1
+    config = fit("photos", root, 0.1).config
+    assert config.data.workers > 0
+    assert fit("photos", root | {"data.workers": 0}, 0.1).config.data.workers == 0
+
+
+def test_loading_and_computing_share_a_processor_and_not_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("locality.machine.processors", lambda: 4)
+    assert Speed(2, 3, 0, True).training == Speed(2, 3, 0, False).training == 5
+    assert Speed(2, 3, 2, True).training == 3.5
+    assert Speed(2, 3, 2, False).training == 3
+    assert Speed(8, 3, 2, False).training == 4
+    assert Speed(2, 3, 0, True).evaluating == 3
+
+
+def test_speed_is_measured_on_the_run_itself(tmp_path: Path) -> None:
+    from locality.training.preview import preview
+
+    measured = measure(preview(tiny()))
+    assert 0 < measured.loading < 1 and 0 < measured.computing < 1
+    assert measured.training == measured.loading + measured.computing
+
+
+def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_path: Path) -> None:
+    donor = tmp_path / "donor"
+    train(tiny(input__crop_mode="squash"), donor)
+    settings = start_from(str(donor))
+    root = photographs(tmp_path / "photos", 20, classes=3)
+    planned = fit("finetune", given(root) | settings, 0.01)
+    config = planned.config
+    assert config.model.overrides == tiny().model.overrides
+    assert (config.model.name, config.model.img_size) == ("convit_nano", 8)
+    assert config.input == tiny(input__crop_mode="squash").input
+    assert config.schedule.patience == 3 * config.schedule.eval_every
+    assert (config.augment.mixup, config.optim.layer_decay) == (0.0, 0.75)
+    larger = fit("finetune", given(root) | settings | {"model.img_size": 16}, 0.01).config
+    assert larger.model.img_size == 16
+
+
+def test_many_images_are_mixed_in_fine_tuning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = photographs(tmp_path / "photos", 20)
+    donor = tmp_path / "donor"
+    train(tiny(), donor)
+    monkeypatch.setattr(fitting, "MIXED_FROM", 24)
+    config = fit("finetune", given(root) | start_from(str(donor)), 0.01).config
+    assert MIXED_FROM > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
+
+
+def test_one_word_trains_and_the_same_word_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, speed: dict[str, float]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    photographs(Path("photos"), 32)
+    words = ["train", "photos/", "--minutes", "0.003", "--engine.tensorboard", "false"]
+    assert main([*words, "--dry_run"]) == 0
+    output = capsys.readouterr()
+    assert "images/s" in output.out and "24 to train on" in output.err
+    assert not Path("runs").exists()
+    assert main(words) == 0
+    folder = Path("runs/photos/photos-0.003min-s0")
+    config = RunFolder(folder).config()
+    assert (config.recipe, config.data.exif) == ("photos", True)
+    speed["mac"] /= 100
+    assert main(words) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert read_run(words[1:])[0] == config
+    assert read_run(["--config", str(folder / "config.yaml")])[0] == config
+
+
+def test_one_word_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    photographs(Path("photos"), 16, classes=3)
+    train(tiny(), tmp_path / "donor")
+    words = ["finetune", "photos/", "--from", "donor", "--minutes", "0.002", "--quiet"]
+    assert main([*words, "--engine.tensorboard", "false", "--output", "tuned"]) == 0
+    assert len(RunFolder("tuned").classes()) == 3
+    assert (RunFolder("tuned").result() or {})["recipe"] == "finetune"
+
+
+def test_a_table_of_images_is_one_word_too(tmp_path: Path) -> None:
+    root = photographs(tmp_path / "photos")
+    rows = [f"{path.relative_to(root)},{path.parent.name}" for path in root.glob("*/*.png")]
+    (root / "labels.csv").write_text("\n".join(rows))
+    for word in (root, root / "labels.csv"):
+        config, options = read_run([str(word), "--minutes=0.01"])
+        assert config.data.dataset == "table"
+        assert "photos-0.01min-s0" in options.output
+
+
+def test_mistakes_are_said(tmp_path: Path) -> None:
+    root = photographs(tmp_path / "photos")
+    with pytest.raises(FileNotFoundError, match="photos"):
+        read_run([str(tmp_path / "photo")])
+    with pytest.raises(UserError, match="both say"):
+        read_run([str(root), "--minutes=1", "--schedule.steps=3"])
+    with pytest.raises(UserError, match="own images"):
+        read_run(["digits", "--minutes=1"])
+    with pytest.raises(UserError, match="minutes"):
+        read_run([str(root), "--minutes=0"])
