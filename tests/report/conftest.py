@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ import torch
 from locality import settings
 from locality.analysis.pictures import Sample, save_pictures, take_pictures
 from locality.analysis.summary import measure_model
+from locality.data import ArraySource
 from locality.models import build, count_parameters
 from locality.training.config import RunConfig
+from locality.training.predictions import Collector
+from locality.training.runs import RunFolder
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}
 ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_nano", 1.0): 80.0}
@@ -23,6 +27,16 @@ def moved(model, seed, amount):
     for parameter in model.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
     return model
+
+
+def keep_predictions(folder, labels, logits):
+    """Leave what a model with these logits says of images with these labels."""
+    images = ArraySource(np.zeros((len(labels), 4, 4, 3), np.uint8), labels, "pictures")
+    batch = SimpleNamespace(indices=np.arange(len(labels)))
+    collector = Collector(len(labels), torch.device("cpu"))
+    collector(batch, torch.as_tensor(logits).float())
+    run = RunFolder(folder)
+    collector.write(run.predictions_file, images, run.classes())
 
 
 @pytest.fixture(scope="session")
@@ -101,6 +115,8 @@ def make_run(tmp_path, attention):
         }
         if options.get("finished", True):
             (folder / "result.json").write_text(json.dumps(result))
+        if predictions := options.get("predictions"):
+            keep_predictions(folder, *predictions)
         if measured:
             measures, pictures = attention(model, seed)
             (folder / "measures.json").write_text(json.dumps(measures))

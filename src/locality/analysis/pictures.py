@@ -96,7 +96,20 @@ def sample(
     """
     if len(source) == 0 or count < 1:
         raise UserError(f"cannot choose {count} images out of {len(source)}")
-    indices = one_of_each(source.labels, count)
+    return chosen_sample(source, preprocessing, one_of_each(source.labels, count), classes)
+
+
+def chosen_sample(
+    source: ImageSource,
+    preprocessing: Preprocessing,
+    indices: npt.NDArray[np.int64],
+    classes: Sequence[str] = (),
+) -> Sample:
+    """The images of a source at `indices`, as evaluation prepares them.
+
+    Raises:
+        UserError: if one of them cannot be decoded.
+    """
     transform: Any = eval_transform(preprocessing)
     pixels = torch.stack([transform(source.read_or_name(int(index))) for index in indices])
     shown = pixels.permute(0, 2, 3, 1).contiguous().numpy()
@@ -160,7 +173,8 @@ class LayerPicture:
     Attributes:
         name: of the attention module.
         grid, key_grid: grids of queries and keys.
-        query: the query patch (row, column) on `grid`.
+        query: the query patch (row, column) on `grid`; None for what is read off the layer: its
+            class token, or without one the mean over all patches.
         mixed: (n, h, Hk, Wk) float32, the attention the layer uses. What is missing to a sum of
             one is paid to the class token.
         gates: σ(λ), (h,); None for a layer without gates.
@@ -169,7 +183,7 @@ class LayerPicture:
     name: str
     grid: Grid
     key_grid: Grid
-    query: tuple[int, int]
+    query: tuple[int, int] | None
     mixed: Array
     gates: Array | None = None
 
@@ -181,31 +195,32 @@ class Pictures:
     Attributes:
         images: (n, H, W, 3) uint8, as the model saw them before normalisation.
         labels, predictions: names of the true and the predicted class, n each.
-        place: the query's place in every image as fractions of (height, width).
+        place: the query's place in every image as fractions of (height, width), or None.
         layers: in depth order.
     """
 
     images: Array
     labels: list[str]
     predictions: list[str]
-    place: tuple[float, float]
+    place: tuple[float, float] | None
     layers: list[LayerPicture]
 
 
 def take_pictures(
-    model: nn.Module, chosen: Sample, place: tuple[float, float] = (0.5, 0.5)
+    model: nn.Module, chosen: Sample, place: tuple[float, float] | None = (0.5, 0.5)
 ) -> Pictures:
     """Observe one forward pass of `model` in evaluation mode; the model is left as it was.
 
     Args:
         model: one of ours, or a timm ViT.
         chosen: the images.
-        place: where to look from, as fractions of (height, width) in [0, 1).
+        place: where to look from, as fractions of (height, width) in [0, 1); None looks from
+            where the classifier reads: the class token, or without one all patches on average.
 
     Raises:
         UserError: if `place` lies outside the image.
     """
-    if not all(0 <= fraction < 1 for fraction in place):
+    if place is not None and not all(0 <= fraction < 1 for fraction in place):
         raise UserError(f"a query at {place} lies outside the image; give fractions in [0, 1)")
     layers: list[LayerPicture] = []
     with evaluating(model), capture(model, on_layer=lambda v: layers.append(_picture(v, place))):
@@ -214,18 +229,21 @@ def take_pictures(
     return Pictures(chosen.shown, chosen.labels, predictions, place, layers)
 
 
-def _picture(view: LayerView, place: tuple[float, float]) -> LayerPicture:
-    maps = view.maps
-    row, column = (
-        int(fraction * length) for fraction, length in zip(place, maps.query_grid, strict=True)
-    )
-    query = row * maps.query_grid[1] + column + maps.prefix_tokens
-    mixed = maps.mixed[..., query, maps.prefix_tokens :].unflatten(-1, maps.key_grid)
+def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture:
+    maps, query = view.maps, None
+    rows = slice(0, 1 if maps.prefix_tokens else None)
+    if place is not None:
+        (height, width), (down, right) = maps.query_grid, place
+        query = int(down * height), int(right * width)
+        first = query[0] * width + query[1] + maps.prefix_tokens
+        rows = slice(first, first + 1)
+    found = maps.mixed[..., rows, maps.prefix_tokens :].mean(dim=-2)
+    mixed = found.unflatten(-1, maps.key_grid)
     return LayerPicture(
         name=view.name,
         grid=maps.query_grid,
         key_grid=maps.key_grid,
-        query=(row, column),
+        query=query,
         mixed=mixed.float().cpu().numpy(),
         gates=None if maps.gate is None else maps.gate.float().cpu().numpy(),
     )
@@ -286,11 +304,13 @@ def _unpacked(archive: Any, about: dict[str, Any]) -> Pictures:
     layers = [
         LayerPicture(
             name=layer["name"],
-            **{name: tuple(layer[name]) for name in ("grid", "key_grid", "query")},
+            **{name: tuple(layer[name]) for name in ("grid", "key_grid")},
+            query=None if layer["query"] is None else tuple(layer["query"]),
             mixed=archive[f"{index}.mixed"],
             gates=archive.get(f"{index}.gates"),
         )
         for index, layer in enumerate(about["layers"])
     ]
     labels, predictions = about["labels"], about["predictions"]
-    return Pictures(archive["images"], labels, predictions, tuple(about["place"]), layers)
+    place = None if about["place"] is None else tuple(about["place"])
+    return Pictures(archive["images"], labels, predictions, place, layers)

@@ -16,16 +16,18 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from locality import checks
 from locality.analysis.pictures import (
     Pictures,
+    chosen_sample,
     sample,
     save_pictures,
     take_pictures,
@@ -35,13 +37,19 @@ from locality.analysis.summary import Record, measure_model
 from locality.data import open_data
 from locality.errors import UserError
 from locality.files import parse_json, read_json, read_text, write_atomic
+from locality.models import ImageClassifier
+from locality.training.config import RunConfig
+from locality.training.evaluation import evaluate_run
 from locality.training.load import initial_model, load_run
 from locality.training.plan import make_plan
+from locality.training.predictions import Collector
 from locality.training.recorder import Moment
 from locality.training.runs import RunFolder
 
 MEASURES = "measures.json"
 PICTURES = "attention.npz"
+MISTAKES = "mistakes.npz"
+MOST_MISTAKES = 20
 HISTORY = "over_training.jsonl"
 _LARGEST_HISTORY = 1 << 28
 
@@ -50,7 +58,9 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     """Measure a run's model before and after training, and keep pictures of its attention.
 
     Writes `measures.json` (see `measure_model`; "before" is the model as its seed initialises it)
-    and `attention.npz` (see `take_pictures`) into the run folder. Nothing else in it changes.
+    and `attention.npz` (see `take_pictures`) into the run folder, and `mistakes.npz`: its most
+    confident mistakes and what the last layer looked at. A run of a version that kept no
+    predictions gets them now. Nothing else in its folder changes.
 
     Args:
         folder: of a finished run.
@@ -70,6 +80,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     chosen = validation_sample(config, model.img_size, max(images, pictures))
     found = take_pictures(model, chosen.first(pictures))
     save_pictures(found, Path(folder) / PICTURES)
+    _record_mistakes(run, model, config)
     initial = initial_model(folder)
     return add_measures(
         folder,
@@ -80,10 +91,28 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     )
 
 
+def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) -> None:
+    splits = open_data(config.data, config.seed)
+    if not run.predictions_file.exists():
+        collector = Collector(len(splits.val), torch.device("cpu"))
+        evaluate_run(run.path, seen=collector)
+        collector.write(run.predictions_file, splits.val, splits.classes)
+    predictions = run.predictions()
+    wrong = predictions.indices[predictions.mistakes(MOST_MISTAKES)]
+    if len(wrong):
+        size = config.input.at(model.img_size)
+        found = take_pictures(model, chosen_sample(splits.val, size, wrong, splits.classes), None)
+        last = found.layers[-1]
+        last = replace(last, mixed=last.mixed.mean(axis=1, keepdims=True), gates=None)
+        save_pictures(replace(found, layers=[last]), run.path / MISTAKES)
+
+
 def record_missing(folders: Iterable[Path]) -> None:
     """Measure those runs that have finished and were not measured yet; see `record`."""
     for folder in folders:
-        if RunFolder(folder).result_file.exists() and not (folder / MEASURES).exists():
+        run = RunFolder(folder)
+        files = folder / MEASURES, run.predictions_file
+        if run.result_file.exists() and not all(file.exists() for file in files):
             record(folder)
 
 

@@ -97,16 +97,12 @@ class RecordedRun:
     @cached_property
     def curve(self) -> list[dict[str, float]]:
         """One dictionary of numbers per evaluation (`metrics.csv`), empty cells left out."""
-        path = RunFolder(self.folder).metrics_file
-        if not path.exists():
-            return []
-        try:
-            return [
-                {name: float(cell) for name, cell in row.items() if name and cell}
-                for row in read_rows(path)
-            ]
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{path} holds something that is not a number: {error}") from error
+        return _numbers(RunFolder(self.folder).metrics_file)
+
+    @property
+    def timing(self) -> list[dict[str, float]]:
+        """The same for what took how long (`timing.csv`)."""
+        return _numbers(RunFolder(self.folder).timing_file)
 
     def pictures(self) -> Pictures | None:
         """Its attention pictures; None if there are none."""
@@ -117,6 +113,18 @@ class RecordedRun:
         """By dotted name, the settings that its result depends on beside seed and data."""
         flat = flatten(self.config)
         return {name: value for name, value in flat.items() if name not in INCIDENTAL}
+
+
+def _numbers(table: Path) -> list[dict[str, float]]:
+    if not table.exists():
+        return []
+    try:
+        return [
+            {name: float(cell) for name, cell in row.items() if name and cell}
+            for row in read_rows(table)
+        ]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{table} holds something that is not a number: {error}") from error
 
 
 def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:

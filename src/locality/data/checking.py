@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -281,6 +282,8 @@ _OPENING_BYTES = 10_000
 # Decoders and file systems let go of Python's lock; network file systems answer many at once.
 _THREADS = 16
 _AT_ONCE = 100
+_DIGITS = 16  # of a file's digest; a time of modification has fewer
+_LARGEST_TABLE = 1 << 28
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -401,14 +404,42 @@ def _status(path: str) -> tuple[int, int]:
 def _content(path: str) -> str:
     try:
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha1").hexdigest()[:16]
+            return hashlib.file_digest(file, "sha1").hexdigest()[:_DIGITS]
     except OSError:
         return "-"
 
 
 def _by_name(table: bytes) -> dict[str, str]:
-    lines = gzip.decompress(table).decode().splitlines()
-    return {name[1:-1]: stamp for stamp, name in (line.rsplit("\t", 1) for line in lines)}
+    return _by_line(gzip.decompress(table).decode())
+
+
+def _by_line(table: str) -> dict[str, str]:
+    """Size and stamp of every file by its name."""
+    lines = (line.rsplit("\t", 1) for line in table.splitlines())
+    return {name[1:-1]: stamp for stamp, name in lines}
+
+
+def duplicates(record: Path) -> list[list[str]] | None:
+    """Names of files with the same content, in groups, from where a `ImageRecord.table` lies.
+
+    Returns:
+        None if it tells files by their time of modification, as it does of large datasets.
+
+    Raises:
+        UserError: if the file is something else.
+    """
+    try:
+        with gzip.open(record) as file:
+            stamps = _by_line(file.read(_LARGEST_TABLE).decode())
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        raise UserError(f"{record} is no record of images: {error}") from error
+    groups: dict[str, list[str]] = {}
+    for name, stamp in stamps.items():
+        if len(stamp.partition("\t")[2]) == _DIGITS:
+            groups.setdefault(stamp, []).append(name)
+    if stamps and not groups:
+        return None
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

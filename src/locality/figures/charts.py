@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import fill, shorten
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -15,7 +17,7 @@ from locality.analysis.runs import RecordedRun, RunGroup
 from locality.analysis.statistics import estimate
 from locality.figures.curves import mean_curve
 from locality.figures.maps import draw_image, draw_rows
-from locality.figures.style import FAINT, INK, colour_of, marker_of, new_figure, settings
+from locality.figures.style import CONVIT, FAINT, INK, colour_of, marker_of, new_figure, settings
 
 PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside each other elsewhere
 
@@ -23,6 +25,11 @@ PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside e
 def percent(fraction: float) -> str:
     """A fraction as people write it: 5%, 0.5%."""
     return f"{100 * fraction:g}%"
+
+
+def part_of(fraction: float) -> str:
+    """That fraction of the training images, in words."""
+    return "all training images" if fraction == 1 else f"{percent(fraction)} of the training images"
 
 
 def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
@@ -34,7 +41,8 @@ def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
 
 
 def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
-    """Final accuracy by fraction of the training images: means, intervals, and every seed."""
+    """Final accuracy: means, intervals, and every seed. By fraction of the training images, or by
+    model where all have the same."""
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     step = 0.7 / max(1, len(groups))
     for number, one in enumerate(groups):
@@ -55,7 +63,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
                 capsize=4,
                 elinewidth=1.6,
                 linestyle="none",
-                label=one.label if fraction == one.fractions[0] else None,
+                label=one.label if fraction == one.fractions[0] and len(fractions) > 1 else None,
             )
             axes.annotate(
                 f"{found.mean:.1f}",
@@ -66,12 +74,17 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
                 va="center",
                 fontsize=8,
             )
-    axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
+    if len(fractions) > 1:
+        axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
+    else:
+        places = [(number - (len(groups) - 1) / 2) * step for number in range(len(groups))]
+        axes.set_xticks(places, [fill(one.label, 60 // len(groups)) for one in groups])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
     # With two seeds an interval may reach beyond what an accuracy can be.
     low, high = axes.get_ylim()
     axes.set_ylim(max(0, low), min(101, high))
-    _finish(axes, "fraction of the training images", "top-1 accuracy (%)")
+    x_label = "fraction of the training images" if len(fractions) > 1 else part_of(*fractions)
+    _finish(axes, x_label, "top-1 accuracy (%)")
 
 
 def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> None:
@@ -84,7 +97,7 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
         mean = mean_curve(curves)
         if len(mean):
             axes.plot(*mean.T, color=colour, linewidth=2.2, label=one.label)
-    axes.set_title(f"{percent(fraction)} of the training images")
+    axes.set_title(part_of(fraction))
     _finish(axes, "step", "top-1 accuracy (%)")
 
 
@@ -92,6 +105,61 @@ def curve_of(run: RecordedRun, column: str) -> np.ndarray:
     """(n, 2): the steps at which `column` was recorded, and its values."""
     points = [(row["step"], row[column]) for row in run.curve if "step" in row and column in row]
     return np.array(points).reshape(-1, 2)
+
+
+def draw_curves(
+    axes: Axes,
+    run: RecordedRun,
+    columns: Mapping[str, str],
+    best: Mapping[str, float] | None,
+    y_label: str,
+) -> bool:
+    """Columns of one run's `metrics.csv` over training, the best evaluation marked; False if all
+    are empty.
+
+    Args:
+        axes: to draw on.
+        run: whose.
+        columns: what each is called; of two, the second is the validation images'.
+        best: that evaluation's row.
+        y_label: what all of them are.
+    """
+    curves = {column: curve_of(run, column) for column in columns}
+    looks: tuple[dict[str, Any], ...] = ({"color": FAINT}, {"linewidth": 2.2})
+    for (column, label), look in zip(columns.items(), looks, strict=True):
+        axes.plot(*curves[column].T, **{"color": colour_of(run.family), "label": label} | look)
+        if best is not None and column == list(columns)[-1] and column in best:
+            axes.plot(best["step"], best[column], "o", color=INK, label="best top-1")
+            axes.axvline(best["step"], color=FAINT, linestyle=":", linewidth=1.2)
+    _finish(axes, "step", y_label)
+    return any(map(len, curves.values()))
+
+
+def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[str]) -> None:
+    """How many images of each class (rows) were taken for which; colours are shares of the row."""
+    count = len(names)
+    share = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
+    axes.pcolormesh(share, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
+    for row, column in np.argwhere(matrix):
+        axes.text(column + 0.5, row + 0.5, f"{matrix[row, column]:,}", ha="center", va="center",
+                  fontsize=min(9, 90 / count), color="white" if share[row, column] > 0.5 else INK,
+                  )  # fmt: skip
+    labels = [shorten(name, 16, placeholder="…") or name[:15] + "…" for name in names]
+    places = np.arange(count) + 0.5
+    axes.set_xticks(places, labels, rotation=90 if max(map(len, labels)) > 2 else 0, fontsize=7)
+    axes.set_yticks(places, labels, fontsize=7)
+    axes.set(aspect="equal", xlabel="predicted", ylabel="labelled")
+    axes.invert_yaxis()
+
+
+def draw_calibration(axes: Axes, table: npt.NDArray[np.float64]) -> None:
+    """Accuracy by confidence, (m, 3): confidence, accuracy, share of the images: a dot's area."""
+    axes.plot([0, 100], [0, 100], color=FAINT, linestyle="--", label="as sure as right")
+    confidence, accuracy, share = table.T
+    axes.plot(100 * confidence, 100 * accuracy, color=INK, linewidth=1)
+    axes.scatter(100 * confidence, 100 * accuracy, s=10 + 400 * share, color=CONVIT, zorder=3)
+    axes.set(xlim=(0, 104), ylim=(-4, 104))
+    _finish(axes, "confidence (%)", "top-1 accuracy (%)")
 
 
 def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
@@ -116,7 +184,7 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
         if values_by_layer:
             means = [values.mean() for values in values_by_layer.values()]
             axes.plot(list(values_by_layer), means, label=label, **look)
-    axes.set_title(f"{percent(fraction)} of the training images")
+    axes.set_title(part_of(fraction))
     axes.set_ylim(-0.02, 1.02)
     axes.set_xticks(list(after))
     _finish(axes, "layer", "gate σ(λ):  0 content … 1 position")
@@ -160,7 +228,7 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
             fontsize=7.5,
             color=FAINT,
         )
-    axes.set_title(f"{percent(fraction)} of the training images")
+    axes.set_title(part_of(fraction))
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.locator_params(axis="x", integer=True)
     _finish(axes, "layer", "nonlocality (patches)")
@@ -252,7 +320,8 @@ def summary(
                 fontweight="bold",
             )
         axes.set_ylim(max(0, axes.get_ylim()[0] - 12), 104)
-        axes.legend(loc="best")
+        if axes.get_legend():
+            axes.legend(loc="best")
         axes = parts[1].subplots()
         draw_nonlocality(axes, pair, fraction)
         axes.set_title(f"How far layers look ({percent(fraction)} of the data)")

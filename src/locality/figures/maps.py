@@ -134,6 +134,7 @@ def draw_image(part: SubFigure, pictures: Pictures, index: int, title: str = "in
     image, layer = pictures.images[index], pictures.layers[0]
     axes.imshow(image, interpolation="nearest")
     axes.set_axis_off()
+    assert layer.query is not None
     _box(axes, layer.query, layer.grid, image.shape[:2])
 
 
@@ -158,6 +159,7 @@ def draw_rows(
                 axes.set_axis_off()
                 continue
             _draw_map(axes, found[head], own_scale)
+            assert layer.query is not None
             # The query lies on the grid of the queries; its box has to lie on that of the keys.
             query = tuple(
                 place * keys // queries

@@ -20,6 +20,7 @@ from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg, save
 from locality.files import render, write_atomic
 from locality.report import comparing
+from locality.report.quality import single_run
 from locality.settings import flatten
 from locality.training.runs import RunFolder
 
@@ -108,6 +109,9 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     apart = differing([_settings(run) for run in runs])
     return {
         "title": comparing.headline(groups, comparisons),
+        "kind": "run" if len(runs) == 1 else "experiment" if len(fractions) > 1 else "comparison",
+        "one": single_run(runs[0]) if len(runs) == 1 else None,
+        "fractions": fractions,
         "datasets": sorted({one.dataset for one in groups}),
         "comparisons": [(each, comparing.sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_differences()}),
@@ -115,8 +119,10 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "families": {one.family for one in groups},
         # Of five classes or fewer, the five most probable ones are all.
         "top5": any(len(RunFolder(run.folder).classes()) > 5 for run in runs),
-        "accuracy": _svg(charts.chart(charts.draw_accuracy, groups), "Final accuracy"),
-        "learning": _panels("Learning curves", fractions, charts.draw_learning, groups),
+        "accuracy": charts.chart(charts.draw_accuracy, groups) if len(runs) > 1 else None,
+        "learning": _panels("Learning curves", fractions, charts.draw_learning, groups)
+        if len(runs) > 1
+        else [],
         "gates": [
             panel
             for one in groups
@@ -151,7 +157,7 @@ def _panels(
     what: str, fractions: Sequence[float], draw: Callable[..., Any], content: Any
 ) -> list[tuple[Markup, str]]:
     """One chart per fraction and its title, without those that had nothing to draw."""
-    titled = {f"{charts.percent(part)} of the training images": part for part in fractions}
+    titled = {charts.part_of(part): part for part in fractions}
     drawn = {title: charts.chart(draw, content, part) for title, part in titled.items()}
     return [
         (_svg(figure, f"{what}, {title}"), title)
@@ -233,6 +239,7 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
 
 def _box(layer: LayerPicture) -> str:
     """CSS that puts a box over the query patch."""
+    assert layer.query is not None
     (row, column), (rows, columns) = layer.query, layer.grid
     return (
         f"top:{100 * row / rows:.3f}%;left:{100 * column / columns:.3f}%;"
@@ -288,6 +295,8 @@ _FILTERS: dict[str, Any] = {
     "interval": comparing.with_interval,
     "thousands": lambda number: f"{number:,.0f}",
     "millions": lambda number: f"{number / 1e6:.2f} M",
+    "svg": _svg,
+    "part_of": charts.part_of,
     "gate_colour": maps.gate_colour,
     "shown": _shown,
 }

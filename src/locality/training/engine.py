@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from lightning_fabric import Fabric
 from timm.utils import ModelEmaV3
@@ -280,6 +281,9 @@ def _look_at_images(
         notes = [note for note in [verify(seen.splits.val)] if note]
     write_atomic(run.images_file, record.table)
     run.write_json(run.classes_file, seen.splits.classes)
+    classes = seen.splits.classes
+    counts = np.bincount(seen.splits.train.labels, minlength=len(classes)).tolist()
+    run.write_json(run.counts_file, dict(zip(classes, counts, strict=True)))
     return record.fingerprint, notes
 
 

@@ -48,6 +48,7 @@ def evaluate_opened(
     precision: str = "fp32",
     accelerator: str = "auto",
     predictions: list[tuple[str, str, Tensor]] | None = None,
+    seen: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of an opened model on a dataset, its images prepared as it wants them.
 
@@ -61,6 +62,7 @@ def evaluate_opened(
         accelerator: "auto", "cpu", "cuda" or "mps".
         predictions: is given what each image is called, its class and its probabilities; what the
             classes are called is then in the result.
+        seen: as for `evaluate`, where `predictions` are not asked for.
 
     Raises:
         UserError: if it is an exported graph, the data has other classes, there is no such
@@ -97,10 +99,10 @@ def evaluate_opened(
         rows = zip(batch.indices.tolist(), batch.targets.tolist(), logits.softmax(1), strict=True)
         predictions.extend((splits.val.describe(i), splits.classes[k], p.cpu()) for i, k, p in rows)
 
-    keep_all = None if predictions is None else keep
+    shown_to = seen if predictions is None else keep
     with torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bf16-mixed"):
         result = evaluate(
-            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=keep_all
+            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=shown_to
         )
     if predictions is not None:
         result["classes"] = list(opened.classes or splits.classes)

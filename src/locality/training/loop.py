@@ -27,6 +27,7 @@ from locality.models import ImageClassifier
 from locality.training.distributed import Processes, measured
 from locality.training.evaluation import evaluate
 from locality.training.objective import Objective
+from locality.training.predictions import Collector
 from locality.training.preview import Preview
 from locality.training.recorder import Counts, Recorder
 from locality.training.signals import EvaluationStopped, Interrupted, Interruption
@@ -337,6 +338,7 @@ class Loop:
         started = time.perf_counter()
         # Running statistics differ between processes; rank 0's are the ones that are saved.
         self.processes.equalise(list(model.buffers()))
+        collector = Collector(len(self.splits.val), self.fabric.device)
         with self.fabric.autocast():
             found = evaluate(
                 model,
@@ -347,7 +349,9 @@ class Loop:
                 rounds=self._eval_rounds,
                 stop=self.processes.stop_if_asked,
                 channels_last=self.config.engine.channels_last,
+                seen=collector,
             )
+        self.processes.sum(collector.table)
         row = {
             "step": at.step,
             "epoch": round(self.plan.epoch(at.step), 6),
@@ -362,9 +366,12 @@ class Loop:
         at.row, at.evaluated = row, at.step
         at.loss_sum, at.right, at.seen = 0.0, 0.0, 0
         self.recorder.evaluated(row, found["n"], time.perf_counter() - started)
-        if self.plan.patience is not None and (not at.best or _goodness(row) > _goodness(at.best)):
+        if self.plan.patience is None:
+            self.recorder.keep_predictions(collector)
+        elif not at.best or _goodness(row) > _goodness(at.best):
             at.best = row
             self.recorder.keep_best()
+            self.recorder.keep_predictions(collector)
 
     def _no_longer_improves(self) -> bool:
         at, patience = self.at, self.plan.patience

@@ -25,6 +25,7 @@ from locality.errors import UserError, printable
 from locality.files import atomic_file, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
+from locality.training.predictions import Collector
 from locality.training.preview import Preview, span
 from locality.training.runs import RunFolder
 
@@ -249,7 +250,7 @@ class Recorder:
         observer: Observer | None = None,
     ) -> None:
         self._run, self._config, self._plan = run, seen.config, seen.plan
-        self._val = seen.splits.val
+        self._splits = seen.splits
         self._observer = observer
         self._progress = Progress(seen.plan.steps, at.step, quiet or run is None)
         self.say = self._progress.say
@@ -332,6 +333,11 @@ class Recorder:
         )
         self._stepping, self._steps = 0.0, 0
 
+    def keep_predictions(self, collector: Collector) -> None:
+        """Write down what the model that is kept says of the validation images."""
+        if self._run is not None:
+            collector.write(self._run.predictions_file, self._splits.val, self._splits.classes)
+
     def save(self, state: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, and write the list of unreadable images if there are any.
 
@@ -385,7 +391,7 @@ class Recorder:
         if self._observer is not None and self._plan.looks(step, self._observer.every):
             epoch = self._plan.epoch(step)
             self._observer.observe(
-                Moment(self._run.path, self._config, step, epoch, model, self._val)
+                Moment(self._run.path, self._config, step, epoch, model, self._splits.val)
             )
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ snapshots/        weights kept along the way, if the run keeps any
 tensorboard/      logs
 images.gz         every image file's name, size, and content or time of modification
 skipped.csv       images that could not be read, if there were any
+predictions.csv   what the model says of every validation image
+class_counts.json how many images of each class there are to train on
 result.json       written once, at the end
 lock              held while the run is going on
 """
@@ -37,6 +39,7 @@ from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, called_today, read_config
+from locality.training.predictions import Predictions
 
 # Settings that say where and on how many processes a run computes, not what. A run may be resumed
 # with others; with another number of devices or passes sums are rounded in another order.
@@ -85,6 +88,8 @@ class RunFolder:
         self.timing_file = self.path / "timing.csv"
         self.images_file = self.path / "images.gz"
         self.skipped_file = self.path / "skipped.csv"
+        self.predictions_file = self.path / "predictions.csv"
+        self.counts_file = self.path / "class_counts.json"
         self.tensorboard = self.path / "tensorboard"
         self.snapshots = self.path / "snapshots"
         self.checkpoints = CheckpointFolder(self.path / "checkpoints")
@@ -180,6 +185,15 @@ class RunFolder:
             UserError: if the run has not got as far as opening its data.
         """
         return classes_of(self.path)
+
+    def predictions(self) -> Predictions:
+        """What the model says of the validation images.
+
+        Raises:
+            UserError: if the file is something else.
+            FileNotFoundError: if the run is of a version that kept none.
+        """
+        return Predictions.read(self.predictions_file, self.classes())
 
     def write_json(self, path: Path, content: Any) -> None:
         """Write one of the folder's JSON files, atomically."""

@@ -1,0 +1,119 @@
+"""A run's own report: which classes it confuses, how sure it is, and what it learned from."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from locality.analysis.recording import record
+from locality.data.checking import duplicates
+from locality.errors import UserError
+from locality.report import build_report
+from locality.training import RunFolder, evaluate_run, train
+from locality.training.predictions import Predictions
+
+
+def planted(images=200, first=3, second=8):
+    """Labels and logits of a model that is right, but for half of one class taken for another."""
+    labels = np.arange(images) % 10
+    predicted = labels.copy()
+    of_first = np.flatnonzero(labels == first)
+    predicted[of_first[: len(of_first) // 2]] = second
+    logits = np.random.default_rng(0).normal(size=(images, 10))
+    logits[np.arange(images), predicted] = 8 + np.linspace(0, 2, images)
+    return labels, logits
+
+
+@pytest.fixture
+def confused(make_run):
+    return make_run("convit_nano", predictions=planted(), top1=95.0)
+
+
+def test_a_planted_confusion_is_in_matrix_table_and_mistakes(confused):
+    found = RunFolder(confused).predictions()
+    matrix = found.confusion(range(10))
+    assert matrix.sum() == 200 and matrix[3, 8] == 10 and matrix[3, 3] == 10
+    assert (matrix - np.diag(matrix.diagonal())).sum() == 10
+    row = found.per_class()[3]
+    assert (row["images"], row["right"], row["confused"], row["times"]) == (20, 10, "8", 10)
+    assert found.per_class()[8]["called"] == 30
+    wrong = found.mistakes(20)
+    assert len(wrong) == 10 and set(found.labels[wrong]) == {3}
+    assert (np.diff(found.confidence[wrong]) <= 0).all()
+
+
+def test_the_page_shows_it(confused, tmp_path):
+    page = build_report([confused], tmp_path / "r.html").read_text()
+    assert '<td data-label="Class">3</td><td class="number" data-label="Accuracy %">50.0' in page
+    assert "labelled <b>3</b>, predicted <b>8</b>" in page
+    assert page.index(">3</td>") < page.index(">0</td>")  # the least accurate class is first
+    for words in ("Confusion matrix", "Reliability diagram", "Best validation accuracy"):
+        assert words in page
+    assert "A training run on digits" in page and "Final accuracy" not in page
+
+
+def test_calibration_against_its_definition():
+    confidence = np.array([0.9, 0.9, 0.9, 0.9, 0.5, 0.5])
+    right = np.array([1, 1, 1, 0, 1, 0])
+    numbers = np.zeros(6, dtype=np.int64)
+    found = Predictions(["a", "b"], numbers, [""] * 6, numbers, 1 - right, confidence)
+    table, error = found.calibration()
+    assert table == pytest.approx(np.array([[0.5, 0.5, 1 / 3], [0.9, 0.75, 2 / 3]]))
+    assert error == pytest.approx(2 / 3 * 0.15)
+
+
+def test_a_file_that_is_there_twice_is_found(tmp_path):
+    lines = ["5\t{}\t'train/a/1.png'", "5\t{}\t'val/b/2.png'", "6\t{}\t'train/a/3.png'"]
+    table = tmp_path / "images.gz"
+
+    def stamped(*stamps):
+        text = "".join(f"{line.format(stamp)}\n" for line, stamp in zip(lines, stamps, strict=True))
+        table.write_bytes(gzip.compress(text.encode()))
+        return duplicates(table)
+
+    same, other = "0123456789abcdef", "1" * 16
+    assert stamped(same, same, other) == [["train/a/1.png", "val/b/2.png"]]
+    assert stamped(same, other, other) == []
+    assert stamped(1700000000, 1700000000, 1700000000) is None
+    table.write_bytes(b"nothing")
+    with pytest.raises(UserError, match="no record of images"):
+        duplicates(table)
+
+
+@pytest.mark.parametrize("text", ["index,path\n0,a\n", "index,path,label,prediction,confidence\n"
+                                  "0,a,0,1,7\n"])  # fmt: skip
+def test_a_table_of_something_else_is_refused(confused, text):
+    RunFolder(confused).predictions_file.write_text(text)
+    with pytest.raises(UserError, match="not a table of predictions"):
+        RunFolder(confused).predictions()
+
+
+def test_training_keeps_what_its_last_evaluation_said(tiny_config, tmp_path):
+    train(tiny_config(), tmp_path / "run", quiet=True)
+    run = RunFolder(tmp_path / "run")
+    found, result = run.predictions(), run.result()
+    assert len(found.labels) == result["val_images"]
+    assert 100 * found.right.mean() == pytest.approx(result["top1"])
+    assert sum(json.loads(run.counts_file.read_text()).values()) == result["train_images"]
+    # A run of a version that kept none is given them, the same.
+    kept = run.predictions_file.read_text()
+    run.predictions_file.unlink()
+    record(run.path, images=4, pictures=1)
+    again = run.predictions()
+    assert (again.predicted == found.predicted).all() and kept.count("\n") == len(found.labels) + 1
+    assert evaluate_run(run.path)["top1"] == pytest.approx(result["top1"])
+    page = build_report([run.path], tmp_path / "r.html").read_text()
+    assert page.count('alt="attention of the last layer"') == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_nothing_lies_beyond_the_edge(confused, open_page, tmp_path, width, height):
+    folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
+    page = open_page(build_report([confused], tmp_path / "r.html"), width, height)
+    assert page.outside() == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.screenshot(path=folder / f"run-{width}.png", full_page=True)
