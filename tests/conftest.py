@@ -85,7 +85,8 @@ def tiny_scale(tmp_path: Path) -> Scale:
     """The digits scale with three steps, two seeds."""
 
     def base(role: str, model: str) -> RunConfig:
-        return replace(recipe("digits", model=model), TINY)
+        size = {"model.img_size": 32} if model.startswith("timm/") else {}
+        return replace(recipe("digits", model=model), TINY | size)
 
     return dataclasses.replace(
         DIGITS, base=base, root=tmp_path / "runs", seeds=(0, 1), few_seeds=(0,), snapshots=3

@@ -40,7 +40,14 @@ CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
 BEYOND = [
     f"beyond/{what}"
-    for what in ("finetuning", "converged", "trained-convolutions", "position-rate")
+    for what in (
+        "finetuning",
+        "converged",
+        "transformed",
+        "initialisations",
+        "trained-convolutions",
+        "position-rate",
+    )
 ]
 CVT = [*(f"table-{n}" for n in range(1, 9)), "nas", *(f"figure-{n}" for n in range(1, 4))]
 
@@ -528,3 +535,17 @@ def test_architectures_are_drawn_from_the_models_built(name):
     shown = " ".join(shown.split())
     for text in expected:
         assert text in shown, (text, shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "count"), [("beyond/transformed", 8), ("beyond/initialisations", 9)]
+)
+def test_starts_are_compared(tiny_scale, tmp_path, here, name, count):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce(name, scale, tmp_path, executor=here, quiet=True, fraction=1.0)
+    assert len(record["rows"]) == count
+    for row in record["rows"]:
+        assert all(cell is None or cell["empty"] is None for cell in row["cells"]), row["label"]
+    starts = {run.config.model.weights for run in here.performed} - {None}
+    assert {Path(start).parent for start in starts} == {tmp_path / "runs"}

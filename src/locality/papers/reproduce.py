@@ -20,6 +20,7 @@ from locality.papers import (  # noqa: F401 (they register)
     cvt,
     nas,
     short_runs,
+    starts,
 )
 from locality.papers.measures import Failures, Measure
 from locality.papers.pages import Entry, page, to_csv

@@ -16,6 +16,7 @@ from typing import Any
 
 from locality.errors import UserError, unknown
 from locality.models import variant
+from locality.models.variants import PREFIX
 from locality.papers.measures import Measure, Quantity, absent, computed, measured
 from locality.runner.cost import forward_macs, parameters, train_images
 from locality.runner.runs import TRAIN, Run, content_folder
@@ -203,6 +204,14 @@ def _pair(role: str, size: str, **fields: Any) -> dict[str, Model]:
     return {f"{family}-{role}": (f"{family.lower()}_{size}", fields) for family in FAMILIES}
 
 
+def _resnet(name: str, layers: str) -> dict[str, Model]:
+    """A ResNet, and the same with gated attention in the place of some convolutions."""
+    return {"CNN": (PREFIX + name, {}), "T-CNN": (PREFIX + name, {"gpsa": layers})}
+
+
+# Its first two stages lie on grids of 8×8 and 4×4 (7×7 and 4×4 of 28 pixels).
+_SMALL_RESNET = _resnet("test_resnet", "stage1,stage2")
+
 # A step of the digits models costs some 30 ms of one core, so a run some 15 s, and all of them
 # together less than an hour of two cores.
 DIGITS_STEPS = 500
@@ -213,6 +222,8 @@ def _digits_base(role: str, model: str) -> RunConfig:
         recipe("digits", model=model),
         {
             "schedule.steps": DIGITS_STEPS,
+            # A ResNet halves the size five times.
+            "model.img_size": 32 if model.startswith(PREFIX) else None,
             "schedule.warmup": DIGITS_STEPS / 10,
             "schedule.eval_every": DIGITS_STEPS / 20,
             "schedule.save_every": DIGITS_STEPS,
@@ -240,6 +251,7 @@ DIGITS = Scale(
         # 3×3 kernels need nine heads.
         **_pair("3×3", "nano", embed_dim=54, num_heads=9),
         "CvT-13": ("cvt_pico", {}),
+        **_SMALL_RESNET,
     },
     base=_digits_base,
     small={"fraction": 0.1},
@@ -266,6 +278,7 @@ def _fashion_models(embed_stride: tuple[int, ...]) -> dict[str, Model]:
         **pair("B", embed_dim=108, num_heads=9),
         **pair("3×3", embed_dim=54, num_heads=9),
         "CvT-13": ("cvt_nano", {"embed_stride": embed_stride}),
+        **_SMALL_RESNET,
     }
 
 
@@ -273,7 +286,7 @@ def _fashion(
     name: str, patch_size: int, steps: int, evaluations: int, embed_stride: tuple[int, ...]
 ) -> Scale:
     def base(role: str, model: str) -> RunConfig:
-        own = None if role.startswith("CvT") else patch_size
+        own = None if role.startswith("CvT") or model.startswith(PREFIX) else patch_size
         return replace(
             recipe("fashion_mnist", model=model),
             {
@@ -335,6 +348,7 @@ CIFAR100 = Scale(
         **_pair("B", "micro", embed_dim=256, num_heads=16),
         **_pair("3×3", "micro"),
         "CvT-13": ("cvt_micro", {}),
+        **_resnet("resnet18", "stage1,stage2"),
     },
     base=_cifar_base,
     small={"fraction": 0.1},
@@ -356,6 +370,7 @@ _PAPER_MODELS: dict[str, Model] = {
     "CvT-21": ("cvt_21", {}),
     "CvT-W24": ("cvt_w24", {}),
     "CvT-13-NAS": ("cvt_13_nas", {}),
+    **_resnet("resnet50", "stage4"),
 }
 
 
