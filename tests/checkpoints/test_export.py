@@ -25,6 +25,7 @@ from locality.checkpoints import (
     open_model,
     save,
 )
+from locality.checkpoints.where import SUFFIX
 from locality.errors import UserError
 from locality.models import VARIANTS, build
 from locality.models.cvt_config import CvTConfig, StageConfig
@@ -139,7 +140,7 @@ def test_a_preprocessing_of_another_size_than_the_graphs_is_refused(tmp_path):
 
 @pytest.mark.parametrize("format", ["onnx", "torch-export"])
 def test_a_model_for_images_too_small_to_export_says_the_smallest(format, tmp_path):
-    path = tmp_path / f"model{exporting.SUFFIX[format]}"
+    path = tmp_path / f"model{SUFFIX[format]}"
     with pytest.raises(UserError, match="5×5 or more, and it was made for 4×4"):
         export(build("cvt_nano", img_size=4), path, format)
     assert not path.exists()

@@ -80,11 +80,13 @@ def test_a_part_without_images(train_val, missing):
 
 def test_images_without_class_folders(tmp_path, image_file):
     image_file(tmp_path / "a.png")
-    with pytest.raises(UserError, match=r"no images in .*one folder per class"):
+    with pytest.raises(UserError, match=r"holds images itself; expected one folder per class"):
         folder(tmp_path)
     for part in ("train", "val"):
         image_file(tmp_path / part / "a.png")
-    with pytest.raises(UserError, match=r"no images in .*train'; expected one folder per class"):
+    with pytest.raises(
+        UserError, match=r"train' holds images itself; expected one folder per class"
+    ):
         folder(tmp_path)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from locality.data import AugmentConfig, DataConfig, Preprocessing, eval_loader, open_data
+from locality.errors import UserError
 from locality.models import build, count_macs, count_parameters, variant
 from locality.search import Cost, SearchSpace
 from locality.search.supernet import Sandwich, Supernet, calibrate, extract, order_hidden_units
@@ -52,7 +53,7 @@ def test_the_model_itself_is_left_as_it_is(model, space, images):
     before = model(images)
     Supernet(model, space)(images, np.array([[2, 2, 2]]))
     assert torch.equal(model(images), before)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(UserError):
         Supernet(model, space)(images[:, :2], np.array([[2, 2, 2]]))
     assert torch.equal(model(images), before)
 

@@ -285,8 +285,8 @@ def existing_folder(root: Path | str | None) -> Path:
 def no_images(root: Path) -> UserError:
     if any(path.suffix.lower() in IMAGE_SUFFIXES for path in root.glob("*")):
         return UserError(
-            f"'{root}' holds images itself, which makes it one class; give the folder above it, "
-            f"with one folder per class"
+            f"'{root}' holds images itself; expected one folder per class in it (if it is "
+            f"one class, give the folder above it)"
         )
     return UserError(
         f"no images in '{root}'; expected one folder per class, with files such as .jpg or .png"
