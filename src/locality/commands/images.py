@@ -58,10 +58,11 @@ def predict(arguments: Sequence[str]) -> int:
     check_given(options.model, options)
     classifier = open_given(options.model, options)
     readable = _Readable(files, options.model)
-    results: list[tuple[Path, Tensor]] = []
-    while some := list(islice(readable, _AT_ONCE)):
-        probabilities = classifier(image for _, image in some)
-        results += [(file, row) for (file, _), row in zip(some, probabilities, strict=True)]
+    probabilities: list[Tensor] = []
+    while readable.more():
+        # One by one: a large image is shrunk before the next is read.
+        probabilities += classifier(image for _, image in islice(readable, _AT_ONCE))
+    results = list(zip(readable.read, probabilities, strict=True))
     if options.csv:
         names = [classifier.label(index) for index in range(len(results[0][1]))] if results else []
         write_predictions(sys.stdout, names, [(str(file), None, row) for file, row in results])
@@ -116,7 +117,9 @@ class _Readable:
 
         is_run = is_run_folder(model)
         self._decoding = read_config(Path(model)).data.decoding if is_run else AS_PUBLISHED
-        self.files = iter(files)
+        self.read: list[Path] = []
+        self.unread = iter(files)
+        self._ahead: list[tuple[Path, Image.Image]] = []
         self._bad: list[str] = []
         self._count = len(files)
 
@@ -124,22 +127,37 @@ class _Readable:
         return self
 
     def __next__(self) -> tuple[Path, Image.Image]:
+        if not self.more():
+            raise StopIteration
+        self.read.append(self._ahead[0][0])
+        return self._ahead.pop()
+
+    def more(self) -> bool:
+        """Whether there is another; it is read, and kept until it is asked for."""
         from locality.data.folder import read_image
 
-        for file in self.files:
+        while not self._ahead and (file := next(self.unread, None)) is not None:
             try:
-                return file, read_image(file, self._decoding)
+                self._ahead.append((file, read_image(file, self._decoding)))
             except UserError as error:
                 self._bad.append(one_line(error))
-        raise StopIteration
+        return bool(self._ahead)
 
     def said(self) -> int:
-        """Name what could not be read; the exit code."""
+        """Name what could not be read; the exit code.
+
+        Raises:
+            UserError: if nothing could.
+        """
+        bad = len(self._bad)
+        if bad == self._count:
+            others = f" (nor can the other {bad - 1} images be read)" if bad > 1 else ""
+            raise UserError(self._bad[0] + others)
         for sentence in self._bad:
             say(sentence)
         if self._bad:
-            say(f"{len(self._bad)} of {self._count} images could not be read")
-        return 1 if self._bad else 0
+            say(f"{bad} of {self._count} images could not be read")
+        return 1 if bad else 0
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -305,7 +323,7 @@ def _shown(
     files = list(image_files(given))
     readable = _Readable(files, model)
     found = [(file.name, image) for file, image in islice(readable, count)]
-    if left := sum(1 for _ in readable.files):
+    if left := sum(1 for _ in readable.unread):
         say(f"{left} more images are left out; --count {len(files)} takes all")
     return found, readable.said()
 

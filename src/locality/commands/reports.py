@@ -42,10 +42,11 @@ def report(arguments: Sequence[str]) -> int:
             folders.append(folder)
         else:
             say(f"{folder} is left out: it is not finished")
+    if not folders:
+        nothing = "none of these runs has finished; there is nothing to report"
+        raise UserError("; ".join(bad) or nothing)
     for sentence in bad:
         say(f"left out: {sentence}")
-    if not folders:
-        raise UserError("none of these runs has finished; there is nothing to report")
     if options.record:
         from locality.analysis.recording import record_missing
 

@@ -251,7 +251,8 @@ def _evidence(claim: Record) -> str:
     notes = [] if claim.get("exact") else [f"n = {claim['n']}"]
     if claim["expects"] == "equal":
         notes.append(f"wanted within ± {claim['margin']:g}")
-    if not claim.get("exact") and judge(claim)[0] == UNDECIDED:
+    # One seed has no scatter to judge by.
+    if claim["half_width"] is not None and judge(claim)[0] == UNDECIDED:
         needed = seeds_needed(claim)
         notes.append(f"{needed or f'more than {MOST_SEEDS}'} seeds would decide it")
     return f"{text} {claim['unit']}" + (f" ({', '.join(notes)})" if notes else "")
