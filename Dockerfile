@@ -1,6 +1,6 @@
 # On a processor:  docker build -t locality .
 # With CUDA:       docker build -t locality --build-arg TORCH_INDEX= --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 .
-# Then:            docker run --rm -v "$PWD/runs:/work/runs" locality train digits
+# Then:            docker run --rm -v "$PWD/runs:/app/runs" locality train digits
 ARG BASE=debian:13-slim
 FROM ${BASE}
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -13,6 +13,6 @@ RUN python3 -m venv /opt/venv && /opt/venv/bin/pip install --no-cache-dir \
 COPY src src
 RUN /opt/venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 ENV PATH=/opt/venv/bin:$PATH
-WORKDIR /work
+WORKDIR /app
 ENTRYPOINT ["locality"]
 CMD ["--help"]
