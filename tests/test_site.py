@@ -151,6 +151,9 @@ def test_in_a_browser_nothing_is_cut_off_and_search_finds(site, browser, width):
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, name
             assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
+        # Opened before the index is there, the search is closed again.
+        ready = page.get_by_text("Type to start searching")
+        ready.wait_for(state="attached", timeout=60_000)
         page.evaluate("document.querySelector('#__search').click()")
         page.fill("[data-md-component=search-query]", "nonlocality")
         page.wait_for_selector(".md-search-result__item", timeout=60_000)
