@@ -592,12 +592,17 @@ def test_refused_in_one_sentence(case, sound, tmp_path):
 
 @pytest.mark.slow
 def test_large_images_are_shrunk_one_at_a_time(sound, tmp_path):
-    shutil.copytree(sound / SAVED, tmp_path / SAVED)
-    for number in range(4):
-        Image.new("1", (9000, 9000), 1).save(tmp_path / f"{number}.png")
-    code, said, _, memory = in_a_child(f"predict {tmp_path} --model saved", tmp_path)
-    assert code == 0, said
-    assert memory < 1.4 * 2**30, "four such images at once take 1.7 GB"
+    peaks = []
+    for images in (1, 4):
+        folder = tmp_path / str(images)
+        shutil.copytree(sound / SAVED, folder / SAVED)
+        for number in range(images):
+            Image.new("1", (9000, 9000), 1).save(folder / f"{number}.png")
+        code, said, _, memory = in_a_child(f"predict {folder} --model saved", folder)
+        assert code == 0, said
+        peaks.append(memory)
+    # One of them decoded to RGB takes 243 MB; the tests' own process, forked, takes what it may.
+    assert peaks[1] - peaks[0] < 243e6, peaks
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ COMMAND = """
 import sys
 from pathlib import Path
 from locality.training import Interrupted, recipe, replace, train
-config = replace(recipe("digits"), {"schedule.steps": 100000, "schedule.eval_every": 100000,
+config = replace(recipe("digits"), {"schedule.steps": 5000, "schedule.eval_every": 5000,
     "engine.tensorboard": False, "engine.precision": "fp32", "data.workers": int(sys.argv[2])})
 try:
     train(config, Path(sys.argv[1]))
@@ -218,8 +218,10 @@ def test_ctrl_c_at_a_terminal_saves_and_leaves_no_process(tmp_path: Path) -> Non
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if "remaining" in line:
+        if line.rstrip().endswith(" left"):
             break
+    else:
+        pytest.fail("no line of progress before the end")
     # As a terminal does: to every process of the group.
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)

@@ -83,7 +83,7 @@ def test_torchrun_and_the_command_alone_train_the_same_in_two_processes(tmp_path
         folder = tmp_path / launcher
         codes, errors = launch(launcher, "end", words, folder)
         assert codes == [0] * processes, errors
-        assert "2 processes × 1 micro-batches × 8" in errors
+        assert "engine  2 × cpu, fp32, 1 × 8 images each" in errors
         assert errors.count("finished in") == 1
     assert_same_run(tmp_path / "torchrun", tmp_path / "alone")
 
