@@ -39,7 +39,7 @@ Failures = Mapping[Path, str]
 
 # The batch at which ConViT's paper gives its speeds.
 _SPEED_BATCH, _SPEED_ROUNDS = 128, 7
-_TRAJECTORY_IMAGES = 1024
+_TRAJECTORY_IMAGES = 256
 
 
 class Empty(Exception):
