@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from locality.analysis.statistics import estimate, kendall, paired_difference
+from locality.analysis.statistics import estimate, holm, kendall, paired_difference
 
 
 def test_interval_is_the_one_of_the_t_test():
@@ -30,6 +30,19 @@ def test_quantiles_are_those_of_students_distribution(n, level):
     values = list(range(n))
     expected = stats.t.ppf((1 + level) / 2, n - 1) * stats.sem(values)
     assert estimate(values, level).half_width == pytest.approx(expected, rel=1e-10)
+
+
+def test_folds_that_share_images_have_a_wider_interval():
+    alone, folds = estimate([90.0, 92.0, 94.0]), estimate([90.0, 92.0, 94.0], shared=1 / 2)
+    assert folds.half_width / alone.half_width == pytest.approx(math.sqrt(1 + 3 / 2))
+    assert folds.p_value(85) > alone.p_value(85)
+
+
+def test_holm_stops_at_the_first_that_is_not_small_enough():
+    assert holm([0.04, 0.01, 0.03]) == [False, True, False]
+    assert holm([0.01, 0.02, 0.03]) == [True, True, True]
+    assert holm([0.02, 0.02]) == [True, True] and holm([0.03, 0.04]) == [False, False]
+    assert holm([]) == []
 
 
 def test_pairing_removes_what_seeds_share():

@@ -26,6 +26,8 @@ from locality.errors import UserError
             {"train_part": (0.5, 0.5)},
             r"train_part is \(0.5, 0.5\); give two fractions with 0 ≤ low",
         ),
+        ({"fold": (3, 3)}, "fold's i is 3; give a whole number, from 0 to 2"),
+        ({"fold": (0, 2), "train_part": (0, 0.5)}, "leave out train_part"),
         ({"val_part": (0.5, 1)}, r"train_part \(0.0, 1.0\) and val_part \(0.5, 1\) overlap"),
         ({"workers": -1}, r"workers is -1"),
         ({"workers": True}, r"workers is True"),

@@ -132,6 +132,15 @@ def test_students_teacher_and_pilot_see_each_their_own_digits_and_none_those_of_
     assert pictures_of(pilot.val) == seen[1] and pictures_of(teacher.val) == seen[2]
 
 
+def test_every_digit_is_evaluated_in_one_fold_and_trained_on_in_the_others():
+    folds = [open_data(DataConfig(fold=(number, 3)), seed=0) for number in range(3)]
+    held = [pictures_of(fold.val) for fold in folds]
+    assert sum(map(len, held)) == len(set.union(*held)) > 1750
+    for fold, evaluated in zip(folds, held, strict=True):
+        assert len(fold.train) + len(fold.val) == 1797
+        assert not pictures_of(fold.train) & evaluated
+
+
 def test_later_classes_are_numbered_from_0():
     splits = open_data(DataConfig(skip_classes=7, train_part=(0, 0.5), fraction=0.5), seed=0)
     whole = open_data(DataConfig(), seed=0)

@@ -24,6 +24,7 @@ INCIDENTAL = MAY_CHANGE | {
     "recipe",
     "data.fraction",
     "data.subset_seed",
+    "data.fold",
     "engine.compile",
     "schedule.eval_every",
     "schedule.save_every",

@@ -74,6 +74,8 @@ class DataConfig:
             this part.
         val_part: evaluate on this part of the training images, which it must not share with
             `train_part`, instead of on the validation images: to choose settings by.
+        fold: (i, k) evaluates on the i-th, from 0, of k equal parts of the images that could be
+            trained on, and trains on the others; a validation part there may be is left alone.
         first_classes: keep the first k classes in sorted order; None keeps all.
         skip_classes: leave out the first k classes.
         subset_seed: seed of the balanced choice; None takes the run's seed.
@@ -103,6 +105,7 @@ class DataConfig:
     difficulty: str | None = None
     train_part: tuple[float, float] = (0.0, 1.0)
     val_part: tuple[float, float] | None = None
+    fold: tuple[int, int] | None = None
     first_classes: int | None = None
     skip_classes: int = 0
     subset_seed: int | None = None
@@ -136,6 +139,11 @@ class DataConfig:
                     f"train_part {self.train_part} and val_part {self.val_part} overlap; a model "
                     f"is not evaluated on what it was trained on"
                 )
+        if self.fold is not None:
+            checks.integer("fold's k", self.fold[1], 2)
+            checks.integer("fold's i", self.fold[0], 0, self.fold[1] - 1)
+            if self.val_part is not None or self.train_part != (0.0, 1.0):
+                raise UserError("fold divides all images; leave out train_part and val_part")
         checks.integer("skip_classes", self.skip_classes, 0)
         if self.subset_seed is not None:
             checks.integer("subset_seed", self.subset_seed, 0)

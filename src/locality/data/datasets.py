@@ -67,6 +67,11 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     classes, train, val = _some_classes(config, opener(config), *limits)
     if config.val_part is not None:
         val = train.subset(class_part(train.labels, config.val_part, config.split_seed))
+    if config.fold is not None:
+        number, count = config.fold
+        part = number / count, (number + 1) / count
+        held = class_part(train.labels, part, config.split_seed)
+        val, train = train.subset(held), train.subset(np.delete(np.arange(len(train)), held))
     if config.train_part != (0.0, 1.0):
         train = train.subset(class_part(train.labels, config.train_part, config.split_seed))
     if config.fraction < 1.0 and len(train):
@@ -110,6 +115,8 @@ def _split(
     """Without validation images, divide the others class by class."""
     if val_source is not None:
         return classes, source, val_source
+    if config.fold is not None:
+        return classes, source, source
     train, val = stratified_split(source.labels, config.val_fraction, config.split_seed)
     if not len(train) or not len(val):
         raise UserError(

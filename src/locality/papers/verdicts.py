@@ -6,11 +6,13 @@ was measured, `mean`, `half_width`, `n`, and `exact` where it needs no run. No e
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locality.analysis.statistics import Estimate, two_sided_t
+from locality.analysis.statistics import Estimate, holm, two_sided_t
 
 HOLDS = "holds"
 FAILS = "does not hold"
@@ -63,11 +65,9 @@ def corrected(claims: Sequence[Claimed]) -> list[str]:
     alone = [judge(claim) for claim in claims]
     tested = [i for i, claim in enumerate(claims) if not claim.get("exact")]
     verdicts = [verdict for verdict, _ in alone]
-    decided = True
-    for rank, index in enumerate(sorted(tested, key=lambda i: alone[i][1])):
-        decided = decided and alone[index][1] < LEVEL / (len(tested) - rank)
-        if not decided:
-            verdicts[index] = UNDECIDED
+    decided = holm([alone[index][1] for index in tested], LEVEL)
+    for index in itertools.compress(tested, map(operator.not_, decided)):
+        verdicts[index] = UNDECIDED
     return verdicts
 
 

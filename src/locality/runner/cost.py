@@ -142,6 +142,7 @@ def _images(config: RunConfig) -> tuple[int, int, int]:
         images, evaluated, classes = NOMINAL[known]
         kept = min(data.first_classes or classes, classes) - data.skip_classes
         part = (data.train_part[1] - data.train_part[0]) * data.fraction
+        part *= 1 - 1 / data.fold[1] if data.fold else 1
         return round(images * kept / classes * part), round(evaluated * kept / classes), kept
     return _opened(data, config.seed)
 
