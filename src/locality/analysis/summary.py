@@ -34,8 +34,8 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int = 8) -> Reco
     Args:
         model: one of ours, or a timm ViT.
         images: (n, C, H, W), normalised as the model expects, on the model's device.
-        batch_size: how many images pass at a time; changes no number. Few keep what is computed of a
-            layer in the cache: 64 take twice the time on a processor, and eight times the memory.
+        batch_size: how many images pass at a time; changes no number. Few keep what is computed of
+            a layer in the cache: 64 take twice the time on a processor, and eight times the memory.
 
     Returns:
         {"images": n, "layers": [one record per attention layer, in depth order]}. A layer's record
