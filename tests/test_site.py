@@ -155,7 +155,8 @@ def test_in_a_browser_nothing_is_cut_off_and_search_finds(site, browser, width):
         ready = page.get_by_text("Type to start searching")
         ready.wait_for(state="attached", timeout=60_000)
         page.evaluate("document.querySelector('#__search').click()")
-        page.fill("[data-md-component=search-query]", "nonlocality")
+        # It reads its field when a key is let go, so the word is typed.
+        page.locator("[data-md-component=search-query]").press_sequentially("nonlocality")
         page.wait_for_selector(".md-search-result__item", timeout=60_000)
     finally:
         page.close()
