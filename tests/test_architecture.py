@@ -14,6 +14,7 @@ SOURCE = Path(locality.__file__).parent
 ORDER = [
     "__main__",
     "cli",
+    "trained",
     "commands",
     "report",
     "papers",

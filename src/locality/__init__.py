@@ -3,8 +3,8 @@
     >>> import locality
     >>> model = locality.create_model("convit_tiny", num_classes=10)
 
-`create_model` and `list_models` make models, `save` and `load` keep them, `train` fits them, and
-`transform` makes a transformer of a convolutional network.
+`create_model` and `list_models` make models, `save` and `load` keep them, `train` fits them, `fit`
+does so on a folder of images, and `transform` makes a transformer of a convolutional network.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from locality.checkpoints import save as save
     from locality.models import list_models as list_models
     from locality.models.transform import transform as transform
+    from locality.trained import TrainedRun as TrainedRun
+    from locality.trained import fit as fit
     from locality.training import train as train
 
 __all__, __getattr__ = lazily(__name__, __file__)

@@ -140,6 +140,12 @@ class Classifier:
         """The name of a class, or its number where there is none."""
         return str(index) if self.classes is None else self.classes[index]
 
+    def most_likely(self, probabilities: Tensor, top: int = 5) -> dict[str, float]:
+        """One image's probabilities, (classes,) → those of its most likely classes, best first."""
+        best = probabilities.topk(min(top, len(probabilities)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return {self.label(index): value for index, value in pairs}
+
     def module(self) -> ImageClassifier:
         """The PyTorch model.
 

@@ -69,9 +69,7 @@ def predict(arguments: Sequence[str]) -> int:
         return readable.said()
     listed = []
     for file, row in results:
-        best = row.topk(min(options.top, len(row)))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        classes = {classifier.label(index): value for index, value in pairs}
+        classes = classifier.most_likely(row, options.top)
         listed.append({"image": str(file), "classes": classes})
         if not options.json:
             shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())

@@ -79,13 +79,18 @@ def save(figure: Figure, path: Path | str, dpi: int = 160) -> list[Path]:
     path = Path(path)
     written = []
     for suffix, options in ((".png", {"dpi": dpi}), (".svg", {"metadata": {"Date": None}})):
-        buffer = io.BytesIO()
-        with settings():
-            figure.savefig(buffer, format=suffix[1:], facecolor="white", **options)
         target = path.with_suffix(suffix)
-        write_atomic(target, buffer.getvalue())
+        write_atomic(target, drawn(figure, suffix[1:], **options))
         written.append(target)
     return written
+
+
+def drawn(figure: Figure, form: str = "png", **options: Any) -> bytes:
+    """A figure on white, as the content of a PNG or SVG file."""
+    buffer = io.BytesIO()
+    with settings():
+        figure.savefig(buffer, format=form, facecolor="white", **options)
+    return buffer.getvalue()
 
 
 def inline_svg(figure: Figure, identifier: str, description: str) -> str:

@@ -1,0 +1,220 @@
+"""In Python what `locality train` is in a shell, and the run it leaves as something to ask.
+
+>>> run = locality.fit("photos/", model="convit_mini", epochs=20)
+>>> run.evaluate(), run.predict("x.jpg"), run.report(), run.explore()
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from locality import checks
+from locality.analysis.explorer import write_explorer
+from locality.analysis.pictures import close_up, data_address, run_images
+from locality.analysis.recording import record_missing
+from locality.analysis.runs import RecordedRun, group, read_runs
+from locality.checkpoints.open import Classifier, open_model
+from locality.commands.train import default_folder, read_run
+from locality.data.folder import read_image
+from locality.errors import UserError
+from locality.figures import charts
+from locality.figures.style import drawn
+from locality.models import ImageClassifier
+from locality.report import build_report
+from locality.training import RunFolder, evaluate_run, train
+
+
+def fit(
+    images: Path | str,
+    model: str | None = None,
+    *,
+    epochs: float | None = None,
+    minutes: float | None = None,
+    weights: Path | str | None = None,
+    output: Path | str | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> TrainedRun:
+    """Train as `locality train IMAGES` does: what is not given is chosen for images and machine.
+
+    A run lies in the folder that the command would give it. The same call again resumes what was
+    interrupted, and opens what has finished.
+
+    Args:
+        images: a folder of images by class, a labels.csv, or the name of a recipe.
+        model, epochs: of the run.
+        minutes: how long it may take, where neither epochs nor steps are given; 10 unless given.
+        weights: to start from, as `locality finetune IMAGES --from WEIGHTS`.
+        output: the run's folder.
+        quiet: print nothing.
+        settings: of `RunConfig`, with `__` for the dot: `optim__lr=1e-3`, `seed=1`.
+
+    Raises:
+        UserError: for a setting that does not exist or fit, or images that cannot be used.
+        Interrupted, RunFailed: as `locality.training.train`.
+    """
+    given: dict[str, Any] = {"model.name": model, "schedule.epochs": epochs, "minutes": minutes}
+    given |= {"model.weights": weights, "output": output}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    words = [os.fspath(images), *(f"--{name}={_typed(value)}" for name, value in given.items())]
+    config, options = read_run(words if weights is None else ["--recipe=finetune", *words])
+    folder = Path(options.output) if options.output else default_folder(config)
+    if options.fit is not None and not quiet:
+        print(options.fit)
+    train(config, folder, quiet=quiet)
+    return TrainedRun(folder)
+
+
+def _typed(value: Any) -> str:
+    """A value as somebody would type it."""
+    return os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(value)
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedRun:
+    """A finished run: its folder, and what one wants of it. A notebook shows its learning curve.
+
+    Attributes:
+        folder: of the run.
+
+    Raises:
+        UserError: if it holds no run, or the run has not finished.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        if not RunFolder(self.folder).result_file.exists():
+            raise UserError(
+                f"there is no finished run in {self.folder}; `locality.fit` or `locality train` "
+                f"makes one, or ends one that was interrupted"
+            )
+
+    @cached_property
+    def _recorded(self) -> RecordedRun:
+        return read_runs([self.folder])[0]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What training came to: the content of result.json."""
+        return self._recorded.result
+
+    @cached_property
+    def classifier(self) -> Classifier:
+        """Its model with its preprocessing and class names: images → probabilities."""
+        return open_model(self.folder)
+
+    @property
+    def model(self) -> ImageClassifier:
+        """The model, in evaluation mode."""
+        return self.classifier.module()
+
+    def evaluate(self, **options: Any) -> dict[str, Any]:
+        """Top-1, top-5 and loss on its validation images; as `training.evaluate_run`."""
+        return evaluate_run(self.folder, **options)
+
+    def predict(self, image: Path | str | Image.Image, top: int = 5) -> Prediction:
+        """An image's most likely classes.
+
+        Raises:
+            OSError, UserError: if it cannot be read.
+        """
+        checks.integer("top", top, 1)
+        if not isinstance(image, Image.Image):
+            image = read_image(Path(image), RunFolder(self.folder).config().data.decoding)
+        (row,) = self.classifier([image])
+        return Prediction(
+            self.classifier.most_likely(row, top),
+            close_up(self.classifier.preprocessing, image),
+        )
+
+    def report(self, output: Path | str | None = None) -> Page:
+        """Measure the run where it was not yet, and write its report, into its folder if need be.
+
+        Raises:
+            OSError, UserError: if its images can no longer be read.
+        """
+        record_missing([self.folder])
+        return Page(build_report([self.folder], output or self.folder / "report.html"))
+
+    def explore(self, output: Path | str | None = None, count: int = 4) -> Page:
+        """Write the page on which one clicks a patch and sees what every head looks at.
+
+        Raises:
+            OSError, UserError: if its images can no longer be read.
+        """
+        names, images = zip(*run_images(str(self.folder), count), strict=True)
+        output = output or self.folder / "explorer.html"
+        return Page(write_explorer([self.classifier], images, output, names))
+
+    def __repr__(self) -> str:
+        run, result = self._recorded, self.result
+        return (
+            f"{run.model} on {result['train_images']:,} images of {run.dataset}: top-1 "
+            f"{result['top1']:.1f}% on {result['val_images']:,} others ({self.folder})"
+        )
+
+    def _repr_html_(self) -> str:
+        figure = charts.chart(
+            charts.draw_learning, group([self._recorded]), self._recorded.fraction
+        )
+        assert figure is not None  # a finished run was evaluated
+        png = base64.b64encode(drawn(figure)).decode()
+        return f"<p>{html.escape(repr(self))}</p><img width=480 src='data:image/png;base64,{png}'>"
+
+
+@dataclass(frozen=True, repr=False)
+class Prediction:
+    """An image's most likely classes; a notebook shows it beside them.
+
+    Attributes:
+        classes: name → probability, the most likely first.
+        image: (H, W, 3) uint8, as it was cut for the model.
+    """
+
+    classes: dict[str, float]
+    image: np.ndarray
+
+    def __repr__(self) -> str:
+        return "  ".join(f"{name} {100 * share:.1f}%" for name, share in self.classes.items())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{html.escape(name)}</td><td>{100 * share:.1f}%</td>"
+            f"<td><meter value='{share:.3f}'></meter></td></tr>"
+            for name, share in self.classes.items()
+        )
+        shown = (
+            f"<img src='{data_address(self.image)}' width=160 style='image-rendering:pixelated'>"
+        )
+        return f"<div style='display:flex;gap:1rem'>{shown}<table>{rows}</table></div>"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page that was written; a notebook shows it.
+
+    Attributes:
+        path: of its one file, which needs no other.
+    """
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def _repr_html_(self) -> str:
+        inside = html.escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{inside}" style="width:100%;height:40rem;border:0"></iframe>'

@@ -1,0 +1,94 @@
+"""`locality.fit` leaves the run that `locality train` leaves, and a run answers as commands do."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+import locality
+from locality.cli import main
+from locality.data import DataConfig, open_data
+from locality.errors import UserError
+
+SHORT = {"schedule.steps": 3, "engine.batch_size": 16, "engine.tensorboard": False}
+BY_KEYWORD = {name.replace(".", "__"): value for name, value in SHORT.items()}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Forty images of each of three digits, a folder for each."""
+    folder = tmp_path_factory.mktemp("images") / "digits"
+    source = open_data(DataConfig("digits"), 0).train
+    for digit in (0, 1, 7):
+        place = folder / f"{digit} <b>"
+        place.mkdir(parents=True)
+        for index in (source.labels == digit).nonzero()[0][:40]:
+            source.read(int(index)).save(place / f"{index}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(images):
+    folder = images.parent / "run"
+    return locality.fit(images, "convit_nano", output=folder, quiet=True, **BY_KEYWORD)
+
+
+def test_it_is_the_run_of_the_command(images, run, tmp_path):
+    words = [f"--{name}={json.dumps(value)}" for name, value in SHORT.items()]
+    words += ["--model=convit_nano", f"--output={tmp_path / 'run'}", "--quiet"]
+    assert main(["train", str(images), *words]) == 0
+    for file in ("config.yaml", "metrics.csv", "predictions.csv"):
+        assert (tmp_path / "run" / file).read_bytes() == (run.folder / file).read_bytes(), file
+
+
+def test_the_same_call_opens_what_has_finished(images, run):
+    before = run.folder.joinpath("result.json").stat().st_mtime_ns
+    again = locality.fit(images, "convit_nano", output=run.folder, quiet=True, **BY_KEYWORD)
+    assert again == run == locality.TrainedRun(str(run.folder))
+    assert run.folder.joinpath("result.json").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="seed"):
+        locality.fit(images, "convit_nano", output=run.folder, seed=1, **BY_KEYWORD)
+
+
+def test_it_answers_as_the_commands_do(images, run, capsys):
+    result = run.evaluate()
+    assert result["top1"] == pytest.approx(run.result["top1"])
+    file = next(images.rglob("*.png"))
+    assert main(["predict", str(file), "--model", str(run.folder), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    found = run.predict(file)
+    assert found.classes == pytest.approx(told["classes"])
+    assert run.predict(Image.open(file)).classes == found.classes
+    assert list(run.predict(file, top=1).classes) == [next(iter(found.classes))]
+
+
+def test_what_is_read_of_it(images, run):
+    assert "convit_nano on 90 images of folder" in repr(run) and str(run.folder) in repr(run)
+    assert "data:image/png;base64" in run._repr_html_()
+    found = run.predict(next(images.rglob("*.png")))
+    assert repr(found).count("%") == 3
+    assert "<meter" in found._repr_html_() and "&lt;b&gt;" in found._repr_html_()
+
+
+def test_pages_are_shown_whole(run):
+    for page in (run.explore(count=2), run.report()):
+        assert page.path.parent == run.folder
+        shown = page._repr_html_()
+        assert shown.count("<") == 2  # the frame alone: what is in the page stays in it
+        assert len(shown) > len(page.path.read_text())
+
+
+def test_mistakes(images, tmp_path):
+    with pytest.raises(UserError, match=r"did you mean --optim\.lr"):
+        locality.fit(images, optim__lrr=1)
+    with pytest.raises(UserError, match="both say how long"):
+        locality.fit(images, minutes=1, epochs=1)
+    with pytest.raises(UserError, match="no finished run in"):
+        locality.TrainedRun(tmp_path)
+
+
+def test_importing_the_package_stays_quick():
+    code = "import sys, locality; assert not {'torch', 'jsonargparse'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
