@@ -39,11 +39,11 @@ demo: $(RUN)            ## train ConViT and its DeiT baseline on digits, write d
 test: $(TEST)           ## the fast tests: what one wants before a commit
 	$(PYTEST) --numprocesses 2
 
-test-slow: $(TEST)      ## processes, browser, compiler, whole experiments
+test-slow: $(DOCS)      ## processes, browser, compiler, whole experiments, the site
 	$(PYTEST) --numprocesses 2 -m slow --ignore $(FORKING)
 	$(PYTEST) -m slow $(FORKING)
 
-coverage: $(TEST)       ## both with line coverage, which nearly doubles their time
+coverage: $(DOCS)       ## both with line coverage, which nearly doubles their time
 	$(PYTEST) --numprocesses 2 --cov --cov-report= -m "slow or not slow" --ignore $(FORKING)
 	$(PYTEST) -m slow $(FORKING) --cov --cov-append --cov-report=term:skip-covered
 
