@@ -13,6 +13,7 @@ from torchvision import datasets
 
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
+from locality.training import recipe, replace, train
 
 NAMES = {
     "cifar10": "CIFAR-10",
@@ -75,6 +76,17 @@ def test_cifar(cifar, name, classes):
     assert splits.train.labels[3] == label
     assert splits.train.pixels.shape == (10, 3, 32, 32)
     assert splits.val.describe(2) == f"{name} test[2]"
+
+
+@pytest.mark.parametrize("name", ["convit_cifar", "cvt_cifar"])
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
+def test_its_recipes_train_on_its_files(cifar, tmp_path, name, dataset):
+    own = {"data.root": str(cifar), "data.workers": 0, "engine.tensorboard": False}
+    short = {"engine.batch_size": 4, "schedule.epochs": None, "schedule.steps": 1}
+    short |= {"schedule.warmup": 0, "optim.lr_batch": 4}
+    config = replace(recipe(name, dataset=dataset), own | short)
+    result = train(config, tmp_path / "run", quiet=True)
+    assert (result["steps"], result["val_images"]) == (1, 10)
 
 
 def test_a_damaged_cifar_is_noticed(cifar):

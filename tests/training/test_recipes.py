@@ -114,6 +114,12 @@ def test_an_unknown_recipe_or_choice_is_refused_with_the_nearest() -> None:
         recipe("finetune_384", dataset="pet")
 
 
+def test_the_recipes_for_cifar_differ_in_the_model_alone() -> None:
+    ours, theirs = recipe("convit_cifar", dataset="cifar10"), recipe("cvt_cifar", dataset="cifar10")
+    changed = {name for name, *_ in settings.differences(ours, theirs)}
+    assert changed == {"recipe", "model.name"}
+
+
 def test_recipes_are_values() -> None:
     assert recipe("digits") == recipe("digits")
     assert isinstance(replace(recipe("digits"), {"seed": 3}), RunConfig)
@@ -121,7 +127,8 @@ def test_recipes_are_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("earlier", "today"), [("cifar", "cifar100_32"), ("cifar100", "cifar100_224")]
+    ("earlier", "today"),
+    [("cifar", "convit_cifar"), ("cifar100_32", "convit_cifar"), ("cifar100", "cifar100_224")],
 )
 def test_recipes_answer_to_their_earlier_names(earlier: str, today: str) -> None:
     config = recipe(today)

@@ -330,7 +330,7 @@ FASHION_14 = _fashion("fashion14", 2, 1000, 4, (2, 1, 1))
 
 
 def _cifar_base(role: str, model: str) -> RunConfig:
-    return recipe("cifar100_32", model=model)
+    return recipe("convit_cifar", model=model)
 
 
 CIFAR100 = Scale(

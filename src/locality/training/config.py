@@ -287,7 +287,11 @@ def called_today(folder: Path, model: str) -> str:
     return name_today(model, version)
 
 
-EARLIER_RECIPES = {"cifar": "cifar100_32", "cifar100": "cifar100_224"}
+EARLIER_RECIPES = {
+    "cifar": "convit_cifar",
+    "cifar100_32": "convit_cifar",
+    "cifar100": "cifar100_224",
+}
 """Recipes by the names that earlier versions gave them."""
 
 MOVED = ("mean", "std", "crop_pct", "crop_mode")
