@@ -134,7 +134,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
 
 
 def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
+    monkeypatch.setattr("locality.training.trackers.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = RunFolder(tmp_path)
     Recorder(run, preview(tiny(engine__tensorboard=True)), Counts(), True)

@@ -283,12 +283,10 @@ def _serve(connection: Connection, threads: int, gpu: str | None, parent: int) -
     # Ctrl-C reaches every process of a terminal. Between runs it is the parent's business; during
     # a run, training listens itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        try:
-            run = connection.recv()
-        except (EOFError, ConnectionError):
-            return
-        connection.send(perform(run))
+    # Where the parent is gone, there is nobody to serve, nor to tell.
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            connection.send(perform(connection.recv()))
 
 
 def _follow(parent: int) -> None:

@@ -224,6 +224,8 @@ class EngineConfig:
         max_bad_losses: updates that may be skipped because their loss is not finite.
         tensorboard: write TensorBoard logs beside the CSV, where TensorBoard is installed
             (`pip install 'locality[tensorboard]'`).
+        tracker: log to Weights & Biases ("wandb") or MLflow ("mlflow") too, as their own
+            environment variables say where.
     """
 
     batch_size: int = checks.bounded(64, 1)
@@ -241,6 +243,7 @@ class EngineConfig:
     deterministic: bool = False
     max_bad_losses: int = checks.bounded(0, 0)
     tensorboard: bool = True
+    tracker: Literal["wandb", "mlflow"] | None = None
 
     def __post_init__(self) -> None:
         checks.settings(self, "engine.")

@@ -26,6 +26,7 @@ from locality.training.optim import check_optimizer
 from locality.training.plan import Plan, make_plan
 from locality.training.runs import RunFolder
 from locality.training.speed import measure
+from locality.training.trackers import check_tracker
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool =
     check_optimizer(config.optim)
     check_teacher(config.objective)
     objective_class(config.objective)
+    check_tracker(config.engine.tracker)
     if not resumes:
         check_weights(config.model.weights)
     meta_model(config, num_classes=1)

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ from locality.training.config import RunConfig
 from locality.training.predictions import Collector
 from locality.training.preview import Preview, span
 from locality.training.runs import RunFolder
+from locality.training.trackers import Tracker, open_trackers, tagged
 
 
 @dataclass
@@ -69,16 +69,6 @@ METRICS = (
     "val_loss",
 )
 TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_mb")
-# What TensorBoard calls them.
-_TAGS = {
-    "train_loss": "loss/train",
-    "val_loss": "loss/val",
-    "train_top1": "top1/train",
-    "top1": "top1/val",
-    "top5": "top5/val",
-    "lr": "lr",
-    "images_per_second": "images_per_second",
-}
 _SECONDS_BETWEEN_LINES = 30.0
 # The first steps pay for allocations and compilation: the median of so many does not show them.
 _MEASURED_STEPS = 20
@@ -261,7 +251,7 @@ class Recorder:
         self._stepping, self._steps = 0.0, 0
         self._recent: deque[float] = deque(maxlen=_MEASURED_STEPS)
         self._skipped = 0
-        self._tensorboard: Any = None
+        self._trackers: list[Tracker] = []
         if run is None:
             return
         self._metrics = CsvTable(run.metrics_file, METRICS)
@@ -269,12 +259,7 @@ class Recorder:
         self._metrics.cut(at.evaluated)
         if rows := self._timing.cut(at.evaluated):
             self._timed_seconds = float(rows[-1]["seconds"])
-        if seen.config.engine.tensorboard and find_spec("tensorboard"):
-            # Takes a second to import; only the process that writes needs it.
-            from torch.utils.tensorboard import SummaryWriter
-
-            purged = evaluated + 1 if evaluated else None
-            self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purged)
+        self._trackers = open_trackers(run, seen.config, evaluated)
 
     @property
     def seconds(self) -> float:
@@ -321,10 +306,8 @@ class Recorder:
         }
         self._metrics.append(row)
         self._timing.append(timing)
-        if self._tensorboard is not None:
-            for name, value in (row | timing).items():
-                if name in _TAGS and value is not None:
-                    self._tensorboard.add_scalar(_TAGS[name], value, row["step"])
+        for tracker in self._trackers:
+            tracker.log(row["step"], tagged(row | timing))
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         self.say(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}top-1 {row['top1']:.2f}%, "
@@ -401,8 +384,8 @@ class Recorder:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
         self._progress.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.close()
         self.wait_until_saved()
 
 

@@ -60,6 +60,7 @@ MAY_CHANGE = frozenset(
         "engine.accumulate",
         "engine.grad_checkpointing",
         "engine.tensorboard",
+        "engine.tracker",
     }
 )
 

@@ -1,0 +1,154 @@
+"""A run's curves, beside its CSV files, in the logs of an experiment tracker.
+
+All of them are given the same figures under the same names. A resumed run goes on in the log that
+it began; what it repeats, it repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from locality.errors import UserError
+from locality.settings import flatten, to_dict
+from locality.training.config import RunConfig
+from locality.training.runs import RunFolder
+
+PROJECT = "locality"
+_TAGS = {
+    "train_loss": "loss/train",
+    "val_loss": "loss/val",
+    "train_top1": "top1/train",
+    "top1": "top1/val",
+    "top5": "top5/val",
+    "lr": "lr",
+    "images_per_second": "images_per_second",
+}
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
+# What MLflow's server takes at a time.
+_PARAMETERS = 100
+
+
+class Tracker(Protocol):
+    """Takes figures."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """The figures after a step."""
+
+    def close(self) -> None:
+        """Write all that was logged."""
+
+
+def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Tracker]:
+    """TensorBoard, where it is wanted and installed, and the tracker of `engine.tracker`.
+
+    Args:
+        run: where the run is written.
+        config: its configuration, which the tracker is told.
+        evaluated: step of the last evaluation of what is resumed; 0 for none.
+
+    Raises:
+        UserError: if the tracker refuses, as for want of a login.
+    """
+    trackers: list[Tracker] = []
+    if config.engine.tensorboard and find_spec("tensorboard"):
+        trackers.append(_TensorBoard(run.tensorboard, evaluated))
+    if config.engine.tracker is not None:
+        kind = {"wandb": _WeightsAndBiases, "mlflow": _MLflow}[config.engine.tracker]
+        trackers.append(kind(run.path, flatten(to_dict(config))))
+    return trackers
+
+
+def check_tracker(name: str | None) -> None:
+    """Whether a tracker can be used.
+
+    Raises:
+        UserError: if its package is not installed.
+    """
+    if name is not None and not find_spec(name):
+        raise UserError(
+            f"engine.tracker={name} needs a package that is not installed; "
+            f"install it with: pip install {_PACKAGES[name]}"
+        )
+
+
+def tagged(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of an evaluation that a tracker is given, by its names for them."""
+    return {_TAGS[name]: row[name] for name in _TAGS if row.get(name) is not None}
+
+
+def _identity(path: Path) -> str:
+    """The same for a run that is resumed, another for every other run folder of this machine."""
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+
+
+class _TensorBoard:
+    def __init__(self, path: Path, evaluated: int) -> None:
+        # Takes a second to import; only the process that writes needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(path), purge_step=evaluated + 1 if evaluated else None)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        import wandb
+
+        named = {"project": PROJECT, "name": path.name, "id": _identity(path)}
+        try:
+            self._run = wandb.init(**named, resume="allow", dir=path, config=settings)
+        except wandb.Error as error:
+            raise UserError(f"Weights & Biases cannot log this run: {error}") from error
+        # Its own steps never go back; a resumed run's may.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({**figures, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._begin(path, settings)
+        except MlflowException as error:
+            raise UserError(f"MLflow cannot log this run: {error}") from error
+
+    def _begin(self, path: Path, settings: dict[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client, identity = MlflowClient(), _identity(path)
+        known = self._client.get_experiment_by_name(PROJECT)
+        experiment = known.experiment_id if known else self._client.create_experiment(PROJECT)
+        begun = self._client.search_runs([experiment], f"tags.run_folder = '{identity}'")
+        if begun:
+            self._id = begun[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        tags = {"run_folder": identity}
+        self._id = self._client.create_run(experiment, tags=tags, run_name=path.name).info.run_id
+        params = [Param(name, str(value)) for name, value in settings.items()]
+        for first in range(0, len(params), _PARAMETERS):
+            self._client.log_batch(self._id, params=params[first : first + _PARAMETERS])
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
