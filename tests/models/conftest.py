@@ -1,0 +1,27 @@
+"""What the compiler owes to every family."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+
+@pytest.fixture
+def agrees_when_compiled():
+    """check(model, images): one graph without breaks, never compiled again, with our logits.
+
+    In the mode that captures CUDA graphs where there is a GPU.
+    """
+
+    def check(model, images):
+        torch.compiler.reset()
+        counters.clear()
+        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+        for number in range(10):
+            torch.manual_seed(number)
+            batch = torch.randn_like(images(model))
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(batch), model(batch), rtol=1e-4, atol=1e-5)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"] and not counters["recompiles"]
+
+    return check
