@@ -36,7 +36,10 @@ REFERENCE = {
     "analysis": ["locality.analysis", "locality.analysis.measures"],
     "figures": ["locality.figures"],
     "search": ["locality.search"],
-    "runner": [f"locality.runner.{module}" for module in ("runs", "cost", "executors", "schedule")],
+    "runner": [
+        f"locality.runner.{module}"
+        for module in ("runs", "cost", "executors", "schedule", "comparison")
+    ],
     "papers": [f"locality.papers.{module}" for module in ("specs", "measures", "reproduce")],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")

@@ -152,6 +152,12 @@ def shortened(words: list[str]) -> list[str]:
         return [*words, *SHORT]
     if words[0] == "search" and not {"--dry_run", "--resume"} & set(words):
         return [*words, *SHORT, "--evaluations=4"]
+    if words[0] == "compare":
+        if "--minutes" in words:
+            del words[(at := words.index("--minutes")) : at + 2]
+        if "--models" in words or "--pretrained" in words:
+            return [*words, "--steps=1", "--dry_run"]
+        return [*words, "--models=convit_nano,deit_nano", "--steps=1", "--dry_run"]
     if words[0] == "reproduce" and not {"--list", "--dry_run"} & set(words):
         return [*words, "--dry_run"]
     return words

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("train:train", "train a model, or resume a run"),
     "search": ("search:search", "search for a CvT's strides and MLP ratios, block by block"),
     "finetune": ("train:finetune", "train on your own images from weights that have seen others"),
+    "compare": ("compare:compare", "which of several models suits your own images"),
     "eval": ("images:evaluate", "accuracy of a run, a checkpoint or public weights"),
     "predict": ("images:predict", "classify images"),
     "report": ("reports:report", "write an HTML report from run folders"),

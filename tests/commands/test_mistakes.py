@@ -56,6 +56,10 @@ MISTAKES = [
         "another one, start a run: locality train --config runs/photos/config.yaml "
         "--model.weights runs/photos --output runs/photos-longer --schedule.steps 90",
     ),
+    ("compare nowhere", "there is no file or folder nowhere"),
+    ("compare photos --models convit_nan,deit_nano", "did you mean convit_nano"),
+    ("compare photos --steps 3 --minutes 2", "--minutes and --steps exclude each other"),
+    ("compare photos --fractions half", "fractions is 'half'; give numbers with commas"),
     ("predict photos", "locality predict needs --model: run folder, weights"),
     ("predict x.png --model runs/photos", "there is no file or folder x.png"),
     ("predict photos --model https://a.org/b.pth", "https://a.org/b.pth is an address"),
@@ -97,6 +101,9 @@ WAYS = {
     "predict photos --model runs/photos --csv": "top json entry",
     "predict photos --model graph.onnx": "entry variant set",
     "report runs/photos": "",
+    "compare photos": "",
+    "compare photos --pretrained": "img_size",
+    "compare photos --steps 2 --folds 2": "minutes seeds",
     "explore runs/photos": "entry",
     "figure gates runs/photos": "place count images layers heads variant entry set",
     "figure maps runs/photos": "entry",
@@ -123,6 +130,7 @@ VALUES = {
     "steps": "4", "weights": "runs/photos", "config": "runs/photos/config.yaml", "resume": "",
     "recipe": "digits", "seed": "1", "images_per_second": "9", "minutes": "1", "measure_every": "1",
     "against": "timm", "img_sizes": "[8]", "precisions": "[fp32]", "modes": "[eager]",
+    "models": "convit_nano,deit_nano", "folds": "2", "fractions": "1",
     "tasks": "[inference]", "rounds": "1", "warmup": "1", "device": "cpu", "memory": "false",
 }  # fmt: skip
 

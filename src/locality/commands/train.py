@@ -84,7 +84,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         if word in RECIPES or not ("/" in word or Path(word).exists()):
             names.append(word)
         if word not in names or (word in OWN_IMAGES and Path(word).is_dir()):
-            given = _images_at(Path(word))
+            given = images_at(Path(word))
             names = names or ["photos"]
     files, words = taken("--config", words)
     run = _run_to_resume(words, names + files)
@@ -166,7 +166,7 @@ def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> 
     return given
 
 
-def _images_at(path: Path) -> dict[str, Any]:
+def images_at(path: Path) -> dict[str, Any]:
     """The settings of own images: a table of them, or a folder."""
     from locality.checkpoints.where import missing
     from locality.data.table import TABLE

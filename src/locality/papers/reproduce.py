@@ -104,12 +104,12 @@ def reproduce(
     specs = {item.name: item.build(chosen) for item in items}
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
     if plan_only:
-        plan = Workload(wanted, jobs)
+        plan = Workload(wanted, jobs, threads)
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
         return []
     failures, ready = ({}, []) if finished_only else _without_data(chosen, wanted)
     if not (quiet or finished_only):
-        print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs)}")
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs, threads)}")
         if failures:
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
     outcomes = run_all(ready, jobs, executor, threads, quiet, _measuring(specs.values()))

@@ -48,7 +48,7 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
         raise UserError(f"none of these runs has finished{waiting}; there is nothing to report")
     content = _content(groups) | {"unfinished": unfinished, "version": __version__}
-    html = render("locality.report", "report.html", _FILTERS, **content)
+    html = render("locality.report", "report.html", FILTERS, **content)
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, html)
@@ -290,7 +290,7 @@ def _shown(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
-_FILTERS: dict[str, Any] = {
+FILTERS: dict[str, Any] = {
     "percent": charts.percent,
     "interval": comparing.with_interval,
     "thousands": lambda number: f"{number:,.0f}",

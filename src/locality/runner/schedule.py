@@ -26,11 +26,15 @@ class Workload:
         runs: all of them, each folder once, with everything they need.
         costs: what each asks for in full.
         jobs: how many go on side by side.
+
+    Args:
+        threads: processor threads per run; the machine's divided by `jobs` unless given.
     """
 
-    def __init__(self, runs: Iterable[Run], jobs: int = 2) -> None:
+    def __init__(self, runs: Iterable[Run], jobs: int = 2, threads: int | None = None) -> None:
         self.runs = with_needs(runs)
-        self.costs: dict[Path, RunCost] = estimate_costs(self.runs, threads=threads_per_run(jobs))
+        threads = threads or threads_per_run(jobs)
+        self.costs: dict[Path, RunCost] = estimate_costs(self.runs, threads=threads)
         self.jobs = jobs
 
     @property

@@ -88,7 +88,7 @@ def fit(name: str, given: Mapping[str, Any], minutes: float) -> Fit:
     tuned = name == "finetune"
     config = adjusted(name, given)
     splits = open_data(config.data, config.seed)
-    images, side = len(splits.train), _side(splits.train)
+    images, side = len(splits.train), shorter_side(splits.train)
     batch = 32 if images < 2000 else 64 if images < 20_000 else 128
     chosen: dict[str, Any] = {"engine.batch_size": batch}
     if tuned and images >= MIXED_FROM:
@@ -179,7 +179,7 @@ def _besides(speed: Speed, splits: DataSplits, minutes: float) -> float:
     return len(splits.val) * (speed.loading + times * speed.evaluating)
 
 
-def _side(source: ImageSource) -> int:
+def shorter_side(source: ImageSource) -> int:
     """The shorter side of images, in pixels: the median of some."""
     sides = []
     for index in np.linspace(0, len(source) - 1, min(_LOOKED_AT, len(source))).astype(int):

@@ -1,0 +1,240 @@
+"""Which model for these images: a page of what a comparison's runs came to, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+from locality._version import __version__
+from locality.analysis.runs import RecordedRun, RunGroup, group, read_runs
+from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
+from locality.errors import UserError
+from locality.figures import charts
+from locality.files import render, write_atomic
+from locality.report.comparing import with_interval
+from locality.report.page import FILTERS
+from locality.training.predictions import Predictions
+from locality.training.runs import RunFolder
+
+_MOST_CLASSES = 20
+# Models that start from nothing have learnt little before.
+_FEW_PASSES = 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model and what its runs on all images came to.
+
+    Attributes:
+        group: its runs, on any fraction of the images.
+        shared: images of a fold / images it trains on; 0 where runs differ in their seed.
+        milliseconds: that an image takes, alone; None where it was not measured.
+    """
+
+    group: RunGroup
+    shared: float
+    milliseconds: float | None
+
+    @property
+    def label(self) -> str:
+        return self.group.label
+
+    @property
+    def runs(self) -> list[RecordedRun]:
+        return self.group.at(1.0)
+
+    @cached_property
+    def predictions(self) -> list[Predictions]:
+        """Of every run, on the images that it was evaluated on."""
+        return [RunFolder(run.folder).predictions() for run in self.runs]
+
+    @cached_property
+    def right(self) -> dict[str, float]:
+        """How often each image was called right, in per cent, over the runs that were shown it."""
+        answers: dict[str, list[float]] = {}
+        for found in self.predictions:
+            for name, right in zip(found.paths, found.right.tolist(), strict=True):
+                answers.setdefault(name, []).append(100.0 * right)
+        return {name: fmean(of) for name, of in answers.items()}
+
+    def over_runs(self, name: str) -> Estimate:
+        """One of the numbers of `result.json`."""
+        return self._estimate([float(run.result[name]) for run in self.runs])
+
+    @property
+    def passes(self) -> float:
+        """How often each image was trained on."""
+        run = self.runs[0]
+        batch = run.config["engine"]["batch_size"]
+        return float(run.result["steps"] * batch / run.result["train_images"])
+
+    @property
+    def top1(self) -> Estimate:
+        return self.over_runs("top1")
+
+    @property
+    def calibration_error(self) -> Estimate:
+        """Expected calibration error, in percentage points."""
+        return self._estimate([100 * found.calibration()[1] for found in self.predictions])
+
+    def accuracy_of(self, classes: int) -> list[float | None]:
+        """Of the images of each class, how many per cent are called so, over all runs."""
+        rows = zip(*(found.per_class() for found in self.predictions), strict=True)
+        counts = [(sum(n["right"] for n in of), sum(n["images"] for n in of)) for of in rows]
+        return [100 * right / images if images else None for right, images in counts[:classes]]
+
+    def _estimate(self, values: Sequence[float]) -> Estimate:
+        return estimate(values, shared=self.shared)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models on the same images, the more accurate first, and what chance may do to it.
+
+    Attributes:
+        first, second: labels.
+        over_runs: the difference in points, with the interval over seeds or folds.
+        over_images: the same difference with the interval over the evaluated images.
+    """
+
+    first: str
+    second: str
+    over_runs: Estimate
+    over_images: Estimate
+
+    @property
+    def p_value(self) -> float:
+        """Neither other seeds nor other images would turn it round: the larger of two p-values."""
+        return max(self.over_runs.p_value(), self.over_images.p_value())
+
+
+def pairs_of(candidates: Sequence[Candidate]) -> list[Pair]:
+    """Every two of the candidates, which come by accuracy, on runs and images common to both."""
+    pairs = []
+    for one, other in combinations(candidates, 2):
+        runs = paired_difference(one.group.top1(1), other.group.top1(1), shared=one.shared)
+        images = paired_difference(one.right, other.right)
+        if runs is not None and images is not None:
+            pairs.append(Pair(one.label, other.label, runs, images))
+    return pairs
+
+
+def allowed(candidates: Sequence[Candidate], pairs: Sequence[Pair], decided: Sequence[bool]) -> str:
+    """What the numbers allow to say about the most accurate model, in one or two sentences."""
+    best = candidates[0]
+    own = [(pair, sure) for pair, sure in zip(pairs, decided, strict=True)
+           if pair.first == best.label]  # fmt: skip
+    below = _listed([pair.second for pair, sure in own if sure])
+    open_ = [pair for pair, sure in own if not sure]
+    reached = f"{best.label} has the highest accuracy, {with_interval(best.top1)}%"
+    if len(best.runs) < 2:
+        return f"{reached}, of a single run each, which says nothing about chance."
+    if not open_:
+        return (
+            f"{reached}, and is above {below}: neither seeds nor the choice of images explain it."
+        )
+    rest = _listed([pair.second for pair in open_], "or")
+    fewest = sum(p.over_runs.p_value() > p.over_images.p_value() for p in open_)
+    more = "more runs" if 2 * fewest > len(open_) else "more images to evaluate on"
+    above = f" and is above {below}, but" if below else ", but"
+    return f"{reached}{above} these runs cannot tell it from {rest}; {more} would say more."
+
+
+def of_longer_runs(candidates: Sequence[Candidate]) -> str:
+    """That runs were short, if they were."""
+    passes = min(each.passes for each in candidates)
+    if passes >= _FEW_PASSES:
+        return ""
+    return (
+        f"These runs were short: some saw each image only {passes:.2g} times. Longer ones may "
+        f"order the models otherwise."
+    )
+
+
+def of_more_images(best: Candidate) -> str:
+    """What the last step of the learning curve says of the most accurate model; "" without one."""
+    fractions = best.group.fractions
+    if len(fractions) < 2:
+        return ""
+    part, top1 = fractions[-2], best.group.top1
+    found = paired_difference(top1(1.0), top1(part), shared=best.shared)
+    if found is None or found.half_width is None:
+        return ""
+    gain = f"{with_interval(found, sign=True)} points from {charts.percent(part)} to all images"
+    if found.excludes_zero and found.mean > 0:
+        return f"{best.label} gains {gain}, at equal length: further images are likely to help."
+    return f"{best.label}: {gain}, at equal length, which these runs cannot tell from none."
+
+
+def build_choice(
+    folders: Sequence[Path], output: Path | str, milliseconds: Mapping[str, float]
+) -> tuple[Path, str]:
+    """Write the page of a comparison's finished runs. Recomputes nothing.
+
+    Args:
+        folders: of the runs.
+        output: the file to write.
+        milliseconds: of inference, by the model's name.
+
+    Returns:
+        its path, and what the numbers allow to say.
+
+    Raises:
+        UserError: if fewer than two models have finished a run on all images.
+    """
+    groups = [one for one in group(read_runs(folders)) if one.at(1.0)]
+    if len(groups) < 2:
+        raise UserError("fewer than two models have finished on all images; nothing to compare")
+    folds = groups[0].runs[0].config["data"].get("fold")
+    shared = 1 / (folds[1] - 1) if folds else 0.0
+    found = [Candidate(one, shared, milliseconds.get(one.model)) for one in groups]
+    found.sort(key=lambda each: -each.top1.mean)
+    pairs = pairs_of(found)
+    decided = holm([pair.p_value for pair in pairs])
+    said = allowed(found, pairs, decided)
+    drawn = any(len(run.curve) > 1 for run in found[0].runs)  # one evaluation makes no line
+    html = render(
+        "locality.report",
+        "choosing.html",
+        FILTERS,
+        title=f"Which model for {Path(groups[0].runs[0].config['data']['root']).name}?",
+        said=said,
+        remarks=[each for each in (of_longer_runs(found), of_more_images(found[0])) if each],
+        folds=folds and folds[1],
+        candidates=found,
+        result=found[0].runs[0].result,
+        evaluated=len(found[0].right),
+        pairs=list(zip(pairs, decided, strict=True)),
+        classes=_classes(found),
+        accuracy=charts.chart(charts.draw_accuracy, groups),
+        learning=charts.chart(charts.draw_learning, groups, 1.0) if drawn else None,
+        fractions=sorted({part for one in groups for part in one.fractions}),
+        version=__version__,
+    )
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, html)
+    return output, said
+
+
+def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, list[float | None]]]:
+    """Name, evaluated images and accuracies of the classes, the least accurate first."""
+    first = candidates[0].predictions[0]
+    count = len(first.classes)
+    columns = [each.accuracy_of(count) for each in candidates]
+    images = [row["images"] for row in first.per_class()]
+    rows = [
+        (name, images[index], [column[index] for column in columns])
+        for index, name in enumerate(first.classes)
+        if images[index]
+    ]
+    return sorted(rows, key=lambda row: fmean(part or 0.0 for part in row[2]))[:_MOST_CLASSES]
+
+
+def _listed(names: Sequence[str], word: str = "and") -> str:
+    *first, last = names or [""]
+    return f"{', '.join(first)} {word} {last}" if first else last

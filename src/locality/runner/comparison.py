@@ -1,0 +1,252 @@
+"""The runs that say which model suits own images: alike in recipe, images and budget.
+
+What is chosen for this machine is kept in the comparison's folder, so that the same command goes on
+with the same runs, by machines of any speed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from locality import checks, settings
+from locality.benchmark.measure import inference, interleave
+from locality.checkpoints.run_state import BEST, LAST, PREVIOUS
+from locality.data import open_data
+from locality.errors import UserError, one_line
+from locality.files import read_json, read_yaml, write_atomic
+from locality.machine import processors
+from locality.models.variants import PREFIX, variant
+from locality.runner.cost import train_images
+from locality.runner.executors import threads_per_run, visible_gpus
+from locality.runner.runs import Run, content_folder
+from locality.runner.schedule import Workload
+from locality.training import RunConfig, train
+from locality.training.distributed import resolve_accelerator
+from locality.training.fitting import fit, shorter_side, start_from
+from locality.training.load import build_model
+from locality.training.plan import make_plan
+from locality.training.preview import span
+from locality.training.recipes import adjusted
+from locality.training.runs import RunFolder
+
+SCRATCH = ("convit_mini", "deit_mini", "cvt_mini", "timm/resnet10t")
+"""Models of about 5 million parameters, for images of 64 pixels."""
+PRETRAINED = ("convit_tiny.fb_in1k", "deit_tiny.fb_in1k", "cvt_13.ms_in1k", "timm/resnet18")
+
+TASK = "locality.runner.comparison:train_and_tidy"
+_PLAN, _SPEED, _RUNS = "plan.yaml", "inference.json", "runs"
+# A run begins by building everything and ends by evaluating and saving; seconds, here.
+_RUN_SECONDS = 2.0
+# Runs that end sooner save at their end alone.
+_SAVE_SECONDS = 60.0
+_ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        data: the settings of the images, by dotted name.
+        models: names; with `pretrained`, weights of any kind.
+        pretrained: fine-tune these weights, instead of training from scratch.
+        minutes: for all runs together, each model's for the same time; None where `steps` says.
+        steps: of every run.
+        seeds: runs of each model on each fraction.
+        folds: in the place of seeds: each run is evaluated on another of so many parts.
+        fractions: of the training images; a run on fewer is as long.
+        img_size: from scratch, for all; 64, or 32 for smaller images, unless given.
+    """
+
+    data: dict[str, Any]
+    models: tuple[str, ...]
+    pretrained: bool = False
+    minutes: float | None = checks.bounded(10.0, 0, above=True)
+    steps: int | None = checks.bounded(None, 1)
+    seeds: int = checks.bounded(3, 1)
+    folds: int | None = checks.bounded(None, 2)
+    fractions: tuple[float, ...] = checks.bounded((0.25, 0.5, 1.0), 0, 1, above=True)
+    img_size: int | None = checks.bounded(None, 1)
+
+    def __post_init__(self) -> None:
+        checks.settings(self)
+        if len(set(self.models)) < 2:
+            raise UserError(f"{len(set(self.models))} model is given; a comparison needs two")
+        if 1.0 not in self.fractions:
+            raise UserError("fractions leave out 1; models are compared on all images")
+
+    @property
+    def repeats(self) -> int:
+        """Runs of each model on each fraction."""
+        return self.folds or self.seeds
+
+    @property
+    def count(self) -> int:
+        """Of all runs."""
+        return len(self.models) * len(self.fractions) * self.repeats
+
+
+def plan(
+    asked: Comparison, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
+) -> dict[str, RunConfig]:
+    """The configuration of each model, as it was chosen when the comparison began, or now.
+
+    Args:
+        asked: what to compare.
+        folder: of the comparison.
+        jobs, threads: runs at a time, and processor threads of each.
+        keep: write what is chosen now.
+
+    Raises:
+        UserError: if the folder is another comparison's, the budget too small for so many runs, or
+            as `fit`.
+    """
+    path = folder / _PLAN
+    if path.exists():
+        there = read_yaml(path)
+        checks.shaped(str(path), there, {"asked": dict, "configurations": dict})
+        before = settings.from_dict(Comparison, there["asked"])
+        if changed := [
+            f"{name}: {old} there, {new} now"
+            for name, old, new in settings.differences(before, asked)
+        ]:
+            raise UserError(
+                f"{folder} holds another comparison ({'; '.join(changed)}); give another --output"
+            )
+        found = there["configurations"].items()
+        return {model: settings.from_dict(RunConfig, values) for model, values in found}
+    chosen = _chosen(asked, jobs, threads or threads_per_run(jobs))
+    if keep:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {model: settings.to_dict(config) for model, config in chosen.items()}
+        values = {"asked": settings.to_dict(asked), "configurations": found}
+        write_atomic(path, settings.yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    return chosen
+
+
+def _chosen(asked: Comparison, jobs: int, threads: int) -> dict[str, RunConfig]:
+    recipe = "finetune" if asked.pretrained else "photos"
+    given = asked.data | {"engine.tensorboard": False}
+    given |= {"data.fold": (0, asked.folds)} if asked.folds else {}
+    given |= {"data.workers": 0} if jobs > 1 else {}  # all processors are busy training
+    smallest = adjusted(recipe, given | {"data.fraction": min(asked.fractions)}).data
+    splits = open_data(smallest, seed=0)  # which says if so few images leave a class empty
+    if asked.pretrained:
+        starts = {weights: start_from(weights) for weights in asked.models}
+    else:
+        size = asked.img_size or (64 if shorter_side(splits.train) >= 64 else 32)
+        starts = {model: _at(model, size) for model in asked.models}
+    if asked.steps is not None:
+        length = {"schedule.steps": asked.steps}
+        return {model: adjusted(recipe, given | start | length) for model, start in starts.items()}
+    assert asked.minutes is not None
+    lanes = min(jobs, asked.count, len(visible_gpus()) or processors())
+    minutes = asked.minutes * lanes / asked.count - _RUN_SECONDS / 60
+    if minutes <= 0:
+        raise UserError(
+            f"{asked.minutes:g} minutes for {asked.count} runs are less than it takes to begin "
+            f"them; give more --minutes, or fewer --seeds, --folds or --fractions"
+        )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return {model: _fitted(recipe, given | start, minutes) for model, start in starts.items()}
+    finally:
+        torch.set_num_threads(before)
+
+
+def _fitted(recipe: str, given: Mapping[str, Any], minutes: float) -> RunConfig:
+    found = fit(recipe, given, minutes)
+    schedule = found.config.schedule
+    every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / found.seconds))
+    return settings.replace(found.config, {"schedule.save_every": every})
+
+
+def _at(model: str, size: int) -> dict[str, Any]:
+    """The settings of a model for square images: patches in a grid of 8×8, of 16 pixels at most."""
+    chosen: dict[str, Any] = {"model.name": model, "model.img_size": size}
+    if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
+        chosen["model.patch_size"] = max(1, min(16, size // 8))
+    return chosen
+
+
+def available(weights: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those weights that are here or can be had, and for each of the others why not."""
+    found, missing = [], []
+    for name in weights:
+        try:
+            start_from(name)
+            found.append(name)
+        except (UserError, OSError) as error:
+            missing.append(f"{name} is left out: {one_line(error)}")
+    return found, missing
+
+
+def comparison_runs(asked: Comparison, configs: Mapping[str, RunConfig], folder: Path) -> list[Run]:
+    """All runs: first one of each model on all images, so that there is something to see early."""
+    runs = []
+    word = "fold" if asked.folds else "seed"
+    for number in range(asked.repeats):
+        for fraction in sorted(asked.fractions, reverse=True):
+            for model, base in configs.items():
+                changes: dict[str, Any] = {"seed": number, "data.fraction": fraction}
+                if asked.folds:
+                    changes["data.fold"] = (number, asked.folds)
+                config = settings.replace(base, changes)
+                name = f"{model} {100 * fraction:g}% {word} {number}"
+                # Content tells weights by the name of their file alone.
+                own = folder / _RUNS / model.replace("/", "-")
+                runs.append(Run(name, config, content_folder(own, config, TASK), task=TASK))
+    return runs
+
+
+def summary(asked: Comparison, runs: Sequence[Run], jobs: int, threads: int | None = None) -> str:
+    """How long each model trains, and how many runs that makes in how much time."""
+    lines = []
+    for run in runs[: len(asked.models)]:  # one of each model, on all images
+        images = train_images(run.config)[0]
+        plan = make_plan(run.config, images)
+        lines.append(
+            f"{run.config.model.name}: {plan.steps:,} steps of {plan.batch_size} images, each of "
+            f"{images:,} {plan.images / images:.3g} times"
+        )
+    if asked.minutes is None:
+        return "\n".join([*lines, str(Workload(runs, jobs, threads))])
+    waiting = sum(not run.is_finished() for run in runs)
+    left = span(60 * asked.minutes * waiting / len(runs))
+    return "\n".join([*lines, f"{len(runs)} runs, {waiting} to do: about {left}, {jobs} at a time"])
+
+
+def train_and_tidy(config: RunConfig, folder: Path) -> None:
+    """Train, and keep the weights of a run on all images alone: there are many runs."""
+    train(config, folder)
+    for name in (PREVIOUS, *([LAST, BEST] if config.data.fraction < 1 else ())):
+        (RunFolder(folder).checkpoints.path / name).unlink(missing_ok=True)
+
+
+def measure_inference(runs: Sequence[Run], folder: Path) -> dict[str, float]:
+    """Milliseconds per image of each model by name, one image at a time, all in turn.
+
+    Measured once, on networks as they were before training, and kept.
+    """
+    path = folder / _SPEED
+    wanted = {run.config.model.name: run for run in runs}
+    if path.exists() and wanted.keys() <= read_json(path).keys():
+        return read_json(path)
+    device = torch.device(resolve_accelerator("auto"))
+    work = {}
+    for name, run in wanted.items():
+        model = build_model(run.config, len(RunFolder(run.folder).classes())).to(device).eval()
+        images = torch.randn(1, 3, *model.img_size, device=device)
+        work[name] = inference(model, images, nullcontext)
+    timing = interleave(work, device, _ROUNDS, warmup=3)
+    found = {name: round(1000 * timing.median(name), 3) for name in work}
+    write_atomic(path, json.dumps(found) + "\n")
+    return found

@@ -1,0 +1,132 @@
+"""Which model: the page claims what seeds and images both allow, and shows the runs' numbers."""
+
+import itertools
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from locality.analysis.runs import group, read_runs
+from locality.analysis.statistics import holm
+from locality.errors import UserError
+from locality.report.choosing import Candidate, allowed, build_choice, of_more_images, pairs_of
+
+IMAGES = 200
+
+
+def answers(right, seed):
+    """Labels and logits of a model that is right on so many of the images."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(IMAGES) % 10
+    wrong = rng.permutation(IMAGES)[right:]
+    predicted = labels.copy()
+    predicted[wrong] = (labels[wrong] + 1) % 10
+    logits = np.zeros((IMAGES, 10))
+    logits[np.arange(IMAGES), predicted] = 3
+    return labels, logits
+
+
+@pytest.fixture
+def compared(make_run):
+    """How many images each model is right on, by seed → the candidates, by accuracy."""
+
+    made = itertools.count()
+
+    def make(seeds=3, fractions=(1.0,), fold=None, **models):
+        place = f"runs{next(made)}"
+        for model, right in models.items():
+            for seed in range(seeds):
+                for fraction in fractions:
+                    count = int((right + seed % 2) * fraction**0.1)
+                    changes = {"data.fold": (seed, fold)} if fold else {}
+                    folder = make_run(
+                        model, fraction, seed, f"{place}/{model}-{fraction}-{seed}", measured=False,
+                        top1=100 * count / IMAGES, predictions=answers(count, seed),
+                        settings=changes | {"data.root": "photos"},
+                    )  # fmt: skip
+        runs = folder.parent
+        found = [Candidate(one, 1 / (fold - 1) if fold else 0.0, 2.0) for one in
+                 group(read_runs([runs]))]  # fmt: skip
+        return runs, sorted(found, key=lambda one: -one.top1.mean)
+
+    return make
+
+
+def test_a_difference_has_the_t_intervals_of_seeds_and_of_images(compared):
+    _, (first, second) = compared(convit_nano=180, deit_nano=150)
+    (pair,) = pairs_of([first, second])
+    gaps = [first.group.top1(1)[seed] - second.group.top1(1)[seed] for seed in range(3)]
+    assert pair.over_runs.mean == pytest.approx(np.mean(gaps))
+    ours, theirs = (np.array(list(each.right.values())) for each in (first, second))
+    expected = stats.ttest_rel(ours, theirs)
+    low, high = expected.confidence_interval(0.95)
+    assert (pair.over_images.low, pair.over_images.high) == pytest.approx((low, high))
+    assert pair.over_images.mean == pytest.approx(pair.over_runs.mean)
+    assert pair.p_value == max(pair.over_runs.p_value(), pair.over_images.p_value())
+    assert pair.over_images.p_value() == pytest.approx(expected.pvalue)
+
+
+def sentence(found):
+    pairs = pairs_of(found)
+    return allowed(found, pairs, holm([pair.p_value for pair in pairs]))
+
+
+def test_the_sentence_claims_no_more_than_the_numbers(compared):
+    clear = compared(convit_nano=190, deit_nano=110, cvt_nano=120)[1]
+    assert "ConViT has the highest accuracy" in sentence(clear)
+    assert "is above CvT and DeiT: neither" in sentence(clear)
+
+
+def test_what_cannot_be_told_is_said(compared):
+    close = compared(convit_nano=190, deit_nano=100, cvt_nano=189)[1]
+    assert "is above DeiT, but these runs cannot tell it from CvT" in sentence(close)
+    assert "more images to evaluate on would" in sentence(close)
+
+
+def test_one_seed_says_nothing(compared):
+    found = compared(seeds=1, convit_nano=190, deit_nano=100)[1]
+    assert "says nothing about chance" in sentence(found)
+    assert pairs_of(found)[0].p_value == 1
+
+
+def test_folds_share_images_and_their_intervals_are_wider(compared):
+    alone, folds = (compared(convit_nano=180, deit_nano=150)[1][0].top1.half_width,
+                    compared(fold=3, cvt_nano=180, convit_micro=150)[1])  # fmt: skip
+    cvt = next(one for one in folds if one.label == "CvT")
+    assert cvt.top1.half_width / alone == pytest.approx((1 + 3 / 2) ** 0.5)
+
+
+def test_the_learning_curves_last_step(compared):
+    found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150)[1]
+    text = of_more_images(found[0])
+    assert text.startswith("ConViT gains +") and "from 50% to all images" in text
+    assert of_more_images(compared(cvt_nano=180, convit_micro=10)[1][0]) == ""
+
+
+def test_the_page_shows_the_runs(compared, tmp_path):
+    runs, found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150)
+    path, said = build_choice([runs], tmp_path / "choice.html", {"convit_nano": 1.234})
+    page = path.read_text()
+    text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
+    assert said in text and "Which model for photos?" in text
+    assert f"{found[0].top1.mean:.1f} ±" in text and "1.23 ms" in text and "–" in text
+    worst = min(found[1].accuracy_of(10))
+    assert f"{worst:.1f}" in text
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
+    with pytest.raises(UserError, match="fewer than two models"):
+        build_choice([runs / "convit_nano-1.0-0"], tmp_path / "none.html", {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_nothing_lies_beyond_the_edge(compared, open_page, tmp_path, width, height):
+    runs, _ = compared(fractions=(0.25, 0.5, 1.0), convit_nano=180, deit_nano=150, cvt_nano=160)
+    path, _ = build_choice([runs], tmp_path / "choice.html", {})
+    page = open_page(path, width, height)
+    assert page.outside() == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    place = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
+    page.screenshot(path=place / f"choice-{width}.png", full_page=True)

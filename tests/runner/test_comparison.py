@@ -1,0 +1,168 @@
+"""Comparing models on own images: the same recipe, a share of the budget, and nothing twice."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from locality.analysis.runs import read_runs
+from locality.cli import main
+from locality.errors import UserError
+from locality.runner.comparison import (
+    Comparison,
+    available,
+    comparison_runs,
+    measure_inference,
+    plan,
+    train_and_tidy,
+)
+from locality.runner.schedule import run_all
+from locality.settings import differences
+from locality.training import fitting
+from locality.training.runs import RunFolder
+from locality.training.speed import Speed
+
+MODELS = ("convit_nano", "timm/test_resnet")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    rng = np.random.default_rng(0)
+    for label in ("light", "dark"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for index in range(12):
+            low = 128 * (label == "light")
+            pixels = rng.integers(low, low + 128, (40, 48, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{index}.png")
+    return tmp_path / "photos"
+
+
+def asked(photos, **changes):
+    data = {"data.root": str(photos), "data.dataset": "folder"}
+    given = {"minutes": None, "steps": 2, "seeds": 2, "fractions": (0.5, 1.0)} | changes
+    return Comparison(data, given.pop("models", MODELS), **given)
+
+
+def test_models_differ_in_nothing_but_the_model(photos, tmp_path):
+    first, second = plan(asked(photos), tmp_path / "out", jobs=2).values()
+    changed = {name for name, *_ in differences(first, second)}
+    assert changed == {"model.name", "model.patch_size"}
+    assert (first.model.img_size, first.model.patch_size, second.model.img_size) == (32, 4, 32)
+
+
+def test_a_budget_is_shared_alike_and_kept_as_it_was_planned(photos, tmp_path, monkeypatch):
+    machine = {"mac": 1e-10}
+
+    def measured(seen):
+        return Speed(1e-3, 3 * seen.macs * machine["mac"], 0, True)
+
+    monkeypatch.setattr(fitting, "measure", measured)
+    monkeypatch.setattr("locality.runner.comparison.processors", lambda: 2)
+    short = asked(photos, minutes=0.6, steps=None)
+    begun = plan(short, tmp_path / "out", jobs=2)
+    steps = {model: config.schedule.steps for model, config in begun.items()}
+    assert steps["timm/test_resnet"] != steps["convit_nano"] > 1
+    runs = comparison_runs(short, begun, tmp_path / "out")
+    assert len({run.folder for run in runs}) == len(runs) == short.count == 8
+    machine["mac"] = 1e-12
+    assert plan(short, tmp_path / "out", jobs=1) == begun
+    assert plan(short, tmp_path / "other", jobs=2) != begun
+    with pytest.raises(UserError, match=r"another comparison .*seeds: 2 there, 3 now"):
+        plan(asked(photos, minutes=0.6, steps=None, seeds=3), tmp_path / "out", jobs=2)
+    with pytest.raises(UserError, match="minutes for 8 runs are less than it takes"):
+        plan(asked(photos, minutes=0.01, steps=None), tmp_path / "none", jobs=2)
+    assert not (tmp_path / "none").exists()
+
+
+def test_folds_evaluate_every_image_once(photos, tmp_path, here):
+    folds = asked(photos, folds=2, fractions=(1.0,))
+    runs = comparison_runs(folds, plan(folds, tmp_path, jobs=1), tmp_path)
+    outcomes = run_all(runs, executor=here, quiet=True)
+    assert [outcome.error for outcome in outcomes] == [None] * 4
+    for model in range(2):
+        parts = [RunFolder(run.folder).predictions().paths for run in runs[model::2]]
+        assert len(set(parts[0]) | set(parts[1])) == sum(map(len, parts)) == 24
+    weights = [RunFolder(run.folder).checkpoints.path / "previous.ckpt" for run in runs]
+    assert not any(path.exists() for path in weights)
+    found = measure_inference(runs, tmp_path)
+    assert found.keys() == set(MODELS) and found == measure_inference(runs, tmp_path)
+
+
+def test_weights_are_kept_of_runs_on_all_images(tiny_config, tmp_path):
+    for fraction in (0.5, 1.0):
+        train_and_tidy(tiny_config(data__fraction=fraction), tmp_path / str(fraction))
+        assert RunFolder(tmp_path / str(fraction)).predictions()
+    assert not list(tmp_path.glob("0.5/checkpoints/*.ckpt"))
+    assert [path.name for path in tmp_path.glob("1.0/checkpoints/*.ckpt")] == ["last.ckpt"]
+
+
+def test_weights_that_cannot_be_had_are_left_out(tiny_config, tmp_path, photos):
+    train_and_tidy(tiny_config(), tmp_path / "donor")
+    found, missing = available([str(tmp_path / "donor"), str(tmp_path / "nothing")])
+    assert found == [str(tmp_path / "donor")]
+    assert "nothing is left out: there is no file" in missing[0]
+    train_and_tidy(tiny_config(seed=1), tmp_path / "other" / "donor")
+    tuned = asked(photos, models=(*found, str(tmp_path / "other" / "donor")), pretrained=True)
+    configs = plan(tuned, tmp_path / "out", jobs=1)
+    assert {config.model.weights for config in configs.values()} == set(tuned.models)
+    assert {config.recipe for config in configs.values()} == {"finetune"}
+    runs = comparison_runs(tuned, configs, tmp_path / "out")
+    assert len({run.folder for run in runs}) == tuned.count == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"models": ("convit_nano",)}, "1 model is given; a comparison needs two"),
+        ({"fractions": (0.5,)}, "fractions leave out 1"),
+        ({"fractions": (0.0, 1.0)}, "fractions is 0.0"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"folds": 1}, "folds is 1"),
+        ({"fractions": (0.01, 1.0)}, "without images"),
+        ({"models": ("convit_nano", "convit_nan")}, "did you mean convit_nano"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(photos, tmp_path, changes, said):
+    with pytest.raises(UserError, match=said):
+        plan(asked(photos, **changes), tmp_path / "out", jobs=1)
+
+
+def words(photos, out, *more):
+    return ["compare", str(photos), f"--models={','.join(MODELS)}", "--steps=3", "--seeds=2",
+            "--fractions=0.5,1", f"--output={out}", "--jobs=1", *more]  # fmt: skip
+
+
+def test_a_dry_run_says_how_many_runs_and_starts_none(photos, tmp_path, capsys):
+    assert main(words(photos, tmp_path / "out", "--dry_run")) == 0
+    said = capsys.readouterr().out
+    assert "8 runs: 0 finished, 0 to resume, 8 to start" in said and "about" in said
+    assert "convit_nano: 3 steps of 32 images" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_whole_command_killed_and_given_again(photos, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "locality", *words(photos, out, "--threads=1", "--quiet")]
+    first = subprocess.Popen(command, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 240
+        while not (done := list(out.glob("runs/*/*/result.json"))):
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.1)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    assert len(done) < 8
+    kept = {path: path.stat().st_mtime_ns for path in done}
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in done} == kept
+    runs = read_runs([out / "runs"])
+    assert len(runs) == 8 and all(run.is_finished for run in runs)
+    assert "highest accuracy" in again.stdout and (out / "choice.html").exists()
