@@ -101,7 +101,7 @@ def place_of(path: str) -> str:
         return TOP[path]
     if path.startswith("docs/") and not path.endswith(".html"):
         return path.removeprefix("docs/")
-    shown = PurePosixPath(path).suffix in (".png", ".svg", ".html", ".csv", ".json")
+    shown = PurePosixPath(path).suffix in (".png", ".svg", ".html", ".csv", ".json", ".ipynb")
     return f"files/{path}" if shown else f"files/{path}.txt"
 
 
