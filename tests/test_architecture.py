@@ -16,6 +16,7 @@ ORDER = [
     "cli",
     "trained",
     "commands",
+    "serve",
     "report",
     "papers",
     "search",

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "images:explore",
         "write a page where one clicks a patch and sees what every head looks at",
     ),
+    "serve": ("images:serve", "a page on this machine to try a model on images, and an endpoint"),
     "figure": ("images:figure", "draw one of the papers' figures from runs or models"),
     "reproduce": ("reports:reproduce", "run a table or figure of either paper, by name"),
     "benchmark": ("models:benchmark", "speed and memory against timm and transformers"),

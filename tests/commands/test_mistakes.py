@@ -71,6 +71,8 @@ MISTAKES = [
     ("eval nope.pth", "there is no file or folder nope.pth"),
     ("report nowhere", "there is no file or folder nowhere"),
     ("explore nope.pth --images photos", "there is no file or folder nope.pth"),
+    ("serve nope.pth", "there is no file or folder nope.pth"),
+    ("serve runs/photos --port 65536", "port is 65536; give a whole number, from 0 to 65535"),
     ("convert nope.pth out", "there is no file or folder nope.pth"),
     ("convert runs/photos out.zip", "out.zip ends in .zip"),
     ("convert runs/photos out.pth --to cvt", "known: convit, cvt-microsoft"),
@@ -105,6 +107,7 @@ WAYS = {
     "compare photos --pretrained": "img_size",
     "compare photos --steps 2 --folds 2": "minutes seeds",
     "explore runs/photos": "entry",
+    "serve runs/photos": "entry",
     "figure gates runs/photos": "place count images layers heads variant entry set",
     "figure maps runs/photos": "entry",
     "figure initial-maps photos/cat": "images layers heads variant entry set",
@@ -132,6 +135,7 @@ VALUES = {
     "against": "timm", "img_sizes": "[8]", "precisions": "[fp32]", "modes": "[eager]",
     "models": "convit_nano,deit_nano", "folds": "2", "fractions": "1",
     "tasks": "[inference]", "rounds": "1", "warmup": "1", "device": "cpu", "memory": "false",
+    "host": "127.0.0.1", "port": "0",
 }  # fmt: skip
 
 CHILD = """

@@ -68,15 +68,36 @@ def write_explorer(
     """Write the explorer of some models on some images.
 
     Args:
-        subjects: one to four models, shown side by side on the same patch.
-        images: what they look at; each model prepares them in its own way.
         output: the HTML file to write; its folder is created.
-        names: what to call the images.
-        tolerance: largest error of an attention score. It is doubled, to 0.2 at most, and the page
-            says so, where a model's data would take more than `MAX_MEGABYTES`.
+        subjects, images, names, tolerance: as for `explorer_page`.
 
     Returns:
         the path of the file.
+
+    Raises:
+        UserError: as `explorer_page`.
+    """
+    html = explorer_page(subjects, images, names, tolerance)
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output, html)
+    return output
+
+
+def explorer_page(
+    subjects: Sequence[Classifier],
+    images: Sequence[Image.Image],
+    names: Sequence[str] | None = None,
+    tolerance: float = TOLERANCE,
+) -> str:
+    """The page of some models on some images.
+
+    Args:
+        subjects: one to four models, shown side by side on the same patch.
+        images: what they look at; each model prepares them in its own way.
+        names: what to call the images.
+        tolerance: largest error of an attention score. It is doubled, to 0.2 at most, and the page
+            says so, where a model's data would take more than `MAX_MEGABYTES`.
 
     Raises:
         UserError: if there is no model or no image, or a model's attention cannot be read.
@@ -106,7 +127,7 @@ def write_explorer(
     ]
     # "<" could end the script element that the data stands in.
     data = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    html = render(
+    return render(
         "locality.analysis",
         "explorer.html",
         data=Markup(data),
@@ -114,10 +135,6 @@ def write_explorer(
         models=page["models"],
         version=__version__,
     )
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, html)
-    return output
 
 
 def _observe(

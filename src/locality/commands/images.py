@@ -1,4 +1,4 @@
-"""`locality predict`, `eval`, `explore`, `figure` and `data`: what is done with images."""
+"""`locality predict`, `eval`, `explore`, `serve`, `figure` and `data`: what is done with images."""
 
 from __future__ import annotations
 
@@ -244,6 +244,29 @@ def explore(arguments: Sequence[str]) -> int:
     names, images = [name for name, _ in shown], [image for _, image in shown]
     print(write_explorer(subjects, images, options.output, names))
     return code
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Answer on a port of this machine until interrupted."""
+    parser = Parser(
+        "serve",
+        "Serve a page on which one drops an image, or takes one, and sees its classes and what "
+        "every head looks at; POST an image to /predict for JSON (described at /openapi.json). "
+        "Reached from this machine alone unless --host says otherwise.",
+    )
+    parser.add_model("model")
+    parser.add("--host", "127.0.0.1", "address to listen at; 0.0.0.0 is every one of the machine")
+    parser.add("--port", 8000, "port; 0 takes a free one")
+    options = parser.read(arguments)
+
+    from locality import checks
+
+    checks.integer("port", options.port, 0, 65535)
+    check_given(options.model, options)
+    from locality.serve import serve
+
+    opened = open_given(options.model, options)
+    serve(opened, options.host, options.port, lambda address: print(address, flush=True))
 
 
 def figure(arguments: Sequence[str]) -> int:
