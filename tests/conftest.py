@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from locality.data import datasets
-from locality.papers.scales import DIGITS, Scale
+from locality.papers.scales import SCALES, Scale
 from locality.runner.executors import Outcome, perform
 from locality.runner.runs import Run, content_folder
 from locality.training import RunConfig, recipe, replace
@@ -83,13 +83,13 @@ def here() -> Here:
 @pytest.fixture
 def tiny_scale(tmp_path: Path) -> Scale:
     """The digits scale with three steps, two seeds."""
-
-    def base(role: str, model: str) -> RunConfig:
-        size = {"model.img_size": 32} if model.startswith("timm/") else {}
-        return replace(recipe("digits", model=model), TINY | size)
-
     return dataclasses.replace(
-        DIGITS, base=base, root=tmp_path / "runs", seeds=(0, 1), few_seeds=(0,), snapshots=3
+        SCALES["digits"],
+        settings={"*": TINY, "*CNN": {"model.img_size": 32}},
+        root=tmp_path / "runs",
+        seeds=(0, 1),
+        few_seeds=(0,),
+        snapshots=3,
     )
 
 

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from locality.errors import unknown
+from locality.files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,12 @@ _UNITS = {"parameters": "M", "flops": "G", "speed": "images/s"} | dict.fromkeys(
 )
 
 
+_FILE = read_yaml(Path(__file__).with_suffix(".yaml"))
+
+
 def _read() -> Iterator[Published]:
     """One record per number; a cell that a paper leaves open has none."""
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    for table in yaml.safe_load(text):
+    for table in _FILE["tables"]:
         for row, numbers in table["rows"].items():
             notes = table.get("notes", {}).get(row, {})
             for metric, number in zip(table["columns"], numbers, strict=True):
@@ -88,24 +89,7 @@ def _differences(printed: Iterable[Published]) -> Iterator[Published]:
 _PRINTED = tuple(_read())
 PUBLISHED: tuple[Published, ...] = (*_PRINTED, *_differences(_PRINTED))
 
-MODELS: dict[str, str] = {
-    "DeiT-Ti": "deit_tiny",
-    "ConViT-Ti": "convit_tiny",
-    "DeiT-Ti+": "deit_tiny_plus",
-    "ConViT-Ti+": "convit_tiny_plus",
-    "DeiT-S": "deit_small",
-    "ConViT-S": "convit_small",
-    "DeiT-S+": "deit_small_plus",
-    "ConViT-S+": "convit_small_plus",
-    "DeiT-B": "deit_base",
-    "ConViT-B": "convit_base",
-    "DeiT-B+": "deit_base_plus",
-    "ConViT-B+": "convit_base_plus",
-    "CvT-13": "cvt_13",
-    "CvT-21": "cvt_21",
-    "CvT-W24": "cvt_w24",
-    "CvT-13-NAS": "cvt_13_nas",
-}
+MODELS: dict[str, str] = _FILE["models"]
 """The papers' names of models, and ours."""
 
 _INDEX = {(item.place, item.row, item.metric): item for item in PUBLISHED}
