@@ -21,17 +21,15 @@ from locality.models import build
 from locality.papers import published
 from locality.papers.beyond import start_from_convolutions
 from locality.papers.convit import ABLATIONS
-from locality.papers.measures import early
+from locality.papers.measures import early, summed_rate
 from locality.papers.pages import SCALES as SCALES_SHOWN
 from locality.papers.pages import Entry, results_page, section, shown_claims, write_results_pages
 from locality.papers.records import decided
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.scales import SCALES, get_scale
-from locality.papers.short_runs import summed_rate
 from locality.papers.specs import Table
 from locality.papers.verdicts import HOLDS, NOT_RUN, UNTESTABLE
 from locality.runner.runs import TRAIN, with_needs
-from locality.settings import replace as with_settings
 from locality.training.config import ScheduleConfig
 from locality.training.optim import create_schedule
 from locality.training.plan import make_plan
@@ -188,12 +186,8 @@ def test_figures_are_drawn_from_runs(tiny_scale, tmp_path, here):
 
 
 def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path, here):
-    def base(role, model):
-        config = tiny_scale.base(role, model)
-        broken = dataclasses.replace(config.optim, name="no_such_optimiser")
-        return dataclasses.replace(config, optim=broken) if role.startswith("DeiT") else config
-
-    scale = dataclasses.replace(tiny_scale, base=base)
+    broken = {"DeiT*": {"optim.name": "no_such_optimiser"}}
+    scale = dataclasses.replace(tiny_scale, settings=tiny_scale.settings | broken)
     (record,) = reproduce("convit/table-5", scale, tmp_path, executor=here, quiet=True)
     deit, convit = record["rows"]
     assert all("no_such_optimiser" in cell["empty"] for cell in deit["cells"])
@@ -430,10 +424,8 @@ def test_fine_tuning_starts_from_weights_of_other_classes(tiny_scale, tmp_path, 
 
 
 def test_a_teacher_learns_from_images_that_no_student_sees(tiny_scale, tmp_path, here):
-    def base(role, model):
-        return with_settings(tiny_scale.base(role, model), {"data.train_part": (0.0, 0.5)})
-
-    scale = dataclasses.replace(tiny_scale, seeds=(0,), base=base)
+    half = {"*": tiny_scale.settings["*"] | {"data.train_part": (0.0, 0.5)}}
+    scale = dataclasses.replace(tiny_scale, seeds=(0,), settings=tiny_scale.settings | half)
     (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
     taught = [run for run in here.performed if run.config.objective.teacher is not None]
     (teacher,) = {run.folder: run for each in taught for run in each.needs}.values()
@@ -487,12 +479,10 @@ def test_without_images_of_its_own_there_is_no_teacher(tiny_scale, tmp_path, her
 def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
     tiny_scale, tmp_path, here
 ):
-    def base(role, model):
-        sized = {"model.img_size": 14} if model.startswith(("deit", "convit")) else {}
-        sized |= {"model.img_size": 28} if model.startswith("cvt") else {}
-        return with_settings(tiny_scale.base(role, model), {"schedule.steps": 10} | sized)
-
-    scale = dataclasses.replace(tiny_scale, base=base, transfer_classes=7)
+    sizes = {"*": 14, "CvT*": 28, "*CNN": 32}
+    settings = {roles: {"model.img_size": size} for roles, size in sizes.items()}
+    settings["*"] |= tiny_scale.settings["*"] | {"schedule.steps": 10}
+    scale = dataclasses.replace(tiny_scale, settings=settings, transfer_classes=7)
     (record,) = reproduce("cvt/table-4", scale, tmp_path, executor=here, quiet=True)
     assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 4
     started = [run for run in here.performed if run.needs and "deit" in run.name]

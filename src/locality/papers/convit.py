@@ -208,14 +208,13 @@ def taught(s: Scale, measure: Measure, role: str) -> Quantity:
         seen = base.data.train_part[1]
         if seen == 1.0:
             return absent("the students see all training images: none are left for a teacher")
-        schedule = base.schedule
         settings: dict[str, Any] = {
             "model.name": s.teacher,
             "model.img_size": base.model.img_size or variant(base.model.name).config.img_size,
             "model.patch_size": None,
             "data.root": s.root_of(base.data.dataset),
             "data.train_part": (seen, 1.0),
-            f"schedule.{schedule.unit}": type(schedule.length)(2 * schedule.length),
+            **base.schedule.lasting(2),
         }
         needs = (s.run(replace(base, settings), f"teacher {s.teacher}"),)
     return s.measured(

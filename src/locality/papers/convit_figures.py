@@ -36,10 +36,10 @@ from locality.papers.measures import (
     computed,
     ratio,
     relative_gain,
+    summed_rate,
     top1_at,
 )
 from locality.papers.scales import FAMILIES, Scale
-from locality.papers.short_runs import summed_rate
 from locality.papers.specs import Drawing, Figure, Panel, Series, experiment, said, shaded
 
 _AVERAGED_IMAGES = 100

@@ -6,6 +6,7 @@ A number that cannot be had is empty for a reason, which stands in its place whe
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,11 +26,13 @@ from locality.benchmark.measure import inference, interleave
 from locality.checkpoints import open_model
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
+from locality.runner.cost import train_images
 from locality.runner.runs import Run
 from locality.training import load_run
-from locality.training.config import ScheduleConfig
+from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.distributed import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
+from locality.training.plan import make_plan
 
 MEASURED = "experiments.json"
 """Where the measures of a run are kept, in its folder, so that none is taken twice."""
@@ -318,3 +321,19 @@ def _images_per_second(run: Run) -> float:
 
 INFERENCE_SPEED = Measure("inference images per second", _images_per_second, timed=True)
 """At batch 128 on this machine, the best of a few."""
+
+
+def summed_rate(config: RunConfig) -> Quantity:
+    """The sum over a run's steps of the learning rate of v_pos and λ."""
+
+    def value() -> float:
+        plan = make_plan(config, train_images(config)[0])
+        peak = config.optim.peak_lr(config.engine.batch_size)
+        start, end = config.schedule.warmup_lr, config.schedule.min_lr
+        # A line up; then a cosine over the whole length, from where the line has got to.
+        warm, length = plan.warmup, plan.steps - plan.cooldown
+        cosine = length - warm - length / math.pi * math.sin(math.pi * warm / length)
+        rising, falling = warm * (start + peak) / 2, (peak - end) / 2 * cosine
+        return config.optim.position_lr_factor * (rising + falling + end * (plan.steps - warm))
+
+    return computed(value)

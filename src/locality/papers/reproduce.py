@@ -19,7 +19,6 @@ from locality.papers import (  # noqa: F401 (they register)
     convit_figures,
     cvt,
     nas,
-    short_runs,
     starts,
 )
 from locality.papers.measures import Failures, Measure

@@ -61,6 +61,12 @@ class Row:
         return self.printed or self.label.partition(":")[0]
 
 
+def by_label(columns: Mapping[str, Mapping[str, Quantity]]) -> tuple[Row, ...]:
+    """The rows of columns that all have the same labels."""
+    labels = next(iter(columns.values()))
+    return tuple(Row(label, {name: of[label] for name, of in columns.items()}) for label in labels)
+
+
 @dataclass(frozen=True)
 class Claim:
     """What a paper says, in our words, and the quantity that decides it.

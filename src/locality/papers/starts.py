@@ -24,7 +24,7 @@ from locality.layers.conv_init import window_offsets
 from locality.papers.convit import percent
 from locality.papers.measures import TOP1, Measure, Quantity, masked_top1, measured
 from locality.papers.scales import Scale
-from locality.papers.specs import Claimed, Column, Row, Table, experiment, said
+from locality.papers.specs import Claimed, Column, Row, Table, by_label, experiment, said
 from locality.runner.runs import Run
 from locality.training import load_run
 
@@ -84,23 +84,6 @@ GATE = Measure("mean gate", lambda run: _ATTENTION(run)["gate"], kept=False)
 LEFT = Measure("heads that left", lambda run: _ATTENTION(run)["left"], kept=False)
 
 
-def _started(s: Scale, role: str, nets: tuple[Run, ...], label: str, **changes: Any) -> list[Run]:
-    """Runs of a role that each start from the net of their own seed."""
-    return [
-        run
-        for net in nets
-        for run in s.runs(
-            role,
-            fraction=net.config.data.fraction,
-            seeds=(net.config.seed,),
-            needs=(net,),
-            label=label,
-            model__weights=str(net.folder),
-            **changes,
-        )
-    ]
-
-
 NET = "the ResNet"
 ON = "the ResNet, trained on"
 TRANSFORMED = "transformed (α = 7, λ = 1)"
@@ -120,18 +103,14 @@ _CHOICES: dict[str, dict[str, Any]] = {
 def _transformed_runs(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     nets = s.runs("CNN", fraction=fraction, keep_weights=False)
     schedule = nets[0].config.schedule
-    unit, number = schedule.unit, type(schedule.length)
 
     def lasting(part: float) -> dict[str, Any]:
-        return {
-            f"schedule__{unit}": number(max(1, part * schedule.length)),
-            "schedule__warmup": part * schedule.warmup,
-        }
+        return schedule.lasting(part) | {"schedule.warmup": part * schedule.warmup}
 
-    short = lasting(_FINE_TUNING)
-    found = {NET: nets, ON: tuple(_started(s, "CNN", nets, "trained on", **short))}
+    short = {"fraction": fraction, **lasting(_FINE_TUNING)}
+    found = {NET: nets, ON: s.started("CNN", nets, label="trained on", **short)}
     for label, changes in _CHOICES.items():
-        found[label] = tuple(_started(s, "T-CNN", nets, label, **short, **changes))
+        found[label] = s.started("T-CNN", nets, label=label, **short, **changes)
     whole = lasting(1 + _FINE_TUNING)
     return found | {FRESH: s.runs("ConViT-S", fraction=fraction, **whole)}
 
@@ -183,8 +162,9 @@ def _initialised(s: Scale, fraction: float) -> dict[str, Quantity]:
         found[f"DeiT, {init}"] = s.runs("DeiT-3×3", fraction=fraction, fields={"init": init})
         fields = {"init": init, "conv_init": False}
         found[f"ConViT, {init}"] = s.runs(role, fraction=fraction, fields=fields)
-    started = _started(s, role, nets, "trained_conv", fields={"init": "trained_conv"})
-    found |= {TRAINED: tuple(started), "the convolutional net of trained_conv": nets}
+    start = {"label": "trained_conv", "fields": {"init": "trained_conv"}}
+    found[TRAINED] = s.started(role, nets, fraction=fraction, **start)
+    found |= {"the convolutional net of trained_conv": nets}
     return {label: measured(runs, TOP1) for label, runs in found.items()}
 
 
@@ -192,8 +172,6 @@ def _initialised(s: Scale, fraction: float) -> dict[str, Quantity]:
 def initialisations(s: Scale) -> Table:
     """Five ways to start a ConViT, and three to start a DeiT, on parts of the data."""
     found = {percent(fraction): _initialised(s, fraction) for fraction in _fractions(s)}
-    labels = list(next(iter(found.values())))
-    rows = [Row(label, {part: top1[label] for part, top1 in found.items()}) for label in labels]
     claims: Claimed = {
         f"{part}: {label} is above {other}": top1[label] - top1[other]
         for part, top1 in found.items()
@@ -212,4 +190,4 @@ def initialisations(s: Scale) -> Table:
         "images first."
     )
     columns = {part: Column(f"{part} of the data") for part in found}
-    return Table(about, columns, tuple(rows), said("", claims))
+    return Table(about, columns, by_label(found), said("", claims))

@@ -162,6 +162,11 @@ class ScheduleConfig:
         """What lengths count: "epochs" or "steps"."""
         return "epochs" if self.steps is None else "steps"
 
+    def lasting(self, times: float) -> dict[str, float]:
+        """The setting, by dotted name, of a run that is so many times as long as this one."""
+        length = self.length * times
+        return {f"schedule.{self.unit}": length if self.steps is None else max(1, round(length))}
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
