@@ -33,13 +33,13 @@ class BenchmarkConfig:
 
     against: str = "timm"
     img_sizes: tuple[int, ...] = (224,)
-    batch_size: int = 8
+    batch_size: int = checks.bounded(8, 1)
     precisions: tuple[str, ...] = ("fp32",)
     modes: tuple[str, ...] = ("eager",)
     tasks: tuple[str, ...] = TASKS
-    rounds: int = 11
-    warmup: int = 2
-    threads: int = 0
+    rounds: int = checks.bounded(11, 1)
+    warmup: int = checks.bounded(2, 1)
+    threads: int = checks.bounded(0, 0)
     device: str = "auto"
     memory: bool = True
 
@@ -49,9 +49,7 @@ class BenchmarkConfig:
         for name, accepted in (("precisions", PRECISIONS), ("modes", MODES), ("tasks", TASKS)):
             for value in getattr(self, name):
                 checks.one_of(name, value, accepted)
-        for name in ("batch_size", "rounds", "warmup"):
-            checks.integer(name, getattr(self, name), 1)
-        checks.integer("threads", self.threads, 0)
+        checks.settings(self)
         if self.device == "cuda":
             import torch  # not needed to check the rest
 

@@ -100,36 +100,30 @@ class DataConfig:
     dataset: str = "digits"
     root: str | None = None
     download: bool = False
-    fraction: float = 1.0
+    fraction: float = checks.bounded(1.0, 0, 1, above=True)
     subset: Literal["balanced", "sorted"] = "balanced"
     difficulty: str | None = None
     train_part: tuple[float, float] = (0.0, 1.0)
     val_part: tuple[float, float] | None = None
     fold: tuple[int, int] | None = None
-    first_classes: int | None = None
-    skip_classes: int = 0
-    subset_seed: int | None = None
-    val_fraction: float = 0.25
-    split_seed: int = 0
+    first_classes: int | None = checks.bounded(None, 1)
+    skip_classes: int = checks.bounded(0, 0)
+    subset_seed: int | None = checks.bounded(None, 0)
+    val_fraction: float = checks.bounded(0.25, 0, 1, above=True, below=True)
+    split_seed: int = checks.bounded(0, 0)
     on_bad_image: Literal["auto", "error", "skip"] = "auto"
     on_changed_images: Literal["error", "resume"] = "error"
-    max_bad_images: int = 100
-    max_pixels: int = PIXEL_LIMIT
+    max_bad_images: int = checks.bounded(100, 0)
+    max_pixels: int = checks.bounded(PIXEL_LIMIT, 1, PIXEL_LIMIT)
     exif: bool = False
     real_labels: str | None = None
     image_column: str | None = None
     label_column: str | None = None
-    workers: int = 0
+    workers: int = checks.bounded(0, 0)
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
         checks.settings(self)
-        checks.number("fraction", self.fraction, 0, 1, above=True)
-        checks.number("val_fraction", self.val_fraction, 0, 1, above=True, below=True)
-        checks.integer("max_bad_images", self.max_bad_images, 0)
-        checks.integer("max_pixels", self.max_pixels, 1, PIXEL_LIMIT)
-        checks.integer("workers", self.workers, 0)
-        checks.integer("split_seed", self.split_seed, 0)
         _part("train_part", self.train_part)
         if self.val_part is not None:
             _part("val_part", self.val_part)
@@ -144,11 +138,6 @@ class DataConfig:
             checks.integer("fold's i", self.fold[0], 0, self.fold[1] - 1)
             if self.val_part is not None or self.train_part != (0.0, 1.0):
                 raise UserError("fold divides all images; leave out train_part and val_part")
-        checks.integer("skip_classes", self.skip_classes, 0)
-        if self.subset_seed is not None:
-            checks.integer("subset_seed", self.subset_seed, 0)
-        if self.first_classes is not None:
-            checks.integer("first_classes", self.first_classes, 1)
 
     @property
     def decoding(self) -> Decoding:
@@ -178,10 +167,10 @@ class Preprocessing:
     """
 
     img_size: int | tuple[int, int] | None = None
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
+    mean: tuple[float, ...] = checks.bounded(IMAGENET_MEAN, 0)
+    std: tuple[float, ...] = checks.bounded(IMAGENET_STD, 0, above=True)
     interpolation: str = "bicubic"
-    crop_pct: float = 0.875
+    crop_pct: float = checks.bounded(0.875, 0, 1, above=True)
     crop_mode: Literal["center", "squash"] = "center"
 
     def __post_init__(self) -> None:
@@ -189,14 +178,10 @@ class Preprocessing:
             checks.image_size(self.img_size)
         checks.one_of("interpolation", self.interpolation, INTERPOLATIONS)
         checks.settings(self)
-        checks.number("crop_pct", self.crop_pct, 0, 1, above=True)
         if not len(self.mean) == len(self.std) > 0:
             raise UserError(
                 f"mean has {len(self.mean)} values and std {len(self.std)}; give one per channel"
             )
-        for name in ("mean", "std"):
-            for value in getattr(self, name):
-                checks.number(name, value, 0, above=name == "std")
 
     @classmethod
     def imagenet(cls, img_size: int | tuple[int, int], in_chans: int = 3) -> Preprocessing:
@@ -247,30 +232,24 @@ class AugmentConfig:
     """
 
     crop: Literal["resized", "pad", "none"] = "resized"
-    pad: int = 4
+    pad: int = checks.bounded(4, 0)
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    hflip: float = 0.5
-    color_jitter: float = 0.0
+    hflip: float = checks.bounded(0.5, 0, 1)
+    color_jitter: float = checks.bounded(0.0, 0)
     auto_augment: str | None = None
-    random_erasing: float = 0.0
+    random_erasing: float = checks.bounded(0.0, 0, 1)
     interpolation: str | None = None
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mixup_prob: float = 1.0
-    mixup_switch_prob: float = 0.5
-    repeats: int = 1
+    mixup: float = checks.bounded(0.0, 0)
+    cutmix: float = checks.bounded(0.0, 0)
+    mixup_prob: float = checks.bounded(1.0, 0, 1)
+    mixup_switch_prob: float = checks.bounded(0.5, 0, 1)
+    repeats: int = checks.bounded(1, 1)
 
     def __post_init__(self) -> None:
         checks.settings(self)
         if self.interpolation is not None:
             checks.one_of("interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
-        checks.integer("pad", self.pad, 0)
-        checks.integer("repeats", self.repeats, 1)
-        for name in ("hflip", "random_erasing", "mixup_prob", "mixup_switch_prob"):
-            checks.number(name, getattr(self, name), 0, 1)
-        for name in ("color_jitter", "mixup", "cutmix"):
-            checks.number(name, getattr(self, name), 0)
         _range("scale", self.scale, 1.0)
         _range("ratio", self.ratio, math.inf)
         if self.auto_augment is not None:

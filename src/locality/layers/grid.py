@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from locality import checks
 from locality.errors import UserError
@@ -14,8 +14,8 @@ Grid = tuple[int, int]
 ProjectionName = Literal["conv", "linear", "avg", "microsoft_avg"]
 AttentionScale = Literal["width", "head"]
 
-PROJECTIONS: tuple[ProjectionName, ...] = ("conv", "linear", "avg", "microsoft_avg")
-ATTENTION_SCALES: tuple[AttentionScale, ...] = ("width", "head")
+PROJECTIONS: tuple[ProjectionName, ...] = get_args(ProjectionName)
+ATTENTION_SCALES: tuple[AttentionScale, ...] = get_args(AttentionScale)
 
 
 def convolved_size(size: int, kernel: int, stride: int, padding: int) -> int:

@@ -60,8 +60,8 @@ class Architecture:
     num_classes: int = 1000
     global_pool: Literal["token", "avg", ""] = "token"
     class_token: bool | None = None
-    drop_rate: float = 0.0
-    proj_drop_rate: float = 0.0
+    drop_rate: float = checks.bounded(0.0, 0, 1, below=True)
+    proj_drop_rate: float = checks.bounded(0.0, 0, 1, below=True)
     init: Initialisation = "default"
 
     def __post_init__(self) -> None:
@@ -72,8 +72,6 @@ class Architecture:
         checks.size("num_classes", self.num_classes, 0)
         checks.settings(self)
         checks.one_of("init", self.init, self.initialisations)
-        for name in ("drop_rate", "proj_drop_rate"):
-            checks.number(name, getattr(self, name), 0, 1, below=True)
 
     @property
     def initialisations(self) -> tuple[Initialisation, ...]:

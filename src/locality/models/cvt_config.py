@@ -66,14 +66,16 @@ class StageConfig:
     embed_kernel: int = 3
     embed_stride: int = 2
     embed_padding: int = 1
-    mlp_ratio: float | tuple[float, ...] = 4.0
-    kv_stride: int | tuple[int, ...] = 2
+    mlp_ratio: float | tuple[float, ...] = checks.bounded(
+        4.0, 0, checks.LARGEST["mlp_ratio"], above=True
+    )
+    kv_stride: int | tuple[int, ...] = checks.bounded(2, 1, checks.LARGEST["kv_stride"])
     projection: ProjectionName = "conv"
     projection_kernel: int = 3
     kv_padding: int | None = None
     qkv_bias: bool = True
     use_pos_embed: bool = False
-    drop_path_rate: float = 0.0
+    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True)
 
     def __post_init__(self) -> None:
         for name in _PER_BLOCK:  # lists come from YAML and JSON
@@ -91,15 +93,10 @@ class StageConfig:
                     f"{name}={given} has {len(given)} values for depth={self.depth}; "
                     f"give one number or one per block"
                 )
-        for stride in self.kv_strides:
-            checks.size("kv_stride", stride)
-        for ratio in self.mlp_ratios:
-            checks.number("mlp_ratio", ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
         checks.settings(self)
         check_window(self.projection_kernel)
         if self.kv_padding is not None:
             checks.integer("kv_padding", self.kv_padding, 0, self.projection_kernel // 2)
-        checks.number("drop_path_rate", self.drop_path_rate, 0, 1, below=True)
 
     @property
     def mlp_ratios(self) -> tuple[float, ...]:

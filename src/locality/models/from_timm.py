@@ -36,12 +36,12 @@ class TimmConfig:
     """
 
     name: str
-    num_classes: int = 1000
-    in_chans: int = 3
-    img_size: int | tuple[int, int] = 224
+    num_classes: int = checks.bounded(1000, 0)
+    in_chans: int = checks.bounded(3, 0)
+    img_size: int | tuple[int, int] = checks.bounded(224, 1)
     gpsa: str | int = ""
-    locality_strength: float = STRENGTH
-    gating_init: float = GATING
+    locality_strength: float = checks.bounded(STRENGTH, 0, above=True)
+    gating_init: float = checks.bounded(GATING, 0, above=True)
     settings: tuple[tuple[str, Plain], ...] = ()
 
     has_class_token = False  # among what the wrapped model hands out as features
@@ -51,12 +51,7 @@ class TimmConfig:
     def __post_init__(self) -> None:
         if not timm.is_model(self.name):
             raise unknown("model", PREFIX + self.name, [PREFIX + n for n in timm.list_models()])
-        for name in ("num_classes", "in_chans"):
-            checks.integer(name, getattr(self, name), 0)
-        for side in self.img_size if isinstance(self.img_size, tuple) else (self.img_size,):
-            checks.integer("img_size", side, 1)
-        for name in ("locality_strength", "gating_init"):
-            checks.number(name, getattr(self, name), 0, above=True)
+        checks.settings(self)
 
     @property
     def classifier(self) -> str:

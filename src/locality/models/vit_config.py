@@ -42,18 +42,18 @@ class ViTConfig(Architecture):
     num_heads: int
     depth: int = 12
     patch_size: int = 16
-    mlp_ratio: float = 4.0
+    mlp_ratio: float = checks.bounded(4.0, 0, checks.LARGEST["mlp_ratio"], above=True)
     qkv_bias: bool = False
     gpsa_layers: int = 0
     positional_attention: PositionalAttention = "gpsa"
-    locality_strength: float = 1.0
+    locality_strength: float = checks.bounded(1.0, 0, above=True)
     conv_init: bool = True
-    gating_init: float = 1.0
+    gating_init: float = checks.bounded(1.0)
     freeze_gating: bool = False
     freeze_gpsa: bool = False
     use_pos_embed: bool = True
     embed_class_token: bool = False
-    drop_path_rate: float = 0.0
+    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True)
 
     family = "vit"
     title = "a DeiT or ConViT"
@@ -64,11 +64,7 @@ class ViTConfig(Architecture):
         for name in ("embed_dim", "num_heads", "depth", "patch_size"):
             checks.size(name, getattr(self, name))
         checks.heads(self.embed_dim, self.num_heads)
-        checks.number("mlp_ratio", self.mlp_ratio, 0, checks.LARGEST["mlp_ratio"], above=True)
         checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
-        checks.number("locality_strength", self.locality_strength, 0, above=True)
-        checks.number("gating_init", self.gating_init)
-        checks.number("drop_path_rate", self.drop_path_rate, 0, 1, below=True)
         reads_token = self.global_pool == "token" and self.class_token is None
         if self.gpsa_layers == self.depth and (self.class_token or reads_token):
             raise UserError(
