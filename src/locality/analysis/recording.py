@@ -95,7 +95,7 @@ def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) 
     splits = open_data(config.data, config.seed)
     if not run.predictions_file.exists():
         collector = Collector(len(splits.val), torch.device("cpu"))
-        evaluate_run(run.path, seen=collector)
+        evaluate_run(run.path, splits=splits, seen=collector)
         collector.write(run.predictions_file, splits.val, splits.classes)
     predictions = run.predictions()
     wrong = predictions.indices[predictions.mistakes(MOST_MISTAKES)]

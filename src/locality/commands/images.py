@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from locality.data import Batch
     from locality.figures import NamedFigure
     from locality.figures.style import Figure
 
@@ -182,6 +183,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
     is_run = check_given(what, options) == "run"
     check_place(options.predictions)
+    from locality.data import open_data
     from locality.training import evaluate_opened
     from locality.training.config import read_config
 
@@ -198,19 +200,26 @@ def evaluate(arguments: Sequence[str]) -> None:
         # Options change the run's own data; another dataset starts from nothing.
         if given.get("dataset", config.data.dataset) == config.data.dataset:
             data = config.data
-    predictions: list[tuple[str, str, Tensor]] = []
+    data = dataclasses.replace(data, **given)
+    splits = open_data(data, seed)
+    seen: list[tuple[int, int, Tensor]] = []
+
+    def keep(batch: Batch, logits: Tensor) -> None:
+        seen.extend(zip(batch.indices, batch.targets, logits.softmax(1).cpu(), strict=True))
+
     result = evaluate_opened(
         opened,
-        dataclasses.replace(data, **given),
-        seed=seed,
+        data,
         img_size=options.img_size,
         batch_size=options.batch_size,
         precision=options.precision,
-        predictions=predictions if options.predictions else None,
+        splits=splits,
+        seen=keep if options.predictions else None,
     )
     if options.predictions:
         with open(options.predictions, "w", newline="", encoding="utf-8") as file:
-            write_predictions(file, result.pop("classes"), predictions)
+            rows = ((splits.val.describe(i), splits.classes[k], each) for i, k, each in seen)
+            write_predictions(file, opened.classes or splits.classes, rows)
     if options.json:
         print(json.dumps(result))
         return

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.checkpoints.open import Classifier, open_model
-from locality.data import Batch, BatchLoader, DataConfig, eval_loader, open_data
+from locality.data import Batch, BatchLoader, DataConfig, DataSplits, eval_loader, open_data
 from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.distributed import choose_precision, exact, resolve_accelerator
@@ -47,7 +47,7 @@ def evaluate_opened(
     batch_size: int = 256,
     precision: str = "fp32",
     accelerator: str = "auto",
-    predictions: list[tuple[str, str, Tensor]] | None = None,
+    splits: DataSplits | None = None,
     seen: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of an opened model on a dataset, its images prepared as it wants them.
@@ -60,9 +60,8 @@ def evaluate_opened(
         batch_size: images at once.
         precision: "fp32", "bf16-mixed" or "auto".
         accelerator: "auto", "cpu", "cuda" or "mps".
-        predictions: is given what each image is called, its class and its probabilities; what the
-            classes are called is then in the result.
-        seen: as for `evaluate`, where `predictions` are not asked for.
+        splits: the data, if it is open already.
+        seen: as for `evaluate`.
 
     Raises:
         UserError: if it is an exported graph, the data has other classes, there is no such
@@ -72,7 +71,7 @@ def evaluate_opened(
     checks.integer("batch_size", batch_size, 1)
     device = torch.device(resolve_accelerator(accelerator))
     model = opened.module()
-    splits = open_data(data, seed)
+    splits = open_data(data, seed) if splits is None else splits
     if len(splits.classes) != model.num_classes:
         raise UserError(
             f"{opened.name} tells {model.num_classes} classes apart and dataset '{data.dataset}' "
@@ -93,19 +92,10 @@ def evaluate_opened(
     # Only an open choice depends on the model's cost.
     macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
     chosen = choose_precision(precision, device, macs)
-
-    def keep(batch: Batch, logits: Tensor) -> None:
-        assert predictions is not None
-        rows = zip(batch.indices.tolist(), batch.targets.tolist(), logits.softmax(1), strict=True)
-        predictions.extend((splits.val.describe(i), splits.classes[k], p.cpu()) for i, k, p in rows)
-
-    shown_to = seen if predictions is None else keep
     with torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bf16-mixed"):
         result = evaluate(
-            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=shown_to
+            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=seen
         )
-    if predictions is not None:
-        result["classes"] = list(opened.classes or splits.classes)
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
 
