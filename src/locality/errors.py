@@ -26,7 +26,13 @@ class UnknownSetting(UserError, TypeError):
 
 
 class RunFailed(RuntimeError):
-    """A run had to stop; the message says why, what is kept, and what to do."""
+    """A run had to stop; the message says why, what is kept, and what to do.
+
+    Attributes:
+        exit_code: what the process should exit with.
+    """
+
+    exit_code = 1
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -40,6 +40,8 @@ _BLOCK_BYTES = 1 << 20
 
 class DamagedCheckpoint(RunFailed):
     """A checkpoint is not what was written; the message names the file."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,21 @@ class _Payload(io.RawIOBase):
         return self._file.seek(start, whence) - self._offset
 
 
+def _newest_whole(
+    folder: Path, names: Sequence[str]
+) -> tuple[dict[str, Any] | None, str, dict[str, str]]:
+    """The first of these checkpoints that is whole, its name, and what is wrong with others."""
+    damaged = {}
+    for name in names:
+        try:
+            return read_checkpoint(folder / name), name, damaged
+        except FileNotFoundError:
+            continue
+        except DamagedCheckpoint as error:
+            damaged[name] = str(error)
+    return None, "", damaged
+
+
 class CheckpointFolder:
     """The checkpoints of one run: the last one, and the one before it; one at a time is saved.
 
@@ -281,27 +298,20 @@ class CheckpointFolder:
         leftovers = list(self.path.glob(".*.tmp"))
         for leftover in leftovers:
             leftover.unlink(missing_ok=True)
-        passed_over = []
-        for name in (LAST, PREVIOUS):
-            path = self.path / name
-            try:
-                state = read_checkpoint(path)
-            except FileNotFoundError:
-                continue
-            except DamagedCheckpoint as error:
-                passed_over.append(str(error))
-                os.replace(path, path.with_suffix(".ckpt.damaged"))
-                continue
+        state, name, damaged = _newest_whole(self.path, (LAST, PREVIOUS))
+        for each in damaged:
+            os.replace(self.path / each, (self.path / each).with_suffix(".ckpt.damaged"))
+        passed_over = list(damaged.values())
+        if state is not None:
             self.saved_step = state["step"]
             if name == PREVIOUS and not passed_over and not leftovers:
                 passed_over = [f"checkpoint {self.path / LAST} is missing"]
-            return state, name, passed_over
-        if passed_over:
+        elif passed_over:
             raise DamagedCheckpoint(
                 "; ".join(passed_over)
                 + ". No whole checkpoint is left: start again in a new folder"
             )
-        return None, "", []
+        return state, name, passed_over
 
     def start(self, state: Mapping[str, Any]) -> None:
         """Copy `state` and begin to save the copy in a thread, once the one before is saved.
@@ -363,13 +373,8 @@ def latest_state(folder: Path | str) -> dict[str, Any]:
     Raises:
         UserError: if there is none.
     """
-    damaged = []
-    for name in (BEST, LAST, PREVIOUS):
-        try:
-            return read_checkpoint(Path(folder) / "checkpoints" / name)
-        except FileNotFoundError:
-            continue
-        except DamagedCheckpoint as error:
-            damaged.append(str(error))
-    reason = "; ".join(damaged) or "it has no checkpoint yet"
+    state, _, damaged = _newest_whole(Path(folder) / "checkpoints", (BEST, LAST, PREVIOUS))
+    if state is not None:
+        return state
+    reason = "; ".join(damaged.values()) or "it has no checkpoint yet"
     raise UserError(f"run folder {folder} has no weights to load: {reason}")

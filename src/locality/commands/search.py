@@ -51,7 +51,7 @@ def search(arguments: Sequence[str]) -> int | None:
         found = Search(config, folder, options.quiet).run()
     except (Interrupted, RunFailed) as error:
         print(f"locality: {one_line(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, Interrupted) else 1
+        return error.exit_code
     best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
     print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")
     return None

@@ -45,12 +45,9 @@ def train(arguments: Sequence[str]) -> int | None:
         return None
     try:
         training.train(config, folder, quiet=options.quiet, observer=observer)
-    except training.Interrupted as interruption:
-        print(f"locality: {one_line(interruption)}", file=sys.stderr)
-        return interruption.exit_code
-    except training.RunFailed as failure:
-        print(f"locality: {one_line(failure)}", file=sys.stderr)
-        return 2 if isinstance(failure, training.DamagedCheckpoint) else 1
+    except (training.Interrupted, training.RunFailed) as stopped:
+        print(f"locality: {one_line(stopped)}", file=sys.stderr)
+        return stopped.exit_code
     if options.record:
         from locality.analysis.recording import record
 

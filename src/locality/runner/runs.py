@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locality.settings import differences, flatten, to_dict
+from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
 from locality.training.runs import MAY_CHANGE, PATHS, RunFolder
 
@@ -57,11 +57,8 @@ class Run:
             return False
         if self.task != TRAIN:
             return True  # a task may complete the configuration it is given
-        there = RunFolder(self.folder).config()
-        return all(
-            name in _LABELS or (name in PATHS and _folder_name(old) == _folder_name(new))
-            for name, old, new in differences(there, self.config)
-        )
+        changed = RunFolder(self.folder).changed(self.config, _same_name)
+        return all(name in _LABELS for name, *_ in changed)
 
     def is_started(self) -> bool:
         """Whether there is something to resume."""
@@ -87,6 +84,10 @@ def digest(config: RunConfig, task: str = TRAIN) -> str:
     }
     text = json.dumps([task, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _same_name(old: str | None, new: str | None) -> bool:
+    return _folder_name(old) == _folder_name(new)
 
 
 def _folder_name(value: str | None) -> str | None:

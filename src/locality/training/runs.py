@@ -27,6 +27,7 @@ import shutil
 import socket
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -132,16 +133,22 @@ class RunFolder:
                     f"empty one"
                 )
             return
-        changed = [
-            f"{name}: {_shown(old)} there, {_shown(new)} now"
-            for name, old, new in settings.differences(self.config(), config)
-            if name not in MAY_CHANGE and not (name in PATHS and _same_place(old, new))
-        ]
-        if changed:
+        if changed := self.changed(config, _same_place):
+            told = [f"{name}: {_shown(old)} there, {_shown(new)} now" for name, old, new in changed]
             raise UserError(
                 f"run folder {self.path} belongs to another configuration "
-                f"({'; '.join(changed)}); give its settings to resume it, or another folder"
+                f"({'; '.join(told)}); give its settings to resume it, or another folder"
             )
+
+    def changed(
+        self, config: RunConfig, same_folder: Callable[[Any, Any], bool]
+    ) -> list[tuple[str, Any, Any]]:
+        """The settings that make `config` another run: dotted name, value there, value now."""
+        return [
+            (name, old, new)
+            for name, old, new in settings.differences(self.config(), config)
+            if name not in MAY_CHANGE and not (name in PATHS and same_folder(old, new))
+        ]
 
     def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
         """Check that the last, the previous, the next and any best checkpoint fit on the disk.
