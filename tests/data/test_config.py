@@ -104,8 +104,8 @@ def test_settings_cannot_be_changed_behind_the_checks():
 
 
 def test_every_dataset_can_be_opened():
-    for opener in DATASETS.values():
-        assert callable(getattr(datasets, opener))
+    for row in DATASETS.values():
+        assert callable(getattr(datasets, row["opener"]))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from locality import checks
 from locality.errors import UserError
+from locality.files import read_yaml
 
 # Pillow refuses images with more pixels than this as decompression bombs, or warns about them.
 PIXEL_LIMIT = 89_478_485
@@ -17,22 +19,8 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-DATASETS = {
-    "digits": "open_digits",  # 1,797 of them, 8×8, nothing to download
-    "folder": "open_images",  # train/ and val/, or one folder per class to be split
-    "fashion_mnist": "open_fashion_mnist",  # Debian's dataset-fashion-mnist, or torchvision's
-    "cifar10": "open_torchvision",
-    "cifar100": "open_torchvision",
-    "flowers102": "open_torchvision",
-    "pets": "open_torchvision",
-    "imagenet": "open_imagenet",  # 1k or 22k: train/ and val/, a folder per class
-    "imagenet100": "open_imagenet100",  # its first 100 classes, in sorted order
-    "imagenet_v2": "open_imagenet_v2",  # evaluation only
-    "imagenet_real": "open_imagenet_real",  # evaluation only
-    "table": "open_image_table",  # labels.csv: rows of an image file and its class
-    "arrow": "open_tables",  # Parquet or Arrow files, such as `locality data pack` writes
-}
-"""Datasets by name, and the functions of `locality.data.datasets` that open them."""
+DATASETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("datasets.yaml"))
+"""The rows of `datasets.yaml`, by name."""
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 

@@ -1,4 +1,4 @@
-"""Datasets by name: the openers that `config.DATASETS` names, and `open_data`, which calls them.
+"""Datasets by name: the openers that `datasets.yaml` names, and `open_data`, which calls them.
 
 Of torchvision's readers that decode files themselves only the lists of files and labels are used,
 which have no public name, so that all images meet the same decoding policy.
@@ -62,7 +62,7 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     Raises:
         UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
     """
-    opener: Callable[[DataConfig], Opened] = globals()[DATASETS[config.dataset]]
+    opener: Callable[[DataConfig], Opened] = globals()[DATASETS[config.dataset]["opener"]]
     limits = config.skip_classes, config.first_classes
     classes, train, val = _some_classes(config, opener(config), *limits)
     if config.val_part is not None:
@@ -261,40 +261,6 @@ def _real_labels(path: str | None) -> list[tuple[int, ...]]:
 # -- through torchvision ---------------------------------------------------------------------------
 
 
-_CIFAR = ({"train": True}, {"train": False})
-# Flowers: train and val together, as in the transfer results that CvT's Table 4 compares with.
-_FLOWERS = ({"split": "train"}, {"split": "val"}, {"split": "test"})
-# Reader, title for people, what has to lie in the folder, and the reader's options for each part:
-# the last to evaluate on, the others to train on.
-_READERS: dict[str, tuple[str, str, str, tuple[dict[str, Any], ...]]] = {
-    "cifar10": (
-        "CIFAR10",
-        "CIFAR-10",
-        "cifar-10-batches-py, unpacked from cifar-10-python.tar.gz",
-        _CIFAR,
-    ),
-    "cifar100": (
-        "CIFAR100",
-        "CIFAR-100",
-        "cifar-100-python, unpacked from cifar-100-python.tar.gz",
-        _CIFAR,
-    ),
-    "flowers102": (
-        "Flowers102",
-        "Flowers-102",
-        "flowers-102 with jpg/, imagelabels.mat and setid.mat",
-        _FLOWERS,
-    ),
-    "pets": (
-        "OxfordIIITPet",
-        "Oxford-IIIT Pets",
-        "oxford-iiit-pet with images/ and annotations/",
-        ({"split": "trainval"}, {"split": "test"}),
-    ),
-    "fashion_mnist": ("FashionMNIST", "Fashion-MNIST", "FashionMNIST/raw", ({},)),
-}
-
-
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts it."""
 
@@ -349,7 +315,8 @@ def _idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
 
 def _parts(config: DataConfig) -> list[Any]:
     """The parts of a dataset that its reader finds."""
-    reader, title, content, parts = _READERS[config.dataset]
+    row = DATASETS[config.dataset]
+    title, content = row["title"], row["content"]
     if config.root is None:
         raise UserError(f"{title} needs a folder; give it as data.root")
     root = Path(config.root).expanduser()
@@ -358,8 +325,10 @@ def _parts(config: DataConfig) -> list[Any]:
     try:
         with turn:
             return [
-                getattr(torchvision.datasets, reader)(str(root), download=config.download, **part)
-                for part in parts
+                getattr(torchvision.datasets, row["reader"])(
+                    str(root), download=config.download, **part
+                )
+                for part in row["parts"]
             ]
     except URLError as error:
         raise UserError(
@@ -378,7 +347,7 @@ def _parts(config: DataConfig) -> list[Any]:
 
 
 def open_torchvision(config: DataConfig) -> Opened:
-    """A dataset that torchvision has a reader for, see `_READERS`."""
+    """A dataset that torchvision has a reader for, see `datasets.yaml`."""
     parts = _parts(config)
     # Older versions of torchvision do not know the flowers' names.
     classes = getattr(parts[0], "classes", [f"class {n}" for n in range(1, 103)])

@@ -28,25 +28,9 @@ MAP_COLOURS = "viridis"
 GATE_COLOURS = LinearSegmentedColormap.from_list("gate", ["#ffffff", "#c1121f"])
 """White: the head looks at content (σ(λ) = 0). Red: it looks at position (σ(λ) = 1)."""
 
-_SETTINGS: Any = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.axisbelow": True,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": FAINT,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text: searchable, and in the reader's own font
-    "svg.hashsalt": "locality",  # the same figure gives the same file
-}
+_SETTINGS: Any = matplotlib.rc_params_from_file(
+    Path(__file__).with_suffix(".mplstyle"), use_default_template=False
+)
 
 _THEMED = {
     CONVIT: "var(--convit)",

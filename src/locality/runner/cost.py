@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from locality.data import open_data
-from locality.data.config import DataConfig
+from locality.data.config import DATASETS, DataConfig
 from locality.errors import UserError
 from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.runner.runs import Run
@@ -23,18 +23,8 @@ from locality.training.load import meta_model
 from locality.training.plan import make_plan
 from locality.training.speed import step_seconds, timed_images
 
-# Images of datasets that may not lie here, as their makers give them; a hundredth of a per cent
-# more or less does not matter for a plan. (to train on, to evaluate on, classes)
-NOMINAL: dict[str, tuple[int, int, int]] = {
-    "imagenet": (1_281_167, 50_000, 1000),
-    "imagenet22k": (14_197_122, 70_986, 21_841),
-    "imagenet100": (128_117, 5_000, 100),
-    "fashion_mnist": (60_000, 10_000, 10),
-    "cifar10": (50_000, 10_000, 10),
-    "cifar100": (50_000, 10_000, 100),
-    "flowers102": (2_040, 6_149, 102),
-    "pets": (3_680, 3_669, 37),
-}
+# Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
+_IMAGENET_22K = (14_197_122, 70_986, 21_841)
 # A training step costs a forward pass, and twice as much for the gradients.
 _STEP_FORWARDS = 3
 
@@ -137,9 +127,10 @@ def train_images(config: RunConfig) -> tuple[int, int]:
 def _images(config: RunConfig) -> tuple[int, int, int]:
     """How many images a run trains on and is evaluated on, and of how many classes."""
     data = config.data
-    known = "imagenet22k" if config.recipe == "cvt_22k" else data.dataset
-    if known in NOMINAL:
-        images, evaluated, classes = NOMINAL[known]
+    known = DATASETS[data.dataset].get("images")
+    known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
+    if known is not None:
+        images, evaluated, classes = known
         kept = min(data.first_classes or classes, classes) - data.skip_classes
         part = (data.train_part[1] - data.train_part[0]) * data.fraction
         part *= 1 - 1 / data.fold[1] if data.fold else 1
