@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 
 from locality.checkpoints.cvt import MICROSOFT, TRANSFORMERS
-from locality.checkpoints.download import find_weights
 from locality.checkpoints.format import (
     CONFIG,
     FORMAT,
@@ -30,7 +29,7 @@ from locality.checkpoints.format import (
     described,
     read_folder,
 )
-from locality.checkpoints.hub import fetch
+from locality.checkpoints.hub import fetch, find_weights
 from locality.checkpoints.layouts import OURS, Layout, our_names, with_settings
 from locality.checkpoints.reading import (
     State,

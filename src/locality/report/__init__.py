@@ -1,5 +1,4 @@
 """Reports: run folders in, one page or one picture out."""
 
-from locality.report.page import build_report, draw_summary
-
-__all__ = ["build_report", "draw_summary"]
+from locality.report.page import build_report as build_report
+from locality.report.page import draw_summary as draw_summary
