@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,6 +154,13 @@ def read_rows(path: Path | str) -> list[dict[str, str]]:
         return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
     except csv.Error as error:
         raise UserError(f"{path} is not CSV: {error}") from error
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Rows of a table, its heading among them, as CSV; None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def _check_extent(content: Any, where: str) -> None:

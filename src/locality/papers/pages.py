@@ -9,9 +9,7 @@ experiment → what does not reproduce, and the most likely reason.
 
 from __future__ import annotations
 
-import csv
 import inspect
-import io
 import json
 import math
 import os
@@ -24,7 +22,7 @@ from typing import Any
 import yaml
 
 from locality.errors import UserError
-from locality.files import render, write_atomic
+from locality.files import csv_text, render, write_atomic
 from locality.papers.published import COMPUTED
 from locality.papers.records import DEFINITION, REDEFINED, Record
 from locality.papers.specs import papers_order
@@ -154,13 +152,9 @@ def to_csv(record: Record) -> str:
     what = "row column unit paper" if table else "panel series x"
     rest = " difference by_seed empty" if table else " empty"
     names = f"experiment scale {what} mean half_width_95 n{rest}".split()
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, names, lineterminator="\n")
-    writer.writeheader()
     common = {"experiment": record["name"], "scale": record["scale"]}
-    for line in _cells(record) if table else _points(record):
-        writer.writerow(common | line)
-    return buffer.getvalue()
+    lines = (common | line for line in (_cells(record) if table else _points(record)))
+    return csv_text([names, *([line.get(name) for name in names] for line in lines)])
 
 
 def _cells(record: Record) -> Iterator[dict[str, Any]]:
@@ -358,12 +352,14 @@ def section(
 def page(kind: str, entry: Entry) -> str:
     """One experiment as a page of its own, "md" or "html"."""
     claims = shown_claims(entry.claims())
-    return _rendered(kind, title=entry.best["name"], opening=None, sections=[section(entry)],
-                     papers=[c for c in claims if c["where"]],
-                     ours=[c for c in claims if not c["where"]])  # fmt: skip
+    title = entry.best["name"]
+    return _rendered(kind, claims, title=title, opening=None, sections=[section(entry)])
 
 
-def _rendered(kind: str, **content: Any) -> str:
+def _rendered(kind: str, claims: Sequence[Record], **content: Any) -> str:
+    content["papers"] = [claim for claim in claims if claim["where"]]
+    content["ours"] = [claim for claim in claims if not claim["where"]]
+
     def cell(text: str) -> str:
         return text.replace("|", "\\|")
 
@@ -468,6 +464,7 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
     rules = [inspect.getdoc(rule) or "" for rule in (judge, corrected)]
     return _rendered(
         kind,
+        claims,
         title="Results",
         opening={
             "scales": abouts,
@@ -482,8 +479,6 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
             "commits": [commit[:10] for commit in _distinct(ordered, "commits")],
         },
         sections=[section(entry, remarks, links) for entry in ordered],
-        papers=papers,
-        ours=ours,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from locality.data import Batch, ImageSource
 from locality.errors import UserError
-from locality.files import read_rows, write_atomic
+from locality.files import csv_text, read_rows, write_atomic
 from locality.training.distributed import exact
 
 _COLUMNS = ("index", "path", "label", "prediction", "confidence")
@@ -46,9 +44,7 @@ class Collector:
 
         Where an image has several right answers its label is the one predicted, if that is one.
         """
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(_COLUMNS)
+        rows: list[Sequence[object]] = [_COLUMNS]
         for index, (number, confidence) in enumerate(self.table.tolist()):
             if not number:
                 continue
@@ -56,8 +52,8 @@ class Collector:
             if source.label_sets is not None and predicted in source.label_sets[index]:
                 label = predicted
             named = source.describe(index), classes[label], classes[predicted]
-            writer.writerow([index, *named, f"{confidence:.6f}"])
-        write_atomic(path, text.getvalue())
+            rows.append([index, *named, f"{confidence:.6f}"])
+        write_atomic(path, csv_text(rows))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import os
 import resource
 import statistics
@@ -21,7 +19,7 @@ from safetensors.torch import save
 
 from locality.data import ImageSource
 from locality.errors import UserError, printable
-from locality.files import atomic_file, read_rows, write_atomic
+from locality.files import atomic_file, csv_text, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.predictions import Collector
@@ -98,19 +96,14 @@ class CsvTable:
                 rows = [row for row in read_rows(self.path) if int(row["step"]) <= step]
             except (KeyError, TypeError, ValueError) as error:
                 raise UserError(f"{self.path} is not a table of a run's steps: {error}") from error
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, self.columns, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomic(self.path, buffer.getvalue())
+        cells = ([row.get(column) for column in self.columns] for row in rows)
+        write_atomic(self.path, csv_text([self.columns, *cells]))
         return rows
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row, on disk when this returns."""
-        line = io.StringIO()
-        csv.DictWriter(line, self.columns, lineterminator="\n").writerow(row)
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line.getvalue())
+            file.write(csv_text([[row.get(column) for column in self.columns]]))
             file.flush()
             os.fsync(file.fileno())
 
@@ -337,11 +330,7 @@ class Recorder:
                 f"{len(skipped)} training images could not be read and had others in their place "
                 f"({self._run.skipped_file.name}), the last: {image}: {reason}"
             )
-            text = io.StringIO()
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(("image", "reason"))
-            writer.writerows(skipped.items())
-            write_atomic(self._run.skipped_file, text.getvalue())
+            write_atomic(self._run.skipped_file, csv_text([("image", "reason"), *skipped.items()]))
 
     def keep_best(self) -> None:
         """Keep the last checkpoint, which is on disk, as the best."""
