@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from locality.files import read_yaml
+from locality.settings import from_dict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,26 +38,7 @@ class NamedFigure:
 
 
 FIGURES: dict[str, NamedFigure] = {
-    "nonlocality": NamedFigure(
-        "ConViT Figs. 5, 10, 13", "runs", "how far every layer looks, over training", "nonlocality"
-    ),
-    "gates": NamedFigure(
-        "ConViT Figs. 6, 14", "runs", "position or content: every gate over training", "gates"
-    ),
-    "maps": NamedFigure(
-        "ConViT Figs. 7, 16, 17",
-        "models",
-        "what heads look at from one patch of an image",
-        "head_maps",
-    ),
-    "mean-maps": NamedFigure(
-        "ConViT Fig. 15",
-        "models",
-        "the same, averaged over all images given",
-        "mean_maps",
-    ),
-    "initial-maps": NamedFigure(
-        "ConViT Fig. 3", "images", "self-attention and PSA before training", "initial_maps"
-    ),
+    name: from_dict(NamedFigure, row, name)
+    for name, row in read_yaml(Path(__file__).with_name("figures.yaml")).items()
 }
 """What `locality figure` draws, by name."""

@@ -235,12 +235,12 @@ def position_rate(s: Scale) -> Table:
         if factor != 1:
             chosen["optim__position_lr_factor"] = factor
         config = s.runs("ConViT-S", **chosen)[0].config
-        course = s.measured(TRAJECTORY, "ConViT-S", **chosen)
+        trajectory = s.measured(TRAJECTORY, "ConViT-S", **chosen)
         cells = {"sum": summed_rate(config), "top1": s.measured(TOP1, "ConViT-S", **chosen)}
         for n in layers:
-            cells[f"gate {n}"] = _of_layer(course, n, lambda layer: fmean(layer["gates"][-1]))
+            cells[f"gate {n}"] = _of_layer(trajectory, n, lambda layer: fmean(layer["gates"][-1]))
             cells[f"left {n}"] = _of_layer(
-                course, n, lambda layer: layer["nonlocality"][-1] - layer["nonlocality"][0]
+                trajectory, n, lambda layer: layer["nonlocality"][-1] - layer["nonlocality"][0]
             )
         rows.append(Row(f"×{factor:g}", cells))
     about = (
@@ -251,5 +251,5 @@ def position_rate(s: Scale) -> Table:
     return Table(about, columns, tuple(rows))
 
 
-def _of_layer(course: Quantity, n: int, function: Callable[[Any], float]) -> Quantity:
-    return combined(lambda found: function(found["layers"][n]), course)
+def _of_layer(trajectory: Quantity, n: int, function: Callable[[Any], float]) -> Quantity:
+    return combined(lambda found: function(found["layers"][n]), trajectory)

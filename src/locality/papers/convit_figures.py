@@ -45,7 +45,7 @@ from locality.papers.specs import Drawing, Figure, Panel, Series, experiment, sa
 _AVERAGED_IMAGES = 100
 _SHOWN_IMAGES = 3
 
-Course = Mapping[str, Any]
+Trajectory = Mapping[str, Any]
 """What `TRAJECTORY` measures: attention over the snapshots of one run."""
 
 
@@ -323,19 +323,21 @@ def figure_12(s: Scale) -> Figure:
 # -- nonlocality and gates over training -----------------------------------------------------------
 
 
-def far(course: Course) -> list[list[float]]:
+def far(trajectory: Trajectory) -> list[list[float]]:
     """Nonlocality of every layer over snapshots."""
-    return [layer["nonlocality"] for layer in course["layers"]]
+    return [layer["nonlocality"] for layer in trajectory["layers"]]
 
 
-def grown(course: Course, layers: int | None = None) -> list[float]:
+def grown(trajectory: Trajectory, layers: int | None = None) -> list[float]:
     """How much the nonlocality of (the first) layers has grown from before the first step."""
-    return [values[-1] - values[0] for values in far(course)[:layers]]
+    return [values[-1] - values[0] for values in far(trajectory)[:layers]]
 
 
-def gates(course: Course, snapshot: int = -1) -> list[list[float]]:
+def gates(trajectory: Trajectory, snapshot: int = -1) -> list[list[float]]:
     """The gates σ(λ) of every gated layer's heads at a snapshot."""
-    return [layer["gates"][snapshot] for layer in course["layers"] if layer["gates"] is not None]
+    return [
+        layer["gates"][snapshot] for layer in trajectory["layers"] if layer["gates"] is not None
+    ]
 
 
 def halves(layers: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -344,9 +346,9 @@ def halves(layers: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return layers[:half], layers[-half:]
 
 
-def _fallen_early(course: Course) -> float:
+def _fallen_early(trajectory: Trajectory) -> float:
     """The least that any layer's nonlocality has fallen early in training."""
-    return min(values[0] - values[course["early"]] for values in far(course))
+    return min(values[0] - values[trajectory["early"]] for values in far(trajectory))
 
 
 def _watched(s: Scale, role: str, function: Callable[..., float], **choices: Any) -> Quantity:
@@ -411,19 +413,19 @@ def figure_5(s: Scale) -> Figure:
     gated = s.architecture("ConViT-S").gpsa_layers
     deit, convit = (partial(_watched, s, role) for role in ("DeiT-S", "ConViT-S"))
 
-    def end(course: Course) -> float:
-        return fmean(values[-1] for values in far(course)[:gated])
+    def end(trajectory: Trajectory) -> float:
+        return fmean(values[-1] for values in far(trajectory)[:gated])
 
-    def climbed(course: Course) -> float:
-        return far(course)[-1][-1] - far(course)[-1][course["early"]]
+    def climbed(trajectory: Trajectory) -> float:
+        return far(trajectory)[-1][-1] - far(trajectory)[-1][trajectory["early"]]
 
-    def away(course: Course, layer: int) -> float:
+    def away(trajectory: Trajectory, layer: int) -> float:
         """How much further a gated layer leaves locality than those between first and last."""
-        found = grown(course, gated)
+        found = grown(trajectory, gated)
         return found[layer] - fmean(found[1:-1])
 
-    def second(course: Course) -> float:
-        first, least, *others = grown(course, gated)
+    def second(trajectory: Trajectory) -> float:
+        first, least, *others = grown(trajectory, gated)
         return min(first, *others) - least
 
     claims = {
@@ -462,20 +464,20 @@ def figure_5(s: Scale) -> Figure:
 def figure_6(s: Scale) -> Figure:
     """σ(λ) of every head, layer by layer."""
 
-    def gate(function: Callable[[Course], float]) -> Quantity:
+    def gate(function: Callable[[Trajectory], float]) -> Quantity:
         trajectory = s.measured(TRAJECTORY, "ConViT-S")
         return combined(function, trajectory, unit="of attention")
 
-    def fallen(course: Course) -> float:
-        pairs = zip(gates(course, 0), gates(course), strict=True)
+    def fallen(trajectory: Trajectory) -> float:
+        pairs = zip(gates(trajectory, 0), gates(trajectory), strict=True)
         return min(fmean(before) - fmean(after) for before, after in pairs)
 
-    def first_over_deeper(course: Course, of: Callable[[list[float]], float]) -> float:
-        first, deeper = halves([of(heads) for heads in gates(course)])
+    def first_over_deeper(trajectory: Trajectory, of: Callable[[list[float]], float]) -> float:
+        first, deeper = halves([of(heads) for heads in gates(trajectory)])
         return fmean(first) - fmean(deeper)
 
-    def left(course: Course) -> float:
-        return 0.1 - max(fmean(heads) for heads in halves(gates(course))[1])
+    def left(trajectory: Trajectory) -> float:
+        return 0.1 - max(fmean(heads) for heads in halves(gates(trajectory))[1])
 
     claims = {
         "the mean gate of every layer falls over training": gate(fallen),
@@ -496,14 +498,14 @@ def figure_10(s: Scale) -> Figure:
     """The two trajectories, and where they end."""
     plain, hard = s.measured(TRAJECTORY, "DeiT-S"), taught(s, TRAJECTORY, "DeiT-S")
 
-    def of(trajectory: Quantity, function: Callable[[Course], float]) -> Quantity:
+    def of(trajectory: Quantity, function: Callable[[Trajectory], float]) -> Quantity:
         return combined(function, trajectory, unit="tokens")
 
-    def end(course: Course) -> float:
-        return fmean(values[-1] for values in far(course))
+    def end(trajectory: Trajectory) -> float:
+        return fmean(values[-1] for values in far(trajectory))
 
-    def late(course: Course) -> float:
-        return fmean(values[-1] - values[course["early"]] for values in far(course))
+    def late(trajectory: Trajectory) -> float:
+        return fmean(values[-1] - values[trajectory["early"]] for values in far(trajectory))
 
     claims = {
         "with a teacher every layer becomes more local early": of(hard, _fallen_early),
@@ -522,12 +524,12 @@ def figure_10(s: Scale) -> Figure:
 def figure_13(s: Scale) -> Figure:
     """As Fig. 5."""
 
-    def size(role: str, function: Callable[[Course], float]) -> Quantity:
+    def size(role: str, function: Callable[[Trajectory], float]) -> Quantity:
         return _watched(s, role, function, seeds=s.few_seeds)
 
     def gated(role: str) -> Quantity:
         layers = s.architecture(role).gpsa_layers
-        return size(role, lambda course: min(grown(course, layers)))
+        return size(role, lambda trajectory: min(grown(trajectory, layers)))
 
     claims: dict[str, Quantity] = {}
     for family in FAMILIES:
@@ -695,17 +697,17 @@ def figure_17(s: Scale) -> Figure:
     gated = s.architecture("ConViT-S").gpsa_layers
     deit, convit = (s.measured(TRAJECTORY, role) for role in ("DeiT-S", "ConViT-S"))
 
-    def nearer(deit: Course, convit: Course) -> float:
+    def nearer(deit: Trajectory, convit: Trajectory) -> float:
         gaps = [far(deit)[layer][-1] - far(convit)[layer][-1] for layer in (1, gated - 1)]
         return gaps[0] - gaps[1]
 
-    def varied(course: Course) -> float:
+    def varied(trajectory: Trajectory) -> float:
         """How much further apart in distance the heads of a layer have come."""
-        heads = [layer["nonlocality_per_head"] for layer in course["layers"][:gated]]
+        heads = [layer["nonlocality_per_head"] for layer in trajectory["layers"][:gated]]
         return fmean(pstdev(values[-1]) - pstdev(values[0]) for values in heads)
 
-    def mixed(course: Course) -> float:
-        found = gates(course)
+    def mixed(trajectory: Trajectory) -> float:
+        found = gates(trajectory)
         return pstdev(found[1]) - pstdev(found[-1])
 
     claims = {

@@ -51,17 +51,6 @@ from locality.training.evaluation import evaluate_opened, evaluate_run
 OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
 """The rows of Table 3 that are trained from scratch at 224 pixels."""
 
-PEERS: dict[str, str] = {
-    "ResNet-50": "resnet50.tv_in1k",
-    "ResNet-101": "resnet101.tv_in1k",
-    "ResNet-152": "resnet152.tv_in1k",
-    "TNT-S": "tnt_s_legacy_patch16_224.in1k",
-    "TNT-B": "tnt_b_patch16_224.in1k",
-    "BiT-M↑480 22k": "resnetv2_152x4_bit.goog_in21k_ft_in1k",
-    "ViT-B/16↑384 22k": "vit_base_patch16_384.orig_in21k_ft_in1k",
-}
-"""Other people's models in Table 3 → timm's name of their public weights, where it has them."""
-
 _FILES = {
     "imagenet": "the folder of ImageNet-1k",
     "imagenet_v2": "the folder of ImageNet-V2",
@@ -161,16 +150,16 @@ def _peer_top1(s: Scale, row: str, dataset: str) -> Quantity:
 
     Nothing is downloaded for it: the reason says what to fetch.
     """
-    if row not in PEERS:
+    if row not in published.PEERS:
         return absent("timm does not have these weights")
 
     def read() -> float:
         data = _labelled(s, dataset)
         kept = s.root / "peers.json"
         known = read_kept(kept)
-        key = f"{PEERS[row]} on {dataset}"
+        key = f"{published.PEERS[row]} on {dataset}"
         if key not in known:
-            known[key] = _evaluate_public(PEERS[row], data)
+            known[key] = _evaluate_public(published.PEERS[row], data)
             s.root.mkdir(parents=True, exist_ok=True)
             write_atomic(kept, json.dumps(known, indent=2) + "\n")
         return known[key]

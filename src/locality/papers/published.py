@@ -91,6 +91,8 @@ PUBLISHED: tuple[Published, ...] = (*_PRINTED, *_differences(_PRINTED))
 
 MODELS: dict[str, str] = _FILE["models"]
 """The papers' names of models, and ours."""
+PEERS: dict[str, str] = _FILE["peers"]
+"""Other people's models in CvT's Table 3 → timm's name of their public weights, if it has them."""
 
 _INDEX = {(item.place, item.row, item.metric): item for item in PUBLISHED}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from locality._version import __version__
 from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import estimate
+from locality.files import read_yaml
 from locality.papers import published
 from locality.papers.measures import Empty, Failures, Quantity, Untestable, Values
 from locality.papers.published import Published
@@ -23,17 +25,7 @@ Record = dict[str, Any]
 DEFINITION = 2
 """Raised when experiments come to mean something else; records keep the one they were made by."""
 
-_EARLY = "early was a tenth of the run, and attention was measured on 256 images"
-REDEFINED: dict[str, str] = {
-    "convit/table-3": "rows f and g froze λ at 1",
-    "convit/table-4": "the teacher had seen its students' images",
-    "convit/figure-3": "the heads were the first four, and PSA's queries and keys were not zero",
-    "convit/figure-8": "early was a tenth of the run, and the boost a difference",
-    "convit/figure-9": "PSA's queries and keys were not zero, and early was a tenth of the run",
-    "convit/figure-10": "the teacher had seen its students' images",
-    "convit/figure-12": "rows f and g froze λ at 1",
-    **dict.fromkeys((f"convit/figure-{n}" for n in (5, 6, 13, 14)), _EARLY),
-}
+REDEFINED: dict[str, str] = read_yaml(Path(__file__).with_name("redefined.yaml"))
 """What records of the first definition mean otherwise, by experiment; all others mean the same."""
 
 
