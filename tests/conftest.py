@@ -6,7 +6,7 @@ import dataclasses
 import gzip
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +73,19 @@ def tiny_config_fixture():
 def tiny_run_fixture():
     """(root, model, seed, settings) → a run of three steps in its content's folder."""
     return tiny_run
+
+
+@pytest.fixture
+def truncated_kernel() -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """(kernel, rank) → the kernel with its matrix at each offset cut to the best of that rank."""
+
+    def cut(weight: torch.Tensor, rank: int) -> torch.Tensor:
+        matrices = weight.detach().flatten(2).permute(2, 0, 1)
+        left, scales, right = torch.linalg.svd(matrices, full_matrices=False)
+        matrices = left[..., :rank] * scales[:, None, :rank] @ right[:, :rank]
+        return matrices.permute(1, 2, 0).reshape(weight.shape)
+
+    return cut
 
 
 @pytest.fixture

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Letters of a message: no sentence is longer, but what it quotes may be.
 _LONGEST = 2000
@@ -94,6 +97,17 @@ def unknown(
         more = f" and {len(names) - _MOST} more" * (len(names) > _MOST)
         hints.append("known: " + ", ".join(name or "''" for name in names[:_MOST]) + more)
     return error(f"unknown {kind} '{given}'; {' '.join(hints)}")
+
+
+def entry(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """What a table has under a name.
+
+    Raises:
+        UserError: if it has no such name, with the nearest; `kind` says what was looked up.
+    """
+    if name not in table:
+        raise unknown(kind, name, table)
+    return table[name]
 
 
 class NonFiniteLoss(RunFailed):

@@ -11,7 +11,6 @@ from locality.layers import (
     GatedPositionalSelfAttention,
     PositionalSelfAttention,
     SelfAttention,
-    truncated_kernel,
 )
 from locality.layers.attention import gated_sum
 from locality.layers.conv_init import kernel_offsets
@@ -191,7 +190,7 @@ def test_a_layer_in_a_convolutions_place_shows_what_it_uses():
 
 
 @pytest.mark.parametrize("heads", [9, 12])
-def test_init_from_conv2d_is_the_convolution_of_the_truncated_kernel(heads):
+def test_init_from_conv2d_is_the_convolution_of_the_truncated_kernel(heads, truncated_kernel):
     torch.manual_seed(heads)
     width = 4 * heads
     conv = nn.Conv2d(width, width, 3, padding=1, padding_mode="replicate")
@@ -209,7 +208,7 @@ def test_init_from_conv2d_is_the_convolution_of_the_truncated_kernel(heads):
     )
 
 
-def test_init_from_conv2d_is_exact_for_a_kernel_of_low_rank():
+def test_init_from_conv2d_is_exact_for_a_kernel_of_low_rank(truncated_kernel):
     torch.manual_seed(0)
     conv = nn.Conv2d(36, 36, 3, padding=1, padding_mode="replicate", bias=False)
     conv.weight.data = truncated_kernel(conv.weight, rank=3)

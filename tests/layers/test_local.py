@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from locality.layers import GatedPositionalSelfAttention, LocalConvolution, truncated_kernel
+from locality.layers import GatedPositionalSelfAttention, LocalConvolution
 from locality.models import build
 
 
@@ -23,7 +23,7 @@ def test_a_class_token_is_refused():
         LocalConvolution(6, 3)(torch.zeros(1, 21, 6), (4, 5))
 
 
-def test_a_gated_layer_continues_where_a_convolution_of_its_rank_stopped():
+def test_a_gated_layer_continues_where_a_convolution_of_its_rank_stopped(truncated_kernel):
     torch.manual_seed(0)
     layer, gated = LocalConvolution(36, 3), GatedPositionalSelfAttention(36, 9)
     with torch.no_grad():

@@ -15,7 +15,6 @@ import torch
 
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
-from locality.layers import truncated_kernel
 from locality.layers.conv_init import corner_heads, kernel_offsets
 from locality.models import build
 from locality.papers import published
@@ -368,7 +367,7 @@ def test_several_scales_show_each_claim_once_and_the_best_evidence_first():
     assert [line["scale"] for line in shown_claims(entry.claims())] == ["fashion14", "fashion"]
 
 
-def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it():
+def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it(truncated_kernel):
     torch.manual_seed(0)
     fields = {"embed_dim": 36, "num_heads": 9, "img_size": 16}
     net = build("convit_nano", positional_attention="conv", **fields).eval()

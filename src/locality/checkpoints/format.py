@@ -27,7 +27,7 @@ from locality.checkpoints.reading import (
     read_safetensors,
 )
 from locality.data.config import Preprocessing
-from locality.errors import UserError, naming, unknown
+from locality.errors import UserError, entry, naming
 from locality.files import parse_json, read_text, render, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
@@ -71,11 +71,9 @@ def decode_config(content: dict[str, Any]) -> Any:
     Raises:
         UserError: for an unknown family or field, or a value of the wrong type.
     """
-    family = str(content.get("family"))
-    if family not in FAMILIES:
-        raise unknown("family of models", family, FAMILIES)
+    family = entry("family of models", str(content.get("family")), FAMILIES)
     fields = {name: value for name, value in content.items() if name != "family"}
-    return from_dict(FAMILIES[family], fields, "architecture")
+    return from_dict(family, fields, "architecture")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from locality.commands.parsing import (
     say,
     with_aliases,
 )
-from locality.errors import UserError, one_line, printable, unknown
+from locality.errors import UserError, entry, one_line, printable, unknown
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -296,9 +296,8 @@ def figure(arguments: Sequence[str]) -> int:
     parser.add("--place", (0.5, 0.5), where, tuple[float, float])
     parser.add("--output", None, "path without suffix; the name unless given")
     options = parser.read(arguments)
-    if options.name not in FIGURES:
-        raise unknown("figure", options.name, FIGURES)
-    takes = FIGURES[options.name].takes
+    chosen = entry("figure", options.name, FIGURES)
+    takes = chosen.takes
     unused = {"runs": "place count", "images": "", "models": ""}[takes]
     unused += "" if takes == "models" else " images layers heads variant entry set"
     parser.refuse(arguments, unused, f"does nothing for {options.name}, drawn from {takes}")
@@ -310,7 +309,7 @@ def figure(arguments: Sequence[str]) -> int:
     if takes == "models":
         for source in options.sources:
             check_given(source, options)
-    drawn, code = _draw(FIGURES[options.name], options)
+    drawn, code = _draw(chosen, options)
     from locality.figures.style import save
 
     output = Path(options.output or options.name)

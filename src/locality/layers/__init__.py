@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from locality.layers.attention import PositionalSelfAttention as PositionalSelfAttention
     from locality.layers.attention import SelfAttention as SelfAttention
     from locality.layers.block import Block as Block
-    from locality.layers.conv_init import truncated_kernel as truncated_kernel
     from locality.layers.convolution import ConvolutionalAttention as ConvolutionalAttention
     from locality.layers.convolution import ConvolutionalEmbedding as ConvolutionalEmbedding
     from locality.layers.convolution import ImageAttention as ImageAttention

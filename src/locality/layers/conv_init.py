@@ -154,14 +154,6 @@ def kernel_matrices(conv: nn.Conv2d) -> Tensor:
     return torch.stack([torch.block_diag(*blocks) for blocks in groups.permute(3, 0, 1, 2)])
 
 
-def truncated_kernel(weight: Tensor, rank: int) -> Tensor:
-    """A kernel (C_out, C_in, k, k) whose matrix at each offset is cut to its best rank-r part."""
-    matrices = weight.detach().flatten(2).permute(2, 0, 1)
-    left, scales, right = torch.linalg.svd(matrices, full_matrices=False)
-    matrices = left[..., :rank] * scales[:, None, :rank] @ right[:, :rank]
-    return matrices.permute(1, 2, 0).reshape(weight.shape)
-
-
 def window_offsets(window: Window) -> Tensor:
     """The offsets Δ (k², 2) of a kernel from the query at its centre, in the kernel's order."""
     places = torch.arange(window.kernel, dtype=torch.float32) - (window.kernel - 1) // 2

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from locality.errors import unknown
+from locality.errors import entry
 from locality.models.architecture import INTERFACE, unlike
 from locality.models.cvt_config import CvTConfig, StageConfig
 from locality.models.vit_config import ViTConfig
@@ -182,10 +182,7 @@ def variant(name: str) -> Variant:
     Raises:
         UserError: if there is none, with the nearest names.
     """
-    name = current_name(name)
-    if name not in VARIANTS:
-        raise unknown("model", name, VARIANTS)
-    return VARIANTS[name]
+    return entry("model", current_name(name), VARIANTS)
 
 
 def identify(config: Any) -> tuple[str | None, Any]:

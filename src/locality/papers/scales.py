@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from locality.errors import UserError, unknown
+from locality.errors import UserError, entry
 from locality.files import read_yaml
 from locality.models import variant
 from locality.papers.measures import Measure, Quantity, absent, computed, measured
@@ -240,6 +240,4 @@ def get_scale(name: str, root: Path, data: Mapping[str, str] | None = None) -> S
     Raises:
         UserError: if there is none of that name, with the nearest.
     """
-    if name not in SCALES:
-        raise unknown("scale", name, SCALES)
-    return dataclasses.replace(SCALES[name], root=Path(root), data=data or {})
+    return dataclasses.replace(entry("scale", name, SCALES), root=Path(root), data=data or {})

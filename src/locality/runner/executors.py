@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from locality import checks
-from locality.errors import UserError, unknown
+from locality.errors import UserError, entry
 from locality.machine import processors
 from locality.runner.runs import Run
 from locality.training import RunConfig
@@ -410,9 +410,10 @@ def make_executor(
         UserError: for another name, less than one job, or a package that is not installed.
     """
     checks.integer("jobs", jobs, 1)
-    if name == "submitit":
-        return SubmititExecutor(jobs, threads, logs or Path("runs/submitit"))
-    made: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
-    if name not in made:
-        raise unknown("executor", name, [*made, "submitit"])
-    return made[name](jobs, threads)
+    through_submitit = functools.partial(SubmititExecutor, logs=logs or Path("runs/submitit"))
+    made: dict[str, Callable[[int, int | None], Executor]] = {
+        "local": LocalExecutor,
+        "ray": RayExecutor,
+        "submitit": through_submitit,
+    }
+    return entry("executor", name, made)(jobs, threads)

@@ -37,7 +37,7 @@ from locality.checkpoints import save
 from locality.checkpoints.format import WEIGHTS
 from locality.checkpoints.open import load
 from locality.data import BatchLoader, ImageSource, eval_loader, open_data
-from locality.errors import UserError, unknown
+from locality.errors import UserError, entry
 from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import atomic_file, read_json, read_rows, read_text, render, write_atomic
@@ -176,9 +176,7 @@ def named(name: str) -> SearchConfig:
     Raises:
         UserError: for a name that does not exist, with the nearest.
     """
-    if name not in SEARCHES:
-        raise unknown("search", name, SEARCHES)
-    return SEARCHES[name]()
+    return entry("search", name, SEARCHES)()
 
 
 def space_of(config: SearchConfig) -> SearchSpace:
