@@ -219,7 +219,7 @@ def _newest_whole(
     folder: Path, names: Sequence[str]
 ) -> tuple[dict[str, Any] | None, str, dict[str, str]]:
     """The first of these checkpoints that is whole, its name, and what is wrong with others."""
-    damaged = {}
+    damaged: dict[str, str] = {}
     for name in names:
         try:
             return read_checkpoint(folder / name), name, damaged

@@ -396,7 +396,7 @@ def table_8(s: Scale) -> Table:
 @experiment("cvt/figure-1", "Accuracy against parameters")
 def figure_1(s: Scale) -> Figure:
     """Our runs of CvT and DeiT, ConViT for comparison, and both panels of the paper."""
-    roles = {
+    roles: dict[str, tuple[int, ...]] = {
         role: s.seeds if role in ("DeiT-S", "ConViT-S") else s.few_seeds
         for role in ("DeiT-S", "DeiT-B", "ConViT-S", "ConViT-B", "CvT-13", "CvT-21")
         if role in s.models
