@@ -34,6 +34,7 @@ def network(name):
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(std=0.3)
             module.running_var.uniform_(0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)  # at the end of a branch they start at zero
     return model.eval()
 
 
