@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from locality.training.loop import StepRandomness
 from locality.training.preview import preview
 from locality.training.recorder import Counts, CsvTable, Progress, Recorder
 from locality.training.runs import RunFolder
+from locality.training.speed import Speed
 
 from .conftest import tiny, train
 
@@ -190,6 +192,14 @@ def test_a_dry_run_counts_and_touches_nothing(tmp_path: Path) -> None:
         assert words in text
     measured = dry_run(tiny())
     assert measured.images_per_second > 0 and "measured here" in str(measured)
+    assert "is the bottleneck" in str(measured) and "bottleneck" not in text
+
+
+def test_the_slower_of_loader_and_model_is_the_bottleneck() -> None:
+    slow_reading = Speed(loading=0.02, computing=0.002, workers=2, on_processor=False)
+    assert slow_reading.bottleneck.startswith("100 images/s read by 2 workers, 500 trained on")
+    assert "reading images is" in slow_reading.bottleneck
+    assert "the model is" in dataclasses.replace(slow_reading, workers=16).bottleneck
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16-mixed"])

@@ -36,11 +36,17 @@ class Timing:
         return [theirs / ours for theirs, ours in pairs]
 
 
-def interleave(work: dict[str, Work], device: torch.device, rounds: int, warmup: int) -> Timing:
+def interleave(
+    work: dict[str, Work],
+    device: torch.device,
+    rounds: int,
+    warmup: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
     """Time each piece of work once per round, all of them in every round.
 
     What else the machine does then slows all contenders alike, and the ratio within a round is
-    steadier than any absolute time. On CUDA the clock is the device's own events.
+    steadier than any absolute time. On CUDA the device's own events take the place of `clock`.
     """
     for _ in range(warmup):
         for function in work.values():
@@ -48,11 +54,11 @@ def interleave(work: dict[str, Work], device: torch.device, rounds: int, warmup:
     seconds: dict[str, list[float]] = {label: [] for label in work}
     for _ in range(rounds):
         for label, function in work.items():
-            seconds[label].append(_seconds(function, device))
+            seconds[label].append(_seconds(function, device, clock))
     return Timing(seconds)
 
 
-def _seconds(function: Work, device: torch.device) -> float:
+def _seconds(function: Work, device: torch.device, clock: Callable[[], float]) -> float:
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
@@ -61,9 +67,9 @@ def _seconds(function: Work, device: torch.device) -> float:
         end.record()
         torch.cuda.synchronize(device)
         return start.elapsed_time(end) / 1000
-    before = time.perf_counter()
+    before = clock()
     function()
-    return time.perf_counter() - before
+    return clock() - before
 
 
 def inference(model: nn.Module, images: Tensor, autocast: Callable[[], object]) -> Work:

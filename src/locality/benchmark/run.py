@@ -131,15 +131,25 @@ def _measure(
         make = inference if what["task"] == "inference" else training_step
         work[label] = make(called, images, autocast)
     timing = interleave(work, images.device, config.rounds, config.warmup)
-    rows = []
-    for label in work:
-        speed = config.batch_size / timing.median(label)
-        row = {"contender": label, **what, "images_per_second": speed, **_ratio(timing, label)}
-        if config.memory:
-            row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
-            row["saved_activations_mb"] = _megabytes(kept.get(label))
-        rows.append(row)
+    rows = timed_rows(timing, config.batch_size, what)
+    for row in rows if config.memory else []:
+        label = row["contender"]
+        row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
+        row["saved_activations_mb"] = _megabytes(kept.get(label))
     return rows
+
+
+def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per contender; `images` are those of a call, and `what` says what was called."""
+    return [
+        {
+            "contender": label,
+            **what,
+            "images_per_second": images / timing.median(label),
+            **_ratio(timing, label),
+        }
+        for label in timing.seconds
+    ]
 
 
 def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str, nn.Module]]:

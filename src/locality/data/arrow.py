@@ -26,9 +26,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from locality.data.config import AS_PUBLISHED, Decoding
-from locality.data.decoding import decode, read_bytes
+from locality.data.decoding import decode, decode_window, read_bytes
 from locality.data.folder import FileSource, existing_folder, open_folder, some
-from locality.data.sources import BadImage, ImageSource
+from locality.data.sources import BadImage, Draw, ImageSource
 from locality.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class ArrowSource(ImageSource):
 
     def read(self, index: int) -> Image.Image:
         return decode(self.read_bytes(index), self.decoding)
+
+    def read_window(self, index: int, draw: Draw) -> Image.Image:
+        return decode_window(self.read_bytes(index), self.decoding, draw)
 
     def read_bytes(self, index: int) -> bytes:
         """The image file as it was packed."""

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import AS_PUBLISHED, Decoding
-from locality.data.decoding import check_header, decode, read_bytes
-from locality.data.sources import BadImage, ImageSource
+from locality.data.decoding import check_header, decode, decode_window, read_bytes
+from locality.data.sources import BadImage, Draw, ImageSource
 from locality.errors import UserError
 
 IMAGE_SUFFIXES = frozenset(
@@ -76,6 +76,9 @@ class FileSource(ImageSource):
 
     def read(self, index: int) -> Image.Image:
         return decode(self.read_bytes(index), self.decoding)
+
+    def read_window(self, index: int, draw: Draw) -> Image.Image:
+        return decode_window(self.read_bytes(index), self.decoding, draw)
 
     def read_bytes(self, index: int) -> bytes:
         """The file as it is, not decoded."""

@@ -16,6 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
@@ -33,7 +34,7 @@ from locality.data.sampling import (
     sample_order,
     seed_generators,
 )
-from locality.data.sources import BadImage, ImageSource
+from locality.data.sources import BadImage, Draw, ImageSource, Window
 from locality.errors import UserError
 
 OnBad = Literal["error", "skip"]
@@ -123,10 +124,12 @@ class Batches(Dataset, ABC):
             except _Stop as error:
                 return Loaded(None, error=str(error))
 
-    def read(self, index: int, skipped: list[Failure]) -> Image.Image | None:
-        """An image, or None if it cannot be decoded and may be left out."""
+    def read(
+        self, index: int, skipped: list[Failure], draw: Draw | None = None
+    ) -> Image.Image | None:
+        """An image, or the part that is drawn; None if it cannot be decoded and may be left out."""
         try:
-            return self.source.read(index)
+            return self.source.read_window(index, draw) if draw else self.source.read(index)
         except BadImage as error:
             failure = Failure(self.source.describe(index), str(error))
         if self.on_bad == "error":
@@ -138,9 +141,14 @@ class Batches(Dataset, ABC):
         return None
 
     def assembled(
-        self, pixels: torch.Tensor, indices: Indices, positions: Indices, step: int, micro: int = 0
+        self,
+        pixels: torch.Tensor | Sequence[torch.Tensor],
+        indices: Indices,
+        positions: Indices,
+        step: int,
+        micro: int = 0,
     ) -> Batch:
-        """The batch of transformed images, (B, 3, H, W) uint8."""
+        """The batch of transformed images, (B, 3, H, W) uint8, or one by one."""
         targets = torch.from_numpy(self.source.labels[indices])
         images = normalise(pixels, self.preprocessing)
         return Batch(images, targets, indices, positions, step, micro)
@@ -172,7 +180,7 @@ class TrainBatches(Batches):
         step, micro = divmod(number, self.accumulate)
         positions = self.positions(step, micro)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
-        pixels = self._from_memory(positions, indices)
+        pixels: torch.Tensor | list[torch.Tensor] | None = self._from_memory(positions, indices)
         if pixels is None:
             pixels, indices = self._from_files(positions, indices, skipped)
         batch = self.assembled(pixels, indices, positions, step, micro)
@@ -194,27 +202,35 @@ class TrainBatches(Batches):
 
     def _from_files(
         self, positions: Indices, indices: Indices, skipped: list[Failure]
-    ) -> tuple[torch.Tensor, Indices]:
+    ) -> tuple[list[torch.Tensor], Indices]:
         """The transformed images and which they are; what could not be read joins `skipped`."""
         images, used = [], []
         for position, index, seed in zip(
             positions.tolist(), indices.tolist(), self._seeds(positions), strict=True
         ):
-            image, index = self._readable(position, index, skipped)
-            # Seeded after reading, so that nothing a decoder draws can matter.
-            seed_generators(seed)
-            images.append(self.transform(image))
+            draw = partial(self._draw, seed) if self.transform.crop else None
+            image, index = self._readable(position, index, skipped, draw)
+            if draw is None:
+                # Seeded after reading, so that nothing a decoder draws can matter.
+                seed_generators(seed)
+                images.append(self.transform(image))
+            else:
+                images.append(self.transform.after_crop(image))
             used.append(index)
-        return torch.stack(images), np.array(used, dtype=np.int64)
+        return images, np.array(used, dtype=np.int64)
+
+    def _draw(self, seed: int, size: tuple[int, int]) -> Window:
+        seed_generators(seed)
+        return self.transform.draw(size)
 
     def _seeds(self, positions: Indices) -> list[int]:
         return keys(self.seed, Stream.AUGMENT, positions).tolist()
 
     def _readable(
-        self, position: int, index: int, skipped: list[Failure]
+        self, position: int, index: int, skipped: list[Failure], draw: Draw | None
     ) -> tuple[Image.Image, int]:
         for candidate in self._candidates(position, index):
-            if (image := self.read(candidate, skipped)) is not None:
+            if (image := self.read(candidate, skipped, draw)) is not None:
                 return image, candidate
         raise _Stop(
             f"{_REPLACEMENTS} images in a row could not be read; the last: "
@@ -261,7 +277,7 @@ class EvalBatches(Batches):
         if not images:
             return None
         indices = np.array(used, dtype=np.int64)
-        return self.assembled(torch.stack(images), indices, indices, number)
+        return self.assembled(images, indices, indices, number)
 
 
 _OURS = (signal.SIGINT, signal.SIGTERM)

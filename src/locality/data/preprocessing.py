@@ -8,6 +8,7 @@ pipeline gives.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 from timm.data.random_erasing import RandomErasing
-from timm.data.transforms import MaybePILToTensor
+from timm.data.transforms import MaybePILToTensor, RandomResizedCropAndInterpolation
 from torchvision import transforms
 
 from locality.data.config import AugmentConfig, Preprocessing
+from locality.data.sources import Window
 
 Size = tuple[int, int]
 Step = Callable[[Any], Any]
@@ -32,6 +34,8 @@ class ImageTransform:
         size: (H, W) of the result.
         steps: what is done to a PIL image, before it becomes a tensor.
         fixed: nothing is done to an image that has this size already.
+        crop: timm's random crop, if that is the first step; `draw` and `after_crop` do its work in
+            two parts, so that no more of an image needs to be read than the crop takes.
     """
 
     def __init__(self, size: Size, steps: Sequence[Step], tensor_steps: Sequence[Step] | None):
@@ -40,9 +44,22 @@ class ImageTransform:
         self._image = transforms.Compose([*steps, MaybePILToTensor()])
         self._tensor_steps = tensor_steps
         self.fixed = tensor_steps is not None and not tensor_steps
+        first = self.steps[0] if self.steps else None
+        self.crop = first if isinstance(first, RandomResizedCropAndInterpolation) else None
+        self.after_crop = transforms.Compose([*self.steps[1:], MaybePILToTensor()])
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         return self._image(image)
+
+    def draw(self, size: tuple[int, int]) -> Window:
+        """What `crop` takes of an image of this (width, height); draws from Python's generator."""
+        assert self.crop is not None
+        # A tensor without data: only its size is looked at.
+        image = torch.empty(size[::-1], device="meta")
+        top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
+        modes = self.crop.interpolation
+        mode = random.choice(modes) if isinstance(modes, tuple) else modes
+        return Window((left, top, left + width, top + height), self.size, mode.name)
 
     def takes_tensors(self, pixels: torch.Tensor) -> bool:
         """Whether `from_tensor` may be used for images like `pixels`, (…, 3, H, W)."""
@@ -77,7 +94,7 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
         separate=True,
     )
     for step in secondary.transforms:
-        _allow_black(step)
+        allow_black(step)
     if augment.crop == "resized":
         return ImageTransform(size, [*primary.transforms, *secondary.transforms], None)
     # The crop is what differs; the flip behind it and the colour steps stay timm's.
@@ -112,11 +129,21 @@ def erasing(augment: AugmentConfig) -> RandomErasing | None:
     return RandomErasing(augment.random_erasing, mode="pixel", max_count=1, device="cpu")
 
 
-def normalise(pixels: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """(B, C, H, W) uint8 → float32, (x / 255 − mean) / std per channel."""
+def normalise(
+    pixels: torch.Tensor | Sequence[torch.Tensor], preprocessing: Preprocessing
+) -> torch.Tensor:
+    """(B, C, H, W) uint8 or a list of its images → float32, (x / 255 − mean) / std by channel."""
     mean = torch.tensor(preprocessing.mean).view(-1, 1, 1)
     std = torch.tensor(preprocessing.std).view(-1, 1, 1)
-    return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
+    images = torch.empty((len(pixels), *pixels[0].shape), dtype=torch.float32)
+    # Those in a list one by one: a large image then stays in the processor's cache.
+    if isinstance(pixels, torch.Tensor):
+        pixels, parts = [pixels], [images]
+    else:
+        parts = [*images]
+    for source, image in zip(pixels, parts, strict=True):
+        image.copy_(source).div_(255).sub_(mean).div_(std)
+    return images
 
 
 class _Posterize:
@@ -135,7 +162,7 @@ class _Posterize:
         return self.posterize(image, bits, **options)
 
 
-def _allow_black(policy: Any) -> None:
+def allow_black(policy: Any) -> None:
     """Replace the posterize operation wherever a timm policy has one."""
     operations = [*getattr(policy, "ops", ())]
     for sub_policy in getattr(policy, "policy", ()):

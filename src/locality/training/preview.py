@@ -25,7 +25,7 @@ from locality.training.objective import objective_class
 from locality.training.optim import check_optimizer
 from locality.training.plan import Plan, make_plan
 from locality.training.runs import RunFolder
-from locality.training.speed import measure
+from locality.training.speed import Speed, measure
 from locality.training.trackers import check_tracker
 
 
@@ -224,12 +224,12 @@ class DryRun:
     Attributes:
         preview: data, plan, parameters, MACs and memory.
         images_per_second: as given or measured, over all processes.
-        measured: it was measured on this machine.
+        speed: where it comes from, if it was measured on this machine.
     """
 
     preview: Preview
     images_per_second: float
-    measured: bool = False
+    speed: Speed | None = None
 
     @property
     def hours(self) -> float:
@@ -238,7 +238,8 @@ class DryRun:
 
     def __str__(self) -> str:
         seen = self.preview
-        here = ", measured here" if self.measured else ""
+        here = "" if self.speed is None else ", measured here"
+        rates = "" if self.speed is None else f"\nspeed   {self.speed.bottleneck}"
         time = (
             f"{span(3600 * self.hours)} at {self.images_per_second:.4g} images/s{here} "
             f"({self.hours:.3g} h)"
@@ -249,7 +250,7 @@ class DryRun:
             f"{seen.state_bytes / 1e9:.3g} GB of weights and moments per process\n"
             f"disk    {seen.checkpoint_bytes / 1e9:.3g} GB per checkpoint\n"
             f"cost    {6 * seen.macs * seen.plan.images:.3g} operations\n"
-            f"time    {time}"
+            f"time    {time}{rates}"
         )
 
 
@@ -275,7 +276,8 @@ def dry_run(
         run.check(config)
     check_memory(seen)
     if images_per_second is None:
-        return DryRun(seen, 1 / measure(seen).training, measured=True)
+        speed = measure(seen)
+        return DryRun(seen, 1 / speed.training, speed)
     return DryRun(seen, images_per_second)
 
 

@@ -52,6 +52,19 @@ class Speed:
         """Of an evaluation: a forward pass costs a third of a step."""
         return self._together(self.computing / 3)
 
+    @property
+    def bottleneck(self) -> str:
+        """The two rates, and which of them holds a run up."""
+        reading, model = max(1, self.workers) / self.loading, 1 / self.computing
+        who = f"{self.workers} workers" if self.workers else "the training process"
+        slower = (
+            "reading images is the bottleneck; more data.workers read more, and data.crops=fast "
+            "takes less for each"
+            if reading < model
+            else "the model is the bottleneck"
+        )
+        return f"{reading:.4g} images/s read by {who}, {model:.4g} trained on: {slower}"
+
     def _together(self, computing: float) -> float:
         if not self.workers:
             return computing + self.loading

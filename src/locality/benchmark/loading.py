@@ -1,0 +1,145 @@
+"""Images per second and core of the DeiT recipe's loader, beside timm's and torchvision's."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import ImageDataset, Mixup, create_loader
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import InterpolationMode, v2
+
+from locality.benchmark.config import BenchmarkConfig
+from locality.benchmark.measure import Work, interleave
+from locality.benchmark.run import machine, timed_rows
+from locality.data import Preprocessing, train_loader
+from locality.data.config import IMAGENET_MEAN, IMAGENET_STD, Decoding
+from locality.data.folder import list_folder
+from locality.data.preprocessing import allow_black
+from locality.training.recipes import DEIT_AUGMENT
+
+_SIZE = 224
+
+
+def run_loading(config: BenchmarkConfig, files: int = 256, batch_size: int = 64) -> dict[str, Any]:
+    """Measure how fast one thread decodes, augments, normalises and mixes JPEG files.
+
+    Seconds are the processor's, so that waiting for a disk does not count. Every contender goes
+    over the same files once per round, in its own order. torchvision's RandAugment is its own: it
+    changes every image twice, timm's policy once on average.
+
+    Args:
+        config: its rounds and warm-up.
+        files: how many to write, about 500×375 pixels and 110 kB each.
+        batch_size: a divisor of `files`.
+
+    Returns:
+        as `run_benchmark`.
+    """
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        write_photographs(Path(folder), files)
+        work = {
+            label: _mixed(batches) for label, batches in _contenders(folder, batch_size).items()
+        }
+        timing = interleave(
+            work, torch.device("cpu"), config.rounds, config.warmup, time.process_time
+        )
+    what = {"task": "loading", "img_size": _SIZE, "precision": "fp32", "mode": "one core"}
+    return {
+        "model": f"the DeiT recipe's images ({files} JPEG files)",
+        "machine": machine(torch.device("cpu")),
+        "settings": dataclasses.asdict(config),
+        "rows": timed_rows(timing, files, what),
+    }
+
+
+def write_photographs(folder: Path, count: int) -> None:
+    """Write JPEG files with the spectrum of photographs (amplitude 1 / frequency), four classes."""
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        height, width = (500, 375) if number % 4 == 0 else (375, 500)
+        frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+        spectrum = generator.normal(size=(3, *frequency.shape, 2)).view(np.complex128)[..., 0]
+        fields = np.fft.irfft2(spectrum / np.maximum(frequency, 1 / 500) ** 1.1, (height, width))
+        fields /= fields.std(axis=(1, 2), keepdims=True)
+        # Mostly common to the three channels, as in photographs: grey, and a little colour.
+        colours = np.array([[55, 12, 0], [55, 0, 12], [55, -6, -6]])
+        pixels = 120 + np.einsum("cf,fyx->yxc", colours, fields)
+        place = folder / f"class {number % 4}"
+        place.mkdir(exist_ok=True)
+        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+        image.save(place / f"{number}.jpg", quality=90)
+
+
+def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
+    """Loaders of one pass over the files by label, all in this process."""
+    listing = list_folder(folder)
+    augment = dataclasses.replace(DEIT_AUGMENT, repeats=1)
+    contenders: dict[str, Iterable[Any]] = {}
+    for label, decoding in (
+        ("locality", Decoding()),
+        ("locality, fast", Decoding(crops="fast")),
+    ):
+        source = listing.source(listing.classes, decoding)
+        contenders[label] = train_loader(
+            source,
+            augment,
+            Preprocessing(_SIZE),
+            batch_size=batch_size,
+            seed=0,
+            stop_step=len(source) // batch_size,
+        )
+    theirs = create_loader(
+        ImageDataset(folder),
+        _SIZE,
+        batch_size,
+        is_training=True,
+        re_prob=augment.random_erasing,
+        re_mode="pixel",
+        color_jitter=augment.color_jitter,
+        auto_augment=augment.auto_augment,
+        interpolation="bicubic",
+        num_workers=0,
+        persistent_workers=False,
+        device=torch.device("cpu"),
+    )
+    for step in theirs.dataset.transform.transforms:
+        allow_black(step)
+    contenders["timm"] = theirs
+    transform = v2.Compose(
+        [
+            v2.ToImage(),
+            v2.RandomResizedCrop(_SIZE, interpolation=InterpolationMode.BICUBIC, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.RandAugment(interpolation=InterpolationMode.BILINEAR),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+            v2.RandomErasing(augment.random_erasing),
+        ]
+    )
+    files = ImageFolder(folder, transform)
+    contenders["torchvision v2"] = DataLoader(files, batch_size, shuffle=True)
+    return contenders
+
+
+def _mixed(batches: Iterable[Any]) -> Work:
+    """One pass over a loader's batches, each mixed as the recipe says."""
+    mixup = Mixup(DEIT_AUGMENT.mixup, DEIT_AUGMENT.cutmix, num_classes=4)
+
+    def work() -> None:
+        for batch in batches:
+            images, targets = (
+                batch if isinstance(batch, list | tuple) else (batch.images, batch.targets)
+            )
+            mixup(images, targets)
+
+    return work
