@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,11 +20,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from locality.benchmark import to_table
 from locality.benchmark.measure import interleave
-from locality.commands.parsing import table
-from locality.files import write_atomic
-from locality.machine import commit
+from locality.benchmark.record import write_record
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -78,14 +74,12 @@ def main() -> None:
             settings = [*settings, f"--rounds={options.rounds}"]
         print(f"{question}: {about} …", flush=True)
         measured[question] = benchmark(models, settings)
-    name = options.name or default_name(next(iter(measured.values()))[0]["machine"])
     RESULTS.mkdir(exist_ok=True)
-    content = {"commit": commit() or "unknown", "measured": measured}
+    also = {}
     if not torch.cuda.is_available():
-        content["matmul_gmacs_per_second"] = matmul_rate() / 1e9
-    write_atomic(RESULTS / f"{name}.json", json.dumps(content, indent=1) + "\n")
-    write_atomic(RESULTS / f"{name}.md", markdown(content))
-    print((RESULTS / f"{name}.md").read_text())
+        also["matmul_gmacs_per_second"] = matmul_rate() / 1e9
+    titles = {question: about for question, (about, _, _) in PLAN.items()}
+    print(write_record(RESULTS, measured, options.name, titles, **also).read_text())
 
 
 def matmul_rate(tokens: int = 4096, width: int = 1024, rounds: int = 5) -> float:
@@ -105,47 +99,6 @@ def benchmark(models: list[str], settings: list[str]) -> list[dict]:
             subprocess.run([*command, f"--output={path}"], check=True, stdout=subprocess.DEVNULL)
             results += json.loads(path.read_text())
     return results
-
-
-def markdown(content: dict) -> str:
-    """The measurements as tables."""
-    machine = next(iter(content["measured"].values()))[0]["machine"]
-    lines = [
-        f"# {machine['device']}, {machine['date']}",
-        "",
-        f"{machine['threads']} threads, {machine['instructions']}, torch {machine['torch']}, "
-        f"timm {machine['timm']}, commit {content['commit'][:12]}. Contenders take turns in one "
-        "process; *ours is* gives the median over rounds of our speed over theirs, with the middle "
-        "half of the rounds beside it.",
-    ]
-    if "matmul_gmacs_per_second" in content:
-        rate = content["matmul_gmacs_per_second"]
-        lines += ["", f"A large fp32 `F.linear` runs at {rate:.0f} GMAC/s here."]
-    for question, results in content["measured"].items():
-        lines += ["", f"## {PLAN[question][0]}"]
-        for result in results:
-            header, cells = to_table(result)
-            text = table(cells, header).splitlines()
-            lines += ["", f"`{result['model']}`", "", "```", *text, "```"]
-            if question == "bf16":
-                lines += ["", bf16_gain(result)]
-    return "\n".join(lines) + "\n"
-
-
-def bf16_gain(result: dict) -> str:
-    """How much faster our model is under bf16 autocast than in fp32."""
-    speed = {
-        row["precision"]: row["images_per_second"]
-        for row in result["rows"]
-        if row["contender"] == "locality"
-    }
-    return f"bf16 autocast is {speed['bf16'] / speed['fp32']:.2f}× as fast as fp32."
-
-
-def default_name(machine: dict) -> str:
-    """A file name that says device and date."""
-    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
-    return f"{device}-{machine['threads']}t-{machine['date']}"
 
 
 if __name__ == "__main__":

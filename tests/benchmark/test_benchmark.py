@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from locality.benchmark import BenchmarkConfig, run_benchmark, to_table
+from locality.benchmark.loading import run_loading
 from locality.benchmark.measure import Timing, interleave, peak_memory
 from locality.benchmark.peers import peers, randomise
 from locality.cli import main
@@ -85,6 +86,43 @@ def test_a_whole_benchmark():
     json.dumps(result)
     header, cells = to_table(result)
     assert all(len(line) == len(header) for line in cells)
+
+
+@pytest.mark.slow
+def test_the_loader_is_measured(tmp_path):
+    result = run_loading(BenchmarkConfig(rounds=2, warmup=1), files=8, batch_size=4)
+    ours, fast, timm, torchvision = result["rows"]
+    assert ours["contender"] == "locality" and "fast" in fast["contender"]
+    assert all(row["images_per_second"] > 0 for row in result["rows"])
+    assert timm["locality_is_times_as_fast"] > 0 and torchvision["middle_half"]
+    json.dumps(result)
+
+
+def test_models_or_the_loader(capsys):
+    for words in (["benchmark"], ["benchmark", "deit_nano", "--loader"]):
+        assert main(words) == 2
+        assert "--loader or --all alone" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_all_models_are_measured_and_recorded(tmp_path, capsys, monkeypatch):
+    """A peer that is missing is named and the others are measured."""
+    models = {"timm": ("deit_nano",), "transformers": ("convit_nano", "cvt_micro")}
+    monkeypatch.setattr("locality.benchmark.config.ALL", models)
+    monkeypatch.chdir(tmp_path)
+    few = ["--img_sizes", "[8]", "--modes", "[eager]", "--rounds", "1", "--batch_size", "2"]
+    assert main(["benchmark", "--all", "--device", "cpu", *few]) == 0
+    said = capsys.readouterr()
+    assert "convit_nano was not measured" in said.err
+    (record,), (tables,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
+    content = json.loads(record.read_text())
+    assert content["commit"] and list(content["measured"]) == ["Beside timm", "Beside transformers"]
+    (deit,), (cvt,) = content["measured"].values()
+    measured = {(row["task"], row["precision"]) for row in deit["rows"]}
+    assert measured == {(t, p) for t in ("inference", "training") for p in ("fp32", "bf16")}
+    assert cvt["settings"]["against"] == "transformers"
+    text = tables.read_text()
+    assert "## Beside timm" in text and text.count("| training |") and str(tables.name) in said.out
 
 
 def test_models_that_disagree_are_not_timed(monkeypatch):

@@ -114,7 +114,7 @@ WAYS = {
     "convert runs/photos out": "entry",
     "transform runs/photos out": "entry",
     "export runs/photos out.onnx": "entry",
-    "benchmark runs/photos": "entry",
+    "benchmark runs/photos": "entry loader all",
     "data check photos": "",
     "data pack photos packed": "workers dataset",
     "reproduce all": "json list",

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,9 +18,11 @@ from locality.commands.parsing import (
     check_place,
     open_given,
     read_settings,
+    say,
     table,
     with_aliases,
 )
+from locality.errors import UserError, one_line
 from locality.files import write_atomic
 
 if TYPE_CHECKING:
@@ -189,19 +192,28 @@ def export(arguments: Sequence[str]) -> None:
 
 def benchmark(arguments: Sequence[str]) -> None:
     """Measure each model in a process of its own and print (and write) the results."""
-    from locality.benchmark.config import BenchmarkConfig
+    from locality.benchmark.config import ALL_SETTINGS, BenchmarkConfig
 
     parser = Parser(
         "benchmark",
         "Images per second of inference and of a training step, peak memory and what the backward "
         "pass keeps, beside a peer with equal weights; contenders take turns in one process.",
     )
-    parser.add_model("models", nargs="+", help=f"name of an architecture, or {MODEL}")
+    parser.add_model("models", nargs="*", help=f"name of an architecture, or {MODEL}")
     parser.add_class_arguments(BenchmarkConfig, None)
     parser.add("--output", None, "write JSON here as well", str | None)
+    parser.add("--loader", False, "measure the reading of images instead, beside timm's loader")
+    every = "measure ConViT, DeiT and CvT in three sizes, and write a record of it to this folder"
+    parser.add("--all", False, every)
     options = parser.read(arguments)
+    if bool(options.models) + options.loader + options.all != 1:
+        raise UserError("give the models to measure, or --loader or --all alone")
     settings = {key: value for key, value in vars(options).items() if key not in _OWN}
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    if options.all:
+        parser.refuse(arguments, "against output", "does nothing beside --all")
+        given = parser.given(arguments)
+        settings |= {name: v for name, v in ALL_SETTINGS.items() if name not in given}
     config = BenchmarkConfig(**settings)
     check_place(options.output)
     from locality.models.variants import VARIANTS
@@ -209,27 +221,66 @@ def benchmark(arguments: Sequence[str]) -> None:
     for name in options.models:
         if name not in VARIANTS:
             check_given(name, options)
-    from locality.benchmark import to_table
+    if options.loader:
+        from locality.benchmark.loading import run_loading
 
+        _show([run_loading(config)], options.output)
+        return
+    if options.all:
+        _measure_all(config, options)
+        return
     for name in options.models:
         _opened(name, options)  # what cannot be opened is said before anything is measured
     measure = partial(_measure, config=config, options=options)
     if len(options.models) == 1:
         results = [measure(options.models[0])]
     else:
-        # A process each, so that no model inherits another's memory or caches.
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+        with _process_each() as pool:
             results = list(pool.map(measure, options.models))
+    _show(results, options.output)
+
+
+_OWN = ("models", "output", "loader", "all", "variant", "entry", "set")
+
+
+def _process_each() -> ProcessPoolExecutor:
+    """A process for each model, so that none inherits another's memory or caches."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, max_tasks_per_child=1)
+
+
+def _measure_all(config: BenchmarkConfig, options: Any) -> None:
+    """Measure the models of `ALL`, and write what is there after each; name what fails."""
+    from locality.benchmark.config import ALL
+    from locality.benchmark.record import write_record
+
+    measured: dict[str, list[dict[str, Any]]] = {}
+    with _process_each() as pool:
+        for against, names in ALL.items():
+            of_this = replace(config, against=against)
+            for name in names:
+                try:
+                    result = pool.submit(_measure, name, of_this, options).result()
+                except (RuntimeError, ImportError, UserError) as error:
+                    say(f"{name} was not measured: {one_line(error)}")
+                    continue
+                _show([result], None)
+                measured.setdefault(f"Beside {against}", []).append(result)
+                written = write_record(Path(), measured)
+    if not measured:
+        raise UserError("none of the models could be measured")
+    print(f"\nwritten to {written} and {written.with_suffix('.json')}")
+
+
+def _show(results: list[dict[str, Any]], output: str | None) -> None:
+    from locality.benchmark import to_table
+
     for result in results:
         header, cells = to_table(result)
         print(f"\n{result['model']} on {_describe(result['machine'])}\n")
         print(table(cells, header))
-    if options.output:
-        write_atomic(options.output, json.dumps(results, indent=2) + "\n")
-
-
-_OWN = ("models", "output", "variant", "entry", "set")
+    if output:
+        write_atomic(output, json.dumps(results, indent=2) + "\n")
 
 
 def _measure(name: str, config: BenchmarkConfig, options: Any) -> dict[str, Any]:
