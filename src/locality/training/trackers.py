@@ -57,7 +57,7 @@ def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Tra
     if config.engine.tensorboard and find_spec("tensorboard"):
         trackers.append(_TensorBoard(run.tensorboard, evaluated))
     if config.engine.tracker is not None:
-        kind = {"wandb": _WeightsAndBiases, "mlflow": _MLflow}[config.engine.tracker]
+        kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
         trackers.append(kind(run.path, flatten(to_dict(config))))
     return trackers
 
