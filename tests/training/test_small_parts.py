@@ -16,7 +16,7 @@ from locality.machine import commit
 from locality.models import build
 from locality.training import distributed, dry_run, recipe, replace
 from locality.training.distributed import choose_precision, resolve_accelerator
-from locality.training.loop import StepRandomness
+from locality.training.loop import seed_pass
 from locality.training.preview import preview
 from locality.training.recorder import Counts, CsvTable, Progress, Recorder
 from locality.training.runs import RunFolder
@@ -25,24 +25,20 @@ from locality.training.speed import Speed
 from .conftest import tiny, train
 
 
-def draws(randomness: StepRandomness, step: int, micro: int) -> tuple[float, float, float]:
-    randomness.enter(step, micro)
+def draws(seed: int, rank: int, step: int, micro: int) -> tuple[float, float, float]:
+    seed_pass(seed, rank, step, micro, torch.device("cpu"))
     return torch.rand(()).item(), float(np.random.rand()), random.random()  # noqa: NPY002
 
 
 def test_what_a_step_draws_depends_on_its_place_alone() -> None:
-    cpu = torch.device("cpu")
-    forwards = StepRandomness(0, 0, 4, cpu)
-    expected = {(s, m): draws(forwards, s, m) for s in (0, 1, 255, 256, 700) for m in range(4)}
-    fresh = StepRandomness(0, 0, 4, cpu)
+    expected = {(s, m): draws(0, 0, s, m) for s in (0, 1, 255, 256, 700) for m in range(4)}
     for place in reversed(expected):
-        assert draws(fresh, *place) == expected[place]
+        assert draws(0, 0, *place) == expected[place]
 
 
 def test_seeds_ranks_steps_and_micro_batches_draw_differently() -> None:
-    cpu = torch.device("cpu")
     found = {
-        draws(StepRandomness(seed, rank, 2, cpu), step, micro)[number]
+        draws(seed, rank, step, micro)[number]
         for seed in range(3)
         for rank in range(3)
         for step in range(3)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from lightning_fabric import Fabric
 from timm.scheduler import CosineLRScheduler
@@ -78,8 +77,8 @@ class Components:
             raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error
 
 
-class StepRandomness:
-    """The randomness of training steps, as a function of where a run is.
+def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device) -> None:
+    """Seed Python's, numpy's and torch's generators for pass `micro` of step `step`.
 
     Mixup, dropout and stochastic depth draw from global generators. Seeding these from (seed, step,
     micro-batch, rank) before every pass makes a resumed run draw what an uninterrupted one would.
@@ -87,33 +86,15 @@ class StepRandomness:
     Args:
         seed: the run's.
         rank: of this process.
-        accumulate: passes per step.
+        step, micro: which pass.
         device: whose generator to seed beside the processor's.
     """
-
-    BLOCK = 256  # keys are cheap by the hundred and slow one by one
-
-    def __init__(self, seed: int, rank: int, accumulate: int, device: torch.device) -> None:
-        self._seed = seed
-        self._rank = rank
-        self._accumulate = accumulate
-        self._device = device
-        self._first = -self.BLOCK
-        self._keys: list[list[int]] = []
-
-    def enter(self, step: int, micro: int) -> None:
-        """Seed Python's, numpy's and torch's generators for pass `micro` of step `step`."""
-        if not self._first <= step < self._first + self.BLOCK:
-            self._first = step
-            steps = np.arange(step, step + self.BLOCK)[:, None]
-            micros = np.arange(self._accumulate)[None]
-            self._keys = keys(self._seed, Stream.STEP, self._rank, steps, micros).tolist()
-        key = self._keys[step - self._first][micro]
-        seed_generators(key)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(key >> 1)
-        elif self._device.type == "mps":
-            torch.mps.manual_seed(key & 0xFFFF_FFFF)
+    key = int(keys(seed, Stream.STEP, rank, step, micro)[0])
+    seed_generators(key)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(key >> 1)
+    elif device.type == "mps":
+        torch.mps.manual_seed(key & 0xFFFF_FFFF)
 
 
 class Loop:
@@ -147,9 +128,6 @@ class Loop:
         self.fingerprint = fingerprint
         self.processes = Processes(fabric, interruption)
         engine, data = self.config.engine, self.config.data
-        self.randomness = StepRandomness(
-            self.config.seed, fabric.global_rank, engine.accumulate, fabric.device
-        )
         self.layout = torch.channels_last if engine.channels_last else torch.preserve_format
         self._saved = self.at.step or -1  # step of the last checkpoint; there is none of step 0
         self._input = self.config.input.at(run.img_size)
@@ -219,7 +197,7 @@ class Loop:
 
     def _step(self, batches: Iterator[Batch]) -> int:
         """One update, and the signal that asks to stop, or 0."""
-        parts, engine, at = self.parts, self.config.engine, self.at
+        parts, engine, at, device = self.parts, self.config.engine, self.at, self.fabric.device
         parts.schedule.step_update(at.step)
         alone, total = self.processes.alone, self.processes.new_total()
         before = self._remembered_buffers()
@@ -231,10 +209,10 @@ class Loop:
             except UserError:
                 self._restore(before)
                 raise
-            self.randomness.enter(at.step, micro)
-            images = batch.images.to(self.fabric.device, non_blocking=True)
+            seed_pass(self.config.seed, self.fabric.global_rank, at.step, micro, device)
+            images = batch.images.to(device, non_blocking=True)
             images = images.to(memory_format=self.layout)
-            labels = batch.targets.to(self.fabric.device, non_blocking=True)
+            labels = batch.targets.to(device, non_blocking=True)
             images, targets = parts.objective.mix(images, labels)
             with self.fabric.no_backward_sync(parts.forward, enabled=not last and not alone):
                 logits = parts.forward(images)
