@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -108,6 +109,16 @@ def entry(kind: str, name: str, table: Mapping[str, T]) -> T:
     if name not in table:
         raise unknown(kind, name, table)
     return table[name]
+
+
+def require(purpose: str, install: str, *modules: str) -> None:
+    """Check that packages which `purpose` needs, and not everybody, are installed.
+
+    Raises:
+        UserError: if one is not; `pip install` with `install` brings them.
+    """
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+        raise UserError(f"{purpose} needs {' and '.join(missing)}: pip install '{install}'")
 
 
 class NonFiniteLoss(RunFailed):

@@ -14,7 +14,13 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse, JSONResponse
 from PIL import Image
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.requests import ClientDisconnect
 
 from locality._version import __version__
 from locality.analysis.explorer import explorer_page
@@ -24,18 +30,6 @@ from locality.data.decoding import decode
 from locality.data.sources import BadImage
 from locality.errors import UserError
 from locality.files import render
-
-try:
-    import uvicorn
-    from fastapi import FastAPI, HTTPException, Request
-    from fastapi.responses import HTMLResponse, JSONResponse
-    from pydantic import BaseModel
-    from starlette.exceptions import HTTPException as AnyHTTPException
-    from starlette.requests import ClientDisconnect
-except ModuleNotFoundError as error:
-    raise UserError(
-        "`locality serve` needs FastAPI and uvicorn: pip install 'locality[serve]'"
-    ) from error
 
 MEGABYTES = 20
 """Largest file that is taken."""

@@ -60,6 +60,6 @@ def test_weights_and_biases_keep_a_run_offline(
 def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("locality.training.trackers.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install mlflow-skinny"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install 'mlflow-skinny'"):
         preview(tiny(engine__tracker="mlflow"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from locality.benchmark.config import AGAINST
 from locality.checkpoints import LAYOUTS
-from locality.errors import UserError, unknown
+from locality.errors import UserError, require, unknown
 from locality.models import ImageClassifier, StageConfig, ViTConfig
 from locality.models.from_timm import TimmModel
 
@@ -79,12 +79,9 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
 
 
 def _transformers_cvt(model: ImageClassifier) -> nn.Module:
-    try:
-        from transformers import CvtConfig, CvtForImageClassification
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "measuring against transformers needs it installed: pip install transformers"
-        ) from error
+    require("measuring against transformers", "transformers", "transformers")
+    from transformers import CvtConfig, CvtForImageClassification
+
     if isinstance(model.config, ViTConfig):
         raise UserError(
             f"transformers is the peer of the CvT models; measure {model.variant} with "

@@ -30,7 +30,7 @@ from locality.checkpoints.layouts import OURS
 from locality.checkpoints.open import LAYOUTS, read
 from locality.checkpoints.where import check_graph, check_target
 from locality.data.config import Preprocessing
-from locality.errors import UserError, naming
+from locality.errors import UserError, naming, require
 from locality.files import atomic_file, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig
@@ -155,13 +155,13 @@ def export(
     Raises:
         UserError: for an unknown format, an ending that does not fit, a folder that is not there,
             a model that is not ours or is made for images too small to export, or a graph that
-            does not compute what the model does.
-        ModuleNotFoundError: if a package for ONNX is missing, with the line that installs it.
+            does not compute what the model does, or if a package for ONNX is missing, with the
+            line that installs it.
     """
     path = Path(path)
     check_graph(path, format)
     if format == "onnx":
-        _require("onnx", "onnxscript")
+        require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)
     preprocessing = checkpoint.preprocessing
     copy = checkpoint.build()
@@ -265,15 +265,6 @@ def _compare(model: ImageClassifier, content: bytes) -> None:
 def _example(model: ImageClassifier, batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, model.in_chans, *model.img_size, generator=generator)
-
-
-def _require(*packages: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f"exporting to ONNX needs {' and '.join(missing)}; "
-            f'install with: pip install "locality[export]"'
-        )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ here.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ from locality.checkpoints.vit import CONVIT, DEIT
 from locality.checkpoints.where import is_run_folder, kind_of, refuse_entry
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
-from locality.errors import UserError, naming
+from locality.errors import UserError, naming, require
 from locality.files import open_file, read_json, read_yaml
 from locality.models import factory
 from locality.models.architecture import unlike
@@ -409,10 +408,7 @@ def _open_graph(path: Path) -> Classifier:
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     open_file(path, _LARGEST_GRAPH).close()
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise ModuleNotFoundError(
-            'running an ONNX graph needs onnxruntime; install with: pip install "locality[export]"'
-        )
+    require("running an ONNX graph", "locality[export]", "onnxruntime")
     import onnxruntime
 
     try:

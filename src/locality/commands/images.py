@@ -20,7 +20,7 @@ from locality.commands.parsing import (
     say,
     with_aliases,
 )
-from locality.errors import UserError, entry, one_line, printable, unknown
+from locality.errors import UserError, entry, one_line, printable, require, unknown
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -272,6 +272,7 @@ def serve(arguments: Sequence[str]) -> None:
 
     checks.integer("port", options.port, 0, 65535)
     check_given(options.model, options)
+    require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     from locality.serve import serve
 
     opened = open_given(options.model, options)

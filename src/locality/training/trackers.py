@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from locality.errors import UserError
+from locality.errors import UserError, require
 from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
 from locality.training.runs import RunFolder
@@ -68,11 +68,8 @@ def check_tracker(name: str | None) -> None:
     Raises:
         UserError: if its package is not installed.
     """
-    if name is not None and not find_spec(name):
-        raise UserError(
-            f"engine.tracker={name} needs a package that is not installed; "
-            f"install it with: pip install {_PACKAGES[name]}"
-        )
+    if name is not None:
+        require(f"engine.tracker={name}", _PACKAGES[name], name)
 
 
 def tagged(row: Mapping[str, Any]) -> dict[str, float]:
