@@ -242,7 +242,7 @@ def test_every_option_is_read_and_has_a_text(command, monkeypatch):
         assert action.help, name
         whole = (
             "." in name
-            or command in ("benchmark", "search")
+            or command in ("benchmark", "compare", "search")
             or name in ("config", "resume", "recipe", "seed")
         )
         assert whole or f"options.{name}" in source, name

@@ -1,6 +1,5 @@
 """Packed folders give the same images in the same order; foreign layouts are understood."""
 
-import builtins
 import io
 import os
 
@@ -278,14 +277,7 @@ def test_a_part_without_a_column(tmp_path):
 
 def test_the_missing_package_is_named(tmp_path, train_val, monkeypatch):
     write_parquet(tmp_path / "train.parquet", image=[png(1)], label=[0])
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'locality\[arrow\]'"):
         opened("arrow", tmp_path)
     with pytest.raises(UserError, match=r"pip install 'locality\[arrow\]'"):

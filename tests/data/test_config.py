@@ -1,10 +1,11 @@
 """Settings out of range are refused where they are made."""
 
 import dataclasses
+import pkgutil
 
 import pytest
 
-from locality.data import DATASETS, AugmentConfig, DataConfig, Preprocessing, datasets
+from locality.data import DATASETS, AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
 
 
@@ -105,7 +106,7 @@ def test_settings_cannot_be_changed_behind_the_checks():
 
 def test_every_dataset_can_be_opened():
     for row in DATASETS.values():
-        assert callable(getattr(datasets, row["opener"]))
+        assert callable(pkgutil.resolve_name(f"locality.data.{row['opener']}"))
 
 
 @pytest.mark.parametrize(

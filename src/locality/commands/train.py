@@ -1,4 +1,4 @@
-"""`locality train`, `recipes` and `demo`: from a recipe to a trained model."""
+"""`locality train`, `search`, `recipes` and `demo`: from a recipe to a trained model."""
 
 from __future__ import annotations
 
@@ -151,6 +151,53 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     return config, options
 
 
+def search(arguments: Sequence[str]) -> int | None:
+    """Search, go on with a search, or say what one would cost."""
+    from locality.search.run import SEARCHES, Search, SearchConfig, dry_run, named, read_search
+    from locality.settings import replace, to_dict
+    from locality.training import Interrupted, RunConfig, RunFailed
+
+    resumed, words = taken("--resume", with_aliases(arguments, ALIASES))
+    name = words.pop(0) if words and not words[0].startswith("-") else "digits"
+    config = read_search(resumed[-1]) if resumed else named(name)
+    parser = Parser(
+        "search",
+        "Train a supernet of all CvTs that differ in the strides and MLP ratios of their blocks, "
+        "choose one within the limits, and write a page. The name gives every setting, and the "
+        "training's are those of `locality train`. Stopped, the same command goes on. "
+        f"Names: {', '.join(SEARCHES)}.",
+        "[NAME]",
+    )
+    parser.add("--output", None, "folder; runs/search/… unless given")
+    parser.add("--resume", None, "go on with the search in this folder; takes no settings")
+    parser.add("--dry_run", False, "check everything, print the cost")
+    parser.add("--quiet", False, "print nothing")
+    parser.add_class_arguments(SearchConfig, None, skip={"run"})
+    parser.add_class_arguments(RunConfig, None)
+    values = to_dict(config)
+    run = by_option(values.pop("run"))
+    parser.set_defaults(values | run)
+    options = parser.read(words)
+    given = changed(parser, words, values)
+    given |= {f"run.{name}": value for name, value in changed(parser, words, run).items()}
+    if resumed and given:
+        raise UserError(f"--resume takes the search's own settings; leave {', '.join(given)} out")
+    config = replace(config, given)
+    if options.dry_run:
+        print(dry_run(config))
+        return None
+    default = f"runs/search/{name}-{config.method}-s{config.run.seed}"
+    folder = resumed[-1] if resumed else options.output or default
+    try:
+        found = Search(config, folder, options.quiet).run()
+    except (Interrupted, RunFailed) as error:
+        print(f"locality: {one_line(error)}", file=sys.stderr)
+        return error.exit_code
+    best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
+    print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")
+    return None
+
+
 def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `words` give, of those that `values` has, by the name of their option."""
     given: dict[str, Any] = {}
@@ -166,12 +213,18 @@ def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> 
 def images_at(path: Path) -> dict[str, Any]:
     """The settings of own images: a table of them, or a folder."""
     from locality.checkpoints.where import missing
-    from locality.data.table import TABLE
+    from locality.data.folder import TABLE
 
     if not path.exists():
         raise missing(path)
     table = path.is_file() or (path / TABLE).is_file()
     return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
+
+
+def place_of(data: Mapping[str, Any]) -> str:
+    """What to call own images in the name of a folder: as theirs."""
+    root = Path(data["data.root"]).resolve()
+    return root.parent.name if root.is_file() else root.name
 
 
 def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig:
@@ -190,9 +243,8 @@ def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig
         raise UserError(f"--minutes and --{length[0]} both say how long to train; give one of them")
     config = adjusted(name, given)
     if options.output is None and not length:
-        root = Path(given["data.root"]).resolve()
-        place = root.parent.name if root.is_file() else root.name
-        options.output = str(Path("runs") / name / f"{place}-{minutes:g}min-s{config.seed}")
+        own = f"{place_of(given)}-{minutes:g}min-s{config.seed}"
+        options.output = str(Path("runs") / name / own)
     if options.output is not None and is_run_folder(options.output):
         return replace(read_config(Path(options.output)), given)
     if config.model.weights is None or "model.name" in given:

@@ -25,11 +25,11 @@ import numpy.typing as npt
 from PIL import Image
 from tqdm import tqdm
 
-from locality.data.config import AS_PUBLISHED, Decoding
+from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import decode, decode_window, read_bytes
 from locality.data.folder import FileSource, existing_folder, open_folder, some
 from locality.data.sources import BadImage, Draw, ImageSource
-from locality.errors import UserError
+from locality.errors import UserError, require
 
 if TYPE_CHECKING:
     import datasets
@@ -88,12 +88,7 @@ class ArrowSource(ImageSource):
         return f"{self.name}[{index}]" + (f" ({path})" if path else "")
 
 
-def open_arrow(
-    root: Path | str | None,
-    decoding: Decoding,
-    image_column: str | None = None,
-    label_column: str | None = None,
-) -> tuple[list[str], ImageSource, ImageSource | None]:
+def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource | None]:
     """Classes, training and validation images of a folder of Parquet or Arrow files.
 
     Files belong to the part that their folder's or their own name begins with: train, and val,
@@ -101,23 +96,22 @@ def open_arrow(
     third value is None.
 
     Args:
-        root: the folder.
-        decoding: how to decode.
-        image_column, label_column: where there is more than one candidate.
+        config: its root is the folder; its columns are given where there is more than one
+            candidate.
 
     Raises:
         UserError: no such files, no such columns, or parts with different classes; and with the
             command to install it, when `datasets` is missing.
     """
-    folder = existing_folder(root)
+    folder = existing_folder(config.root)
     parts = _parts(folder)
     opened = {part: _read(files, part, folder) for part, files in parts.items()}
     if "train" not in opened:
         raise UserError(f"'{folder}' has no files whose name or folder begins with 'train'")
     hf, train = huggingface_datasets(), opened["train"]
     columns = (
-        _column("image", image_column, train, hf.Image, ("image", "img"), folder),
-        _column("label", label_column, train, hf.ClassLabel, ("label", "labels", "cls"), folder),
+        _column("image", config, train, hf.Image, ("image", "img")),
+        _column("label", config, train, hf.ClassLabel, ("label", "labels", "cls")),
     )
     classes = _classes(train, columns[1])
     sources = {}
@@ -127,18 +121,15 @@ def open_arrow(
         labels = _labels(rows, columns[1], classes, part, folder)
         files = [(str(path.relative_to(folder)), str(path)) for path in parts[part]]
         name = f"{folder}/{part}"
-        sources[part] = ArrowSource(rows, columns[0], labels, name, decoding, files)
+        sources[part] = ArrowSource(rows, columns[0], labels, name, config.decoding, files)
     return classes, sources["train"], sources.get("val")
 
 
 def huggingface_datasets() -> Any:
     """The optional package, or the error that says how to install it."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            "Parquet and Arrow folders need Hugging Face's datasets: pip install 'locality[arrow]'"
-        ) from error
+    require("a folder of Parquet or Arrow files", "locality[arrow]", "datasets")
+    import datasets
+
     return datasets
 
 
@@ -194,14 +185,10 @@ def _unreadable(files: Sequence[Path], folder: Path, error: BaseException) -> Us
 
 
 def _column(
-    what: str,
-    given: str | None,
-    rows: datasets.Dataset,
-    feature: type,
-    usual: tuple[str, ...],
-    folder: Path,
+    what: str, config: DataConfig, rows: datasets.Dataset, feature: type, usual: tuple[str, ...]
 ) -> str:
     """The column that was given, or the only one of that feature, or the one with a usual name."""
+    given = getattr(config, f"{what}_column")
     found = [name for name, has in rows.features.items() if isinstance(has, feature)]
     candidates = [given] if given is not None else found or usual
     candidates = [name for name in candidates if name in rows.features]
@@ -209,7 +196,7 @@ def _column(
         return candidates[0]
     several = f"several ({some(candidates)})" if candidates else "none"
     raise UserError(
-        f"'{folder}' should have one {what} column, and has {several} among "
+        f"'{config.root}' should have one {what} column, and has {several} among "
         f"{some(list(rows.features))}; give its name as {what}_column"
     )
 
@@ -290,7 +277,7 @@ def pack(
     target = Path(out).expanduser()
     if target.exists():
         raise UserError(f"'{target}' exists already; give a new folder to pack into")
-    classes, train, val = open_folder(folder, AS_PUBLISHED)
+    classes, train, val = open_folder(DataConfig("folder", str(folder)))
     parts = {"train": train} if val is None else {"train": train, "val": val}
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{os.getpid()}.partial")

@@ -1,4 +1,4 @@
-"""Datasets by name: the openers that `datasets.yaml` names, and `open_data`, which calls them.
+"""Datasets by name: openers that `datasets.yaml` names, and `open_data`, which calls them.
 
 Of torchvision's readers that decode files themselves only the lists of files and labels are used,
 which have no public name, so that all images meet the same decoding policy.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
+import pkgutil
 import re
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -20,14 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import torchvision
 
-from locality.data.arrow import open_arrow
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     FileSource,
     existing_folder,
     list_folder,
     no_images,
-    open_folder,
     open_one,
     open_train_val,
     some,
@@ -39,8 +37,7 @@ from locality.data.sampling import (
     sorted_fraction,
     stratified_split,
 )
-from locality.data.sources import ArraySource, DataSplits, ImageSource, digits
-from locality.data.table import open_table
+from locality.data.sources import ArraySource, DataSplits, ImageSource
 from locality.errors import UserError
 from locality.files import one_at_a_time, parse_json, read_text
 
@@ -62,9 +59,9 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     Raises:
         UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
     """
-    opener: Callable[[DataConfig], Opened] = globals()[DATASETS[config.dataset]["opener"]]
+    opener = pkgutil.resolve_name(f"locality.data.{DATASETS[config.dataset]['opener']}")
     limits = config.skip_classes, config.first_classes
-    classes, train, val = _some_classes(config, opener(config), *limits)
+    classes, train, val = _some_classes(config, _split(config, *opener(config)), *limits)
     if config.val_part is not None:
         val = train.subset(class_part(train.labels, config.val_part, config.split_seed))
     if config.fold is not None:
@@ -110,7 +107,7 @@ def _some_classes(config: DataConfig, opened: Opened, skipped: int, count: int |
 
 
 def _split(
-    classes: list[str], source: ImageSource, val_source: ImageSource | None, config: DataConfig
+    config: DataConfig, classes: list[str], source: ImageSource, val_source: ImageSource | None
 ) -> Opened:
     """Without validation images, divide the others class by class."""
     if val_source is not None:
@@ -124,29 +121,6 @@ def _split(
             f"evaluation"
         )
     return classes, source.subset(train), source.subset(val)
-
-
-def open_digits(config: DataConfig) -> Opened:
-    """The handwritten digits that come with this package."""
-    source, classes = digits()
-    return _split(classes, source, None, config)
-
-
-def open_images(config: DataConfig) -> Opened:
-    """Any image folder, see `open_folder`."""
-    return _split(*open_folder(config.root, config.decoding), config)
-
-
-def open_tables(config: DataConfig) -> Opened:
-    """Parquet or Arrow files, see `open_arrow`."""
-    columns = config.image_column, config.label_column
-    return _split(*open_arrow(config.root, config.decoding, *columns), config)
-
-
-def open_image_table(config: DataConfig) -> Opened:
-    """A table that names images and their classes, see `open_table`."""
-    columns = config.image_column, config.label_column
-    return _split(*open_table(config.root, config.decoding, *columns), None, config)
 
 
 # -- ImageNet and what belongs to it ---------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Image folders: a folder per class, listed by our own rules and read in any order.
+"""Image files: a folder per class, listed by our own rules, or a table; read in any order.
 
 torchvision's `ImageFolder` numbers the classes of every folder for itself, so that train and val
 can disagree without a word, and leaves no place for a class without images; timm's dataset
@@ -8,7 +8,9 @@ sorted class names number the classes once, and a file is itself or an error.
 
 from __future__ import annotations
 
+import csv
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from locality.data.config import AS_PUBLISHED, Decoding
+from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, decode_window, read_bytes
 from locality.data.sources import BadImage, Draw, ImageSource
-from locality.errors import UserError
+from locality.errors import UserError, unknown
+from locality.files import read_text
 
 IMAGE_SUFFIXES = frozenset(
     f".{suffix}"
@@ -29,6 +32,8 @@ IMAGE_SUFFIXES = frozenset(
         *("tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif"),
     )
 )
+TABLE = "labels.csv"
+_LARGEST_TABLE = 1 << 30
 VAL_NAMES = ("val", "validation", "valid", "test")
 
 
@@ -180,9 +185,7 @@ def open_train_val(
     Raises:
         UserError: no images in either, or different classes.
     """
-    train_listing, val_listing = list_folder(train), list_folder(val)
-    for listing in (train_listing, val_listing):
-        _refuse_nothing(listing)
+    train_listing, val_listing = _list_images(train), _list_images(val)
     if difference := class_difference(train_listing, val_listing):
         raise UserError(f"train and val have different classes: {difference}")
     classes = train_listing.classes
@@ -199,23 +202,91 @@ def open_one(root: Path, decoding: Decoding) -> tuple[list[str], FileSource]:
     Raises:
         UserError: no images.
     """
-    listing = list_folder(root)
-    _refuse_nothing(listing)
+    listing = _list_images(root)
     return listing.classes, listing.source(listing.classes, decoding)
 
 
-def open_folder(
-    root: Path | str | None, decoding: Decoding
-) -> tuple[list[str], FileSource, FileSource | None]:
+def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
     """Classes, training and validation images of any image folder; None where one is to be divided.
 
     Raises:
         UserError: as `find_parts`, `open_one` and `open_train_val`.
     """
-    train, val = find_parts(root)
+    train, val = find_parts(config.root)
     if val is None:
-        return *open_one(train, decoding), None
-    return open_train_val(train, val, decoding)
+        return *open_one(train, config.decoding), None
+    return open_train_val(train, val, config.decoding)
+
+
+def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
+    """Classes, sorted, and images of a table: a text file whose rows name an image and its class.
+
+    Columns are divided by commas, semicolons, tabs or spaces. They are chosen by number, from 1,
+    or by their names in the first row, which is a heading if its image is none by name.
+
+    Args:
+        config: its root is the file, or a folder with a `labels.csv`; images lie relative to it.
+            Its columns are the first and the second unless given.
+
+    Raises:
+        UserError: there is no such table, column or image, or a row names none or one again.
+    """
+    if config.root is None:
+        raise UserError("a table of images needs a file or its folder; give it as data.root")
+    path = Path(config.root).expanduser()
+    path = path / TABLE if path.is_dir() else path
+    if not path.exists():
+        raise UserError(f"there is no table of images '{path}'; give it, or its folder, as root")
+    rows = _rows(path)
+    columns = [
+        _column(path, rows[0], given)
+        for given in (config.image_column or "1", config.label_column or "2")
+    ]
+    if Path(rows[0][columns[0]]).suffix.lower() not in IMAGE_SUFFIXES:
+        rows = rows[1:]
+    short = next((number for number, row in enumerate(rows) if len(row) <= max(columns)), None)
+    if short is not None:
+        raise UserError(f"'{path}' has a row of too few columns: {' '.join(rows[short])!r}")
+    images, labels = ([row[column].strip() for row in rows] for column in columns)
+    if again := [image for image, times in Counter(images).items() if times > 1]:
+        raise UserError(f"'{path}' names {some(again)} more than once")
+    if not images or not (path.parent / images[0]).exists():
+        named = f"names '{images[0]}', which is not" if images else "names no image"
+        raise UserError(f"'{path}' {named} in '{path.parent}'")
+    classes = _in_order(set(labels))
+    numbers = {label: number for number, label in enumerate(classes)}
+    chosen = [numbers[label] for label in labels]
+    return classes, FileSource(path.parent, images, chosen, config.decoding), None
+
+
+def _rows(path: Path) -> list[list[str]]:
+    lines = [line for line in read_text(path, _LARGEST_TABLE).splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"'{path}' has no rows")
+    mark = next((mark for mark in ",;\t" if mark in lines[0]), None)
+    if mark is None:
+        return [line.split() for line in lines]
+    try:
+        return list(csv.reader(lines, delimiter=mark))
+    except csv.Error as error:
+        raise UserError(f"{path} is not CSV: {error}") from error
+
+
+def _column(path: Path, first: list[str], given: str) -> int:
+    """The number, from 0, of a column given by its number from 1 or its name."""
+    numbers = [str(number + 1) for number in range(len(first))]
+    for known in (numbers, first):
+        if given in known:
+            return known.index(given)
+    raise unknown(f"column of '{path}'", given, [*first, *numbers])
+
+
+def _in_order(labels: Iterable[str]) -> list[str]:
+    """Numbers by their value, other labels by the alphabet."""
+    try:
+        return sorted(labels, key=float)
+    except ValueError:
+        return sorted(labels)
 
 
 def image_files(given: Iterable[str]) -> Iterator[Path]:
@@ -296,9 +367,11 @@ def no_images(root: Path) -> UserError:
     )
 
 
-def _refuse_nothing(listing: Listing) -> None:
+def _list_images(root: Path) -> Listing:
+    listing = list_folder(root)
     if not any(listing.files):
-        raise no_images(listing.root)
+        raise no_images(root)
+    return listing
 
 
 def _walk(

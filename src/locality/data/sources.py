@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from locality.data.config import DataConfig
 from locality.errors import UserError
 
 if TYPE_CHECKING:
@@ -195,10 +196,9 @@ class DataSplits:
     val: ImageSource
 
 
-def digits() -> tuple[ImageSource, list[str]]:
+def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
     """1,797 handwritten digits, 8×8, grey as RGB, as scikit-learn's `load_digits` has them."""
-    images, labels = _digit_arrays()
-    return ArraySource(images, labels, "digits"), [str(digit) for digit in range(10)]
+    return [str(digit) for digit in range(10)], ArraySource(*_digit_arrays(), "digits"), None
 
 
 @cache
