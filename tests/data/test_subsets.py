@@ -88,12 +88,6 @@ def test_a_fraction_that_empties_a_class_is_refused(choose):
         choose(0.01)
 
 
-@pytest.mark.parametrize("fraction", [0, -1, 1.01, float("nan")])
-def test_impossible_fractions(fraction):
-    with pytest.raises(UserError, match="fraction is"):
-        sorted_fraction(LABELS, fraction)
-
-
 def test_classes_that_were_empty_already_do_not_matter():
     # 3 and 4 never had an image; their numbers stay theirs.
     assert set(LABELS[balanced_fraction(LABELS, 0.1, 0)].tolist()) == {0, 1, 2, 5}

@@ -365,7 +365,7 @@ class ImageRecord:
 
     def differences(self, before: bytes) -> str:
         """Which files changed, are gone or are new since the table `before`, in words."""
-        old, new = _by_name(before), _by_name(self.table)
+        old, new = (_by_line(gzip.decompress(each).decode()) for each in (before, self.table))
         found = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
             "gone": [name for name in old if name not in new],
@@ -407,10 +407,6 @@ def _content(path: str) -> str:
             return hashlib.file_digest(file, "sha1").hexdigest()[:_DIGITS]
     except OSError:
         return "-"
-
-
-def _by_name(table: bytes) -> dict[str, str]:
-    return _by_line(gzip.decompress(table).decode())
 
 
 def _by_line(table: str) -> dict[str, str]:

@@ -154,7 +154,7 @@ def balanced_fraction(labels: npt.ArrayLike, fraction: float, seed: int) -> Indi
         UserError: a class that has images would be left with none.
     """
     # Adding ½ before truncating rounds halves up, so that counts never fall as fractions rise.
-    return _per_class(labels, fraction, seed, lambda n: int(n * fraction + 0.5))
+    return _fraction(labels, fraction, seed, lambda n: int(n * fraction + 0.5))
 
 
 def sorted_fraction(labels: npt.ArrayLike, fraction: float) -> Indices:
@@ -165,7 +165,7 @@ def sorted_fraction(labels: npt.ArrayLike, fraction: float) -> Indices:
     Raises:
         UserError: a class that has images would be left with none.
     """
-    return _per_class(labels, fraction, None, lambda n: int(n * fraction))
+    return _fraction(labels, fraction, None, lambda n: int(n * fraction))
 
 
 def easiest_fraction(labels: npt.ArrayLike, fraction: float, file: Path) -> Indices:
@@ -194,19 +194,12 @@ def stratified_split(
     Each class that has two images or more gives at least one to either side; a single image is
     trained on.
     """
-    labels = np.asarray(labels, dtype=np.int64)
 
-    def held_out(n: int) -> int:
-        return 0 if n < 2 else min(max(int(n * val_fraction + 0.5), 1), n - 1)
+    def held_out(n: int) -> tuple[int, int]:
+        return 0, 0 if n < 2 else min(max(int(n * val_fraction + 0.5), 1), n - 1)
 
-    val = [
-        members[permuted(np.arange(held_out(len(members))), len(members), key)]
-        for members, key in _classes(labels, seed, Stream.SPLIT)
-    ]
-    chosen = np.zeros(len(labels), dtype=bool)
-    if val:
-        chosen[np.concatenate(val)] = True
-    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+    val = _chosen(labels, seed, Stream.SPLIT, held_out)
+    return np.setdiff1d(np.arange(np.size(labels)), val), val
 
 
 def class_part(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> Indices:
@@ -214,11 +207,8 @@ def class_part(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> I
 
     Parts that do not overlap have no image in common, and adjoining ones leave none out.
     """
-    chosen = []
-    for members, key in _classes(np.asarray(labels, dtype=np.int64), seed, Stream.SPLIT):
-        low, high = (int(len(members) * fraction + 0.5) for fraction in part)
-        chosen.append(members[permuted(np.arange(low, high), len(members), key)])
-    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
+    low, high = part
+    return _chosen(labels, seed, Stream.SPLIT, lambda n: (int(n * low + 0.5), int(n * high + 0.5)))
 
 
 def _classes(labels: npt.NDArray, seed: int, stream: Stream) -> Iterator[tuple[Indices, Keys]]:
@@ -230,25 +220,28 @@ def _classes(labels: npt.NDArray, seed: int, stream: Stream) -> Iterator[tuple[I
         yield order[start:stop], keys(seed, stream, int(label))
 
 
-def _per_class(
+def _chosen(
+    labels: npt.ArrayLike, seed: int | None, stream: Stream, span: Callable[[int], tuple[int, int]]
+) -> Indices:
+    """Of every class's n images those from one place to another, sorted.
+
+    Places are those of the order that `seed` draws, or of the source's own.
+    """
+    chosen = [np.empty(0, dtype=np.int64)]
+    for members, key in _classes(np.asarray(labels, dtype=np.int64), seed or 0, stream):
+        places = np.arange(*span(len(members)))
+        chosen.append(members[places if seed is None else permuted(places, len(members), key)])
+    return np.sort(np.concatenate(chosen))
+
+
+def _fraction(
     labels: npt.ArrayLike, fraction: float, seed: int | None, count: Callable[[int], int]
 ) -> Indices:
-    labels = np.asarray(labels, dtype=np.int64)
-    if not 0 < fraction <= 1:
-        raise UserError(f"fraction is {fraction!r}; give a finite number above 0 and at most 1")
-    chosen = []
-    emptied = []
-    for members, key in _classes(labels, seed or 0, Stream.SUBSET):
-        kept = count(len(members))
-        if kept == 0:
-            emptied.append((int(labels[members[0]]), len(members)))
-            continue
-        ranks = np.arange(kept)
-        chosen.append(members[ranks if seed is None else permuted(ranks, len(members), key)])
-    if emptied:
+    sizes = zip(*np.unique(labels, return_counts=True), strict=True)
+    if emptied := [(label, size) for label, size in sizes if not count(size)]:
         label, size = emptied[0]
         raise UserError(
             f"a fraction of {fraction:g} leaves {len(emptied)} classes without images "
             f"(class {label} has {size}); give a larger fraction"
         )
-    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
+    return _chosen(labels, seed, Stream.SUBSET, lambda n: (0, count(n)))
