@@ -16,12 +16,12 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from locality import checks
 from locality.checkpoints.reading import unpickle
@@ -44,25 +44,15 @@ class DamagedCheckpoint(RunFailed):
     exit_code = 2
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A state on its way to disk: a copy in main memory that training no longer touches.
-
-    Hundreds of small tensors take `torch.save` ten times as long as one large one, and hold up the
-    training thread all the while; so they are laid end to end, one buffer per dtype.
-
-    Attributes:
-        tree: the state with a `(dtype, offset, shape)` list, marked by `_TENSOR`, for each tensor.
-        buffers: dtype → all tensors of that dtype, flattened.
-        step: of the state.
-    """
-
-    tree: Any
-    buffers: dict[str, Tensor]
-    step: int
-
-
 _TENSOR = "\0tensor"
+
+Packed = dict[str, Any]
+"""A state on its way to disk: a copy in main memory that training no longer touches.
+
+Hundreds of small tensors take `torch.save` ten times as long as one large one, and hold up the
+training thread all the while; so they are laid end to end: `buffers` has one for each dtype, by its
+name, and `tree` is the state with `[_TENSOR, dtype, offset, shape]` in the place of each tensor.
+"""
 
 
 def pack(state: Mapping[str, Any]) -> Packed:
@@ -70,35 +60,31 @@ def pack(state: Mapping[str, Any]) -> Packed:
     pieces: dict[str, list[Tensor]] = {}
     ends: dict[str, int] = {}
 
-    def packed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
-            offset = ends.get(dtype, 0)
-            ends[dtype] = offset + value.numel()
-            pieces.setdefault(dtype, []).append(value.detach().reshape(-1).cpu())
-            return [_TENSOR, dtype, offset, list(value.shape)]
-        if isinstance(value, Mapping):
-            return {key: packed(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(packed(item) for item in value)
-        return value
+    def packed(tensor: Tensor) -> list[Any]:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        offset = ends.get(dtype, 0)
+        ends[dtype] = offset + tensor.numel()
+        pieces.setdefault(dtype, []).append(tensor.detach().reshape(-1).cpu())
+        return [_TENSOR, dtype, offset, list(tensor.shape)]
 
-    tree = packed(state)
-    buffers = {dtype: torch.cat(tensors) for dtype, tensors in pieces.items()}
-    return Packed(tree, buffers, state["step"])
+    tree = tree_map_only(Tensor, packed, dict(state))
+    return {"tree": tree, "buffers": {dtype: torch.cat(each) for dtype, each in pieces.items()}}
 
 
-def unpack(tree: Any, buffers: Mapping[str, Tensor]) -> Any:
+def unpack(packed: Packed) -> Any:
     """What `pack` was given, every tensor with memory of its own."""
-    if isinstance(tree, Mapping):
-        return {key: unpack(item, buffers) for key, item in tree.items()}
-    if isinstance(tree, list) and tree[:1] == [_TENSOR]:
-        _, dtype, offset, shape = tree
+
+    def is_tensor(node: Any) -> bool:
+        return isinstance(node, list) and node[:1] == [_TENSOR]
+
+    def unpacked(leaf: Any) -> Any:
+        if not is_tensor(leaf):
+            return leaf
+        _, dtype, offset, shape = leaf
         count = math.prod(shape)
-        return buffers[dtype][offset : offset + count].clone().reshape(shape)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(unpack(item, buffers) for item in tree)
-    return tree
+        return packed["buffers"][dtype][offset : offset + count].clone().reshape(shape)
+
+    return tree_map(unpacked, packed["tree"], is_leaf=is_tensor)
 
 
 def write_checkpoint(path: Path, packed: Packed) -> None:
@@ -110,7 +96,7 @@ def write_checkpoint(path: Path, packed: Packed) -> None:
     with atomic_file(path) as file:
         file.write(b" " * _HEADER_BYTES)
         hashed = _HashingWriter(file)
-        torch.save({"tree": packed.tree, "buffers": packed.buffers}, cast(IO[bytes], hashed))
+        torch.save(packed, cast(IO[bytes], hashed))
         file.seek(0)
         file.write(_header(hashed.digest.hexdigest(), hashed.size))
         file.flush()
@@ -147,8 +133,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         if header != _header(digest.hexdigest(), size):
             raise DamagedCheckpoint(_what_is_wrong(path, header, size))
         try:
-            content = unpickle(cast(IO[bytes], _Payload(file, _HEADER_BYTES)), path)
-            state = unpack(content["tree"], content["buffers"])
+            state = unpack(unpickle(cast(IO[bytes], _Payload(file, _HEADER_BYTES)), path))
             if not state.keys() >= _PARTS:
                 raise KeyError(*_PARTS - state.keys())
             return state
@@ -250,10 +235,11 @@ class CheckpointFolder:
             CheckpointNotSaved: if it cannot be written; what was there is untouched.
             NonFiniteWeights: if a weight is infinite or not a number; what was there is untouched.
         """
-        for name, (_, dtype, offset, shape) in packed.tree["model"].items():
-            if not packed.buffers[dtype][offset : offset + math.prod(shape)].isfinite().all():
+        step = packed["tree"]["step"]
+        for name, (_, dtype, offset, shape) in packed["tree"]["model"].items():
+            if not packed["buffers"][dtype][offset : offset + math.prod(shape)].isfinite().all():
                 raise NonFiniteWeights(
-                    f"{name} is not finite after step {packed.step}, so no checkpoint was written; "
+                    f"{name} is not finite after step {step}, so no checkpoint was written; "
                     f"{self._kept()}. Lower optim.lr or set optim.clip_grad, in a new run folder"
                 )
         try:
@@ -265,11 +251,11 @@ class CheckpointFolder:
                 raise
             full = cause.errno == errno.ENOSPC
             raise CheckpointNotSaved(
-                f"the checkpoint of step {packed.step} could not be written to {self.path} "
+                f"the checkpoint of step {step} could not be written to {self.path} "
                 f"({'the disk is full' if full else cause.strerror or cause}); {self._kept()}. "
                 f"Make room and give the same command again"
             ) from error
-        self.saved_step = packed.step
+        self.saved_step = step
 
     def _kept(self) -> str:
         if self.saved_step is None:
