@@ -11,22 +11,9 @@ from typing import Any, Literal
 
 from locality.errors import UserError, unknown
 
-# The largest models that are built. The published ones have widths to 1,024, depths to 24, images
-# to 384 pixels and 0.3 billion parameters; what lies far beyond is a mistake or a hostile file.
-LARGEST = {
-    "embed_dim": 32_768,
-    "num_heads": 1024,
-    "depth": 512,
-    "mlp_ratio": 64,
-    "img_size": 8192,
-    "patch_size": 1024,
-    "in_chans": 1024,
-    "num_classes": 1_000_000,
-    "embed_kernel": 1024,
-    "embed_stride": 1024,
-    "kv_stride": 1024,
-    "projection_kernel": 1023,
-}
+# The published models have 0.3 billion parameters, widths to 1,024, depths to 24 and images to 384
+# pixels; what lies far beyond, here and in the bounds of their settings, is a mistake or a hostile
+# file.
 MOST_PARAMETERS = 4_000_000_000
 
 
@@ -61,15 +48,6 @@ def shaped(where: str, value: object, wanted: Any) -> None:
         raise UserError(f"{where} is {given}; {names.get(cls, cls.__name__)} belongs there")
 
 
-def size(setting: str, value: object, low: int = 1) -> None:
-    """`value` has to be a whole number from `low` to the setting's `LARGEST`.
-
-    Raises:
-        UserError: if it is not.
-    """
-    integer(setting, value, low, LARGEST[setting])
-
-
 def image_size(value: object) -> None:
     """`value` has to be a side in pixels, or a pair of them.
 
@@ -80,7 +58,7 @@ def image_size(value: object) -> None:
     if len(sides) != 2:
         raise UserError(f"img_size is {value!r}; give one number, or (height, width)")
     for side in sides:
-        size("img_size", side)
+        integer("img_size", side, 1, 8192)
 
 
 def heads(embed_dim: int, num_heads: int) -> None:
@@ -132,7 +110,10 @@ def bounded(
     above: bool = False,
     below: bool = False,
 ) -> Any:
-    """A dataclass's field with bounds that `settings` checks; as `integer` or `number` has them."""
+    """A dataclass's field with bounds that `settings` checks; as `integer` or `number` has them.
+
+    Its default may be `dataclasses.MISSING`.
+    """
     bounds = {"low": low, "high": high, "above": above, "below": below}
     return dataclasses.field(default=default, metadata=bounds)
 

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from timm.layers import resample_abs_pos_embed
 from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from locality.checkpoints.sources import source
 from locality.errors import UserError, naming
 from locality.models import factory
 from locality.models.architecture import unlike
-from locality.models.base import ImageClassifier
+from locality.models.base import ImageClassifier, position_embedding
 from locality.models.from_timm import TimmConfig
 from locality.models.initialisations import trained_conv
 from locality.models.transform import transform
@@ -200,12 +199,7 @@ def resample_positions(state: State, source: Any, target: Any, fresh: State) -> 
         if before[name] == after[name]:
             continue
         prefix = state[name].shape[1] - before[name][0] * before[name][1]
-        state[name] = resample_abs_pos_embed(
-            state[name],
-            new_size=list(after[name]),
-            old_size=list(before[name]),
-            num_prefix_tokens=prefix,
-        )
+        state[name] = position_embedding(state[name], before[name], after[name], prefix)
         changes.append(
             f"the position embedding {name} is resampled from {before[name][0]}×{before[name][1]} "
             f"to {after[name][0]}×{after[name][1]} patches"

@@ -40,7 +40,7 @@ def projected_grid(
 
 def check_window(kernel: int) -> None:
     """Refuse a window of a projection that has no centre."""
-    checks.size("projection_kernel", kernel)
+    checks.integer("projection_kernel", kernel, 1, 1023)
     if kernel % 2 == 0:
         raise UserError(f"projection_kernel has to be odd and above 0, not {kernel}")
 

@@ -56,8 +56,8 @@ class Architecture:
     classifier: ClassVar[str] = "head"
 
     img_size: int | tuple[int, int] = 224
-    in_chans: int = 3
-    num_classes: int = 1000
+    in_chans: int = checks.bounded(3, 1, 1024)
+    num_classes: int = checks.bounded(1000, 0, 1_000_000)
     global_pool: Literal["token", "avg", ""] = "token"
     class_token: bool | None = None
     drop_rate: float = checks.bounded(0.0, 0, 1, below=True)
@@ -68,8 +68,6 @@ class Architecture:
         if isinstance(self.img_size, list):  # lists come from YAML and JSON
             object.__setattr__(self, "img_size", tuple(self.img_size))
         checks.image_size(self.img_size)
-        checks.size("in_chans", self.in_chans)
-        checks.size("num_classes", self.num_classes, 0)
         checks.settings(self)
         checks.one_of("init", self.init, self.initialisations)
 

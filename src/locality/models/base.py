@@ -228,6 +228,13 @@ class ImageClassifier(nn.Module):
         return self._run(block, x, grid, block is self._map_blocks()[-1])
 
 
+def embedding(entries: int, width: int) -> nn.Parameter:
+    """A learned class token or position embedding (1, entries, width), truncated-normal."""
+    learned = nn.Parameter(torch.zeros(1, entries, width))
+    nn.init.trunc_normal_(learned, std=0.02)
+    return learned
+
+
 def with_class_token(token: Tensor, patches: Tensor) -> Tensor:
     """A class token (1, 1, C) before the patches: (B, N, C) → (B, 1 + N, C)."""
     return torch.cat((token.to(patches.dtype).expand(patches.shape[0], -1, -1), patches), dim=1)

@@ -78,14 +78,9 @@ class Stage(nn.Module):
             config.embed_padding,
             norm_eps=_NORM_EPS,
         )
-        self.pos_embed: nn.Parameter | None = None
-        if config.use_pos_embed:
-            self.pos_embed = nn.Parameter(torch.zeros(1, grid[0] * grid[1], width))
-            nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        self.cls_token: nn.Parameter | None = None
-        if class_token:
-            self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-            nn.init.trunc_normal_(self.cls_token, std=0.02)
+        patches = grid[0] * grid[1]
+        self.pos_embed = base.embedding(patches, width) if config.use_pos_embed else None
+        self.cls_token = base.embedding(1, width) if class_token else None
         self.blocks = nn.ModuleList(
             Block(
                 width,

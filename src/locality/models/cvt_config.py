@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Self, TypeVar, cast
 
 from locality import checks
@@ -60,16 +60,14 @@ class StageConfig:
         UserError: naming the field, what was given and what is accepted.
     """
 
-    embed_dim: int
-    num_heads: int
-    depth: int
-    embed_kernel: int = 3
-    embed_stride: int = 2
+    embed_dim: int = checks.bounded(MISSING, 1, 32_768)
+    num_heads: int = checks.bounded(MISSING, 1, 1024)
+    depth: int = checks.bounded(MISSING, 1, 512)
+    embed_kernel: int = checks.bounded(3, 1, 1024)
+    embed_stride: int = checks.bounded(2, 1, 1024)
     embed_padding: int = 1
-    mlp_ratio: float | tuple[float, ...] = checks.bounded(
-        4.0, 0, checks.LARGEST["mlp_ratio"], above=True
-    )
-    kv_stride: int | tuple[int, ...] = checks.bounded(2, 1, checks.LARGEST["kv_stride"])
+    mlp_ratio: float | tuple[float, ...] = checks.bounded(4.0, 0, 64, above=True)
+    kv_stride: int | tuple[int, ...] = checks.bounded(2, 1, 1024)
     projection: ProjectionName = "conv"
     projection_kernel: int = 3
     kv_padding: int | None = None
@@ -81,8 +79,7 @@ class StageConfig:
         for name in _PER_BLOCK:  # lists come from YAML and JSON
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("embed_dim", "num_heads", "depth", "embed_kernel", "embed_stride"):
-            checks.size(name, getattr(self, name))
+        checks.settings(self)
         checks.heads(self.embed_dim, self.num_heads)
         # More padding than that would make tokens of nothing but padding.
         checks.integer("embed_padding", self.embed_padding, 0, self.embed_kernel - 1)
@@ -93,7 +90,6 @@ class StageConfig:
                     f"{name}={given} has {len(given)} values for depth={self.depth}; "
                     f"give one number or one per block"
                 )
-        checks.settings(self)
         check_window(self.projection_kernel)
         if self.kv_padding is not None:
             checks.integer("kv_padding", self.kv_padding, 0, self.projection_kernel // 2)

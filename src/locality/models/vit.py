@@ -59,16 +59,10 @@ class VisionTransformer(ImageClassifier):
         self.patch_embed = nn.Conv2d(
             config.in_chans, width, kernel_size=config.patch_size, stride=config.patch_size
         )
-        self.cls_token: nn.Parameter | None = None
-        if config.has_class_token:
-            self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-            nn.init.trunc_normal_(self.cls_token, std=0.02)
-        self.pos_embed: nn.Parameter | None = None
-        if config.use_pos_embed:
-            ((rows, columns),) = config.home_grids
-            entries = rows * columns + config.embed_class_token
-            self.pos_embed = nn.Parameter(torch.zeros(1, entries, width))
-            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        self.cls_token = base.embedding(1, width) if config.has_class_token else None
+        ((rows, columns),) = config.home_grids
+        entries = rows * columns + config.embed_class_token
+        self.pos_embed = base.embedding(entries, width) if config.use_pos_embed else None
         # Stochastic depth grows linearly over the blocks.
         step = config.drop_path_rate / max(1, config.depth - 1)
         self.blocks = nn.ModuleList(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from locality import checks
@@ -38,11 +38,11 @@ class ViTConfig(Architecture):
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the blocks.
     """
 
-    embed_dim: int
-    num_heads: int
-    depth: int = 12
-    patch_size: int = 16
-    mlp_ratio: float = checks.bounded(4.0, 0, checks.LARGEST["mlp_ratio"], above=True)
+    embed_dim: int = checks.bounded(MISSING, 1, 32_768)
+    num_heads: int = checks.bounded(MISSING, 1, 1024)
+    depth: int = checks.bounded(12, 1, 512)
+    patch_size: int = checks.bounded(16, 1, 1024)
+    mlp_ratio: float = checks.bounded(4.0, 0, 64, above=True)
     qkv_bias: bool = False
     gpsa_layers: int = 0
     positional_attention: PositionalAttention = "gpsa"
@@ -61,8 +61,6 @@ class ViTConfig(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("embed_dim", "num_heads", "depth", "patch_size"):
-            checks.size(name, getattr(self, name))
         checks.heads(self.embed_dim, self.num_heads)
         checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
         reads_token = self.global_pool == "token" and self.class_token is None
