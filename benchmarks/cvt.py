@@ -35,9 +35,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from locality.benchmark import machine
 from locality.benchmark.measure import Timing, inference, interleave, training_step
 from locality.benchmark.peers import peers, randomise
+from locality.benchmark.run import machine
 from locality.files import write_atomic
 from locality.models import build
 

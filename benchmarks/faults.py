@@ -37,10 +37,10 @@ from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, 
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunConfig, recipe, replace, train
+from locality.training.distributed import Interrupted
 from locality.training.loop import Loop
 from locality.training.preview import preview
 from locality.training.runs import RunFolder
-from locality.training.signals import Interrupted
 
 PHASES = ("step", "evaluate", "save")
 SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGTERM)}

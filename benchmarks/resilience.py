@@ -26,13 +26,12 @@ from lightning_fabric import Fabric
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace
-from locality.training.distributed import create_fabric
+from locality.training.distributed import Interruption, create_fabric
 from locality.training.engine import build_components
 from locality.training.load import build_model
 from locality.training.loop import Loop
 from locality.training.preview import preview
 from locality.training.recorder import Counts, Recorder
-from locality.training.signals import Interruption
 
 
 def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:

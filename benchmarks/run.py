@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from locality.benchmark.measure import interleave
-from locality.benchmark.record import write_record
+from locality.benchmark.run import write_record
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -31,7 +31,7 @@ ORDER = [
     "models",
     "layers",
 ]
-LEAVES = {"errors", "files", "checks", "settings", "lazy", "machine", "_version"}
+LEAVES = {"errors", "files", "checks", "settings", "lazy", "machine"}
 FILES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in SOURCE.rglob("*.py")
@@ -51,7 +51,8 @@ def imports(node, inside=False):
             assert not child.level, "relative imports hide what they point to"
             for alias in child.names:
                 name = f"{child.module}.{alias.name}"
-                yield (name if name in FILES else child.module), inside
+                if name != "locality.__version__":
+                    yield (name if name in FILES else child.module), inside
         elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:
                 yield from imports(other, inside)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from locality._version import __version__
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from locality.trained import TrainedRun as TrainedRun
     from locality.trained import fit as fit
     from locality.training import train as train
+
+__version__ = "0.2.0"
 
 __all__, __getattr__ = lazily(__name__, __file__)
 __all__ += ["__version__"]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from locality._version import __version__
+from locality import __version__
 from locality.errors import one_line, printable, unknown
 
 # name → (module of locality.commands: function, what it does)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from locality._version import __version__
+from locality import __version__
 
 
 def processor() -> str:

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
 
-from locality._version import __version__
+from locality import __version__
 from locality.analysis.explorer import explorer_page
 from locality.checkpoints.open import Classifier
 from locality.data.config import Decoding

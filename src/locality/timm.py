@@ -21,7 +21,7 @@ from torch import Tensor
 
 from locality.checkpoints.adapt import resample_positions
 from locality.checkpoints.open import PREPARED, recognise
-from locality.checkpoints.sources import SOURCES, Source
+from locality.checkpoints.where import SOURCES, Source
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.cvt_config import CvTConfig

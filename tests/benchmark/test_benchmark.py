@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from locality.benchmark import BenchmarkConfig, run_benchmark, to_table
+from locality.benchmark.config import BenchmarkConfig
 from locality.benchmark.loading import run_loading
 from locality.benchmark.measure import Timing, interleave, peak_memory
 from locality.benchmark.peers import peers, randomise
+from locality.benchmark.run import run_benchmark, to_table
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
@@ -169,4 +170,4 @@ def test_the_command_writes_json(tmp_path, capsys):
     assert [result["model"] for result in results] == ["deit_nano"]
     assert "deit_nano on" in capsys.readouterr().out
     assert main(["benchmark", "convit_nano", "--output", str(tmp_path / "no" / "x.json")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err

@@ -22,7 +22,6 @@ from locality.checkpoints import (
     convert,
     create_model,
     hub,
-    list_pretrained,
     load_weights,
     open_model,
     save,
@@ -70,11 +69,6 @@ def test_timms_own_description_of_its_weights_agrees_with_ours():
 
 def test_a_models_name_alone_means_its_first_weights():
     assert source("cvt_13").name == "cvt_13.ms_in1k"
-    assert list_pretrained("cvt_13") == [
-        "cvt_13.ms_in1k",
-        "cvt_13.ms_in1k_384",
-        "cvt_13.ms_in22k_ft_in1k_384",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from locality.analysis.summary import measure_model
 from locality.data import ArraySource
 from locality.models import build, count_parameters
 from locality.training.config import RunConfig
-from locality.training.predictions import Collector
+from locality.training.evaluation import Collector
 from locality.training.runs import RunFolder
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}

@@ -24,8 +24,8 @@ from locality.runner.comparison import (
 from locality.runner.schedule import run_all
 from locality.settings import differences
 from locality.training import fitting
+from locality.training.fitting import Speed
 from locality.training.runs import RunFolder
-from locality.training.speed import Speed
 
 MODELS = ("convit_nano", "timm/test_resnet")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from locality.data import ArraySource, Preprocessing, eval_loader
 from locality.training import evaluate
-from locality.training.signals import EvaluationStopped
+from locality.training.distributed import EvaluationStopped
 
 IMAGES, CLASSES = 50, 7
 PLAIN = Preprocessing(4, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))

@@ -13,9 +13,8 @@ from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.training import RunFolder, fitting
-from locality.training.fitting import MIXED_FROM, fit, start_from
+from locality.training.fitting import MIXED_FROM, Speed, fit, measure, start_from
 from locality.training.preview import Preview
-from locality.training.speed import Speed, measure
 
 from .conftest import tiny, train
 

@@ -16,11 +16,11 @@ from locality.machine import commit
 from locality.models import build
 from locality.training import distributed, dry_run, recipe, replace
 from locality.training.distributed import choose_precision, resolve_accelerator
+from locality.training.fitting import Speed
 from locality.training.loop import seed_pass
 from locality.training.preview import preview
 from locality.training.recorder import Counts, CsvTable, Progress, Recorder
 from locality.training.runs import RunFolder
-from locality.training.speed import Speed
 
 from .conftest import tiny, train
 

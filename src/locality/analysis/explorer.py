@@ -33,7 +33,7 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor, nn
 
-from locality._version import __version__
+from locality import __version__
 from locality.analysis.pictures import DECADES, close_up, data_address, prepared
 from locality.analysis.summary import measure_model, positional_vectors
 from locality.analysis.taps import LayerView, capture, evaluating

@@ -39,10 +39,9 @@ from locality.errors import UserError
 from locality.files import parse_json, read_json, read_text, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
-from locality.training.evaluation import evaluate_run
+from locality.training.evaluation import Collector, evaluate_run
 from locality.training.load import initial_model, load_run
-from locality.training.plan import make_plan
-from locality.training.predictions import Collector
+from locality.training.optim import make_plan
 from locality.training.recorder import Moment
 from locality.training.runs import RunFolder
 

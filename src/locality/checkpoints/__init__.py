@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from locality.checkpoints.open import open_model as open_model
     from locality.checkpoints.open import read as read
     from locality.checkpoints.open import recognise as recognise
-    from locality.checkpoints.sources import SOURCES as SOURCES
-    from locality.checkpoints.sources import Source as Source
-    from locality.checkpoints.sources import list_pretrained as list_pretrained
-    from locality.checkpoints.sources import source as source
+    from locality.checkpoints.where import SOURCES as SOURCES
+    from locality.checkpoints.where import Source as Source
+    from locality.checkpoints.where import source as source
     from locality.data.config import Preprocessing as Preprocessing
 
 __all__, __getattr__ = lazily(__name__, __file__)

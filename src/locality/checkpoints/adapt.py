@@ -13,7 +13,7 @@ from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.layouts import OURS, check_family
 from locality.checkpoints.open import read
 from locality.checkpoints.reading import check_finite, check_keys
-from locality.checkpoints.sources import source
+from locality.checkpoints.where import source
 from locality.errors import UserError, naming
 from locality.models import factory
 from locality.models.architecture import unlike

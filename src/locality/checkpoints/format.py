@@ -17,8 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
-from locality import checks
-from locality._version import __version__
+from locality import __version__, checks
 from locality.checkpoints.reading import (
     State,
     blank_state,
@@ -48,32 +47,6 @@ INPUT, OUTPUT = "images", "logits"
 
 FAMILIES: dict[str, Any] = {config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)}
 """The configurations that a file may describe, by the name it gives them."""
-
-
-def encode_config(config: Any) -> dict[str, Any]:
-    """A configuration as a JSON object: its family, and every field.
-
-    Raises:
-        UserError: if it is none of ours.
-    """
-    if type(config) not in FAMILIES.values():
-        raise UserError(
-            f"a {type(config).__name__} is not the configuration of a model of this library"
-        )
-    return {"family": config.family, **dataclasses.asdict(config)}
-
-
-def decode_config(content: dict[str, Any]) -> Any:
-    """The configuration that `encode_config` wrote.
-
-    Fields that are missing take their defaults, so that files outlive the settings added later.
-
-    Raises:
-        UserError: for an unknown family or field, or a value of the wrong type.
-    """
-    family = entry("family of models", str(content.get("family")), FAMILIES)
-    fields = {name: value for name, value in content.items() if name != "family"}
-    return from_dict(family, fields, "architecture")
 
 
 @dataclass(frozen=True)
@@ -156,7 +129,7 @@ class Checkpoint:
             "version": FORMAT_VERSION,
             "written_by": f"locality {__version__}",
             "name": self.name,
-            "architecture": encode_config(self.config),
+            "architecture": {"family": self.config.family, **dataclasses.asdict(self.config)},
             "input": None if self.preprocessing is None else dataclasses.asdict(self.preprocessing),
             "labels": None if self.classes is None else list(self.classes),
         }
@@ -164,6 +137,8 @@ class Checkpoint:
     @classmethod
     def from_description(cls, content: dict[str, Any], state: dict[str, Tensor]) -> Checkpoint:
         """The checkpoint that `describe` described, with its weights.
+
+        Settings that are missing take their defaults, so that files outlive those added later.
 
         Raises:
             UserError: if the description is not one, is newer than this version, or is wrong.
@@ -178,7 +153,9 @@ class Checkpoint:
         checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
         given, labels = content.get("input"), content.get("labels")
         name, version = content.get("name"), str(content.get("written_by")).partition(" ")[2]
-        config = decode_config(content["architecture"])
+        fields = dict(content["architecture"])
+        family = entry("family of models", str(fields.pop("family", None)), FAMILIES)
+        config = from_dict(family, fields, "architecture")
         preprocessing = None
         if given is not None:
             preprocessing = from_dict(Preprocessing, given, "input").completed(config.img_size)

@@ -23,8 +23,7 @@ from locality.checkpoints.format import (
     save,
 )
 from locality.checkpoints.reading import read_state
-from locality.checkpoints.sources import Source
-from locality.checkpoints.where import SUFFIXES
+from locality.checkpoints.where import SUFFIXES, Source
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming
 from locality.machine import hub_asked_once

@@ -38,9 +38,8 @@ from locality.checkpoints.reading import (
     shorten,
 )
 from locality.checkpoints.run_state import classes_of, latest_state
-from locality.checkpoints.sources import source
 from locality.checkpoints.vit import CONVIT, DEIT
-from locality.checkpoints.where import is_run_folder, kind_of, refuse_entry
+from locality.checkpoints.where import is_run_folder, kind_of, refuse_entry, source
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import UserError, naming, require
@@ -111,8 +110,9 @@ class Classifier:
         )
 
     def __call__(self, images: Iterable[Image.Image]) -> Tensor:
-        """PIL images → probabilities (B, classes), each row summing to one."""
-        return self.logits(self.prepare(images)).softmax(dim=-1)
+        """PIL images → probabilities (B, classes), each row summing to one; of none, none."""
+        batch = self.prepare(images)
+        return self.logits(batch).softmax(dim=-1) if len(batch) else torch.empty(0, 0)
 
     def prepare(self, images: Iterable[Image.Image]) -> Tensor:
         """PIL images as the model wants them, (B, C, H, W) normalised, on its device.
@@ -131,7 +131,9 @@ class Classifier:
             return transform(image.convert(_MODES[channels]))
 
         # A loop's variable would keep each image while the next one is decoded.
-        batch = normalise(torch.stack(list(map(prepared, images))), self.preprocessing)
+        if not (pixels := list(map(prepared, images))):
+            return torch.empty(0, channels, *self.preprocessing.size)
+        batch = normalise(pixels, self.preprocessing)
         return batch if self.model is None else batch.to(next(self.model.parameters()).device)
 
     def label(self, index: int) -> str:
@@ -405,8 +407,6 @@ def _from_hub(name: str) -> Checkpoint:
 
 
 def _open_graph(path: Path) -> Classifier:
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file {path}")
     open_file(path, _LARGEST_GRAPH).close()
     require("running an ONNX graph", "locality[export]", "onnxruntime")
     import onnxruntime

@@ -1,14 +1,22 @@
-"""What somebody named, as a model or to write to, told from the name: nothing is opened."""
+"""What somebody named, as a model or to write to, told from the name: nothing is opened.
+
+Among it the table of public weights: where they are, how they want their images, what they reach.
+A name of these is the model's, a dot, and a tag for who trained it on what: `convit_tiny.fb_in1k`.
+The first tag of a model is what `create_model(model, pretrained=True)` loads.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from locality.checkpoints.sources import SOURCES
+from locality.data.config import Preprocessing
 from locality.errors import UserError, near, unknown
+from locality.files import read_yaml
 from locality.models.variants import PREFIX, VARIANTS
+from locality.settings import from_dict
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
@@ -20,6 +28,63 @@ SUFFIX: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
 """The ending of each format's files."""
 
 Kind = Literal["graph", "run", "path", "public", "timm", "hub"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One public checkpoint.
+
+    Attributes:
+        name: as given to `create_model`.
+        layout: how its tensors are named (see `layouts.LAYOUTS`).
+        repo: repository on the Hugging Face hub.
+        url: direct address of the authors' file, where there is one.
+        sha256: the first characters of the SHA-256 of the file at `url`, as far as they are
+            published (its name carries them); None where none are.
+        licence: as the repository declares it.
+        preprocessing: of evaluation.
+        top1: published ImageNet-1k top-1 in per cent.
+        published: where that number is from.
+    """
+
+    name: str
+    layout: str
+    repo: str
+    preprocessing: Preprocessing
+    top1: float
+    published: str
+    licence: str = "apache-2.0"
+    url: str | None = None
+    sha256: str | None = None
+
+    @property
+    def model(self) -> str:
+        """The name of the architecture, a row of the table of variants."""
+        return self.name.partition(".")[0]
+
+
+SOURCES: dict[str, Source] = {
+    name: from_dict(Source, {"name": name, **row}, name)
+    for name, row in read_yaml(Path(__file__).with_name("sources.yaml")).items()
+}
+"""All public weights: the rows of `sources.yaml`, by name."""
+
+
+def source(name: str) -> Source:
+    """The public weights called `name`; a model's name alone means its first.
+
+    Raises:
+        UserError: if there are none, with the nearest names.
+    """
+    if name in SOURCES:
+        return SOURCES[name]
+    if "." in name:
+        raise unknown("public weights", name, SOURCES)
+    for row in SOURCES.values():
+        if row.model == name:
+            return row
+    models = ", ".join(dict.fromkeys(row.model for row in SOURCES.values()))
+    raise UserError(f"there are no public weights for '{name}'; there are for {models}")
 
 
 def is_run_folder(path: Path | str) -> bool:
@@ -121,5 +186,14 @@ def check_graph(path: Path, format: str) -> None:
         raise unknown("export format", format, SUFFIX)
     if path.suffix != SUFFIX[format]:
         raise UserError(f"a file of format '{format}' has to end in {SUFFIX[format]}, not {path}")
-    if not path.parent.is_dir():
-        raise UserError(f"there is no folder {path.parent} to write {path.name} to")
+    check_place(path)
+
+
+def check_place(path: Path | str | None) -> None:
+    """Refuse to write a file to a folder that is not there, before anything is computed.
+
+    Raises:
+        UserError: if it is not.
+    """
+    if path is not None and not Path(path).parent.is_dir():
+        raise UserError(f"there is no folder {Path(path).parent} to write {Path(path).name} to")

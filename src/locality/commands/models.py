@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from locality.checkpoints.where import check_place
 from locality.commands.parsing import (
     MODEL,
     Parser,
     check_given,
-    check_place,
     open_given,
     read_settings,
     say,
@@ -26,7 +26,7 @@ from locality.errors import UserError, one_line
 from locality.files import write_atomic
 
 if TYPE_CHECKING:
-    from locality.benchmark import BenchmarkConfig
+    from locality.benchmark.config import BenchmarkConfig
     from locality.models import ImageClassifier
 
 
@@ -252,7 +252,7 @@ def _process_each() -> ProcessPoolExecutor:
 def _measure_all(config: BenchmarkConfig, options: Any) -> None:
     """Measure the models of `ALL`, and write what is there after each; name what fails."""
     from locality.benchmark.config import ALL
-    from locality.benchmark.record import write_record
+    from locality.benchmark.run import write_record
 
     measured: dict[str, list[dict[str, Any]]] = {}
     with _process_each() as pool:
@@ -273,7 +273,7 @@ def _measure_all(config: BenchmarkConfig, options: Any) -> None:
 
 
 def _show(results: list[dict[str, Any]], output: str | None) -> None:
-    from locality.benchmark import to_table
+    from locality.benchmark.run import to_table
 
     for result in results:
         header, cells = to_table(result)
@@ -284,7 +284,7 @@ def _show(results: list[dict[str, Any]], output: str | None) -> None:
 
 
 def _measure(name: str, config: BenchmarkConfig, options: Any) -> dict[str, Any]:
-    from locality.benchmark import run_benchmark
+    from locality.benchmark.run import run_benchmark
 
     return run_benchmark(name, config, _opened(name, options))
 

@@ -8,7 +8,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
@@ -255,16 +254,6 @@ def check_given(what: str, options: Any) -> str:
 def say(sentence: str) -> None:
     """Print a sentence where it is not taken for a result."""
     print(f"locality: {sentence}", file=sys.stderr)
-
-
-def check_place(path: str | None) -> None:
-    """Refuse to write a file to a folder that is not there, before anything is computed.
-
-    Raises:
-        UserError: if it is not.
-    """
-    if path is not None and not Path(path).resolve().parent.is_dir():
-        raise UserError(f"the folder of {path} does not exist; create it first")
 
 
 def read_settings(options: Namespace) -> dict[str, Any]:

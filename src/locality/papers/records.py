@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from locality._version import __version__
+from locality import __version__
 from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import estimate
 from locality.files import read_yaml

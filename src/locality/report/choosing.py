@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
-from locality._version import __version__
+from locality import __version__
 from locality.analysis.runs import RecordedRun, RunGroup, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError
@@ -17,7 +17,7 @@ from locality.figures import charts
 from locality.files import render, write_atomic
 from locality.report.comparing import with_interval
 from locality.report.page import FILTERS
-from locality.training.predictions import Predictions
+from locality.training.evaluation import Predictions
 from locality.training.runs import RunFolder
 
 _MOST_CLASSES = 20

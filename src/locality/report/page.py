@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from locality._version import __version__
+from locality import __version__
 from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_address
 from locality.analysis.recording import recorded_trajectory
 from locality.analysis.runs import RecordedRun, RunGroup, differing, group, read_runs

@@ -14,7 +14,7 @@ from locality.analysis.runs import RecordedRun
 from locality.data.checking import duplicates
 from locality.figures import charts, maps
 from locality.files import read_json, read_rows
-from locality.training.predictions import Predictions
+from locality.training.evaluation import Predictions
 from locality.training.runs import RunFolder
 
 _MOST_CLASSES = 20

@@ -19,9 +19,9 @@ from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.runner.runs import Run
 from locality.settings import from_yaml, to_yaml
 from locality.training.config import ModelConfig, RunConfig
+from locality.training.fitting import step_seconds, timed_images
 from locality.training.load import meta_model
-from locality.training.plan import make_plan
-from locality.training.speed import step_seconds, timed_images
+from locality.training.optim import make_plan
 
 # Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
 _IMAGENET_22K = (14_197_122, 70_986, 21_841)

@@ -29,8 +29,7 @@ from locality.errors import UserError, entry
 from locality.machine import processors
 from locality.runner.runs import Run
 from locality.training import RunConfig
-from locality.training.distributed import launched_from_outside
-from locality.training.signals import Interrupted
+from locality.training.distributed import Interrupted, launched_from_outside
 
 _POLL_SECONDS = 0.2
 _PARENT_POLL_SECONDS = 1.0

@@ -26,10 +26,13 @@ from locality.files import write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.distributed import (
+    Interrupted,
+    Interruption,
     children_taken_over,
     create_fabric,
     end_processes,
     exit_code,
+    forwarded_to_children,
     waited_for,
 )
 from locality.training.load import build_model, load_teacher, starting_model
@@ -39,7 +42,6 @@ from locality.training.optim import create_optimizer, create_schedule
 from locality.training.preview import Preview, check_memory, preview, span
 from locality.training.recorder import Counts, Observer, Recorder
 from locality.training.runs import RunFolder
-from locality.training.signals import Interrupted, Interruption, forwarded_to_children
 
 T = TypeVar("T")
 

@@ -1,4 +1,6 @@
-"""What a run on own images is given: chosen from the images and from this machine's speed.
+"""How fast this machine trains; what a run costs on it, and which run fits own images and it.
+
+The speed is that of a few real batches loaded, and of a few steps on random images.
 
 The recipes `photos` and `finetune` say how to train; how large a model, on how many pixels, for how
 long, depends on what there is. What is chosen becomes part of the run's configuration, so that the
@@ -10,26 +12,222 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from locality import checks, machine
 from locality.checkpoints.open import read
 from locality.checkpoints.where import kind_of
-from locality.data import DataSplits, open_data
+from locality.data import DataSplits, open_data, train_loader
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.config import RunConfig
-from locality.training.distributed import launched_from_outside
+from locality.training.distributed import launched_from_outside, resolve_accelerator
 from locality.training.load import meta_model
-from locality.training.preview import preview, span
+from locality.training.optim import create_optimizer
+from locality.training.preview import Preview, check_memory, preview, span
 from locality.training.recipes import adjusted
 from locality.training.runs import RunFolder
-from locality.training.speed import Speed, measure
+
+# Multiply-accumulates of a timed step: one that would take long is timed on a part of its batch.
+_TIMED_MACS = 4e10
+_TIMED_STEPS = 3
+_TIMED_SECONDS = 2.0
+_LOADED = 16
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds that an image takes.
+
+    Attributes:
+        loading: read, decoded and changed by one process.
+        computing: its share of a training step, over all devices.
+        workers: of the run.
+        on_processor: computing shares its cores with loading.
+    """
+
+    loading: float
+    computing: float
+    workers: int
+    on_processor: bool
+
+    @property
+    def training(self) -> float:
+        """Of a training step, loading included."""
+        return self._together(self.computing)
+
+    @property
+    def evaluating(self) -> float:
+        """Of an evaluation: a forward pass costs a third of a step."""
+        return self._together(self.computing / 3)
+
+    @property
+    def bottleneck(self) -> str:
+        """The two rates, and which of them holds a run up."""
+        reading, model = max(1, self.workers) / self.loading, 1 / self.computing
+        who = f"{self.workers} workers" if self.workers else "the training process"
+        slower = (
+            "reading images is the bottleneck; more data.workers read more, and data.crops=fast "
+            "takes less for each"
+            if reading < model
+            else "the model is the bottleneck"
+        )
+        return f"{reading:.4g} images/s read by {who}, {model:.4g} trained on: {slower}"
+
+    def _together(self, computing: float) -> float:
+        if not self.workers:
+            return computing + self.loading
+        if self.on_processor:
+            return computing + self.loading / machine.processors()
+        return max(computing, self.loading / self.workers)
+
+
+def measure(seen: Preview) -> Speed:
+    """The speed of a run on this machine, in a few seconds."""
+    config = seen.config
+    images = timed_images(seen.micro_batch, 3 * seen.macs)
+    steps = step_seconds(
+        config, len(seen.splits.classes), images, seen.precision, seconds=_TIMED_SECONDS
+    )
+    return Speed(
+        _loading_seconds(seen),
+        sum(steps) / len(steps) / images / seen.world_size,
+        config.data.workers * seen.world_size,
+        seen.device_type == "cpu",
+    )
+
+
+def timed_images(batch_size: int, macs: float) -> int:
+    """How many images of a batch to time a step on, each of so many multiply-accumulates."""
+    return int(min(batch_size, max(1, _TIMED_MACS // macs)))
+
+
+def step_seconds(
+    config: RunConfig, classes: int, images: int, precision: str = "fp32", seconds: float = 0.0
+) -> list[float]:
+    """How long training steps on so many random images take, after a first one.
+
+    Args:
+        config: its model, optimiser and device count.
+        classes: of the model.
+        images: of a step.
+        precision: resolved.
+        seconds: keep on for so long, and for three steps at least.
+    """
+    device = torch.device(resolve_accelerator(config.engine.accelerator))
+    # Any weights cost the same; drawing those of a large network properly takes longer than a step.
+    network = meta_model(config, classes).to_empty(device=device).train()
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.ndim > 1:
+            nn.init.uniform_(tensor, -0.05, 0.05)
+        elif tensor.is_floating_point():
+            nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
+    optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
+    batch = torch.randn(images, 3, *network.img_size, device=device)
+    mixed = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed")
+    taken: list[float] = []
+    while len(taken) <= _TIMED_STEPS or sum(taken[1:]) < seconds:
+        started = time.perf_counter()
+        with mixed:
+            loss = network(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()  # a GPU has finished when its result is here
+        taken.append(time.perf_counter() - started)
+    return taken[1:]
+
+
+def _loading_seconds(seen: Preview) -> float:
+    config = seen.config
+    batches = iter(
+        train_loader(
+            seen.splits.train,
+            config.augment,
+            config.input.at(seen.img_size),
+            batch_size=_LOADED,
+            seed=config.seed,
+            stop_step=2,
+        )
+    )
+    next(batches)  # the first reads libraries too
+    started = time.perf_counter()
+    next(batches)
+    return (time.perf_counter() - started) / _LOADED
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run comes to.
+
+    Attributes:
+        preview: data, plan, parameters, MACs and memory.
+        images_per_second: as given or measured, over all processes.
+        speed: where it comes from, if it was measured on this machine.
+    """
+
+    preview: Preview
+    images_per_second: float
+    speed: Speed | None = None
+
+    @property
+    def hours(self) -> float:
+        """Training time; evaluations come on top."""
+        return self.preview.plan.images / self.images_per_second / 3600
+
+    def __str__(self) -> str:
+        seen = self.preview
+        here = "" if self.speed is None else ", measured here"
+        rates = "" if self.speed is None else f"\nspeed   {self.speed.bottleneck}"
+        time = (
+            f"{span(3600 * self.hours)} at {self.images_per_second:.4g} images/s{here} "
+            f"({self.hours:.3g} h)"
+        )
+        return (
+            f"{seen}\n"
+            f"memory  {seen.activation_bytes / 1e9:.3g} GB of activations and "
+            f"{seen.state_bytes / 1e9:.3g} GB of weights and moments per process\n"
+            f"disk    {seen.checkpoint_bytes / 1e9:.3g} GB per checkpoint\n"
+            f"cost    {6 * seen.macs * seen.plan.images:.3g} operations\n"
+            f"time    {time}{rates}"
+        )
+
+
+def dry_run(
+    config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
+) -> DryRun:
+    """Check a run and count what it will cost.
+
+    Args:
+        config: the run.
+        folder: checked for belonging to this configuration, if it exists. Nothing is written.
+        images_per_second: training speed over all processes, for the estimate of time; None
+            measures it on this machine, in a few seconds.
+
+    Raises:
+        UserError: whatever `train` would refuse.
+    """
+    if images_per_second is not None:
+        checks.number("images_per_second", images_per_second, 0, above=True)
+    run = None if folder is None else RunFolder(folder)
+    seen = preview(config, resumes=run is not None and run.has_begun())
+    if run is not None:
+        run.check(config)
+    check_memory(seen)
+    if images_per_second is None:
+        speed = measure(seen)
+        return DryRun(seen, 1 / speed.training, speed)
+    return DryRun(seen, images_per_second)
+
 
 # From scratch: models by cost, with image and patch size. All have grids of 8×8 patches but the
 # last, of 14×14, and the first is for images that are no larger.

@@ -23,13 +23,17 @@ from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, Stream, eval_loader, keys, seed_generators, train_loader
 from locality.errors import NonFiniteLoss, UserError
 from locality.models import ImageClassifier
-from locality.training.distributed import Processes, measured
-from locality.training.evaluation import evaluate
+from locality.training.distributed import (
+    EvaluationStopped,
+    Interrupted,
+    Interruption,
+    Processes,
+    measured,
+)
+from locality.training.evaluation import Collector, evaluate
 from locality.training.objective import Objective
-from locality.training.predictions import Collector
 from locality.training.preview import Preview
 from locality.training.recorder import Counts, Recorder
-from locality.training.signals import EvaluationStopped, Interrupted, Interruption
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from locality import checks, machine
+from locality import machine
 from locality.data import DataSplits, open_data
 from locality.data.folder import some
 from locality.errors import UserError
@@ -22,10 +21,7 @@ from locality.training.config import RunConfig
 from locality.training.distributed import choose_precision, layout, resolve_accelerator
 from locality.training.load import check_teacher, check_weights, meta_model
 from locality.training.objective import objective_class
-from locality.training.optim import check_optimizer
-from locality.training.plan import Plan, make_plan
-from locality.training.runs import RunFolder
-from locality.training.speed import Speed, measure
+from locality.training.optim import Plan, check_optimizer, make_plan
 from locality.training.trackers import check_tracker
 
 
@@ -215,70 +211,6 @@ def look_at_classes(splits: DataSplits, plan: Plan) -> list[str]:
             f"images of {len(splits.train):,} more than once"
         )
     return notes
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What a run comes to.
-
-    Attributes:
-        preview: data, plan, parameters, MACs and memory.
-        images_per_second: as given or measured, over all processes.
-        speed: where it comes from, if it was measured on this machine.
-    """
-
-    preview: Preview
-    images_per_second: float
-    speed: Speed | None = None
-
-    @property
-    def hours(self) -> float:
-        """Training time; evaluations come on top."""
-        return self.preview.plan.images / self.images_per_second / 3600
-
-    def __str__(self) -> str:
-        seen = self.preview
-        here = "" if self.speed is None else ", measured here"
-        rates = "" if self.speed is None else f"\nspeed   {self.speed.bottleneck}"
-        time = (
-            f"{span(3600 * self.hours)} at {self.images_per_second:.4g} images/s{here} "
-            f"({self.hours:.3g} h)"
-        )
-        return (
-            f"{seen}\n"
-            f"memory  {seen.activation_bytes / 1e9:.3g} GB of activations and "
-            f"{seen.state_bytes / 1e9:.3g} GB of weights and moments per process\n"
-            f"disk    {seen.checkpoint_bytes / 1e9:.3g} GB per checkpoint\n"
-            f"cost    {6 * seen.macs * seen.plan.images:.3g} operations\n"
-            f"time    {time}{rates}"
-        )
-
-
-def dry_run(
-    config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
-) -> DryRun:
-    """Check a run and count what it will cost.
-
-    Args:
-        config: the run.
-        folder: checked for belonging to this configuration, if it exists. Nothing is written.
-        images_per_second: training speed over all processes, for the estimate of time; None
-            measures it on this machine, in a few seconds.
-
-    Raises:
-        UserError: whatever `train` would refuse.
-    """
-    if images_per_second is not None:
-        checks.number("images_per_second", images_per_second, 0, above=True)
-    run = None if folder is None else RunFolder(folder)
-    seen = preview(config, resumes=run is not None and run.has_begun())
-    if run is not None:
-        run.check(config)
-    check_memory(seen)
-    if images_per_second is None:
-        speed = measure(seen)
-        return DryRun(seen, 1 / speed.training, speed)
-    return DryRun(seen, images_per_second)
 
 
 def check_memory(seen: Preview) -> None:

@@ -22,7 +22,7 @@ from locality.errors import UserError, printable
 from locality.files import atomic_file, csv_text, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
-from locality.training.predictions import Collector
+from locality.training.evaluation import Collector
 from locality.training.preview import Preview, span
 from locality.training.runs import RunFolder
 from locality.training.trackers import Tracker, open_trackers, tagged

@@ -58,7 +58,10 @@ def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Tra
         trackers.append(_TensorBoard(run.tensorboard, evaluated))
     if config.engine.tracker is not None:
         kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
-        trackers.append(kind(run.path, flatten(to_dict(config))))
+        try:
+            trackers.append(kind(run.path, flatten(to_dict(config))))
+        except Exception as error:  # of whichever package
+            raise UserError(f"{config.engine.tracker} cannot log this run: {error}") from error
     return trackers
 
 
@@ -102,10 +105,7 @@ class _WeightsAndBiases:
         import wandb
 
         named = {"project": PROJECT, "name": path.name, "id": _identity(path)}
-        try:
-            self._run = wandb.init(**named, resume="allow", dir=path, config=settings)
-        except wandb.Error as error:
-            raise UserError(f"Weights & Biases cannot log this run: {error}") from error
+        self._run = wandb.init(**named, resume="allow", dir=path, config=settings)
         # Its own steps never go back; a resumed run's may.
         self._run.define_metric("*", step_metric="step")
 
@@ -118,14 +118,6 @@ class _WeightsAndBiases:
 
 class _MLflow:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self._begin(path, settings)
-        except MlflowException as error:
-            raise UserError(f"MLflow cannot log this run: {error}") from error
-
-    def _begin(self, path: Path, settings: dict[str, Any]) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
