@@ -42,7 +42,8 @@ def shaped(where: str, value: object, wanted: Any) -> None:
         if not math.isfinite(value):
             raise UserError(f"{where} is {value!r}; a finite number belongs there")
     elif not isinstance(wanted, type) or not isinstance(value, wanted):
-        names = {dict: "an object", list: "a list", str: "text", float: "a number"}
+        names: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
+        names |= {float: "a number", int: "a whole number"}
         cls = wanted if isinstance(wanted, type) else type(wanted)
         given = "missing" if value is None else repr(value)
         raise UserError(f"{where} is {given}; {names.get(cls, cls.__name__)} belongs there")

@@ -9,8 +9,8 @@ import io
 import json
 import os
 import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -192,20 +192,15 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
     file is removed and `path` stays as it was.
     """
     path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
-    )
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp creates files that only their owner can read; results are meant to be shared.
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
 
@@ -251,13 +246,6 @@ def one_at_a_time(folder: Path | str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    # The only portable way to read the mask is to set it.
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:

@@ -178,7 +178,7 @@ def test_pickles_of_other_things_say_what_they_are(tmp_path):
 
 
 def test_missing_files_and_folders(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no weight file"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.pth"):
         read_state(tmp_path / "nothing.pth")
-    with pytest.raises(UserError, match="is a folder"):
+    with pytest.raises(IsADirectoryError):
         read_state(tmp_path)

@@ -82,7 +82,10 @@ MISTAKES = [
     ("figure nonlocalty runs/photos", "did you mean nonlocality?"),
     ("benchmark convit_nan", "did you mean convit_nano"),
     ("benchmark convit_nano --rounds many", "rounds is many; give a whole number"),
-    ("benchmark convit_nano --output nowhere/x.json", "of nowhere/x.json does not exist"),
+    (
+        "benchmark convit_nano --output nowhere/x.json",
+        "there is no folder nowhere to write x.json to",
+    ),
     ("data chek photos", "did you mean check"),
     ("data pack photos", "needs OUT"),
     ("recipes deit_3000", "did you mean deit_300"),

@@ -30,8 +30,7 @@ from locality.papers.specs import Table
 from locality.papers.verdicts import HOLDS, NOT_RUN, UNTESTABLE
 from locality.runner.runs import TRAIN, with_needs
 from locality.training.config import ScheduleConfig
-from locality.training.optim import create_schedule
-from locality.training.plan import make_plan
+from locality.training.optim import create_schedule, make_plan
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip

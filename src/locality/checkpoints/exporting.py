@@ -186,8 +186,7 @@ def export(
 
 def _program(model: ImageClassifier, axes: dict[int, Any]) -> torch.export.ExportedProgram:
     images = _example(model, batch=2)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about torch's own internals
+    with torch.no_grad(), _quiet():
         return torch.export.export(model, (images,), dynamic_shapes=(axes,))
 
 
@@ -269,15 +268,11 @@ def _example(model: ImageClassifier, batch: int) -> Tensor:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's notes on its own optimiser."""
-    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
+    """Without torch's warnings about its own inside and the exporter's notes on its optimiser."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

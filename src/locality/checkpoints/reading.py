@@ -74,7 +74,7 @@ def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
             "model_ema"); the only one unless given.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        OSError: if there is no such file.
         UserError: if it is no weight file, is damaged, wants to run code, or holds no or several
             state dicts; naming the file and the cause.
     """
@@ -117,13 +117,9 @@ def is_safetensors(path: Path) -> bool:
     """Whether a file is one of safetensors, and not of PyTorch, by its first bytes.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        OSError: if there is no such file.
         UserError: for anything else, saying what it looks like.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a folder, not a weight file")
-    if not path.exists():
-        raise FileNotFoundError(f"there is no weight file {path}")
     with open_file(path) as file:
         start = file.read(512)
     if not start:

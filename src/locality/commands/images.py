@@ -11,11 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from locality.checkpoints.where import check_place
 from locality.commands.parsing import (
     MODEL,
     Parser,
     check_given,
-    check_place,
     open_given,
     say,
     with_aliases,
@@ -60,9 +60,10 @@ def predict(arguments: Sequence[str]) -> int:
     classifier = open_given(options.model, options)
     readable = _Readable(files, options.model)
     probabilities: list[Tensor] = []
-    while readable.more():
-        # One by one: a large image is shrunk before the next is read.
-        probabilities += classifier(image for _, image in islice(readable, _AT_ONCE))
+    images = iter(readable)
+    # One by one: a large image is shrunk before the next is read.
+    while len(found := classifier(islice(images, _AT_ONCE))):
+        probabilities += found
     results = list(zip(readable.read, probabilities, strict=True))
     if options.csv:
         names = [classifier.label(index) for index in range(len(results[0][1]))] if results else []
@@ -102,11 +103,15 @@ def write_predictions(
 
 
 class _Readable:
-    """The images in files that can be read, with their files; the others are named at the end.
+    """The images in files that can be read; the others are named at the end.
 
     Args:
         files: what to read.
         model: for a run, images are decoded as its own were.
+
+    Attributes:
+        read: the files of the images so far.
+        left: how many files were not looked at yet.
     """
 
     def __init__(self, files: Sequence[Path], model: str) -> None:
@@ -116,31 +121,24 @@ class _Readable:
 
         is_run = is_run_folder(model)
         self._decoding = read_config(Path(model)).data.decoding if is_run else AS_PUBLISHED
-        self.read: list[Path] = []
-        self.unread = iter(files)
-        self._ahead: list[tuple[Path, Image.Image]] = []
+        self._files = files
         self._bad: list[str] = []
-        self._count = len(files)
+        self.read: list[Path] = []
+        self.left = len(files)
 
-    def __iter__(self) -> Iterator[tuple[Path, Image.Image]]:
-        return self
-
-    def __next__(self) -> tuple[Path, Image.Image]:
-        if not self.more():
-            raise StopIteration
-        self.read.append(self._ahead[0][0])
-        return self._ahead.pop()
-
-    def more(self) -> bool:
-        """Whether there is another; it is read, and kept until it is asked for."""
+    def __iter__(self) -> Iterator[Image.Image]:
         from locality.data.folder import read_image
 
-        while not self._ahead and (file := next(self.unread, None)) is not None:
+        for file in self._files:
+            self.left -= 1
             try:
-                self._ahead.append((file, read_image(file, self._decoding)))
+                # In no variable, which would keep it while the next one is decoded.
+                opened = [read_image(file, self._decoding)]
             except UserError as error:
                 self._bad.append(one_line(error))
-        return bool(self._ahead)
+                continue
+            self.read.append(file)
+            yield opened.pop()
 
     def said(self) -> int:
         """Name what could not be read; the exit code.
@@ -149,13 +147,13 @@ class _Readable:
             UserError: if nothing could.
         """
         bad = len(self._bad)
-        if bad == self._count:
+        if bad == len(self._files):
             others = f" (nor can the other {bad - 1} images be read)" if bad > 1 else ""
             raise UserError(self._bad[0] + others)
         for sentence in self._bad:
             say(sentence)
         if self._bad:
-            say(f"{bad} of {self._count} images could not be read")
+            say(f"{bad} of {len(self._files)} images could not be read")
         return 1 if bad else 0
 
 
@@ -352,10 +350,11 @@ def _shown(
         return run_images(model, count), 0
     files = list(image_files(given))
     readable = _Readable(files, model)
-    found = [(file.name, image) for file, image in islice(readable, count)]
-    if left := sum(1 for _ in readable.unread):
-        say(f"{left} more images are left out; --count {len(files)} takes all")
-    return found, readable.said()
+    images = list(islice(readable, count))
+    if readable.left:
+        say(f"{readable.left} more images are left out; --count {len(files)} takes all")
+    names = [file.name for file in readable.read]
+    return list(zip(names, images, strict=True)), readable.said()
 
 
 def data(arguments: Sequence[str]) -> int | None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torchvision
 
+from locality import checks
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     FileSource,
@@ -203,10 +204,11 @@ def open_imagenet_real(config: DataConfig) -> Opened:
         if answers[number - 1]:
             paths.append(path)
             sets.append(answers[number - 1])
-    highest = max((max(answer) for answer in sets), default=-1)
-    if highest >= len(classes):
+    strange = [label for answer in sets for label in answer if not 0 <= label < len(classes)]
+    if strange:
         raise UserError(
-            f"'{labels_file}' speaks of class {highest}, but '{folder}' has {len(classes)} classes"
+            f"'{labels_file}' speaks of class {max(strange)}, but '{folder}' has {len(classes)} "
+            f"classes"
         )
     chosen = FileSource(folder, paths, [answers[0] for answers in sets], config.decoding)
     chosen.label_sets = sets
@@ -224,11 +226,7 @@ def _real_labels(path: str | None) -> list[tuple[int, ...]]:
         answers = parse_json(read_text(Path(path).expanduser()), f"the ReaL labels '{path}'")
     except FileNotFoundError as error:
         raise UserError(f"the ReaL labels '{path}' do not exist") from error
-    if not isinstance(answers, list) or not all(
-        isinstance(answer, list) and all(type(label) is int and label >= 0 for label in answer)
-        for answer in answers
-    ):
-        raise UserError(f"the ReaL labels '{path}' should be a list of lists of class numbers")
+    checks.shaped(f"the ReaL labels '{path}'", answers, [[int]])
     return [tuple(answer) for answer in answers]
 
 

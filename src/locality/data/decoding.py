@@ -19,7 +19,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import IO
 
 import numpy as np
@@ -41,6 +41,8 @@ _ADAM7 = (
     *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
 )
 _BLOCK_BYTES = 1 << 20
+# Without Pillow's warnings about large images and odd metadata; both are dealt with here.
+_quiet = partial(warnings.catch_warnings, action="ignore")
 # The machine's troubles, not the file's: skipping images for them would make runs differ.
 _NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
@@ -157,14 +159,6 @@ def _loaded(image: Image.Image, data: bytes) -> Image.Image:
     if image.format == "PNG":
         _check_png(data, image)
     return image
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Pillow's warnings about large images and odd metadata; both are dealt with here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _recognised(file: IO[bytes], decoding: Decoding) -> Image.Image:
