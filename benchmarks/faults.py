@@ -34,10 +34,10 @@ from typing import Any
 import torch
 
 from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, latest_state
+from locality.errors import Interrupted
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunConfig, recipe, replace, train
-from locality.training.distributed import Interrupted
 from locality.training.loop import Loop
 from locality.training.preview import preview
 from locality.training.runs import RunFolder

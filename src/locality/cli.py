@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from locality import __version__
-from locality.errors import one_line, printable, unknown
+from locality.errors import RunFailed, one_line, printable, unknown
 
 # name → (module of locality.commands: function, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -66,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output, such as `head`, has seen enough. Python would flush once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except RunFailed as error:
+        print(f"locality: {one_line(error)}", file=sys.stderr)
+        return error.exit_code
     except USER_ERRORS as error:
         if os.environ.get("LOCALITY_TRACEBACK"):
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -111,6 +112,18 @@ def entry(kind: str, name: str, table: Mapping[str, T]) -> T:
     return table[name]
 
 
+def only(kind: str, given: Iterable[str], accepted: Iterable[str], error: type[UserError]) -> None:
+    """Check that every name that is given is accepted.
+
+    Raises:
+        UserError: of the type `error`, for the first that is not, as `unknown`.
+    """
+    accepted = list(accepted)
+    for name in given:
+        if name not in accepted:
+            raise unknown(kind, name, accepted, error)
+
+
 def require(purpose: str, install: str, *modules: str) -> None:
     """Check that packages which `purpose` needs, and not everybody, are installed.
 
@@ -131,3 +144,21 @@ class NonFiniteWeights(RunFailed):
 
 class CheckpointNotSaved(RunFailed):
     """A checkpoint could not be written; the message says what is still there."""
+
+
+class Interrupted(RunFailed):
+    """A signal stopped the run after it had saved a checkpoint.
+
+    Attributes:
+        signum: the signal.
+        step: steps finished and saved.
+        exit_code: what the process should exit with: 128 + the signal's number (130 after Ctrl-C,
+            143 after SIGTERM).
+    """
+
+    def __init__(self, signum: int, step: int, exit_code: int | None = None) -> None:
+        name = signal.Signals(signum).name
+        super().__init__(f"stopped by {name} after step {step}; the same command resumes the run")
+        self.signum = signum
+        self.step = step
+        self.exit_code = 128 + signum if exit_code is None else exit_code

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from locality.checkpoints.run_state import latest_state
+from locality.errors import Interrupted
 from locality.training import RunConfig, recipe, replace
 from locality.training import train as train_run
-from locality.training.distributed import Interrupted
 from locality.training.loop import Loop
 
 # Two blocks, one of them GPSA, 16 wide: a step takes 2 ms.

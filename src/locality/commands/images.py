@@ -66,9 +66,10 @@ def predict(arguments: Sequence[str]) -> int:
         probabilities += found
     results = list(zip(readable.read, probabilities, strict=True))
     if options.csv:
-        names = [classifier.label(index) for index in range(len(results[0][1]))] if results else []
-        write_predictions(sys.stdout, names, [(str(file), None, row) for file, row in results])
-        return readable.said()
+        code = readable.said()
+        names = [classifier.label(index) for index in range(len(probabilities[0]))]
+        write_predictions(sys.stdout, ["path"], names, results)
+        return code
     listed = []
     for file, row in results:
         classes = classifier.most_likely(row, options.top)
@@ -82,24 +83,24 @@ def predict(arguments: Sequence[str]) -> int:
 
 
 def write_predictions(
-    file: IO[str], classes: Sequence[str], rows: Iterable[tuple[str, str | None, Tensor]]
+    file: IO[str],
+    heading: Sequence[str],
+    classes: Sequence[str],
+    rows: Iterable[tuple[*tuple[object, ...], Tensor]],
 ) -> None:
-    """Write a table of path, label where it is known, prediction, and every class's probability.
+    """Write a table of what images are called, the prediction, and every class's probability.
 
     Args:
         file: open for writing.
+        heading: of what comes before the prediction.
         classes: in the order of the probabilities.
-        rows: path, label or None, (classes,) probabilities.
+        rows: what `heading` says, and (classes,) probabilities.
     """
     table = csv.writer(file, lineterminator="\n")
-    labelled = False
-    for number, (path, label, probabilities) in enumerate(rows):
-        if number == 0:
-            labelled = label is not None
-            table.writerow(["path", *["label"] * labelled, "prediction", *classes])
-        predicted = classes[int(probabilities.argmax())]
+    table.writerow([*heading, "prediction", *classes])
+    for *named, probabilities in rows:
         shown = [f"{value:.6f}" for value in probabilities.tolist()]
-        table.writerow([path, *([label] if labelled else []), predicted, *shown])
+        table.writerow([*named, classes[int(probabilities.argmax())], *shown])
 
 
 class _Readable:
@@ -217,7 +218,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     if options.predictions:
         with open(options.predictions, "w", newline="", encoding="utf-8") as file:
             rows = ((splits.val.describe(i), splits.classes[k], each) for i, k, each in seen)
-            write_predictions(file, opened.classes or splits.classes, rows)
+            classes = opened.classes or splits.classes
+            write_predictions(file, ["path", "label"], classes, rows)
     if options.json:
         print(json.dumps(result))
         return

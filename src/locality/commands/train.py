@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality.commands.parsing import Parser, read_settings_file, taken, with_aliases
-from locality.errors import UserError, one_line
+from locality.errors import UserError
 
 if TYPE_CHECKING:
     from locality.training import RunConfig
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"}
 
 
-def train(arguments: Sequence[str]) -> int | None:
+def train(arguments: Sequence[str]) -> None:
     """Train, resume, or say what a run would cost."""
     config, options = read_run(arguments)
     if options.print_config:
         from locality.settings import to_yaml
 
         print(to_yaml(config), end="")
-        return None
+        return
     folder = Path(options.output) if options.output else default_folder(config)
     _check_names(config, folder)
     from locality import training
@@ -42,22 +42,17 @@ def train(arguments: Sequence[str]) -> int | None:
     if options.dry_run:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
-        return None
-    try:
-        training.train(config, folder, quiet=options.quiet, observer=observer)
-    except (training.Interrupted, training.RunFailed) as stopped:
-        print(f"locality: {one_line(stopped)}", file=sys.stderr)
-        return stopped.exit_code
+        return
+    training.train(config, folder, quiet=options.quiet, observer=observer)
     if options.record:
         from locality.analysis.recording import record
 
         record(folder)
-    return None
 
 
-def finetune(arguments: Sequence[str]) -> int | None:
+def finetune(arguments: Sequence[str]) -> None:
     """`train` with the recipe for own images that starts from weights."""
-    return train(["--recipe", "finetune", *with_aliases(arguments, {"--from": "--model.weights"})])
+    train(["--recipe", "finetune", *with_aliases(arguments, {"--from": "--model.weights"})])
 
 
 def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
@@ -151,11 +146,11 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     return config, options
 
 
-def search(arguments: Sequence[str]) -> int | None:
+def search(arguments: Sequence[str]) -> None:
     """Search, go on with a search, or say what one would cost."""
     from locality.search.run import SEARCHES, Search, SearchConfig, dry_run, named, read_search
     from locality.settings import replace, to_dict
-    from locality.training import Interrupted, RunConfig, RunFailed
+    from locality.training import RunConfig
 
     resumed, words = taken("--resume", with_aliases(arguments, ALIASES))
     name = words.pop(0) if words and not words[0].startswith("-") else "digits"
@@ -185,17 +180,12 @@ def search(arguments: Sequence[str]) -> int | None:
     config = replace(config, given)
     if options.dry_run:
         print(dry_run(config))
-        return None
+        return
     default = f"runs/search/{name}-{config.method}-s{config.run.seed}"
     folder = resumed[-1] if resumed else options.output or default
-    try:
-        found = Search(config, folder, options.quiet).run()
-    except (Interrupted, RunFailed) as error:
-        print(f"locality: {one_line(error)}", file=sys.stderr)
-        return error.exit_code
+    found = Search(config, folder, options.quiet).run()
     best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
     print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")
-    return None
 
 
 def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:

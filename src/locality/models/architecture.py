@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from locality import checks
-from locality.errors import UnknownSetting, unknown
+from locality.errors import UnknownSetting, only
 from locality.layers.grid import Grid
 
 # What may differ between two models that are the same architecture: the size of what goes in and
@@ -109,9 +109,7 @@ class Architecture:
             UserError: for an unknown field (with the nearest), or a value that is not accepted.
         """
         names = [field.name for field in dataclasses.fields(self)]
-        for name in fields:
-            if name not in names:
-                raise unknown(f"setting of {type(self).__name__}", name, names, UnknownSetting)
+        only(f"setting of {type(self).__name__}", fields, names, UnknownSetting)
         return dataclasses.replace(self, **fields)
 
 

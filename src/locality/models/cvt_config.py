@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Self, TypeVar, cast
 
 from locality import checks
-from locality.errors import UnknownSetting, UserError, unknown
+from locality.errors import UnknownSetting, UserError, only
 from locality.layers.grid import (
     AttentionScale,
     Grid,
@@ -246,10 +246,7 @@ class CvTConfig(Architecture):
                 "a CvT has no patch_size; set embed_stride, one per stage, and embedding='patch' "
                 "for embeddings that do not overlap"
             )
-        for name in fields:
-            if name not in own | per_stage | _SHORTHANDS:
-                known = own | per_stage | _SHORTHANDS
-                raise unknown("setting of CvTConfig", name, known, UnknownSetting)
+        only("setting of CvTConfig", fields, own | per_stage | _SHORTHANDS, UnknownSetting)
         if "embedding" in fields and fields.keys() & {"embed_kernel", "embed_padding"}:
             raise UserError(
                 "embedding decides embed_kernel and embed_padding; give the one or the others"

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from locality import checks
-from locality.errors import UserError, entry
+from locality.errors import Interrupted, UserError, entry
 from locality.machine import processors
 from locality.runner.runs import Run
 from locality.training import RunConfig
-from locality.training.distributed import Interrupted, launched_from_outside
+from locality.training.distributed import launched_from_outside
 
 _POLL_SECONDS = 0.2
 _PARENT_POLL_SECONDS = 1.0

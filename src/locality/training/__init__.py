@@ -13,6 +13,7 @@ from locality.lazy import lazily
 if TYPE_CHECKING:
     from locality.checkpoints.run_state import DamagedCheckpoint as DamagedCheckpoint
     from locality.errors import CheckpointNotSaved as CheckpointNotSaved
+    from locality.errors import Interrupted as Interrupted
     from locality.errors import NonFiniteLoss as NonFiniteLoss
     from locality.errors import RunFailed as RunFailed
     from locality.settings import replace as replace
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from locality.training.config import OptimConfig as OptimConfig
     from locality.training.config import RunConfig as RunConfig
     from locality.training.config import ScheduleConfig as ScheduleConfig
-    from locality.training.distributed import Interrupted as Interrupted
     from locality.training.engine import train as train
     from locality.training.evaluation import evaluate as evaluate
     from locality.training.evaluation import evaluate_opened as evaluate_opened

@@ -207,24 +207,6 @@ def children_taken_over(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
     return children
 
 
-class Interrupted(Exception):
-    """A signal stopped the run after it had saved a checkpoint.
-
-    Attributes:
-        signum: the signal.
-        step: steps finished and saved.
-        exit_code: what the process should exit with: 128 + the signal's number (130 after Ctrl-C,
-            143 after SIGTERM).
-    """
-
-    def __init__(self, signum: int, step: int, exit_code: int | None = None) -> None:
-        name = signal.Signals(signum).name
-        super().__init__(f"stopped by {name} after step {step}; the same command resumes the run")
-        self.signum = signum
-        self.step = step
-        self.exit_code = 128 + signum if exit_code is None else exit_code
-
-
 class EvaluationStopped(Exception):
     """An evaluation was asked to stop, by the signal whose number it carries."""
 

@@ -21,12 +21,11 @@ from timm.utils import ModelEmaV3
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data import ImageRecord, verify
-from locality.errors import NonFiniteLoss, UserError
+from locality.errors import Interrupted, NonFiniteLoss, UserError
 from locality.files import write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.distributed import (
-    Interrupted,
     Interruption,
     children_taken_over,
     create_fabric,

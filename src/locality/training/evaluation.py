@@ -179,12 +179,11 @@ def evaluate(
     if all_sum is not None:
         totals = all_sum(totals)
     top1, top5, loss, count = totals.tolist()
-    if not count:
-        return {"top1": float("nan"), "top5": float("nan"), "loss": float("nan"), "n": 0}
+    total = count or float("nan")
     return {
-        "top1": 100 * top1 / count,
-        "top5": 100 * top5 / count,
-        "loss": loss / count,
+        "top1": 100 * top1 / total,
+        "top5": 100 * top5 / total,
+        "loss": loss / total,
         "n": int(count),
     }
 

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, Stream, eval_loader, keys, seed_generators, train_loader
-from locality.errors import NonFiniteLoss, UserError
+from locality.errors import Interrupted, NonFiniteLoss, UserError
 from locality.models import ImageClassifier
 from locality.training.distributed import (
     EvaluationStopped,
-    Interrupted,
     Interruption,
     Processes,
     measured,

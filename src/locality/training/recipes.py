@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
-from locality.errors import UserError, entry, unknown
+from locality.errors import UserError, entry, only
 from locality.settings import replace
 from locality.training.config import (
     EARLIER_RECIPES,
@@ -464,10 +464,7 @@ def recipe(name: str, **choices: Any) -> RunConfig:
         UserError: for a name or an argument that does not exist, with the nearest.
     """
     name = name_of(name)
-    accepted = _choices(name)
-    for choice in choices:
-        if choice not in accepted:
-            raise unknown(f"choice of recipe '{name}'", choice, accepted)
+    only(f"choice of recipe '{name}'", choices, _choices(name), UserError)
     return RECIPES[name](**choices)
 
 
