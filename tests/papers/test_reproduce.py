@@ -19,14 +19,13 @@ from locality.layers.conv_init import corner_heads, kernel_offsets
 from locality.models import build
 from locality.papers import published
 from locality.papers.beyond import start_from_convolutions
-from locality.papers.convit import ABLATIONS
-from locality.papers.measures import early, summed_rate
+from locality.papers.measures import computed, early, summed_rate
 from locality.papers.pages import SCALES as SCALES_SHOWN
 from locality.papers.pages import Entry, results_page, section, shown_claims, write_results_pages
 from locality.papers.records import decided
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.scales import SCALES, get_scale
-from locality.papers.specs import Table
+from locality.papers.specs import REGISTRY, Experiment, Row, Table
 from locality.papers.verdicts import HOLDS, NOT_RUN, UNTESTABLE
 from locality.runner.runs import TRAIN, with_needs
 from locality.training.config import ScheduleConfig
@@ -89,6 +88,37 @@ def test_the_papers_claims_are_many_and_each_stands_once(built):
     if scale.name == "fashion":
         verdicts = [decided(claim, {})["verdict"] for claim in claims]
         assert verdicts.count(UNTESTABLE) <= len(claims) - 45
+
+
+def test_every_claim_is_made_at_some_scale():
+    scales = [get_scale(name, Path("runs")) for name in ("fashion", "imagenet")]
+    for name, item in experiments().items():
+        made = {claim.text for scale in scales for claim in item.build(scale).claims}
+        each = len(item.each) and len(made) / len(item.each)
+        assert set(item.claims) <= made and each == int(each), name
+        assert made or not (item.claims or item.each), name
+
+
+def test_claims_compare_cells_and_may_say_why_they_cannot_be_tested():
+    def cells(s):
+        row = {"x": computed(lambda: 5.0), "y": computed(lambda: 3.5)}
+        return Table((Row("a: first", row),), named={"twice": computed(lambda: 7.0)})
+
+    claims = {
+        "above": "a/x - a/y > 1",
+        "below": "8 > twice",
+        "equal": "a/x = a/y ± 2",
+        "why": {"if": "b/x > a/x", "else": "no b"},
+        "left out": "b/x > a/x",
+    }
+    item = Experiment("mine/cells", cells, "Cells", "At {scale.name}.", claims=claims)
+    spec = item.build(get_scale("digits", Path("runs")))
+    assert spec.about == "At digits."
+    found = {claim.text: decided(claim, {}) for claim in spec.claims}
+    assert {text: each.get("mean", each["empty"]) for text, each in found.items()} == {
+        "above": 0.5, "below": 1.0, "equal": 1.5, "why": "no b"
+    }  # fmt: skip
+    assert found["equal"]["margin"] == 2 and found["why"]["verdict"] == UNTESTABLE
 
 
 def test_tables_share_their_runs(built):
@@ -393,7 +423,8 @@ def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it(t
 
 @pytest.mark.parametrize("row", ["b", "d", "f", "g"])
 def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
-    model = build("convit_nano", **ABLATIONS[row][1])
+    rows = {label[0]: told for label, told in REGISTRY["convit/table-3"].rows.items()}
+    model = build("convit_nano", **rows[row]["fields"])
     for block in model.blocks[: model.config.gpsa_layers]:
         assert not block.attn.gating.requires_grad
         assert torch.count_nonzero(block.attn.gating) == 0
@@ -513,7 +544,7 @@ def test_figure_3_shows_the_corners_of_the_kernel_in_the_papers_order():
 
 @pytest.mark.parametrize("name", ["convit/figure-4", "cvt/figure-2", "cvt/figure-3"])
 def test_architectures_are_drawn_from_the_models_built(name):
-    figure = find(name)[0].build(get_scale("digits", Path("runs"))).drawing.draw([])
+    figure = find(name)[0].build(get_scale("digits", Path("runs"))).draw([])
     shown = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
     expected = {
         "convit/figure-4": ("10 × gated positional", "196 tokens × 432", "v_pos 9×3"),

@@ -1,39 +1,54 @@
-"""Beyond the papers: gated layers that start as *trained* convolutions, few images of new classes
-for models that know others, and what it does to the findings that runs here are short.
+"""Beyond the papers: attention that starts from trained convolutions, and other ways to start; few
+images of new classes for models that know others; what it does to findings that runs are short.
 
 ConViT ends with a question: "if SA layers benefit from being initialized as random convolutions,
 could one reduce even more drastically their sample complexity by initializing them as pre-trained
-convolutions?" Here it is asked of the same images that the model is then trained on, so that no
-further data comes in: first a net with 3×3 convolutions in the place of its gated layers is
-trained, then a ConViT starts from it.
+convolutions?" It is asked here of the same images that the model is then trained on, so that no
+further data comes in: of a ConViT whose gated layers start as near as their heads allow to those of
+a convolutional net, against other initialisations (`locality.models.initialisations`), and of a
+ResNet whose convolutions become gated attention exactly (`locality.models.transform`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from locality.analysis.measures import positional_focus
 from locality.checkpoints import save
 from locality.checkpoints.format import WEIGHTS
 from locality.errors import UserError
-from locality.layers import GatedPositionalSelfAttention, LocalConvolution
+from locality.layers import GatedPositionalSelfAttention, ImageAttention, LocalConvolution
+from locality.layers.conv_init import window_offsets
 from locality.models import ImageClassifier
 from locality.papers.convit import percent
-from locality.papers.measures import TOP1, TRAJECTORY, Quantity, combined, measured, summed_rate
+from locality.papers.measures import (
+    TOP1,
+    TRAJECTORY,
+    Measure,
+    Quantity,
+    combined,
+    masked_top1,
+    measured,
+    summed_rate,
+)
 from locality.papers.scales import FAMILIES, Scale
-from locality.papers.specs import Claimed, Column, Row, Table, by_label, experiment, said
+from locality.papers.specs import REGISTRY, Column, Row, Table, experiment
 from locality.runner.cost import train_images
+from locality.runner.runs import Run
 from locality.training import RunConfig, load_run, train
 from locality.training.load import build_model
 from locality.training.runs import RunFolder
 
 FRACTIONS = (0.05, 0.2, 1.0)
-
-FROM_ATTENTION = "locality.papers.beyond:train_with_convolutions"
-FROM_EVERYTHING = "locality.papers.beyond:train_from_convolutional_net"
 
 # Where a ConViT starts that is to compute what the convolutional net computes: e⁻⁴ of positional
 # attention on each neighbour of a head's centre, 2% of content, and both free to move.
@@ -109,93 +124,195 @@ def start_from_convolutions(
     return carried
 
 
-RANDOM = "ConViT, random convolutions (the paper's)"
-LONGER = "ConViT, random convolutions, trained twice as long"
-GATED = "ConViT, gated layers from it"
-EVERYTHING = "ConViT, everything from it"
+def _rows(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> tuple[Row, ...]:
+    """Top-1 of runs: column → label → runs, in the order of the last column's labels."""
+    *_, labels = found.values()
+    return tuple(
+        Row(label, {column: measured(runs[label], TOP1) for column, runs in found.items()})
+        for label in labels
+    )
 
 
-def _cells(s: Scale, fraction: float) -> dict[str, Quantity]:
-    """Top-1 by row on a fraction of the data."""
-    nets = s.runs("ConViT-3×3", fraction=fraction, fields={"positional_attention": "conv"})
-    twice = nets[0].config.schedule.lasting(2)
+def _of_the_data(parts: Iterable[str]) -> dict[str, Column]:
+    return {part: Column(f"{part} of the data") for part in parts}
 
-    def started(task: str, label: str) -> Quantity:
-        runs = s.started("ConViT-3×3", nets, fraction=fraction, task=task, label=label)
-        return measured(runs, TOP1)
+
+def _with_convolutions(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
+    """Runs by row on a fraction of the data."""
+    role = "ConViT-3×3"
+    part: dict[str, Any] = {"fraction": fraction}
+    nets = s.runs(role, **part, fields={"positional_attention": "conv"})
+    twice: dict[str, Any] = nets[0].config.schedule.lasting(2)
+
+    def started(task: Callable[..., Any], label: str) -> tuple[Run, ...]:
+        name = f"{__name__}:{task.__name__}"
+        return s.started(role, nets, **part, task=name, label=label)
 
     return {
-        "DeiT": s.measured(TOP1, "DeiT-3×3", fraction=fraction),
-        RANDOM: s.measured(TOP1, "ConViT-3×3", fraction=fraction),
-        LONGER: s.measured(TOP1, "ConViT-3×3", fraction=fraction, **twice),
-        "the convolutional net itself": measured(nets, TOP1),
-        GATED: started(FROM_ATTENTION, "gated layers from trained convolutions"),
-        EVERYTHING: started(FROM_EVERYTHING, "from a trained convolutional net"),
+        "DeiT": s.runs("DeiT-3×3", **part),
+        "ConViT, random convolutions (the paper's)": s.runs(role, **part),
+        "ConViT, random convolutions, trained twice as long": s.runs(role, **part, **twice),
+        "the convolutional net itself": nets,
+        "ConViT, gated layers from it": started(
+            train_with_convolutions, "gated layers from trained convolutions"
+        ),
+        "ConViT, everything from it": started(
+            train_from_convolutional_net, "from a trained convolutional net"
+        ),
     }
 
 
-@experiment("beyond/trained-convolutions", "Gated layers that start as trained convolutions")
+@experiment("beyond/trained-convolutions")
 def trained_convolutions(s: Scale) -> Table:
     """Against random convolutions, twice the training, the net itself, and DeiT."""
-    found = {percent(fraction): _cells(s, fraction) for fraction in FRACTIONS}
-    claims: Claimed = {}
-    for part, top1 in found.items():
-        claims |= {
-            f"{part}: gated layers from trained convolutions are above random ones": (
-                top1[GATED] - top1[RANDOM]
-            ),
-            f"{part}: a whole trained start is above random convolutions": (
-                top1[EVERYTHING] - top1[RANDOM]
-            ),
-            f"{part}: … and above random ones trained as long in all": (
-                top1[EVERYTHING] - top1[LONGER]
-            ),
-        }
-    about = (
-        "Not in the papers. The net is trained on the same images for the same number of steps; "
-        "`init_from_conv2d_` then keeps as much of each kernel as the heads can carry."
-    )
-    shown = {part: Column(f"{part} of the data") for part in found}
-    return Table(about, shown, by_label(found), said("", claims))
+    found = {percent(fraction): _with_convolutions(s, fraction) for fraction in FRACTIONS}
+    return Table(_rows(found), _of_the_data(found))
 
 
-SCRATCH = "from scratch"
-TUNED = "from weights"
-LAYERWISE = "from weights, rates falling by a quarter with each layer below the classifier"
-_LAYER_DECAY = 0.75
 _FEW = FRACTIONS[0]
 
 
-def _transferred(s: Scale, role: str) -> dict[str, Quantity]:
-    """Top-1 on the second half of the classes, few images each, by where training starts."""
+def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
+    """Runs on the second half of the classes, few images each, by where training starts."""
     half = train_images(s.runs(role, seeds=(0,))[0].config)[1] // 2
     nets = s.runs(role, data__first_classes=half, keep_weights=False)
     new: dict[str, Any] = {"fraction": _FEW, "data__skip_classes": half}
     tuned = new | {"label": "fine-tuned to other classes"}
-    layerwise = {"label": f"{tuned['label']}, layer by layer", "optim__layer_decay": _LAYER_DECAY}
+    layerwise = {"label": f"{tuned['label']}, layer by layer", "optim__layer_decay": 0.75}
     return {
-        SCRATCH: s.measured(TOP1, role, **new),
-        TUNED: measured(s.started(role, nets, **tuned), TOP1),
-        LAYERWISE: measured(s.started(role, nets, **tuned | layerwise), TOP1),
+        "from scratch": s.runs(role, **new),
+        "from weights": s.started(role, nets, **tuned),
+        "from weights, rates falling by a quarter with each layer below the classifier": s.started(
+            role, nets, **tuned | layerwise
+        ),
     }
 
 
-@experiment("beyond/finetuning", "Few images of new classes, from weights that know others")
+@experiment("beyond/finetuning")
 def finetuning(s: Scale) -> Table:
     """Against training from scratch, at equal length."""
-    found = {family: _transferred(s, f"{family}-S") for family in FAMILIES}
-    claims: Claimed = {
-        f"{family}: {start} is above {SCRATCH}": top1[start] - top1[SCRATCH]
-        for family, top1 in found.items()
-        for start in (TUNED, LAYERWISE)
-    }
-    about = (
-        f"Not in the papers. Weights come from all images of the first half of the classes; then "
-        f"{percent(_FEW)} of the images of the other half are trained on, for as many steps, and "
-        f"accuracy is that on the validation images of these."
+    rows = _rows({family: _transferred(s, f"{family}-S") for family in FAMILIES})
+    return Table(rows, values={"few": percent(_FEW)})
+
+
+@experiment("beyond/converged")
+def converged(s: Scale) -> Table:
+    """Top-1 on all data, as long as everywhere and twice as long."""
+    rows = []
+    for role in ("DeiT-S", "ConViT-S"):
+        once, (run, *_) = s.measured(TOP1, role), s.runs(role)
+        twice = s.measured(TOP1, role, **run.config.schedule.lasting(2))
+        rows.append(Row(role, {"once": once, "twice": twice, "more": twice - once}))
+    return Table(tuple(rows))
+
+
+def _fractions(s: Scale) -> list[float]:
+    return [fraction for fraction in (0.05, 0.1, 1.0) if fraction in s.fractions]
+
+
+@contextmanager
+def _fed(change: Callable[[Tensor], Tensor], model: nn.Module) -> Iterator[None]:
+    """A model that gets to see other images than it is given."""
+    handle = model.register_forward_pre_hook(lambda _, given: (change(given[0]),))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _shifted(images: Tensor) -> Tensor:
+    return images.roll((images.shape[2] // 8, images.shape[3] // 8), (2, 3))
+
+
+def _noisy(images: Tensor) -> Tensor:
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    return images + 0.5 * noise.to(images)
+
+
+def _pale(images: Tensor) -> Tensor:
+    mean = images.mean(dim=(1, 2, 3), keepdim=True)
+    return mean + 0.3 * (images - mean)
+
+
+ROBUSTNESS = {
+    "shifted by ⅛": masked_top1("shifted by 1/8", partial(_fed, _shifted)),
+    "noise, σ = ¼": masked_top1("noise of 1/4", partial(_fed, _noisy)),
+    "30% contrast": masked_top1("30% contrast", partial(_fed, _pale)),
+}
+
+
+@torch.no_grad()
+def _gates_and_moves(run: Run) -> dict[str, float]:
+    """Of the heads that took over a kernel: their mean gate, and how many look elsewhere now."""
+    layers = [m.attn for m in load_run(run.folder)[0].modules() if isinstance(m, ImageAttention)]
+    gates = torch.cat([layer.gating[:-1].sigmoid() for layer in layers])
+    moves = torch.cat(
+        [positional_focus(a.v_pos).centre[:-1] - window_offsets(a.window) for a in layers]
     )
-    shown = {family: Column(family) for family in found}
-    return Table(about, shown, by_label(found), said("", claims))
+    # A head without a centre (nan) has left it too.
+    left = ~(moves.norm(dim=1) < 0.5)
+    return {"gate": 100 * float(gates.mean()), "left": 100 * float(left.float().mean())}
+
+
+_ATTENTION = Measure("gates and moves of a transformed network", _gates_and_moves)
+GATES = {
+    "gate": Measure("mean gate", lambda run: _ATTENTION(run)["gate"], kept=False),
+    "left": Measure("heads that left", lambda run: _ATTENTION(run)["left"], kept=False),
+}
+
+
+_FINE_TUNING = 0.2  # of the steps
+
+
+def _transformed_runs(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
+    nets = s.runs("CNN", fraction=fraction, keep_weights=False)
+    schedule = nets[0].config.schedule
+
+    def lasting(part: float) -> dict[str, Any]:
+        return schedule.lasting(part) | {"schedule.warmup": part * schedule.warmup}
+
+    short = {"fraction": fraction, **lasting(_FINE_TUNING)}
+    trained_on = s.started("CNN", nets, label="trained on", **short)
+    found = {"the ResNet": nets, "the ResNet, trained on": trained_on}
+    for label, changes in REGISTRY["beyond/transformed"].rows.items():
+        found[label] = s.started("T-CNN", nets, label=label, **short, **changes)
+    whole = s.runs("ConViT-S", fraction=fraction, **lasting(1 + _FINE_TUNING))
+    return found | {"ConViT from scratch, as long in all": whole}
+
+
+@experiment("beyond/transformed")
+def transformed(s: Scale) -> Table:
+    """Fine-tuned, against the ResNet trained on as long, and ConViT from scratch for the sum."""
+    found = {percent(fraction): _transformed_runs(s, fraction) for fraction in _fractions(s)}
+    *_, whole = found.values()
+    rows = []
+    for row in _rows(found):
+        gated = row.label in REGISTRY["beyond/transformed"].rows
+        taken = ROBUSTNESS | (GATES if gated else {})
+        cells = {name: measured(whole[row.label], measure) for name, measure in taken.items()}
+        rows.append(Row(row.label, {**row.cells, **cells}))
+    values = {"part": f"{_FINE_TUNING:.0%}"}
+    return Table(tuple(rows), _of_the_data(found), values=values)
+
+
+def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
+    """Runs by initialisation on a fraction of the data."""
+    part: dict[str, Any] = {"fraction": fraction}
+    conv = {"positional_attention": "conv"}
+    nets = s.runs("ConViT-3×3", **part, keep_weights=False, fields=conv)
+    rows = REGISTRY["beyond/initialisations"].rows
+    start = {"label": "trained_conv", "fields": {"init": "trained_conv"}}
+    return {label: s.runs(**row, **part) for label, row in rows.items()} | {
+        "ConViT, trained_conv": s.started("ConViT-3×3", nets, **part, **start),
+        "the convolutional net of trained_conv": nets,
+    }
+
+
+@experiment("beyond/initialisations")
+def initialisations(s: Scale) -> Table:
+    """Five ways to start a ConViT, and three to start a DeiT, on parts of the data."""
+    found = {percent(fraction): _initialised(s, fraction) for fraction in _fractions(s)}
+    return Table(_rows(found), _of_the_data(found))
 
 
 FACTORS = (1.0, 3.0, 10.0, 30.0)
@@ -204,24 +321,7 @@ some 186 over the 300 epochs of ConViT's recipe, 1,251 steps each, and 0.5 to 1.
 thousand steps."""
 
 
-@experiment("beyond/converged", "DeiT and ConViT trained twice as long")
-def converged(s: Scale) -> Table:
-    """Top-1 on all data, as long as everywhere and twice as long."""
-    rows = []
-    for role in ("DeiT-S", "ConViT-S"):
-        once, (run, *_) = s.measured(TOP1, role), s.runs(role)
-        twice = s.measured(TOP1, role, **run.config.schedule.lasting(2))
-        rows.append(Row(role, {"once": once, "twice": twice, "more": twice - once}))
-    columns = {
-        "once": Column("as everywhere"),
-        "twice": Column("twice as long"),
-        "more": Column("difference", signed=True),
-    }
-    about = "Not in the papers. Top-1 with all training images, and after twice as many updates."
-    return Table(about, columns, tuple(rows))
-
-
-@experiment("beyond/position-rate", "Gates and nonlocality at higher rates of v_pos and λ")
+@experiment("beyond/position-rate")
 def position_rate(s: Scale) -> Table:
     """What ConViT's gated layers become with a factor on the learning rate of their positions."""
     layers = range(s.architecture("ConViT-S").gpsa_layers)
@@ -243,12 +343,7 @@ def position_rate(s: Scale) -> Table:
                 trajectory, n, lambda layer: layer["nonlocality"][-1] - layer["nonlocality"][0]
             )
         rows.append(Row(f"×{factor:g}", cells))
-    about = (
-        "Not in the papers. The learning rate of v_pos and λ times a factor; its sum, about how "
-        "far Adam can move them (186 in the paper); gates at the end, mean over heads; nonlocality "
-        "at the end less that at the start."
-    )
-    return Table(about, columns, tuple(rows))
+    return Table(tuple(rows), columns)
 
 
 def _of_layer(trajectory: Quantity, n: int, function: Callable[[Any], float]) -> Quantity:

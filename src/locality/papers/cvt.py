@@ -32,17 +32,7 @@ from locality.papers.measures import (
     read_kept,
 )
 from locality.papers.scales import Scale, counted
-from locality.papers.specs import (
-    Claimed,
-    Column,
-    Drawing,
-    Figure,
-    Row,
-    Table,
-    columns,
-    experiment,
-    said,
-)
+from locality.papers.specs import REGISTRY, Column, Figure, Row, Table, experiment
 from locality.runner.runs import Run
 from locality.training import recipe, replace
 from locality.training.config import ModelConfig
@@ -64,36 +54,18 @@ def _built(name: str, img_size: int | None = None, **fields: Any) -> dict[str, Q
     return counted(lambda: (ModelConfig(name, img_size=img_size, overrides=fields), 1000))
 
 
-@experiment("cvt/table-2", "The architectures: parameters and cost")
+@experiment("cvt/table-2")
 def table_2(s: Scale) -> Table:
     """Counted on the models as built; needs no run and no data."""
-    shown = columns("parameters") | {"flops": Column("GMACs", "G", 2)}
-    rows = tuple(Row(row, _built(published.MODELS[row])) for row in published.rows("cvt/table-2"))
-    return Table("The paper's own models at 224 pixels, whatever the scale.", shown, rows)
+    rows = published.rows("cvt/table-2")
+    return Table(tuple(Row(row, _built(published.MODELS[row])) for row in rows))
 
 
-@experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, beside other models")
+@experiment("cvt/table-3")
 def table_3(s: Scale) -> Table:
     """Our runs, fine-tuned ones, and other people's models with their public weights."""
-    shown = columns("parameters", "flops", *_METRICS)
-    rows = tuple(Row(row, _table_3_cells(s, row)) for row in published.rows("cvt/table-3"))
-    top1 = {row.label: row.cells["top1"] for row in rows}
-
-    def above(first: str, second: str) -> Quantity:
-        return top1[first] - top1[second]
-
-    claims: Claimed = {
-        "CvT-13 is above DeiT-S": above("CvT-13", "DeiT-S"),
-        "CvT-21 is above the larger DeiT-B": above("CvT-21", "DeiT-B"),
-        "CvT-13 is above PVT-Small": above("CvT-13", "PVT-Small"),
-        "CvT-13 is above T2T-ViT_t-14": above("CvT-13", "T2T-ViT_t-14"),
-        "CvT-13 is above TNT-S": above("CvT-13", "TNT-S"),
-        "CvT-13 is above ResNet-152": above("CvT-13", "ResNet-152"),
-        "CvT-13-NAS is above CvT-13": above("CvT-13-NAS", "CvT-13"),
-        "CvT-W24 is above BiT-M, both from 22k": above("CvT-W24↑384 22k", "BiT-M↑480 22k"),
-    }
-    about = "Trained from scratch unless the row says otherwise."
-    return Table(about, shown, rows, said("§4.2", claims))
+    rows = published.rows("cvt/table-3")
+    return Table(tuple(Row(row, _table_3_cells(s, row)) for row in rows))
 
 
 def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
@@ -209,14 +181,7 @@ def fine_tuned(s: Scale, row: str, measure: Measure) -> Quantity:
     return measured(tuple(tuned(s, start, "imagenet") for start in starts), measure)
 
 
-_BEST_OF_ALL: Claimed = {
-    "CvT-W24 is the best on every target": absent(
-        "the largest CvT and BiT, pre-trained on ImageNet-22k, are needed"
-    )
-}
-
-
-@experiment("cvt/table-4", "Transfer to other images")
+@experiment("cvt/table-4")
 def table_4(s: Scale) -> Table:
     """Fine-tuned at a higher resolution than it was pre-trained at, on each target."""
     if s.transfer_classes:
@@ -238,9 +203,13 @@ def table_4(s: Scale) -> Table:
         Row(row, {target: cell(row, target) for target in targets})
         for row in published.rows("cvt/table-4")
     )
-    shown = {target: Column(target, digits=2) for target in targets}
-    about = "Pre-trained on ImageNet-22k, top-1 after fine-tuning at 384 pixels on each target."
-    return Table(about, shown, rows, said("§4.3, Table 4", _BEST_OF_ALL))
+    values = {
+        "pretrained": "ImageNet-22k",
+        "tuned": "at 384 pixels on each target",
+        "where": "§4.3, Table 4",
+    }
+    columns = {target: Column(target, digits=2) for target in targets}
+    return Table(rows, columns, values=values)
 
 
 def _transfer_of_classes(s: Scale, classes: int) -> Table:
@@ -280,120 +249,54 @@ def _transfer_of_classes(s: Scale, classes: int) -> Table:
                 found[target] += (s.run(replace(config, changes), name, (start,)),)
         return {target: measured(runs, TOP1) for target, runs in found.items()}
 
-    rows = {role: cells(role) for role in ("CvT-13", "DeiT-S")}
-    cvt, deit = rows.values()
-    gains = (cvt[target] - deit[target] for target in cvt)
-    texts = ("fine-tuned on new classes, CvT stays above DeiT", "… and on digits of more pixels")
-    claims: Claimed = _BEST_OF_ALL | dict(zip(texts, gains, strict=True))
-    about = (
-        f"Pre-trained on the first {classes} classes, top-1 after fine-tuning on the others, and "
-        f"on handwritten digits at 9/7 of the pixels."
-    )
-    shown = {target: Column(target) for target in cvt}
-    found = tuple(Row(role, row) for role, row in rows.items())
-    return Table(about, shown, found, said("abstract, §4.3", claims))
-
-
-def _row(s: Scale, label: str, role: str = "CvT-13", **fields: Any) -> Row:
-    """Parameters, MACs and accuracy of a model with some fields changed."""
-    top1 = s.measured(TOP1, role, fields=fields)
-    return Row(label, {**s.counted(role, fields=fields), "top1": top1})
-
-
-def _top1(rows: tuple[Row, ...]) -> dict[str, Quantity]:
-    """Accuracies by the paper's letter of the row."""
-    return {row.printed_row: row.cells["top1"] for row in rows}
-
-
-@experiment("cvt/table-5", "Position embeddings")
-def table_5(s: Scale) -> Table:
-    """CvT does without; DeiT does not."""
-    rows = (
-        _row(s, "a: DeiT-S", "DeiT-S"),
-        _row(s, "b: DeiT-S, none", "DeiT-S", use_pos_embed=False),
-        _row(s, "c: CvT-13, every stage", position="every"),
-        _row(s, "d: CvT-13, first stage", position="first"),
-        _row(s, "e: CvT-13, last stage", position="last"),
-        _row(s, "f: CvT-13, none"),
-    )
-    top1 = _top1(rows)
-    deit_loses, cvt_loses = top1["a"] - top1["b"], top1["c"] - top1["f"]
-    claims: Claimed = {
-        "DeiT loses accuracy without its position embedding": deit_loses,
-        "CvT without position embeddings equals CvT with them": (cvt_loses, 1.0),
-        "… with one in the first stage": (top1["d"] - top1["f"], 1.0),
-        "… with one in the last stage": (top1["e"] - top1["f"], 1.0),
-        "DeiT needs its position embedding more than CvT": deit_loses - cvt_loses,
+    rows = tuple(Row(role, cells(role)) for role in ("CvT-13", "DeiT-S"))
+    values = {
+        "pretrained": f"the first {classes} classes",
+        "tuned": "on the others, and on handwritten digits at 9/7 of the pixels",
+        "where": "abstract, §4.3",
     }
-    about = "Position embeddings present or not while training."
-    return Table(about, columns("parameters", "top1"), rows, said("§4.4, Table 5", claims))
+    return Table(rows, {target: Column(target) for target in rows[0].cells}, values=values)
 
 
-@experiment("cvt/table-6", "Convolutional token embedding")
+def _changed(s: Scale, name: str) -> tuple[Row, ...]:
+    """Parameters, MACs and accuracy of models with some of their fields changed."""
+
+    return tuple(
+        Row(label, {**s.counted(**row), "top1": s.measured(TOP1, **row)})
+        for label, row in REGISTRY[name].rows.items()
+    )
+
+
+@experiment("cvt/table-5")
+def table_5(s: Scale) -> Table:
+    """CvT does without position embeddings; DeiT does not."""
+    return Table(_changed(s, "cvt/table-5"))
+
+
+@experiment("cvt/table-6")
 def table_6(s: Scale) -> Table:
     """Patches or convolutions, with or without position embeddings."""
-    rows = (
-        _row(s, "a: patches", embedding="patch"),
-        _row(s, "b: patches, position embedding", embedding="patch", position="every"),
-        _row(s, "c: convolutions, position embedding", position="every"),
-        _row(s, "d: convolutions"),
-    )
-    top1 = _top1(rows)
-    with_patches, with_convolutions = top1["b"] - top1["a"], top1["c"] - top1["d"]
-    claims: Claimed = {
-        "convolutional embedding is above patches (d above a)": top1["d"] - top1["a"],
-        "… also where both have position embeddings (c above b)": top1["c"] - top1["b"],
-        "… and alone above patches with positions (d above b)": top1["d"] - top1["b"],
-        "position embeddings bring more to patches than to convolutions": (
-            with_patches - with_convolutions
-        ),
-    }
-    about = "Token embeddings; position embeddings are in every stage (the paper's sizes say so)."
-    return Table(about, columns("parameters", "top1"), rows, said("§4.4, Table 6", claims))
+    return Table(_changed(s, "cvt/table-6"))
 
 
-@experiment("cvt/table-7", "Stride of the key and value projections")
+@experiment("cvt/table-7")
 def table_7(s: Scale) -> Table:
-    """Squeezed or not."""
-    rows = (_row(s, "a: stride 1", kv_stride=1), _row(s, "b: stride 2"))
-    top1 = _top1(rows)
-    costs = top1["a"] - top1["b"]
+    """Keys and values squeezed or not."""
     saved = combined(
-        lambda full, squeezed: 100 * (1 - squeezed / full) - 30,
+        lambda full, squeezed: 100 * (1 - squeezed / full),
         *(_built("cvt_13", kv_stride=stride)["flops"] for stride in (1, 2)),
         unit="% of the MACs",
     )
-    claims: Claimed = {
-        "stride 1 is above stride 2": costs,
-        "stride 2 costs less than a point": combined(lambda points: 1 - points, costs),
-        "stride 2 saves 30% of CvT-13's MACs": (saved, 5.0),
-    }
-    about = "Keys and values on the full grid, or on a quarter of it."
-    shown = columns("parameters", "flops", "top1")
-    return Table(about, shown, rows, said("§4.4, Table 7", claims))
+    return Table(_changed(s, "cvt/table-7"), named={"saved": saved})
 
 
-@experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")
+@experiment("cvt/table-8")
 def table_8(s: Scale) -> Table:
-    """From none of the stages to all three."""
-    rows = (
-        _row(s, "a: no stage", projection=["linear", "linear", "linear"]),
-        _row(s, "b: stage 1", projection=["conv", "linear", "linear"]),
-        _row(s, "c: stages 1 and 2", projection=["conv", "conv", "linear"]),
-        _row(s, "d: all stages"),
-    )
-    top1 = _top1(rows)
-    claims: Claimed = {
-        "convolutional projection in all stages is above linear": top1["d"] - top1["a"],
-        "… and above stages 1 and 2 alone": top1["d"] - top1["c"],
-        "… which are above stage 1 alone": top1["c"] - top1["b"],
-        "… which is above linear projection": top1["b"] - top1["a"],
-    }
-    about = "Stages with convolutional projection."
-    return Table(about, columns("top1"), rows, said("§4.4, Table 8", claims))
+    """Convolutional projections from none of the stages to all three."""
+    return Table(_changed(s, "cvt/table-8"))
 
 
-@experiment("cvt/figure-1", "Accuracy against parameters")
+@experiment("cvt/figure-1")
 def figure_1(s: Scale) -> Figure:
     """Our runs of CvT and DeiT, ConViT for comparison, and both panels of the paper."""
     roles: dict[str, tuple[int, ...]] = {
@@ -411,47 +314,37 @@ def figure_1(s: Scale) -> Figure:
             if row.startswith(families) and not row.endswith("22k") and "↑" not in row
         ],
     }
-    return Figure("Trained from scratch on all data.", accuracy_by_size(s, roles, printed))
+    return Figure(accuracy_by_size(s, roles, printed))
 
 
-@experiment("cvt/table-1", "What the architectures need")
+@experiment("cvt/table-1")
 def table_1(s: Scale) -> Table:
     """Counted on the models as they are built, whatever the scale."""
-    shown = {
-        "positions": Column("position embedding (thousands)", "", 1),
-        "overlap": Column("overlap of embedded patches (pixels)", "", 0),
-        "projections": Column("convolutional projections", "", 0),
-        "grids": Column("token grids", "", 0),
-    }
 
-    def counted_on(name: str) -> dict[str, Quantity]:
-        def count(metric: str) -> float:
-            model = skeleton(name)
-            modules = list(model.modules())
-            embed = next(each for each in modules if isinstance(each, nn.Conv2d))
-            return {
-                "positions": sum(
-                    tensor.numel()
-                    for path, tensor in model.named_parameters()
-                    if path.endswith("pos_embed")
-                )
-                / 1e3,
-                "overlap": embed.kernel_size[0] - embed.stride[0],
-                "projections": sum(
-                    isinstance(each, Projection) and each.projection == "conv" for each in modules
-                ),
-                "grids": len(set(model.config.grids(model.img_size))),
-            }[metric]
-
-        return {metric: computed(partial(count, metric)) for metric in shown}
-
-    rows = tuple(
-        Row(row, counted_on(published.MODELS[row])) for row in ("DeiT-S", "ConViT-S", "CvT-13")
+    metrics = REGISTRY["cvt/table-1"].columns
+    return Table(
+        tuple(
+            Row(row, {m: computed(partial(_need, published.MODELS[row], m)) for m in metrics})
+            for row in ("DeiT-S", "ConViT-S", "CvT-13")
+        )
     )
-    return Table("Read off the paper's models as they are built here.", shown, rows)
 
 
-@experiment("cvt/figure-2", "The pipeline of CvT")
+def _need(name: str, metric: str) -> float:
+    model = skeleton(name)
+    modules = list(model.modules())
+    embed = next(each for each in modules if isinstance(each, nn.Conv2d))
+    positions = [t.numel() for path, t in model.named_parameters() if path.endswith("pos_embed")]
+    projections = [each.projection for each in modules if isinstance(each, Projection)]
+    return {
+        "positions": sum(positions) / 1e3,
+        "overlap": embed.kernel_size[0] - embed.stride[0],
+        "projections": projections.count("conv"),
+        "grids": len(set(model.config.grids(model.img_size))),
+    }[metric]
+
+
+@experiment("cvt/figure-2")
 def figure_2(s: Scale) -> Figure:
     """Drawn from CvT-13 as it is built, whatever the scale."""
 
@@ -463,7 +356,7 @@ def figure_2(s: Scale) -> Figure:
             columns | {"(b) attention of stage 3": diagrams.projections(layer, grid)}
         )
 
-    return Figure("What an image passes through in CvT-13.", drawing=Drawing((), draw))
+    return Figure(draw=draw)
 
 
 def _last_attention(model: Any) -> tuple[Any, Any]:
@@ -471,14 +364,10 @@ def _last_attention(model: Any) -> tuple[Any, Any]:
     return model.stages[-1].blocks[0].attn, model.config.grids(model.img_size)[-1]
 
 
-@experiment("cvt/figure-3", "Linear, convolutional and squeezed projection")
+@experiment("cvt/figure-3")
 def figure_3(s: Scale) -> Figure:
     """Drawn from CvT-13 as it is built, with what convolutions cost and squeezing saves."""
-    variants: dict[str, dict[str, Any]] = {
-        "(a) linear": {"projection": ["linear"] * 3},
-        "(b) convolutional": {"kv_stride": 1},
-        "(c) squeezed": {},
-    }
+    variants = REGISTRY["cvt/figure-3"].rows
 
     def draw(_: list[Path]) -> Any:
         models = {title: build("cvt_13", **fields) for title, fields in variants.items()}
@@ -486,27 +375,20 @@ def figure_3(s: Scale) -> Figure:
             {title: diagrams.projections(*_last_attention(m)) for title, m in models.items()}
         )
 
-    linear, conv = (
-        _built("cvt_13", **variants[key]) for key in ("(a) linear", "(b) convolutional")
-    )
-
-    def added(metric: str) -> Quantity:
-        return combined(
-            lambda less, more: 2 - 100 * (more / less - 1),
+    linear, conv, _ = (_built("cvt_13", **fields) for fields in variants.values())
+    named = {
+        metric: combined(
+            lambda less, more: 100 * (more / less - 1),
             linear[metric],
             conv[metric],
             unit="% of the linear ones'",
         )
+        for metric in linear
+    }
 
     def tokens() -> float:
         layer, grid = _last_attention(skeleton("cvt_13"))
         rows, columns = layer.k.grid(grid)
-        return grid[0] * grid[1] / (rows * columns) - 4
+        return grid[0] * grid[1] / (rows * columns)
 
-    claims: Claimed = {
-        "convolutional projections add few parameters: less than 2%": added("parameters"),
-        "… and few MACs: less than 2%": added("flops"),
-        "squeezing leaves a quarter of keys and values": (computed(tokens, "times"), 0.01),
-    }
-    about = "Queries, keys and values of a layer of stage 3."
-    return Figure(about, drawing=Drawing((), draw), claims=said("§3.2", claims))
+    return Figure(draw=draw, named=named | {"tokens": computed(tokens, "times")})

@@ -107,7 +107,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number, or a curve {"x": […], "y": […]}, for each seed. `a - b` is taken seed by seed.
+    """A number, or a curve {"x": […], "y": […]}, for each seed; differences are taken seed by seed.
 
     Attributes:
         runs: what it is measured on.
@@ -121,8 +121,13 @@ class Quantity:
     unit: str = "points"
     measures: tuple[tuple[Run, Measure], ...] = ()
 
-    def __sub__(self, other: Quantity) -> Quantity:
-        return combined(operator.sub, self, other, unit=self.unit)
+    def __sub__(self, other: Quantity | float) -> Quantity:
+        if isinstance(other, Quantity):
+            return combined(operator.sub, self, other, unit=self.unit)
+        return combined(lambda value: value - other, self, unit=self.unit)
+
+    def __rsub__(self, number: float) -> Quantity:
+        return combined(lambda value: number - value, self, unit=self.unit)
 
 
 def measured(runs: tuple[Run, ...], measure: Measure) -> Quantity:

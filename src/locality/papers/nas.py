@@ -23,7 +23,7 @@ from locality.papers.measures import (
     measured,
 )
 from locality.papers.scales import Scale
-from locality.papers.specs import Claimed, Column, Row, Table, columns, experiment, said
+from locality.papers.specs import Row, Table, experiment
 from locality.runner.runs import Run
 from locality.search.evolution import Candidates
 from locality.search.run import Search, default_of, named, read_search, space_of
@@ -100,22 +100,13 @@ def _between_seeds(candidates: Sequence[Quantity]) -> Quantity:
     return Quantity(tuple(all_runs(candidates)), evaluate, "")
 
 
-@experiment("cvt/nas", "Architecture search: what is found, the default, and random candidates")
+@experiment("cvt/nas")
 def nas(s: Scale) -> Table:
     """From scratch, at no more multiply-accumulates than the default; a search for every seed."""
-    shown = columns("parameters", "flops", "top1") | {
-        "held_out": Column("top-1, held out"),
-        "tau": Column("Kendall τ", "", 2),
-    }
-    about = (
-        "What a search finds at no more multiply-accumulates than CvT's default (stride 2, ratio "
-        "4), and random candidates that cost within 5% of it, trained from scratch. Held out: "
-        "accuracy of the best candidate in the supernet, on training images kept for it. τ: how "
-        f"far two accuracies put {RANKED} random candidates in the same order."
-    )
+    values = {"ranked": RANKED}
     if s.name not in SEARCHED:
         empty = absent(f"scale '{s.name}' has no search")
-        return Table(about, shown, (Row("default", {"top1": empty}),))
+        return Table((Row("default", {"top1": empty}),), values=values)
     search = named(SEARCHED[s.name])
     space = space_of(search)
     default = default_of(search, space)
@@ -143,31 +134,24 @@ def nas(s: Scale) -> Table:
             scratch(*each) for each in zip(alike[: len(s.seeds)], s.seeds, strict=True)
         ],
     }
-    cells = {
-        label: {
-            "parameters": measured(tuple(runs), _result("parameters", 1e6)),
-            "flops": measured(tuple(runs), _result("macs", 1e9)),
-            "top1": measured(tuple(runs), TOP1),
-        }
+    rows = [
+        Row(
+            label,
+            {
+                "parameters": measured(tuple(runs), _result("parameters", 1e6)),
+                "flops": measured(tuple(runs), _result("macs", 1e9)),
+                "top1": measured(tuple(runs), TOP1),
+            },
+        )
         for label, runs in groups.items()
-    }
-    ways = {way: measured(tuple(searches), _best_by(way)) for way in ("evolution", "random")}
+    ]
+    for way in ("evolution", "random"):
+        rows.append(Row(f"best by {way}", {"held_out": measured(tuple(searches), _best_by(way))}))
     candidates = [
         measured(tuple(scratch(number, seed) for seed in s.few_seeds), TOP1) for number in ranked
     ]
     inside = measured(tuple(searches[: len(s.few_seeds)]), _supernet_top1(ranked))
     agreement = combined(lambda one, *others: kendall(one, others), inside, *candidates, unit="")
-    rows = [Row(label, each) for label, each in cells.items()]
-    rows += [Row(f"best by {way}", {"held_out": each}) for way, each in ways.items()]
     rows.append(Row("supernet and from scratch", {"tau": agreement}))
     rows.append(Row("two seeds from scratch", {"tau": _between_seeds(candidates)}))
-    top1 = {label: each["top1"] for label, each in cells.items()}
-    claims: Claimed = {
-        "the search finds better than the default": top1["found"] - top1["default"],
-        "… and than random candidates of its cost": top1["found"] - top1["random, same cost"],
-        "the supernet ranks candidates as training from scratch does": agreement,
-        "evolution finds better candidates than as many drawn at random": (
-            ways["evolution"] - ways["random"]
-        ),
-    }
-    return Table(about, shown, tuple(rows), said("", claims))
+    return Table(tuple(rows), values=values)

@@ -68,7 +68,7 @@ def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Failures) 
             }
             for row in spec.rows
         ]
-    else:
+    elif isinstance(spec, Figure):
         record["panels"] = [_panel(panel, failures) for panel in spec.panels]
         record["empty"] = _why_not_drawn(spec, failures)
     record["claims"] = [decided(claim, failures) for claim in spec.claims]
@@ -116,7 +116,7 @@ def _series(series: Series, failures: Failures) -> Record:
 
 def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
     """For a drawing: what is missing for it."""
-    for run in spec.drawing.runs if spec.drawing is not None else ():
+    for run in spec.drawn:
         reason = failures.get(run.folder) or (None if run.is_finished() else "not run yet")
         if reason is not None:
             return f"{run.name}: {reason}"

@@ -13,14 +13,7 @@ from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import save
 from locality.files import write_atomic
-from locality.papers import (  # noqa: F401 (they register)
-    beyond,
-    convit,
-    convit_figures,
-    cvt,
-    nas,
-    starts,
-)
+from locality.papers import beyond, convit, convit_figures, cvt, nas  # noqa: F401 (they register)
 from locality.papers.measures import Failures, Measure
 from locality.papers.pages import Entry, page, to_csv
 from locality.papers.records import Record, make_record
@@ -192,9 +185,9 @@ def write_experiment(
     if isinstance(spec, Figure):
         figure = draw(record["panels"]) if any(map(filled, record.get("panels", ()))) else None
         files = [] if figure is None else save(figure, target)
-        if spec.drawing is not None and record["empty"] is None:
+        if spec.draw is not None and record["empty"] is None:
             try:
-                files = save(spec.drawing.draw([run.folder for run in spec.drawing.runs]), target)
+                files = save(spec.draw([run.folder for run in spec.drawn]), target)
             except (UserError, FileNotFoundError) as error:
                 # Without weights, what was drawn while they were there stays.
                 earlier = (target.with_suffix(suffix) for suffix in (".png", ".svg"))

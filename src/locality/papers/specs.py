@@ -1,13 +1,21 @@
-"""What an experiment is: rows and columns, or panels and series, and the claims made with them."""
+"""What an experiment is: rows and columns, or panels and series, and the claims made with them.
+
+What is said of it stands in `experiments.yaml`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import dataclasses
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality.papers.measures import Quantity, all_runs
+from locality.files import read_yaml
+from locality.papers.measures import Quantity, absent, all_runs
 from locality.papers.scales import Scale
 from locality.runner.runs import Run
 
@@ -23,23 +31,6 @@ class Column:
     unit: str = "%"
     digits: int = 1
     signed: bool = False
-
-
-COLUMNS = {
-    "parameters": Column("parameters (M)", "M", 2),
-    "flops": Column("GMACs", "G", 3),
-    "speed": Column("images/s, inference", "", 0),
-    "top1": Column("top-1"),
-    "top5": Column("top-5"),
-    "real": Column("ReaL"),
-    "v2": Column("V2"),
-}
-"""What several tables show, by the metric that published numbers have in it."""
-
-
-def columns(*metrics: str) -> dict[str, Column]:
-    """Those of `COLUMNS` with these names."""
-    return {metric: COLUMNS[metric] for metric in metrics}
 
 
 @dataclass(frozen=True)
@@ -61,12 +52,6 @@ class Row:
         return self.printed or self.label.partition(":")[0]
 
 
-def by_label(columns: Mapping[str, Mapping[str, Quantity]]) -> tuple[Row, ...]:
-    """The rows of columns that all have the same labels."""
-    labels = next(iter(columns.values()))
-    return tuple(Row(label, {name: of[label] for name, of in columns.items()}) for label in labels)
-
-
 @dataclass(frozen=True)
 class Claim:
     """What a paper says, in our words, and the quantity that decides it.
@@ -85,44 +70,54 @@ class Claim:
     margin: float | None = None
 
 
-Claimed = dict[str, Quantity | tuple[Quantity, float]]
-"""Text → what has to be above 0, or what has to be 0 within a margin."""
-
-
-def said(where: str, claims: Mapping[str, Quantity | tuple[Quantity, float]]) -> tuple[Claim, ...]:
-    """The claims of one place."""
-    return tuple(
-        Claim(text, where, *found) if isinstance(found, tuple) else Claim(text, where, found)
-        for text, found in claims.items()
-    )
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as it is to be filled; the paper's numbers are found by its name, row and column.
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What an experiment shows at a scale, and what is concluded from it.
 
     Attributes:
-        about: what is compared, and under which protocol at this scale.
-        columns: by the metric that the published numbers have in it.
-        rows: its cells.
-        claims: what the paper concludes from it.
+        named: quantities beside the shown ones that claims are about.
+        values: what `experiments.yaml` leaves open in what it says.
+        about: what is compared, and under which protocol at this scale; `Experiment` sees to it.
+        claims: likewise.
     """
 
-    about: str
-    columns: Mapping[str, Column]
-    rows: tuple[Row, ...]
+    named: Mapping[str, Quantity] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
     claims: tuple[Claim, ...] = ()
+
+    @property
+    def shown(self) -> list[Quantity]:
+        """What it shows, in order."""
+        raise NotImplementedError
 
     @property
     def quantities(self) -> list[Quantity]:
         """All that it shows or decides by."""
-        cells = [quantity for row in self.rows for quantity in row.cells.values()]
-        return [*cells, *(claim.quantity for claim in self.claims)]
+        return [*self.shown, *(claim.quantity for claim in self.claims)]
 
     @property
     def runs(self) -> list[Run]:
         """All runs it needs, each once."""
         return all_runs(self.quantities)
+
+
+@dataclass(frozen=True)
+class Table(Spec):
+    """A table as it is to be filled; the paper's numbers are found by its name, row and column.
+
+    Attributes:
+        rows: its cells.
+        columns: by the metric that the published numbers have in it; those of `experiments.yaml`
+            follow.
+    """
+
+    rows: tuple[Row, ...]
+    columns: Mapping[str, Column] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> list[Quantity]:
+        return [quantity for row in self.rows for quantity in row.cells.values()]
 
 
 @dataclass(frozen=True)
@@ -165,76 +160,131 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A picture that is no curve: attention maps. Drawn from runs by a function."""
-
-    runs: tuple[Run, ...]
-    draw: Callable[[list[Path]], Canvas]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure as it is to be drawn: panels of curves, or a drawing.
+class Figure(Spec):
+    """A figure as it is to be drawn: panels of curves, or a picture that is no curve.
 
     Attributes:
-        about: as for a table.
         panels: sets of axes, side by side.
-        drawing: instead of panels.
-        claims: what the paper concludes from it.
+        draw: instead of panels: what draws it, given the folders of `drawn`.
+        drawn: runs.
     """
 
-    about: str
     panels: tuple[Panel, ...] = ()
-    drawing: Drawing | None = None
-    claims: tuple[Claim, ...] = ()
+    draw: Callable[[list[Path]], Canvas] | None = None
+    drawn: tuple[Run, ...] = ()
 
     @property
-    def quantities(self) -> list[Quantity]:
-        """All that it shows or decides by."""
-        lines = [series.quantity for panel in self.panels for series in panel.series]
-        return [*lines, *(claim.quantity for claim in self.claims)]
+    def shown(self) -> list[Quantity]:
+        return [series.quantity for panel in self.panels for series in panel.series]
 
     @property
     def runs(self) -> list[Run]:
-        """All runs it needs, each once."""
-        runs = all_runs(self.quantities)
-        drawn = self.drawing.runs if self.drawing is not None else ()
-        return list({run.folder: run for run in (*runs, *drawn)}.values())
-
-
-Spec = Table | Figure
+        return list({run.folder: run for run in (*super().runs, *self.drawn)}.values())
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure by name.
+    """A table or figure by name: what is said of it, and the function that fills it.
 
     Attributes:
         name: "convit/table-3".
+        fill: what it shows at a scale, which `build` completes.
         title: what it shows.
-        build: the spec at a scale.
+        about: what is compared; {scale.…} and the names of `Spec.values` are put in.
+        where: the place in the paper that makes the claims, likewise; "" for our own questions.
+        rows: of some tables: label → what `Scale.runs` is to be given.
+        columns: of a table: metric → the fields of its `Column`.
+        claims: text → what has to hold between cells, "row/column", and what `Spec.named` has:
+            "a/top1 > b/top1 - c/top1" or "a/top1 = b/top1 ± 1"; or {if: such a sentence, else: why
+            it cannot be tested without them}. Other claims on what is not there are not made.
+        each: claims made of every column, its metric in the place of {column}, its name of {name}.
     """
 
     name: str
+    fill: Callable[[Scale], Spec]
     title: str
-    build: Callable[[Scale], Spec]
+    about: str
+    where: str = ""
+    rows: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    columns: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    claims: Mapping[str, Any] = field(default_factory=dict)
+    each: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
         """The name without a slash, for files."""
         return self.name.replace("/", "-")
 
+    def build(self, scale: Scale) -> Spec:
+        """What it asks for at a scale."""
+        spec = self.fill(scale)
+        claims, known = dict(self.claims), dict(spec.named)
+        if isinstance(spec, Table):
+            told = {metric: Column(**fields) for metric, fields in self.columns.items()}
+            spec = dataclasses.replace(spec, columns={**spec.columns, **told})
+            for row in spec.rows:
+                known |= {f"{row.printed_row}/{metric}": of for metric, of in row.cells.items()}
+            claims |= {
+                text.format(column=metric, name=column.name): holds.format(column=metric)
+                for metric, column in spec.columns.items()
+                for text, holds in self.each.items()
+            }
+        where = self.where.format(**spec.values)
+        return dataclasses.replace(
+            spec,
+            about=self.about.format(scale=scale, **spec.values),
+            claims=tuple(_claims(claims, where, known)),
+        )
+
+
+def _claims(
+    claims: Mapping[str, Any], where: str, known: Mapping[str, Quantity]
+) -> Iterator[Claim]:
+    for text, told in claims.items():
+        holds, reason = (
+            (told, None) if isinstance(told, str) else (told.get("if", ""), told["else"])
+        )
+        try:
+            yield Claim(text, where, *_compared(holds, known))
+        except KeyError:
+            if reason is not None:
+                yield Claim(text, where, absent(reason))
+
+
+def _compared(holds: str, known: Mapping[str, Quantity]) -> tuple[Quantity, float | None]:
+    """What has to be above 0, or within a margin of it, for "a - b > c" or "a = b ± 1" to hold."""
+    first, _, rest = holds.partition(" > " if " > " in holds else " = ")
+    second, _, margin = rest.partition(" ± ")
+    left, right = (
+        functools.reduce(operator.sub, (_term(each, known) for each in side.split(" - ")))
+        for side in (first, second)
+    )
+    return left - right, float(margin) if margin else None
+
+
+def _term(text: str, known: Mapping[str, Quantity]) -> Any:
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else known[text]
+
 
 REGISTRY: dict[str, Experiment] = {}
 """All tables, figures and other experiments, by name."""
 
+_TOLD = read_yaml(Path(__file__).with_name("experiments.yaml"))
 
-def experiment(name: str, title: str) -> Callable[[Callable[[Scale], Spec]], Callable]:
-    """Register a function as the experiment `name`."""
 
-    def register(build: Callable[[Scale], Spec]) -> Callable[[Scale], Spec]:
-        REGISTRY[name] = Experiment(name, title, build)
-        return build
+def experiment(
+    name: str, **told: Any
+) -> Callable[[Callable[[Scale], Spec]], Callable[[Scale], Spec]]:
+    """Register a function that fills the experiment `name`.
+
+    Args:
+        name: "convit/table-3".
+        told: the fields of `Experiment` that `experiments.yaml` does not give.
+    """
+
+    def register(fill: Callable[[Scale], Spec]) -> Callable[[Scale], Spec]:
+        REGISTRY[name] = Experiment(name, fill, **_TOLD.get(name, {}), **told)
+        return fill
 
     return register
 
