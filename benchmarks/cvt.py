@@ -5,6 +5,10 @@ products of equal size, `F.linear` (MKL) and the same as a 1×1 convolution (one
 the model's multiply-accumulates per second over that of the matrix product in the same round,
 counting only what `forward` computes (in the last block, the class token alone).
 
+The floor is what a model's own products cost: every matrix product, convolution and attention that
+one forward pass or one training step really runs, recorded with its operands and run again, one
+after the other, with nothing in between.
+
     python benchmarks/cvt.py                         CvT-13, 8 images of 224 px, two threads
     python benchmarks/cvt.py --model cvt_21 --batch-size 1 --output benchmarks/results/cvt_21.json
 
@@ -27,12 +31,15 @@ import json
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from locality.benchmark.measure import Timing, inference, interleave, training_step
@@ -40,8 +47,9 @@ from locality.benchmark.peers import peers, randomise
 from locality.benchmark.run import machine
 from locality.files import write_atomic
 from locality.models import build
+from locality.models.cvt import ConvolutionalVisionTransformer
 
-TOKENS, WIDTH = 4096, 2048
+TOKENS, WIDTH, CLASSES = 4096, 2048, 1000
 
 
 def main() -> None:
@@ -76,7 +84,9 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
     macs = forward_macs(name, img_size) * batch_size
 
     x, weight = torch.randn(TOKENS, WIDTH), torch.randn(WIDTH, WIDTH)
+    products = Products.of(ours, without_gradient(lambda: fused(images)))
     work = {
+        "floor": products.run,
         "theirs": inference(theirs, images, nullcontext),
         "ours": inference(ours, images, nullcontext),
         "fused": inference(fused, images, nullcontext),
@@ -84,13 +94,16 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
         "convolution": without_gradient(lambda: as_convolution(x, weight)),
     }
     speed = interleave(work, images.device, rounds, warmup=2)
+    ours_step = training_step(ours.train(), images, nullcontext)
+    step_products = Products.of(ours, ours_step)
     steps = interleave(
         {
+            "floor": step_products.run,
             "theirs": training_step(theirs.train(), images, nullcontext),
-            "ours": training_step(ours.train(), images, nullcontext),
+            "ours": ours_step,
         },
         images.device,
-        max(3, rounds // 2),
+        max(7, rounds // 2),
         warmup=1,
     )
     product = TOKENS * WIDTH**2
@@ -114,7 +127,80 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
             for label in ("theirs", "ours")
         },
         "training step, ours over theirs": ratio(steps, "ours", "theirs"),
+        "fused inference, fraction of its floor": ratio(speed, "fused", "floor"),
+        "training step, fraction of its floor": ratio(steps, "ours", "floor"),
+        "floor of fused inference, ms": products.milliseconds(rounds),
+        "floor of a training step, ms": step_products.milliseconds(rounds),
     }
+
+
+class Products(TorchDispatchMode):
+    """The products that a piece of work really runs, forward and backward, with their operands.
+
+    Attributes:
+        calls: by stage and kind, in the order in which they ran.
+    """
+
+    def __init__(self, model: ConvolutionalVisionTransformer) -> None:
+        super().__init__()
+        self.calls: dict[str, list[Callable[[], object]]] = {}
+        self._widths = [stage.embed_dim for stage in model.config.stages]
+        self._heads = [stage.num_heads for stage in model.config.stages]
+
+    @classmethod
+    def of(cls, model: ConvolutionalVisionTransformer, work: Callable[[], object]) -> Products:
+        """Those of one call of `work`, after one that does not count."""
+        work()
+        with cls(model) as products:
+            work()
+        return products
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation, and remember it if it is a product."""
+        kind = self._kind(function.overloadpacket.__name__, args)
+        if kind is not None:
+            self.calls.setdefault(kind, []).append(partial(function, *args, **(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+    def _kind(self, name: str, args: Any) -> str | None:
+        """Stage and kind: a product's operands are as wide as the stage that it belongs to."""
+        shapes = [tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]
+        if "scaled_dot_product" in name:
+            heads = next(shape[1] for shape in shapes if len(shape) == 4)
+            return f"stage {self._heads.index(heads) + 1}, attention"
+        if name in ("linear", "mm", "addmm"):
+            kind = "linear layers"
+        elif name in ("conv2d", "convolution", "convolution_backward"):
+            _, inputs, *kernel = shapes[2 if name.endswith("backward") else 1]
+            pointwise = "linear layers" if kernel == [1, 1] else "token embedding"
+            kind = "depth-wise convolutions" if inputs == 1 else pointwise
+        else:
+            return None
+        sides = {side for shape in shapes for side in shape}
+        if sides & {CLASSES}:
+            return "classifier"
+        return (
+            f"stage {max(i for i, width in enumerate(self._widths) if width in sides) + 1}, {kind}"
+        )
+
+    def run(self) -> None:
+        """All of them once, and nothing else."""
+        for kind in self.calls:
+            self.run_kind(kind)
+
+    def run_kind(self, kind: str) -> None:
+        """Those of one stage and kind."""
+        with torch.no_grad():
+            for call in self.calls[kind]:
+                call()
+
+    def milliseconds(self, rounds: int) -> dict[str, float]:
+        """The median time of each stage's kinds."""
+        work = {kind: partial(self.run_kind, kind) for kind in sorted(self.calls)}
+        timing = interleave(work, torch.device("cpu"), rounds, warmup=1)
+        return {kind: round(timing.median(kind) * 1e3, 1) for kind in work}
 
 
 def ratio(timing: Timing, label: str, reference: str) -> float:
