@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from locality.checkpoints.exporting import Conversion as Conversion
     from locality.checkpoints.exporting import convert as convert
     from locality.checkpoints.exporting import export as export
+    from locality.checkpoints.exporting import quantise as quantise
     from locality.checkpoints.format import Checkpoint as Checkpoint
     from locality.checkpoints.format import save as save
     from locality.checkpoints.hub import TrainedModel as TrainedModel

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,44 @@ def export(
         with atomic_file(path) as file:
             torch.export.save(program, file, extra_files={DESCRIPTION: description})
     return path
+
+
+def quantise(graph: Path | str, target: Path | str) -> None:
+    """Write an exported ONNX graph with its linear layers in eight bits, by ONNX Runtime's tools.
+
+    Weights are rounded once, per output channel; what goes into a layer is scaled to its own range
+    in every call, so that no images are needed beforehand. The products within attention, softmax,
+    gates, positional factors, convolutions and normalisation stay in float.
+
+    Args:
+        graph: as `export` wrote it; it is not changed.
+        target: the file to write, ending in .onnx.
+
+    Raises:
+        UserError: if a package for ONNX is missing, with the line that installs it.
+    """
+    require("eight bits", "locality[export]", "onnx", "onnxruntime")
+    import onnx
+    from onnxruntime import quantization
+
+    proto = onnx.load(graph)
+    # The exporter's shapes of values between the layers stop ONNX's own inference of them.
+    del proto.graph.value_info[:]
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        written = Path(folder) / "int8.onnx"
+        quantization.quantize_dynamic(
+            proto,
+            written,
+            op_types_to_quantize=["MatMul"],
+            per_channel=True,
+            weight_type=quantization.QuantType.QInt8,
+            # Not products of two things that are computed: attention's.
+            extra_options={"MatMulConstBOnly": True},
+        )
+        quantised = onnx.load(written)
+    quantised.ClearField("metadata_props")
+    quantised.metadata_props.extend(proto.metadata_props)
+    write_atomic(target, quantised.SerializeToString())
 
 
 def _program(model: ImageClassifier, axes: dict[int, Any]) -> torch.export.ExportedProgram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -170,24 +171,40 @@ def export(arguments: Sequence[str]) -> None:
     parser.add_model("model")
     parser.add_argument("output", help="file ending in .onnx or .pt2")
     parser.add("--format", "onnx", "onnx or torch-export")
+    parser.add(
+        "--int8",
+        None,
+        "linear layers in eight bits; a folder of images to say what that loses and gains, best "
+        "with a folder per class",
+    )
     options = parser.read(arguments)
 
     from locality.checkpoints.where import check_graph
+    from locality.data.folder import image_files
 
     check_graph(Path(options.output), options.format)
     check_given(options.model, options)
-    from locality.checkpoints import export
+    if options.int8 is not None:
+        if options.format != "onnx":
+            raise UserError("--int8 is for ONNX graphs; leave --format out")
+        next(iter(image_files([options.int8])))  # or says that there is none
+    from locality.checkpoints import export, quantise
 
     opened = open_given(options.model, options)
-    print(
-        export(
-            opened.module(),
-            options.output,
-            options.format,
-            preprocessing=opened.preprocessing,
-            classes=opened.classes,
-        )
-    )
+    settings: dict[str, Any] = {
+        "preprocessing": opened.preprocessing,
+        "classes": opened.classes,
+    }
+    if options.int8 is None:
+        print(export(opened.module(), options.output, options.format, **settings))
+        return
+    from locality.benchmark.graphs import compare_graphs
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole = export(opened.module(), Path(folder) / "float.onnx", **settings)
+        quantise(whole, options.output)
+        print(options.output)
+        print(compare_graphs(whole, Path(options.output), options.int8))
 
 
 def benchmark(arguments: Sequence[str]) -> None:
