@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class Timing:
 
 
 def interleave(
-    work: dict[str, Work],
+    work: Mapping[str, Work],
     device: torch.device,
     rounds: int,
     warmup: int,
