@@ -19,18 +19,18 @@ from locality.papers.measures import (
     measured,
     relative_gain,
 )
-from locality.papers.records import decided
-from locality.papers.specs import Claim
-from locality.papers.verdicts import (
+from locality.papers.records import (
     FAILS,
     HOLDS,
     NOT_RUN,
     UNDECIDED,
     UNTESTABLE,
     corrected,
+    decided,
     judge,
     seeds_needed,
 )
+from locality.papers.specs import Claim
 from locality.runner.schedule import run_all
 
 
@@ -157,8 +157,8 @@ def test_how_many_seeds_would_decide():
     assert found["verdict"] == UNDECIDED
     needed = seeds_needed(found)
     deviation = math.sqrt((1 + 1 + 0.36 + 0.36) / 4)
-    assert two_sided_t(needed - 1, 0.95) * deviation / math.sqrt(needed) < 0.5
-    assert two_sided_t(needed - 2, 0.95) * deviation / math.sqrt(needed - 1) >= 0.5
+    assert two_sided_t(needed - 1) * deviation / math.sqrt(needed) < 0.5
+    assert two_sided_t(needed - 2) * deviation / math.sqrt(needed - 1) >= 0.5
     assert seeds_needed(claimed(1e-6, 1.0)) is None
 
 

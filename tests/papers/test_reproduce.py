@@ -22,11 +22,10 @@ from locality.papers.beyond import start_from_convolutions
 from locality.papers.measures import computed, early, summed_rate
 from locality.papers.pages import SCALES as SCALES_SHOWN
 from locality.papers.pages import Entry, results_page, section, shown_claims, write_results_pages
-from locality.papers.records import decided
+from locality.papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.scales import SCALES, get_scale
 from locality.papers.specs import REGISTRY, Experiment, Row, Table
-from locality.papers.verdicts import HOLDS, NOT_RUN, UNTESTABLE
 from locality.runner.runs import TRAIN, with_needs
 from locality.training.config import ScheduleConfig
 from locality.training.optim import create_schedule, make_plan
@@ -381,7 +380,7 @@ def test_several_scales_show_each_claim_once_and_the_best_evidence_first():
     ]
     # The first with something to show; what is of an earlier definition says so.
     assert section(entry)["text"].startswith("At fashion.")
-    assert "earlier definition: early was a tenth" in section(Entry([old]))["origin"]
+    assert "early was a tenth" in section(Entry([old]))["earlier"]
     # Where the definition is the same, earlier evidence stands beside today's.
     names = {"name": "convit/table-2"}
     unchanged = Entry(

@@ -11,7 +11,6 @@ import torch
 
 from locality import settings
 from locality.errors import UserError
-from locality.runner.cost import estimate_costs
 from locality.runner.executors import (
     Executor,
     log_file,
@@ -19,7 +18,7 @@ from locality.runner.executors import (
     perform,
     visible_gpus,
 )
-from locality.runner.runs import Run
+from locality.runner.runs import Run, estimate_costs
 from locality.runner.schedule import RunsProgress, Workload, done_fraction, run_all
 from locality.training import load_run
 from locality.training.preview import span

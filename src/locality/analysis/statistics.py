@@ -20,13 +20,11 @@ class Estimate:
         mean: of the values.
         half_width: the interval is mean ± this; None where one value says nothing about spread.
         n: number of values.
-        level: of confidence, 0.95 unless asked otherwise.
     """
 
     mean: float
     half_width: float | None
     n: int
-    level: float = 0.95
 
     @property
     def low(self) -> float | None:
@@ -41,7 +39,7 @@ class Estimate:
         if not self.half_width:
             return float(self.half_width is None or self.mean == at)
         freedom = self.n - 1
-        t = (self.mean - at) / self.half_width * two_sided_t(freedom, self.level)
+        t = (self.mean - at) / self.half_width * two_sided_t(freedom)
         return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
 
     @property
@@ -50,39 +48,36 @@ class Estimate:
         return self.half_width is not None and abs(self.mean) > self.half_width
 
 
-def estimate(values: Sequence[float], level: float = 0.95, shared: float = 0.0) -> Estimate:
-    """The mean of `values` with a t interval: mean ± t(n − 1) · s · √(1/n + shared).
+def estimate(values: Sequence[float], shared: float = 0.0) -> Estimate:
+    """The mean of `values` with its 95% interval: mean ± t(n − 1) · s · √(1/n + shared).
 
     Args:
         values: at least one.
-        level: of confidence.
         shared: 0 for independent values. Folds share training images, and their scatter shows
             too little: images of a fold / images it trains on (Nadeau & Bengio, 2003).
 
     Raises:
-        ValueError: for no values, or a level outside (0, 1).
+        ValueError: for no values.
     """
     n = len(values)
     if n == 0:
         raise ValueError("a mean needs at least one value")
-    if not 0 < level < 1:
-        raise ValueError(f"a level of confidence lies between 0 and 1, not at {level}")
     mean = math.fsum(values) / n
     if n == 1:
-        return Estimate(mean, None, 1, level)
+        return Estimate(mean, None, 1)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
     scale = math.sqrt(1 / n + shared)
-    return Estimate(mean, two_sided_t(n - 1, level) * deviation * scale, n, level)
+    return Estimate(mean, two_sided_t(n - 1) * deviation * scale, n)
 
 
 @cache
-def two_sided_t(freedom: int, level: float) -> float:
-    """The t that Student's distribution keeps within ±t with probability `level`.
+def two_sided_t(freedom: int) -> float:
+    """The t that Student's distribution keeps within ±t with probability 95%.
 
     P(|T| > t) = I_x(ν/2, 1/2), the regularised incomplete beta function at x = ν / (ν + t²).
     """
     x = findroot(
-        lambda x: betainc(freedom / 2, 0.5, 0, x, regularized=True) - (1 - level),
+        lambda x: betainc(freedom / 2, 0.5, 0, x, regularized=True) - (1 - 0.95),
         (0, 1),
         solver="illinois",
         maxsteps=200,
@@ -91,16 +86,13 @@ def two_sided_t(freedom: int, level: float) -> float:
 
 
 def paired_difference(
-    first: Mapping[Any, float],
-    second: Mapping[Any, float],
-    level: float = 0.95,
-    shared: float = 0.0,
+    first: Mapping[Any, float], second: Mapping[Any, float], shared: float = 0.0
 ) -> Estimate | None:
     """first − second, paired by seed: what a seed does to both (split, order) cancels.
 
     Args:
         first, second: seed → value. Seeds that only one of them has are left out.
-        level, shared: see `estimate`.
+        shared: see `estimate`.
 
     Returns:
         the estimate of the mean difference, or None without a common seed.
@@ -108,7 +100,7 @@ def paired_difference(
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
-    return estimate([first[seed] - second[seed] for seed in seeds], level, shared)
+    return estimate([first[seed] - second[seed] for seed in seeds], shared)
 
 
 def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:

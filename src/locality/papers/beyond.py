@@ -42,8 +42,7 @@ from locality.papers.measures import (
 )
 from locality.papers.scales import FAMILIES, Scale
 from locality.papers.specs import REGISTRY, Column, Row, Table, experiment
-from locality.runner.cost import train_images
-from locality.runner.runs import Run
+from locality.runner.runs import Run, train_images
 from locality.training import RunConfig, load_run, train
 from locality.training.load import build_model
 from locality.training.runs import RunFolder

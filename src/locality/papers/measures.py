@@ -26,8 +26,7 @@ from locality.benchmark.measure import inference, interleave
 from locality.checkpoints import open_model
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
-from locality.runner.cost import train_images
-from locality.runner.runs import Run
+from locality.runner.runs import Run, train_images
 from locality.training import load_run
 from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.distributed import resolve_accelerator

@@ -24,21 +24,23 @@ import yaml
 from locality.errors import UserError
 from locality.files import csv_text, render, write_atomic
 from locality.papers.published import COMPUTED
-from locality.papers.records import DEFINITION, REDEFINED, Record
-from locality.papers.specs import papers_order
-from locality.papers.verdicts import (
+from locality.papers.records import (
+    DEFINITION,
     FAILS,
     HOLDS,
     LEAST_SEEDS,
     MOST_SEEDS,
     NOT_RUN,
+    REDEFINED,
     UNDECIDED,
     UNTESTABLE,
     VERDICTS,
+    Record,
     corrected,
     judge,
     seeds_needed,
 )
+from locality.papers.specs import papers_order
 
 MARKS = {HOLDS: "✓", FAILS: "✗", UNDECIDED: "?", NOT_RUN: "–", UNTESTABLE: "∅"}
 EMPTY = "—"
@@ -163,18 +165,12 @@ def _cells(record: Record) -> Iterator[dict[str, Any]]:
             if cell is None:
                 continue
             paper = None if cell["paper"] is None else cell["paper"]["value"]
+            by_seed = (f"{seed}:{value:.10g}" for seed, value in cell.get("by_seed", {}).items())
             line = {"row": row["label"], "column": column["name"], "unit": column["unit"]}
-            line |= {"paper": paper, "empty": cell["empty"]}
-            if cell["empty"] is None:
-                by_seed = (f"{seed}:{value:.10g}" for seed, value in cell["by_seed"].items())
-                line |= {
-                    "mean": cell["mean"],
-                    "half_width_95": cell["half_width"],
-                    "n": cell["n"],
-                    "difference": None if paper is None else cell["mean"] - paper,
-                    "by_seed": " ".join(by_seed),
-                }
-            yield line
+            line |= cell | {"paper": paper, "half_width_95": cell.get("half_width")}
+            if paper is not None and cell["empty"] is None:
+                line["difference"] = cell["mean"] - paper
+            yield line | {"by_seed": " ".join(by_seed)}
 
 
 def _points(record: Record) -> Iterator[dict[str, Any]]:
@@ -250,11 +246,6 @@ def _evidence(claim: Record) -> str:
         needed = seeds_needed(claim)
         notes.append(f"{needed or f'more than {MOST_SEEDS}'} seeds would decide it")
     return f"{text} {claim['unit']}" + (f" ({', '.join(notes)})" if notes else "")
-
-
-def _counted(claims: Sequence[Record], verdict: str) -> str:
-    counts = {v: sum(claim[verdict] == v for claim in claims) for v in VERDICTS}
-    return ", ".join(f"{v} {count}" for v, count in counts.items() if count) or "none"
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -344,7 +335,8 @@ def section(
         "notes": notes.texts,
         "picture": {kind: folders[record["scale"]] + path for kind, path in picture.items()},
         "remark": " ".join(remarks.get((record["scale"], record["name"]), "").split()),
-        "origin": origin(record, said=bool(links)),
+        "record": record,
+        "earlier": _earlier(record),
         "files": files,
     }
 
@@ -359,6 +351,7 @@ def page(kind: str, entry: Entry) -> str:
 def _rendered(kind: str, claims: Sequence[Record], **content: Any) -> str:
     content["papers"] = [claim for claim in claims if claim["where"]]
     content["ours"] = [claim for claim in claims if not claim["where"]]
+    content |= {"known_verdicts": VERDICTS, "untestable": UNTESTABLE, "decisive": (HOLDS, FAILS)}
 
     def cell(text: str) -> str:
         return text.replace("|", "\\|")
@@ -388,27 +381,6 @@ def _how_seeds_count(record: Record) -> str:
         "; data and models are not the paper's, so compare directions and gaps"
     )  # fmt: skip
     return f"Here: mean ± 95% interval over {n} seeds, differences paired by seed{other}."
-
-
-def origin(record: Record, said: bool = False) -> str:
-    """Where the numbers come from; what the scale is stands there unless it was said already."""
-    made, scale = record["provenance"], record["scale"]
-    if not made["runs"]:
-        return "No training run is behind this"
-    text = f"Scale {scale}" + ("" if said else f": {record['scale_about']}")
-    text += f". {made['finished']} of {made['runs']} runs finished"
-    if made["finished"]:
-        packages = made["packages"][0] if made["packages"] else {}
-        machine = ", ".join(made["processors"] + [gpu for gpus in made["gpus"] for gpu in gpus])
-        commits = ", ".join(commit[:10] for commit in made["commits"])
-        text += (
-            f", {made['training_seconds'] / 3600:.2f} hours of training on {machine or 'unknown'}, "
-            f"torch {packages.get('torch')}, timm {packages.get('timm')}, "
-            f"commit {commits or 'unknown'}"
-        )
-    if _earlier(record):
-        text += f". Recorded by an earlier definition: {_earlier(record)}"
-    return f"{text}. Again: locality reproduce {record['name']} --scale {scale}"
 
 
 def _anchor(record: Record) -> str:
@@ -457,10 +429,6 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
             entries.setdefault(record["name"], []).append(record)
     ordered = [Entry(entries[name]) for name in sorted(entries, key=papers_order)]
     claims = shown_claims([found for entry in ordered for found in entry.claims()])
-    papers = [claim for claim in claims if claim["where"]]
-    ours = [claim for claim in claims if not claim["where"]]
-    testable = [claim for claim in papers if claim["verdict"] != UNTESTABLE]
-    decided = sum(claim["verdict"] in (HOLDS, FAILS) for claim in papers)
     rules = [inspect.getdoc(rule) or "" for rule in (judge, corrected)]
     return _rendered(
         kind,
@@ -468,12 +436,6 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
         title="Results",
         opening={
             "scales": abouts,
-            "claims": len(papers),
-            "testable": len(testable),
-            "decided": decided,
-            "alone": _counted(testable, "alone"),
-            "corrected": _counted(testable, "verdict"),
-            "ours": _counted(ours, "verdict"),
             "rules": [rule.partition("\n\n")[2] for rule in rules],
             "machines": _distinct(ordered, "processors"),
             "commits": [commit[:10] for commit in _distinct(ordered, "commits")],

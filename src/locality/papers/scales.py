@@ -18,8 +18,7 @@ from locality.errors import UserError, entry
 from locality.files import read_yaml
 from locality.models import variant
 from locality.papers.measures import Measure, Quantity, absent, computed, measured
-from locality.runner.cost import forward_macs, parameters, train_images
-from locality.runner.runs import TRAIN, Run, content_folder
+from locality.runner.runs import TRAIN, Run, content_folder, forward_macs, parameters, train_images
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
 from locality.training.config import ModelConfig

@@ -23,9 +23,8 @@ from locality.errors import UserError, one_line
 from locality.files import read_json, read_yaml, write_atomic
 from locality.machine import processors
 from locality.models.variants import PREFIX, variant
-from locality.runner.cost import train_images
 from locality.runner.executors import threads_per_run, visible_gpus
-from locality.runner.runs import Run, content_folder
+from locality.runner.runs import Run, content_folder, train_images
 from locality.runner.schedule import Workload
 from locality.training import RunConfig, train
 from locality.training.distributed import resolve_accelerator

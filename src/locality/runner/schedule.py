@@ -11,9 +11,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from locality.files import read_rows
-from locality.runner.cost import RunCost, estimate_costs
 from locality.runner.executors import Executor, Outcome, make_executor, threads_per_run
-from locality.runner.runs import Run, waves, with_needs
+from locality.runner.runs import Run, RunCost, estimate_costs, waves, with_needs
 from locality.training.preview import span
 
 _POLL_SECONDS = 1.0

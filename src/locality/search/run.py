@@ -42,7 +42,7 @@ from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import atomic_file, read_json, read_rows, read_text, render, write_atomic
 from locality.models import ImageClassifier, build, variant
-from locality.runner.cost import train_images
+from locality.runner.runs import train_images
 from locality.search import evolution, supernet
 from locality.search.evolution import Candidates, Score, Scores
 from locality.search.space import SearchSpace
