@@ -21,7 +21,14 @@ from locality.papers import published
 from locality.papers.beyond import start_from_convolutions
 from locality.papers.measures import computed, early, summed_rate
 from locality.papers.pages import SCALES as SCALES_SHOWN
-from locality.papers.pages import Entry, results_page, section, shown_claims, write_results_pages
+from locality.papers.pages import (
+    Entry,
+    page,
+    results_page,
+    section,
+    shown_claims,
+    write_results_pages,
+)
 from locality.papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.scales import SCALES, get_scale
@@ -379,7 +386,7 @@ def test_several_scales_show_each_claim_once_and_the_best_evidence_first():
         ("fashion", "claim 1"),
     ]
     # The first with something to show; what is of an earlier definition says so.
-    assert section(entry)["text"].startswith("At fashion.")
+    assert section(entry)["record"] is coarse and "\nAt fashion." in page("md", entry)
     assert "early was a tenth" in section(Entry([old]))["earlier"]
     # Where the definition is the same, earlier evidence stands beside today's.
     names = {"name": "convit/table-2"}

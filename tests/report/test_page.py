@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from locality.errors import UserError
-from locality.report import build_report, draw_summary
-from locality.report import page as report_page
+from locality.report import build_report
 
 
 class Links(html.parser.HTMLParser):
@@ -268,30 +267,3 @@ def test_bad_input(make_run, tmp_path):
     with pytest.raises(UserError, match="the same run"):
         build_report([make_run(folder="a"), make_run(folder="b")], output)
     assert not output.exists()
-
-
-def test_summary_picture(twin_runs, tmp_path):
-    png, svg = draw_summary(twin_runs, tmp_path / "summary.png")
-    assert png.read_bytes().startswith(b"\x89PNG") and svg.suffix == ".svg"
-    drawn = text_of(svg.read_text())
-    assert "+24.0 ± 0.0 points" in drawn and "ConViT beats an equally large DeiT" in drawn
-
-
-def test_differences_stand_at_their_own_share_of_the_data(make_run, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(report_page, "save", lambda figure, output: drawn.append(figure))
-    runs = [make_run("convit_nano", part) for part in (0.05, 1.0)] + [make_run("deit_nano")]
-    draw_summary(runs, tmp_path / "summary.png")
-    notes = [note for note in drawn[0].subfigs[0].axes[0].texts if "points" in note.get_text()]
-    assert [note.xy[0] for note in notes] == [1]
-
-
-def test_summary_needs_both_models_measured(make_run, tmp_path):
-    with pytest.raises(UserError, match="give runs of both"):
-        draw_summary([make_run("convit_nano", folder="alone")], tmp_path / "s.png")
-    blind = [make_run(model, measured=False) for model in ("convit_nano", "deit_nano")]
-    with pytest.raises(UserError, match="instruments did not run"):
-        draw_summary(blind, tmp_path / "s.png")
-    apart = [make_run("convit_nano", 0.05), make_run("deit_nano", folder="whole")]
-    with pytest.raises(UserError, match="one fraction"):
-        draw_summary(apart, tmp_path / "s.png")

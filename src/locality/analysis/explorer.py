@@ -208,13 +208,6 @@ class Factors:
     keys: Integers
     step: float
 
-    def attention(self) -> npt.NDArray[np.float64]:
-        """The attention they stand for, (Nq, Nk)."""
-        scores = self.step**2 * (self.queries.T.astype(np.float64) @ self.keys)
-        scores -= scores.max(axis=1, keepdims=True)
-        weights = np.exp(scores)
-        return weights / weights.sum(axis=1, keepdims=True)
-
     def pack(self) -> bytes:
         """As bytes: counts of wide and narrow components and the step, then the integers.
 

@@ -12,11 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from locality.analysis.measures import token_distances
-from locality.analysis.pictures import Pictures
 from locality.analysis.runs import RecordedRun, RunGroup
 from locality.analysis.statistics import estimate
 from locality.figures.curves import mean_curve
-from locality.figures.maps import draw_image, draw_rows
 from locality.figures.style import CONVIT, FAINT, INK, colour_of, marker_of, new_figure, settings
 
 PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside each other elsewhere
@@ -284,48 +282,3 @@ def _uniform_nonlocality(run: RecordedRun) -> float | None:
         return None
     rows, columns = grids.pop()
     return token_distances((rows, columns)).mean().item()
-
-
-def summary(
-    title: str,
-    pair: Sequence[RunGroup],
-    fraction: float,
-    differences: Mapping[float, str],
-    pictures: Sequence[Pictures],
-) -> Figure:
-    """One picture of two groups: accuracy, nonlocality, and what the first layer looks at.
-
-    Args:
-        title: above everything.
-        pair: the groups.
-        fraction: of the training images, for nonlocality.
-        differences: what to write below the accuracies, by fraction.
-        pictures: one run's of each group.
-    """
-    with settings():
-        figure = new_figure(12, 3.9)
-        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-        parts: Any = figure.subfigures(1, 4, width_ratios=[1, 1, 0.3, 0.85])
-        axes = parts[0].subplots()
-        draw_accuracy(axes, pair)
-        axes.set_title(f"Accuracy on {pair[0].dataset}")
-        # As `draw_accuracy` places them: also the fractions that only one of the two has.
-        fractions = sorted({part for one in pair for part in one.fractions})
-        for part, text in differences.items():
-            axes.annotate(
-                text,
-                (fractions.index(part), 0.02),
-                xycoords=("data", "axes fraction"),
-                ha="center",
-                fontweight="bold",
-            )
-        axes.set_ylim(max(0, axes.get_ylim()[0] - 12), 104)
-        if axes.get_legend():
-            axes.legend(loc="best")
-        axes = parts[1].subplots()
-        draw_nonlocality(axes, pair, fraction)
-        axes.set_title(f"How far layers look ({percent(fraction)} of the data)")
-        draw_image(parts[2], pictures[0], 0)
-        rows = [(one.label, seen.layers[0]) for one, seen in zip(pair, pictures, strict=True)]
-        draw_rows(parts[3], "Layer 1, from the boxed patch", rows, heads=4, image=0)
-    return figure

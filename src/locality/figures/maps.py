@@ -71,9 +71,9 @@ def maps(
             parts = list(band.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
             letters = iter(string.ascii_lowercase)
             if shown is not None:
-                draw_image(parts.pop(0), pictures[0][1], shown, f"({next(letters)}) input")
+                _draw_image(parts.pop(0), pictures[0][1], shown, f"({next(letters)}) input")
             for part, (title, _), rows in zip(parts, pictures, blocks, strict=True):
-                draw_rows(part, f"({next(letters)}) {title}", rows, heads, shown, own_scale)
+                _draw_rows(part, f"({next(letters)}) {title}", rows, heads, shown, own_scale)
     return figure
 
 
@@ -127,7 +127,7 @@ def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
     return layers
 
 
-def draw_image(part: SubFigure, pictures: Pictures, index: int, title: str = "input") -> None:
+def _draw_image(part: SubFigure, pictures: Pictures, index: int, title: str) -> None:
     """One image, with the patch boxed that the heads of the first layer look from."""
     part.suptitle(title, fontsize=10, fontweight="bold")
     axes = part.subplots()
@@ -138,7 +138,7 @@ def draw_image(part: SubFigure, pictures: Pictures, index: int, title: str = "in
     _box(axes, layer.query, layer.grid, image.shape[:2])
 
 
-def draw_rows(
+def _draw_rows(
     part: SubFigure,
     title: str,
     rows: Sequence[tuple[str, LayerPicture]],

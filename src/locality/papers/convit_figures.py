@@ -83,9 +83,7 @@ def accuracy_by_size(
         return Panel(title, "parameters (M)", "top-1 (%)", series, log_x=True, scatter=True)
 
     def here(role: str, metric: str) -> Quantity:
-        if metric == "top1":
-            return s.measured(TOP1, role, seeds=roles[role])
-        return combined(lambda n: n / 1e6, s.measured(PARAMETERS, role, seeds=roles[role]))
+        return s.measured({"top1": TOP1, "parameters": PARAMETERS}[metric], role, seeds=roles[role])
 
     def there(row: str, metric: str) -> Quantity:
         return computed(partial(float, tables[row][metric].value))

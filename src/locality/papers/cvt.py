@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from locality.checkpoints import open_model
 from locality.data import DataConfig
 from locality.errors import UserError
 from locality.figures import diagrams
-from locality.files import write_atomic
 from locality.layers import Projection
 from locality.models import build
 from locality.papers import published
@@ -28,8 +26,8 @@ from locality.papers.measures import (
     absent,
     combined,
     computed,
+    kept,
     measured,
-    read_kept,
 )
 from locality.papers.scales import Scale, counted
 from locality.papers.specs import REGISTRY, Column, Figure, Row, Table, experiment
@@ -127,14 +125,11 @@ def _peer_top1(s: Scale, row: str, dataset: str) -> Quantity:
 
     def read() -> float:
         data = _labelled(s, dataset)
-        kept = s.root / "peers.json"
-        known = read_kept(kept)
-        key = f"{published.PEERS[row]} on {dataset}"
-        if key not in known:
-            known[key] = _evaluate_public(published.PEERS[row], data)
-            s.root.mkdir(parents=True, exist_ok=True)
-            write_atomic(kept, json.dumps(known, indent=2) + "\n")
-        return known[key]
+        name = published.PEERS[row]
+        s.root.mkdir(parents=True, exist_ok=True)
+        return kept(
+            s.root / "peers.json", f"{name} on {dataset}", lambda: _evaluate_public(name, data)
+        )
 
     return computed(read)
 

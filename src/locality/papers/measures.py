@@ -5,6 +5,7 @@ A number that cannot be had is empty for a reason, which stands in its place whe
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -72,19 +73,20 @@ class Measure:
         """The value on a finished run, measured now unless it was before."""
         if not self.kept:
             return self.function(run)
-        path = run.folder / MEASURED
-        known = read_kept(path)
-        if self.name not in known:
-            # Read again: another measure of the same run may have been added meanwhile.
-            value = self.function(run)
-            known = read_kept(path) | {self.name: value}
-            write_atomic(path, json.dumps(known, allow_nan=False) + "\n")
-        return known[self.name]
+        return kept(run.folder / MEASURED, self.name, lambda: self.function(run))
 
 
-def read_kept(path: Path) -> dict[str, Any]:
-    """The values that a file keeps by name; none if there is no file."""
-    return read_json(path) if path.exists() else {}
+def kept(path: Path, name: str, take: Callable[[], Any]) -> Any:
+    """The value that a file keeps under a name; taken, and kept, if it does not yet."""
+
+    def known() -> dict[str, Any]:
+        return read_json(path) if path.exists() else {}
+
+    if name not in known():
+        value = take()
+        # Read again: another value may have been added meanwhile.
+        write_atomic(path, json.dumps(known() | {name: value}, allow_nan=False) + "\n")
+    return known()[name]
 
 
 @dataclass(frozen=True)
@@ -232,14 +234,21 @@ def all_runs(quantities: Iterable[Quantity]) -> list[Run]:
     return list({run.folder: run for item in quantities for run in item.runs}.values())
 
 
-def _of_result(name: str) -> Measure:
-    return Measure(name, lambda run: float((run.result() or {})[name]), kept=False)
+def of_result(*names: str, per: float = 1.0) -> Measure:
+    """A number of result.json, such as millions of parameters: `per` 1e6."""
+
+    def read(run: Run) -> float:
+        found: Any = run.result() or {}
+        return float(functools.reduce(operator.getitem, names, found)) / per
+
+    return Measure(names[-1], read, kept=False)
 
 
-TOP1 = _of_result("top1")
+TOP1 = of_result("top1")
 """Accuracy at the end, in per cent."""
-TOP5 = _of_result("top5")
-PARAMETERS = _of_result("parameters")
+TOP5 = of_result("top5")
+PARAMETERS = of_result("parameters", per=1e6)
+"""In millions."""
 
 
 def _read_curve(run: Run) -> dict[str, list[float]]:

@@ -12,6 +12,7 @@ import numpy as np
 from locality.analysis.statistics import kendall
 from locality.files import read_json
 from locality.papers.measures import (
+    PARAMETERS,
     TOP1,
     Failures,
     Measure,
@@ -21,6 +22,7 @@ from locality.papers.measures import (
     all_runs,
     combined,
     measured,
+    of_result,
 )
 from locality.papers.scales import Scale
 from locality.papers.specs import Row, Table, experiment
@@ -62,16 +64,6 @@ def train_found(config: RunConfig, folder: Path | str) -> dict[str, Any]:
     found = read_json(Path(str(config.model.weights)) / "result.json")
     chosen = {f"model.overrides.{name}": found[name] for name in ("kv_stride", "mlp_ratio")}
     return train(replace(config, chosen | {"model.weights": None}), folder)
-
-
-def _result(name: str, per: float = 1.0) -> Measure:
-    """A number of result.json, such as millions of parameters."""
-    return Measure(name, lambda run: float((run.result() or {})[name]) / per, kept=False)
-
-
-def _best_by(way: str) -> Measure:
-    """The best held-out accuracy that evolution, or drawing at random, came upon."""
-    return Measure(way, lambda run: float((run.result() or {})["best"][way]), kept=False)
 
 
 def _supernet_top1(numbers: tuple[int, ...]) -> Measure:
@@ -138,15 +130,16 @@ def nas(s: Scale) -> Table:
         Row(
             label,
             {
-                "parameters": measured(tuple(runs), _result("parameters", 1e6)),
-                "flops": measured(tuple(runs), _result("macs", 1e9)),
+                "parameters": measured(tuple(runs), PARAMETERS),
+                "flops": measured(tuple(runs), of_result("macs", per=1e9)),
                 "top1": measured(tuple(runs), TOP1),
             },
         )
         for label, runs in groups.items()
     ]
     for way in ("evolution", "random"):
-        rows.append(Row(f"best by {way}", {"held_out": measured(tuple(searches), _best_by(way))}))
+        best = measured(tuple(searches), of_result("best", way))
+        rows.append(Row(f"best by {way}", {"held_out": best}))
     candidates = [
         measured(tuple(scratch(number, seed) for seed in s.few_seeds), TOP1) for number in ranked
     ]

@@ -314,8 +314,6 @@ def section(
     """
     record, notes = entry.best, Notes()
     headings, lines = filled(record, notes) if record["kind"] == "table" else ([], [])
-    empty = f"Not drawn: {record['empty']}." if record.get("empty") else ""
-    sentences = [record["about"], empty, _missing_series(record), _how_seeds_count(record)]
     folders = {each["scale"]: f"{links[each['scale']]}/" if links else "" for each in entry.records}
     files = {
         scale: {
@@ -329,7 +327,7 @@ def section(
         "name": record["name"],
         "title": record["title"],
         "anchor": _anchor(record),
-        "text": " ".join(filter(None, sentences)),
+        "seeds": usual_n(record),
         "headings": headings,
         "lines": lines,
         "notes": notes.texts,
@@ -361,26 +359,6 @@ def _rendered(kind: str, claims: Sequence[Record], **content: Any) -> str:
     while "\n\n\n" in text:
         text = text.replace("\n\n\n", "\n\n")
     return text.strip() + "\n"
-
-
-def _missing_series(record: Record) -> str:
-    missing = [
-        f"{series['label']} ({series['empty']})"
-        for panel in record.get("panels", [])
-        for series in panel["series"]
-        if series["empty"]
-    ]
-    return f"Missing: {'; '.join(dict.fromkeys(missing))}." if missing else ""
-
-
-def _how_seeds_count(record: Record) -> str:
-    n = usual_n(record)
-    if n is None:
-        return ""
-    other = "" if record["comparable"] else (
-        "; data and models are not the paper's, so compare directions and gaps"
-    )  # fmt: skip
-    return f"Here: mean ± 95% interval over {n} seeds, differences paired by seed{other}."
 
 
 def _anchor(record: Record) -> str:

@@ -1,4 +1,3 @@
-"""Reports: run folders in, one page or one picture out."""
+"""Reports: run folders in, one page out."""
 
 from locality.report.page import build_report as build_report
-from locality.report.page import draw_summary as draw_summary

@@ -1,4 +1,4 @@
-"""Run folders → one HTML page, or one picture, that needs nothing else: no network, no file."""
+"""Run folders → one HTML page that needs nothing else: no network, no file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from locality.analysis.statistics import estimate
 from locality.data.checking import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
-from locality.figures.style import Figure, inline_svg, save
+from locality.figures.style import Figure, inline_svg
 from locality.files import read_json, read_rows, render, write_atomic
 from locality.report import comparing
 from locality.settings import flatten
@@ -63,43 +63,6 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, html)
     return output
-
-
-def draw_summary(run_folders: Iterable[Path | str], output: Path | str) -> list[Path]:
-    """Draw accuracy, nonlocality and the first layer's attention of a ConViT and its baseline.
-
-    Args:
-        run_folders: as for `build_report`.
-        output: where to write; a PNG and an SVG are made of this name.
-
-    Returns:
-        the two paths.
-
-    Raises:
-        FileNotFoundError: if a folder does not exist.
-        UserError: if there is no ConViT with its DeiT among the runs, or they were not measured.
-    """
-    groups = group([run for run in read_runs(run_folders) if run.is_finished])
-    comparisons = list(comparing.compare(groups))
-    if not comparisons:
-        raise UserError(
-            "the summary compares a ConViT with the DeiT of its size on one fraction of the "
-            "training images; give runs of both"
-        )
-    pair = [comparisons[0].first, comparisons[0].second]
-    chosen = [each for each in comparisons if [each.first, each.second] == pair]
-    pictures = [_shown_run(one).pictures() for one in pair]
-    seen = [each for each in pictures if each is not None]
-    fraction = chosen[-1].fraction
-    if len(seen) < 2 or not all(one.at(fraction)[0].measures for one in pair):
-        raise UserError("the instruments did not run on these runs, so there is nothing to draw")
-    differences = {
-        each.fraction: f"{comparing.with_interval(each.difference, sign=True)} points"
-        for each in chosen
-        if each.difference is not None
-    }
-    title = comparing.headline(pair, chosen)
-    return save(charts.summary(title, pair, fraction, differences, seen), output)
 
 
 def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:

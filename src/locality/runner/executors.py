@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from locality import checks
-from locality.errors import Interrupted, UserError, entry
+from locality.errors import Interrupted, UserError, entry, require
 from locality.machine import processors
 from locality.runner.runs import Run
 from locality.training import RunConfig
@@ -295,15 +295,6 @@ def _follow(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _imported(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"executor '{module}' needs a package: pip install 'locality[{extra}]'"
-        ) from error
-
-
 class SubmititExecutor(Executor):
     """Jobs of a cluster (SLURM), or processes here where there is none, through submitit.
 
@@ -319,7 +310,10 @@ class SubmititExecutor(Executor):
         self, jobs: int, threads: int | None, logs: Path, parameters: dict[str, Any] | None = None
     ) -> None:
         super().__init__(jobs, threads)
-        self._executor = _imported("submitit", "slurm").AutoExecutor(folder=logs)
+        require("executor 'submitit'", "locality[slurm]", "submitit")
+        import submitit
+
+        self._executor = submitit.AutoExecutor(folder=logs)
         if self._executor.cluster == "slurm":
             self.window = 10**9  # it queues; submitit's local executor starts all it is given
         defaults: dict[str, Any] = {
@@ -362,7 +356,8 @@ class RayExecutor(Executor):
         self, jobs: int, threads: int | None, resources: dict[str, Any] | None = None
     ) -> None:
         super().__init__(jobs, threads)
-        self._ray = _imported("ray", "ray")
+        require("executor 'ray'", "locality[ray]", "ray")
+        self._ray = importlib.import_module("ray")
         self._resources = {"num_cpus": self.threads} | (resources or {})
         self._started_here = False
 

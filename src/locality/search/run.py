@@ -40,7 +40,15 @@ from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError, entry
 from locality.figures import charts
 from locality.figures.style import inline_svg
-from locality.files import atomic_file, read_json, read_rows, read_text, render, write_atomic
+from locality.files import (
+    atomic_file,
+    read_json,
+    read_rows,
+    read_text,
+    read_yaml,
+    render,
+    write_atomic,
+)
 from locality.models import ImageClassifier, build, variant
 from locality.runner.runs import train_images
 from locality.search import evolution, supernet
@@ -145,29 +153,8 @@ def _shortened(run: RunConfig, part: float) -> RunConfig:
     return replace(run, changes | {f"schedule.{unit}": length})
 
 
-def _small(name: str, steps: int, fields: Mapping[str, Any], **own: Any) -> SearchConfig:
-    """A CvT of six blocks, 4,096 candidates, for small images."""
-    fields = {"depth": [1, 2, 3], "embed_dim": [20, 40, 72], **fields}
-    changes = {f"model.overrides.{field}": value for field, value in fields.items()}
-    changes |= {"model.patch_size": None, "schedule.steps": steps, "engine.tensorboard": False}
-    changes["engine.precision"] = "fp32"
-    return SearchConfig(replace(recipe(name, model="cvt_pico"), changes), macs=4e6, **own)
-
-
-def _imagenet_nas() -> SearchConfig:
-    """The paper's space, size and cost, with CvT's own recipe; it does not say how it searched."""
-    run = recipe("cvt_300", model="cvt_13")
-    limits = {"parameters": 18e6, "macs": 4.1e9}
-    return SearchConfig(run, "da_nas", **limits, evaluations=1000, held_out=0.02, calibration=4096)
-
-
-SEARCHES: dict[str, Callable[[], SearchConfig]] = {
-    "digits": partial(_small, "digits", 600, {}, evaluations=100, calibration=256),
-    "fashion_mnist": partial(
-        _small, "fashion_mnist", 3000, {"embed_stride": [4, 2, 1]}, held_out=1 / 30
-    ),
-    "imagenet_nas": _imagenet_nas,
-}
+SEARCHES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("searches.yaml"))
+"""Those that have a name, as `named` makes them."""
 
 
 def named(name: str) -> SearchConfig:
@@ -176,7 +163,9 @@ def named(name: str) -> SearchConfig:
     Raises:
         UserError: for a name that does not exist, with the nearest.
     """
-    return entry("search", name, SEARCHES)()
+    told = entry("search", name, SEARCHES)
+    run = replace(recipe(told["recipe"], model=told["model"]), told["settings"])
+    return SearchConfig(run, **told["search"])
 
 
 def space_of(config: SearchConfig) -> SearchSpace:
