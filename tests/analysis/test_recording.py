@@ -4,7 +4,7 @@ import pytest
 
 from locality.analysis import measure_model, record
 from locality.analysis.pictures import load_pictures, sample
-from locality.analysis.recording import read_measures
+from locality.analysis.runs import RecordedRun
 from locality.data import open_data
 from locality.errors import UserError
 from locality.settings import replace
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
 
 def test_record_measures_the_initial_and_the_trained_model(run):
     content = record(run, images=20, pictures=2)
-    assert content == json.loads((run / "measures.json").read_text()) == read_measures(run)
+    assert content == json.loads((run / "measures.json").read_text()) == RecordedRun(run, {}).measures
     model, config = load_run(run)
     chosen = sample(open_data(config.data, config.seed).val, config.input.at(model.img_size), 20)
     assert content["after"] == measure_model(model, chosen.images)

@@ -36,7 +36,7 @@ from locality.analysis.pictures import (
 from locality.analysis.summary import Record, measure_model
 from locality.data import open_data
 from locality.errors import UserError
-from locality.files import parse_json, read_json, read_text, write_atomic
+from locality.files import parse_json, read_text, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.evaluation import Collector, evaluate_run
@@ -80,14 +80,12 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     found = take_pictures(model, chosen.first(pictures))
     save_pictures(found, Path(folder) / PICTURES)
     _record_mistakes(run, model, config)
-    initial = initial_model(folder)
-    return add_measures(
-        folder,
-        {
-            "before": measure_model(initial, chosen.images[:images]),
-            "after": measure_model(model, chosen.images[:images]),
-        },
-    )
+    measures = {
+        "before": measure_model(initial_model(folder), chosen.images[:images]),
+        "after": measure_model(model, chosen.images[:images]),
+    }
+    write_atomic(run.path / MEASURES, json.dumps(measures, allow_nan=False) + "\n")
+    return measures
 
 
 def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) -> None:
@@ -126,23 +124,6 @@ def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictur
     model, config = load_run(folder)
     model = model if trained else initial_model(folder)
     return take_pictures(model, validation_sample(config, model.img_size, count))
-
-
-def read_measures(folder: Path | str) -> Record:
-    """The content of a run's `measures.json`; empty if nothing was measured yet.
-
-    Raises:
-        UserError: if the file is damaged.
-    """
-    path = Path(folder) / MEASURES
-    return read_json(path) if path.exists() else {}
-
-
-def add_measures(folder: Path | str, entries: dict[str, Any]) -> Record:
-    """Add or replace entries of a run's `measures.json`, atomically; returns all of them."""
-    content = read_measures(folder) | entries
-    write_atomic(Path(folder) / MEASURES, json.dumps(content, allow_nan=False) + "\n")
-    return content
 
 
 @dataclass

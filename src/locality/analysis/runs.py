@@ -10,7 +10,7 @@ from typing import Any
 
 from locality import checks
 from locality.analysis.pictures import Pictures, load_pictures
-from locality.analysis.recording import MEASURES, PICTURES, read_measures
+from locality.analysis.recording import MEASURES, PICTURES
 from locality.checkpoints.where import is_run_folder
 from locality.errors import UserError
 from locality.files import read_json, read_rows, read_yaml
@@ -85,15 +85,12 @@ class RecordedRun:
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Versions, hardware, commit and starts (`environment.json`)."""
-        path = RunFolder(self.folder).environment_file
-        return _shaped(path, _ENVIRONMENT) if path.exists() else {}
+        return _shaped(RunFolder(self.folder).environment_file, _ENVIRONMENT, {})
 
     @cached_property
     def measures(self) -> dict[str, Any]:
         """What the instruments measured before and after; empty if they did not run."""
-        found = read_measures(self.folder)
-        checks.shaped(str(self.folder / MEASURES), found, _MEASURES)
-        return found
+        return _shaped(self.folder / MEASURES, _MEASURES, {})
 
     @cached_property
     def curve(self) -> list[dict[str, float]]:
@@ -169,8 +166,10 @@ def _children(folder: Path) -> Sequence[Path]:
     return sorted(run for run in found if RunFolder(run).classes_file.exists())
 
 
-def _shaped(path: Path, wanted: Any) -> Any:
-    """What a file holds, if it is built as is wanted."""
+def _shaped(path: Path, wanted: Any, missing: Any = None) -> Any:
+    """What a file holds, if it is built as is wanted; `missing`, if given, where there is none."""
+    if missing is not None and not path.exists():
+        return missing
     content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
     checks.shaped(str(path), content, wanted)
     return content

@@ -158,7 +158,8 @@ def _draw_rows(
             if head >= len(found):
                 axes.set_axis_off()
                 continue
-            _draw_map(axes, found[head], own_scale)
+            norm, values = _scaled(found[head], own_scale)
+            axes.imshow(values, cmap=MAP_COLOURS, norm=norm, interpolation="nearest")
             assert layer.query is not None
             # The query lies on the grid of the queries; its box has to lie on that of the keys.
             query = tuple(
@@ -170,11 +171,6 @@ def _draw_rows(
             _box(axes, query, layer.key_grid, layer.key_grid)
             _frame(axes, None if layer.gates is None else float(layer.gates[head]))
         line[0].set_ylabel(label, fontsize=8)
-
-
-def _draw_map(axes: Axes, attention: Array, own_scale: bool) -> None:
-    norm, values = _scaled(attention, own_scale)
-    axes.imshow(values, cmap=MAP_COLOURS, norm=norm, interpolation="nearest")
 
 
 def coloured(attention: Array) -> npt.NDArray[np.uint8]:

@@ -21,7 +21,7 @@ import torch
 from locality.data import open_data
 from locality.data.config import DATASETS, DataConfig
 from locality.errors import UserError
-from locality.models import ImageClassifier, count_macs, count_parameters
+from locality.models import count_macs, count_parameters
 from locality.settings import flatten, from_yaml, to_dict, to_yaml
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.fitting import step_seconds, timed_images
@@ -272,14 +272,8 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
 
 
 @cache
-def _meta_network(architecture: str, classes: int) -> ImageClassifier:
-    """A network without data in its tensors."""
-    return meta_model(RunConfig(model=from_yaml(ModelConfig, architecture)), classes)
-
-
-@cache
 def _size(architecture: str, classes: int) -> tuple[int, int]:
-    network = _meta_network(architecture, classes)
+    network = meta_model(RunConfig(model=from_yaml(ModelConfig, architecture)), classes)
     return count_parameters(network), count_macs(network)
 
 
