@@ -89,7 +89,14 @@ def _run(given: list[str]) -> int | None:
     if first not in COMMANDS:
         raise unknown("command", first, COMMANDS)
     module, _, function = COMMANDS[first][0].partition(":")
-    return getattr(importlib.import_module(f"locality.commands.{module}"), function)(given[1:])
+    called = getattr(importlib.import_module(f"locality.commands.{module}"), function)
+    return called([_with_underscores(word) for word in given[1:]])
+
+
+def _with_underscores(word: str) -> str:
+    """`--dry-run` and `--data.val-part=0.1` as commands know them; what is no option as it is."""
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else word
 
 
 def usage() -> str:

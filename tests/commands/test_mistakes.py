@@ -14,7 +14,7 @@ from PIL import Image
 
 from locality.checkpoints import LAYOUTS
 from locality.checkpoints.where import LAYOUT_NAMES
-from locality.cli import COMMANDS
+from locality.cli import COMMANDS, main
 from locality.commands.parsing import Parser
 from locality.settings import to_yaml
 
@@ -45,7 +45,7 @@ MISTAKES = [
     ("train --data folder --data.root nowhere", "the folder 'nowhere' does not exist"),
     ("train --data folder --data.root photos/cat", "give the folder above it"),
     ("train --config missing.yaml", "missing.yaml"),
-    ("train --images_per_second 10", "--images_per_second is for the hours that --dry_run"),
+    ("train --images-per-second 10", "--images_per_second is for the hours that --dry_run"),
     ("train --output photos/cat/a.png", "photos/cat/a.png is a file; a run needs a folder"),
     ("train --output /proc/foo", "/proc/foo cannot be written to"),
     ("train --resume runs/photo", "no file or folder runs/photo; did you mean runs/photos?"),
@@ -275,6 +275,19 @@ def test_every_option_acts_or_is_refused(ask, monkeypatch):
         if not (code == 2 and names_it if refused else code in (0, "torch is imported")):
             wrong.append((" ".join(words), code, said))
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_may_be_written_with_dashes(command, monkeypatch):
+    module, _, function = COMMANDS[command][0].partition(":")
+    options = [f"--{name}" for name in parser_of(command, monkeypatch)._options()]
+    heard = []
+    monkeypatch.setattr(f"locality.commands.{module}.{function}", heard.append)
+    for value in ([], ["a-file.png"], ["--set", "kv-stride=1-1"]):
+        main([command, *(option.replace("_", "-") for option in options), *value])
+        assert heard.pop() == [*options, *value]
+    main([command, *(f"--{option[2:].replace('_', '-')}=a-b_c" for option in options)])
+    assert heard.pop() == [f"{option}=a-b_c" for option in options]
 
 
 def test_every_way_is_of_a_command_and_every_command_has_one():

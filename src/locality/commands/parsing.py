@@ -178,10 +178,10 @@ class Parser(_JsonArgumentParser):
     def _unknown(self, name: str) -> UserError:
         """The error for an option that does not exist: a name like it, or what its text tells."""
         options = self._options()
-        said = rf"\b{re.escape(re.sub('[-_]', ' ', name))}\b"
+        said = rf"\b{re.escape(name.replace('_', ' '))}\b"
         told = [each for each, action in options.items() if re.search(said, action.help or "")]
         like = near(name, options)
-        exact = any(each.rpartition(".")[2] == name.replace("-", "_") for each in like)
+        exact = any(each.rpartition(".")[2] == name for each in like)
         found = like if exact or not told else told[:3]
         hint = f"did you mean --{' or --'.join(found)}?" if found else f"see {self.prog} --help"
         return UserError(f"unknown setting '{name}'; {hint}")
