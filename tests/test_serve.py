@@ -1,8 +1,12 @@
 """`locality serve` as a person and as a hostile program meet it: its own process, over HTTP."""
 
+import contextlib
 import http.client
+import importlib.metadata
 import io
 import json
+import os
+import re
 import shutil
 import signal
 import socket
@@ -10,10 +14,12 @@ import subprocess
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from urllib.parse import urlparse
 
 import psutil
 import pytest
+import yaml
 from PIL import Image
 
 import locality
@@ -78,15 +84,13 @@ def model(tmp_path_factory, shaken):
     return save(shaken(locality.create_model("convit_nano")), folder, classes=CLASSES)
 
 
-@pytest.fixture(scope="module")
-def process(model, tmp_path_factory):
-    here = tmp_path_factory.mktemp("empty")
-    words = [sys.executable, "-m", "locality", "serve", str(model), "--port", "0"]
-    started = subprocess.Popen(words, cwd=here, stdout=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def answering(words, **options):
+    """A process that serves, with its address, until the block ends."""
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **options)
     try:
         started.address = started.stdout.readline().strip()
         yield started
-        assert not list(here.iterdir())  # nothing was written
         assert started.poll() is None  # nothing has ended it
         started.send_signal(signal.SIGINT)
         assert started.wait(30) == 130
@@ -94,21 +98,30 @@ def process(model, tmp_path_factory):
         started.kill()
 
 
+@pytest.fixture(scope="module")
+def process(model, tmp_path_factory):
+    here = tmp_path_factory.mktemp("empty")
+    words = [sys.executable, "-m", "locality", "serve", str(model), "--port", "0"]
+    with answering(words, cwd=here) as started:
+        yield started
+        assert not list(here.iterdir())  # nothing was written
+
+
+def request(address, method, path, body=None):
+    """Method, path and body of a request → status, the answer's content."""
+    place = urlparse(address)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
 @pytest.fixture
 def ask(process):
-    """Method, path and body of a request → status, the answer's content."""
-    place = urlparse(process.address)
-
-    def asked(method, path, body=None):
-        connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
-        try:
-            connection.request(method, path, body)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-    return asked
+    return partial(request, process.address)
 
 
 def test_it_is_reached_from_this_machine_alone(process):
@@ -186,6 +199,60 @@ def test_a_port_that_is_taken(process, model, capsys):
     port = urlparse(process.address).port
     assert main(["serve", str(model), "--port", str(port)]) == 2
     assert f"port {port}, cannot be listened at" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    importlib.metadata.version("locality") != locality.__version__,
+    reason="the version that is installed is another one, and a Space is of what is installed",
+)
+class TestSpace:
+    def test_it_answers_from_its_own_folder(self, model, tmp_path, capsys):
+        image, folder = tmp_path / "photo.png", tmp_path / "space"
+        image.write_bytes(photo())
+        folder.mkdir()
+        assert main(["predict", str(image), "--model", str(model), "--json"]) == 0
+        (wanted,) = json.loads(capsys.readouterr().out)
+        assert main(["serve", str(model), "--export-space", str(folder)]) == 0
+        assert capsys.readouterr().out == f"{folder}\n"
+        there = {"README.md", "Dockerfile", "requirements.txt", "model", "locality"}
+        assert {entry.name for entry in folder.iterdir()} == there
+        head = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+        assert head == {"title": model.name, "sdk": "docker", "app_port": 7860}
+        pinned = (folder / "requirements.txt").read_text().splitlines()[2:]
+        versions = dict(line.split("==") for line in pinned)
+        assert {
+            "torch",
+            "timm",
+            "jsonargparse[signatures]",
+            "fastapi",
+            "uvicorn",
+        } <= versions.keys()
+        assert not {"onnx", "pytest"} & versions.keys()
+        for name, version in versions.items():
+            installed = importlib.metadata.version(name.partition("[")[0])
+            assert installed.partition("+")[0] == version
+
+        said = re.search(r"^CMD (.*)$", (folder / "Dockerfile").read_text(), re.MULTILINE)
+        python, *words, port = json.loads(said[1])
+        assert (python, port) == ("python", str(head["app_port"]))
+        alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        options = {"cwd": folder, "env": alone}
+        which = [sys.executable, "-c", "import locality; print(locality.__file__)"]
+        used = subprocess.run(which, capture_output=True, text=True, **options).stdout
+        assert used == f"{folder / 'locality' / '__init__.py'}\n"
+        with answering([sys.executable, *words, "0"], **options) as started:
+            assert started.address.startswith("http://0.0.0.0:")
+            assert b"Drop an image" in request(started.address, "GET", "/")[1]
+            status, answer = request(started.address, "POST", "/predict", image.read_bytes())
+        told = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
+        assert status == 200 and told == pytest.approx(wanted["classes"], rel=1e-5)
+
+    def test_it_is_written_whole_or_not_at_all(self, tmp_path, capsys):
+        bad = tmp_path / "bad.safetensors"
+        bad.write_bytes(b"no weights")
+        assert main(["serve", str(bad), "--export-space", str(tmp_path / "space")]) == 2
+        assert "bad.safetensors" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == [bad]
 
 
 WIDE = "document.documentElement.scrollWidth - innerWidth"

@@ -175,6 +175,17 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
         raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")
 
 
+def check_empty(folder: Path) -> None:
+    """Refuse a folder to be made that holds something, or whose own folder is not there.
+
+    Raises:
+        UserError: naming it.
+    """
+    check_place(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} is there already; give a new folder, or an empty one")
+
+
 def check_graph(path: Path, format: str) -> None:
     """Refuse a file that `export` could not write.
 

@@ -11,12 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from locality.checkpoints.where import check_place
+from locality.checkpoints.where import check_empty, check_place
 from locality.commands.parsing import (
     MODEL,
     Parser,
     check_given,
     open_given,
+    read_settings,
     say,
     with_aliases,
 )
@@ -256,7 +257,7 @@ def explore(arguments: Sequence[str]) -> int:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Answer on a port of this machine until interrupted."""
+    """Answer on a port of this machine until interrupted, or write what does so elsewhere."""
     parser = Parser(
         "serve",
         "Serve a page on which one drops an image, or takes one, and sees its classes and what "
@@ -266,6 +267,7 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add_model("model")
     parser.add("--host", "127.0.0.1", "address to listen at; 0.0.0.0 is every one of the machine")
     parser.add("--port", 8000, "port; 0 takes a free one")
+    parser.add("--export_space", None, "write a folder for a Hugging Face Space; answer nothing")
     options = parser.read(arguments)
 
     from locality import checks
@@ -273,6 +275,14 @@ def serve(arguments: Sequence[str]) -> None:
     checks.integer("port", options.port, 0, 65535)
     check_given(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
+    if options.export_space is not None:
+        parser.refuse(arguments, "host port", "does nothing beside --export_space")
+        check_empty(Path(options.export_space))
+        from locality.checkpoints.space import export_space
+
+        given = options.variant, options.entry, read_settings(options)
+        print(export_space(options.model, options.export_space, *given))
+        return
     from locality.serve import serve
 
     opened = open_given(options.model, options)
