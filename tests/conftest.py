@@ -143,6 +143,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    # A camera that shows a test picture, and nobody to be asked for it.
+    *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),
 ]
 # What of a page's content reaches beyond the window's right edge.
 OUTSIDE = """(chosen) => [...document.querySelectorAll(chosen)]

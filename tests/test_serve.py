@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -294,17 +293,12 @@ def test_the_page_in_a_browser(process, browser, width, tmp_path):
 
 
 def test_the_camera(process, browser):
-    flags = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
-    path = browser.browser_type.executable_path
-    opened = browser.browser_type.launch(
-        executable_path=shutil.which("chromium") or path, args=["--no-sandbox", *flags]
-    )
+    page = browser.new_page()
+    page.set_default_timeout(120_000)
     try:
-        page = opened.new_page()
-        page.set_default_timeout(120_000)
         page.goto(process.address)
         page.get_by_text("use the camera").click()
         page.get_by_text("take the picture").click()
         page.wait_for_selector("#classes tr:nth-child(5)")
     finally:
-        opened.close()
+        page.close()
