@@ -30,6 +30,10 @@ Array = npt.NDArray[np.floating]
 _QUERY = "#ff3b30"
 _INCH = 0.85
 
+REACH = 10.0 ** (DECADES / 2)
+"""How many times even attention is the brightest of `even_colour`; the darkest is as far below."""
+_EVEN = LogNorm(1 / REACH, REACH, clip=True)
+
 
 def maps(
     pictures: Sequence[tuple[str, Pictures]],
@@ -173,10 +177,19 @@ def _draw_rows(
         line[0].set_ylabel(label, fontsize=8)
 
 
-def coloured(attention: Array) -> npt.NDArray[np.uint8]:
-    """A map (H, W) in the colours of `maps`, a pixel per patch: (H, W, 3)."""
-    norm, values = _scaled(attention)
+def coloured(attention: Array, from_even: bool = False) -> npt.NDArray[np.uint8]:
+    """A map (H, W) in colours, a pixel per patch: (H, W, 3).
+
+    As in `maps`, the brightest is its largest attention; or, `from_even`, the colours are those of
+    `even_colour`, so that attention that is the same everywhere looks it.
+    """
+    norm, values = (_EVEN, attention * attention.size) if from_even else _scaled(attention)
     return (matplotlib.colormaps[MAP_COLOURS](norm(values))[..., :3] * 255).round().astype(np.uint8)
+
+
+def even_colour(times: float) -> str:
+    """The colour, for a page, of so many times even attention; beyond a `REACH` as of that."""
+    return to_hex(matplotlib.colormaps[MAP_COLOURS](_EVEN(times)))
 
 
 def gate_colour(gate: float) -> str:

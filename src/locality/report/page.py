@@ -310,6 +310,7 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
     )
     return {
         "predictions": predictions,
+        "reach": maps.REACH,
         "unread": int(run.result["val_images"]) - len(predictions.labels),
         "rows": worst[:_MOST_CLASSES],
         "confusion": charts.chart(charts.draw_confusion, predictions.confusion(shown), names),
@@ -333,7 +334,7 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
             "image": None if taken is None else data_address(taken.images[place]),
             "map": None
             if taken is None
-            else data_address(maps.coloured(taken.layers[-1].mixed[place, 0])),
+            else data_address(maps.coloured(taken.layers[-1].mixed[place, 0], from_even=True)),
         }
         for place, row in enumerate(predictions.mistakes(MOST_MISTAKES))
         if taken is None or place < len(taken.images)
@@ -348,5 +349,6 @@ FILTERS: dict[str, Any] = {
     "svg": _svg,
     "part_of": charts.part_of,
     "gate_colour": maps.gate_colour,
+    "even_colour": maps.even_colour,
     "shown": _shown,
 }
