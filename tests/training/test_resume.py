@@ -9,8 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins import MixedPrecision
 
-from locality.training import RunConfig, replace
+from locality.checkpoints.run_state import latest_state
+from locality.training import EngineConfig, RunConfig, engine, replace
+from locality.training.distributed import _FABRIC_PRECISION
 from locality.training.loop import Loop
 
 from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
@@ -59,6 +64,32 @@ def test_resuming_is_exact_whatever_is_on(
     train(config, tmp_path / "whole")
     run_in_pieces(config, tmp_path / "run", [1, 5], stop_before)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.fixture
+def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `engine.precision fp16-mixed` asks of Fabric on a GPU, on a processor, which can do it.
+
+    The scale begins where gradients overflow and grows every other step, so that much happens.
+    """
+
+    def create(engine: EngineConfig, precision: str) -> Fabric:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=2)
+        kind = _FABRIC_PRECISION["fp16-mixed"]
+        plugin = MixedPrecision(kind, "cpu", scaler)  # type: ignore[arg-type]
+        return Fabric(accelerator="cpu", devices=1, plugins=plugin)
+
+    monkeypatch.setattr(engine, "create_fabric", create)
+
+
+@pytest.mark.usefixtures("half_precision")
+def test_resuming_is_exact_in_half_precision(tmp_path: Path, stop_before: Stop) -> None:
+    config = tiny(optim__clip_grad=1.0)
+    train(config, tmp_path / "whole")
+    run_in_pieces(config, tmp_path / "run", [1, 5], stop_before)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    scaler = latest_state(tmp_path / "run")["scaler"]
+    assert scaler["scale"] < 2.0**19 and scaler["growth_interval"] == 2
 
 
 DEIT = {"depth": 2, "embed_dim": 16, "drop_path_rate": 0.2}

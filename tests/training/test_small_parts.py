@@ -143,6 +143,10 @@ def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.Monkey
     cpu = torch.device("cpu")
     assert choose_precision("bf16-mixed", cpu, 1) == "bf16-mixed"
     assert choose_precision("fp32", cpu, 1e12) == "fp32"
+    assert choose_precision("fp16-mixed", torch.device("cuda"), 1) == "fp16-mixed"
+    for elsewhere in ("cpu", "mps"):
+        with pytest.raises(UserError, match="fp16-mixed, which needs an NVIDIA GPU"):
+            choose_precision("fp16-mixed", torch.device(elsewhere), 1e12)
     for fast in (True, False):
         monkeypatch.setattr(distributed, "has_fast_bf16", lambda fast=fast: fast)
         assert choose_precision("auto", cpu, 1e11) == ("bf16-mixed" if fast else "fp32")

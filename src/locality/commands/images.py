@@ -171,7 +171,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add("--weights", None, "the same, by name")
     parser.add("--img_size", None, "side in pixels", int | None)
     parser.add("--batch_size", 256, "images at once")
-    parser.add("--precision", "fp32", "fp32, bf16-mixed or auto")
+    parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--json", False, "print JSON")
     parser.add("--predictions", None, "write a CSV: path, label, prediction, probabilities")
     parser.add_class_arguments(DataConfig, "data")

@@ -19,6 +19,8 @@ from locality.errors import UserError
 from locality.files import read_json, read_text
 from locality.models.variants import current_name, name_today
 
+Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -212,7 +214,8 @@ class EngineConfig:
     Attributes:
         batch_size: images per update, over all devices and accumulation steps.
         accumulate: forward and backward passes per update.
-        precision: "fp32", "bf16-mixed", or "auto" for whichever is faster here.
+        precision: "fp32", "bf16-mixed", "auto" for whichever of them is faster here, or, on an
+            NVIDIA GPU, "fp16-mixed", with gradients scaled so that small ones are not lost.
         ema_decay: keep an exponential moving average of the weights and evaluate that; None: off.
         ema_warmup: let the decay rise from 0 as 1 − (1 + step)^(−2/3), for short runs.
         accelerator: the device to compute on: "auto", "cpu", "cuda" or "mps".
@@ -235,7 +238,7 @@ class EngineConfig:
 
     batch_size: int = checks.bounded(64, 1)
     accumulate: int = checks.bounded(1, 1)
-    precision: Literal["auto", "fp32", "bf16-mixed"] = "auto"
+    precision: Precision = "auto"
     ema_decay: float | None = checks.bounded(None, 0, 1, below=True)
     ema_warmup: bool = False
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -33,7 +33,7 @@ from locality.training.config import EngineConfig
 
 # How Fabric calls what `engine.strategy` says.
 _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
-_FABRIC_PRECISION = {"fp32": "32-true", "bf16-mixed": "bf16-mixed"}
+_FABRIC_PRECISION = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "fp16-mixed": "16-mixed"}
 
 # So long a process may take to end by itself, even on a crowded machine; one that waits for a lost
 # GPU would never end.
@@ -98,7 +98,7 @@ def layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
 
 
 def choose_precision(wanted: str, device: torch.device, macs_per_image: float) -> str:
-    """Resolve "auto" to "fp32" or "bf16-mixed".
+    """Resolve "auto" to "fp32" or "bf16-mixed", and refuse "fp16-mixed" without a GPU of NVIDIA's.
 
     bfloat16 where the hardware multiplies it natively: GPUs from Ampere on, processors with
     AVX512-BF16 or AMX, the latter only for models large enough to gain from it.
@@ -107,7 +107,15 @@ def choose_precision(wanted: str, device: torch.device, macs_per_image: float) -
         wanted: "auto", or a choice already made.
         device: where training happens.
         macs_per_image: multiply-accumulates of one image's forward pass.
+
+    Raises:
+        UserError: for "fp16-mixed" elsewhere.
     """
+    if wanted == "fp16-mixed" and device.type != "cuda":
+        raise UserError(
+            f"precision is fp16-mixed, which needs an NVIDIA GPU, and this is for {device.type}; "
+            f"give auto, fp32 or bf16-mixed"
+        )
     if wanted != "auto":
         return wanted
     fast = False
@@ -116,6 +124,12 @@ def choose_precision(wanted: str, device: torch.device, macs_per_image: float) -
     elif device.type == "cpu":
         fast = has_fast_bf16() and macs_per_image >= _WORTHWHILE_MACS
     return "bf16-mixed" if fast else "fp32"
+
+
+def autocast(device_type: str, precision: str) -> torch.autocast:
+    """The block in which a model computes in a precision, resolved."""
+    kind = torch.float16 if precision == "fp16-mixed" else torch.bfloat16
+    return torch.autocast(device_type, kind, enabled=precision != "fp32")
 
 
 def has_fast_bf16() -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from timm.utils import ModelEmaV3
+from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data import ImageRecord, verify
@@ -264,7 +265,8 @@ def build_components(fabric: Fabric, seen: Preview, model: ImageClassifier) -> C
     called = torch.compile(called) if engine.compile else called
     forward = fabric.setup_module(called)
     model.train()
-    return Components(model, forward, optimizer, schedule, ema, objective)
+    scaler = getattr(fabric.strategy.precision, "scaler", None) or GradScaler(enabled=False)
+    return Components(model, forward, optimizer, schedule, ema, objective, scaler)
 
 
 def _look_at_images(

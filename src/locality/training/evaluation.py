@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,8 @@ from locality.data import (
 from locality.errors import UserError
 from locality.files import csv_text, read_rows, write_atomic
 from locality.models import count_macs
-from locality.training.config import read_config
-from locality.training.distributed import choose_precision, exact, resolve_accelerator
+from locality.training.config import Precision, read_config
+from locality.training.distributed import autocast, choose_precision, exact, resolve_accelerator
 
 _COLUMNS = ("index", "path", "label", "prediction", "confidence")
 _BINS = 15
@@ -78,7 +78,7 @@ def evaluate_opened(
         seed: of the data's own random splits.
         img_size: side of the images; None is the model's own.
         batch_size: images at once.
-        precision: "fp32", "bf16-mixed" or "auto".
+        precision: as `engine.precision` of a run.
         accelerator: "auto", "cpu", "cuda" or "mps".
         splits: the data, if it is open already.
         seen: as for `evaluate`.
@@ -87,7 +87,7 @@ def evaluate_opened(
         UserError: if it is an exported graph, the data has other classes, there is no such
             precision or accelerator, or an image is damaged.
     """
-    checks.one_of("precision", precision, ("auto", "fp32", "bf16-mixed"))
+    checks.one_of("precision", precision, get_args(Precision))
     checks.integer("batch_size", batch_size, 1)
     device = torch.device(resolve_accelerator(accelerator))
     model = opened.module()
@@ -112,7 +112,7 @@ def evaluate_opened(
     # Only an open choice depends on the model's cost.
     macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
     chosen = choose_precision(precision, device, macs)
-    with torch.autocast(device.type, torch.bfloat16, enabled=chosen == "bf16-mixed"):
+    with autocast(device.type, chosen):
         result = evaluate(
             model.to(device), loader, device, label_sets=splits.val.label_sets, seen=seen
         )

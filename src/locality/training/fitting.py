@@ -30,7 +30,7 @@ from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.config import RunConfig
-from locality.training.distributed import launched_from_outside, resolve_accelerator
+from locality.training.distributed import autocast, launched_from_outside, resolve_accelerator
 from locality.training.load import meta_model
 from locality.training.optim import create_optimizer
 from locality.training.preview import Preview, check_memory, preview, span
@@ -133,11 +133,10 @@ def step_seconds(
             nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
     optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
     batch = torch.randn(images, 3, *network.img_size, device=device)
-    mixed = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed")
     taken: list[float] = []
     while len(taken) <= _TIMED_STEPS or sum(taken[1:]) < seconds:
         started = time.perf_counter()
-        with mixed:
+        with autocast(device.type, precision):
             loss = network(batch).float().square().mean()
         loss.backward()
         optimizer.step()

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from timm.scheduler import CosineLRScheduler
+from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, Stream, eval_loader, keys, seed_generators, train_loader
@@ -46,14 +47,16 @@ class Components:
         schedule: its learning rate as a function of the step.
         ema: the averaged weights, if the run keeps them.
         objective: the loss.
+        scaler: of the gradients, for half precision; changes nothing in the others.
     """
 
     model: ImageClassifier
     forward: Any
     optimizer: torch.optim.Optimizer
-    schedule: CosineLRScheduler
+    schedule: Scheduler
     ema: ModelEmaV3 | None
     objective: Objective
+    scaler: GradScaler
 
     def state(self) -> dict[str, Any]:
         """What of them a checkpoint keeps."""
@@ -61,6 +64,7 @@ class Components:
             "model": self.model.state_dict(),
             "ema": None if self.ema is None else self.ema.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
         }
 
     def load(self, state: dict[str, Any]) -> Counts:
@@ -74,6 +78,7 @@ class Components:
             if self.ema is not None:
                 self.ema.module.load_state_dict(state["ema"])
             self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state.get("scaler", {}))  # earlier versions had none
             return Counts(**state["progress"])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
@@ -229,17 +234,20 @@ class Loop:
             self._name_the_unreached()
         loss_sum, right, signum = reading.values()
         mean = loss_sum / (engine.accumulate * self.fabric.world_size)
+        parts.scaler.unscale_(parts.optimizer)
         if not math.isfinite(mean):
             self._leave_out(f"the loss became {mean}", before)
-        elif not self._clip():
+        elif not self._clip() and parts.scaler.get_scale() <= 1:
             self._leave_out("the gradients are not finite", before)
         else:
-            parts.optimizer.step()
+            # Gradients that a scale above 1 made too large for half precision are no step.
+            parts.scaler.step(parts.optimizer)
             if parts.ema is not None:
                 parts.ema.update(parts.model, step=at.step + 1)
             at.loss_sum += mean * self.plan.batch_size
             at.right += right
             at.seen += self.plan.batch_size
+        parts.scaler.update()
         parts.optimizer.zero_grad(set_to_none=True)
         at.step += 1
         self.recorder.stepped(at, time.perf_counter() - started)

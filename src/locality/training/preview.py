@@ -18,7 +18,12 @@ from locality.data.folder import some
 from locality.errors import UserError
 from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
-from locality.training.distributed import choose_precision, layout, resolve_accelerator
+from locality.training.distributed import (
+    autocast,
+    choose_precision,
+    layout,
+    resolve_accelerator,
+)
 from locality.training.load import check_teacher, check_weights, meta_model
 from locality.training.objective import objective_class
 from locality.training.optim import Plan, check_optimizer, make_plan
@@ -83,10 +88,7 @@ class Preview:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
             model.to_empty(device=kind)
             images = torch.empty(self.micro_batch, 3, *self.img_size)
-            mixed = self.precision == "bf16-mixed"
-            return saved_activations(
-                model, images, partial(torch.autocast, kind, torch.bfloat16, enabled=mixed)
-            )
+            return saved_activations(model, images, partial(autocast, kind, self.precision))
 
     def __str__(self) -> str:
         plan, splits, optim = self.plan, self.splits, self.config.optim
