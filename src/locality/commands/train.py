@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from locality.commands.parsing import Parser, read_settings_file, taken, with_aliases
 from locality.errors import UserError
+from locality.files import csv_text, write_atomic
 
 if TYPE_CHECKING:
     from locality.training import RunConfig
@@ -34,6 +35,9 @@ def train(arguments: Sequence[str]) -> None:
 
     if options.fit is not None and not options.quiet:
         print(options.fit, file=sys.stderr)
+    if options.lr_find:
+        _find_lr(config, folder)
+        return
     observer = None
     if options.measure_every is not None:
         from locality.analysis.recording import OverTraining
@@ -48,6 +52,20 @@ def train(arguments: Sequence[str]) -> None:
         from locality.analysis.recording import record
 
         record(folder)
+
+
+def _find_lr(config: RunConfig, folder: Path) -> None:
+    from locality.figures import charts, style
+    from locality.training import lr_find
+
+    found = lr_find(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = zip(found.rates, found.losses, found.smoothed, strict=True)
+    write_atomic(folder / "lr_find.csv", csv_text([("lr", "loss", "smoothed"), *rows]))
+    figure = charts.chart(charts.draw_lr_find, found)
+    assert figure is not None
+    chart, _ = style.save(figure, folder / "lr_find")
+    print(f"suggested: --optim.lr {found.suggested:.2g}; see {chart}")
 
 
 def finetune(arguments: Sequence[str]) -> None:
@@ -112,6 +130,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     parser.add("--dry_run", False, "check everything, print the cost")
     text = "speed for --dry_run's hours; measured here unless given"
     parser.add("--images_per_second", None, text, float)
+    parser.add("--lr_find", False, "chart the loss over rising learning rates, suggest one; no run")
     parser.add("--record", False, "measure locality before and after")
     every = "measure locality while training, every so many epochs or steps of the schedule"
     parser.add("--measure_every", None, every, float)
@@ -125,7 +144,9 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     if not options.dry_run:
         parser.refuse(words, "images_per_second", "is for the hours that --dry_run estimates")
     else:
-        parser.refuse(words, "record measure_every quiet", "does nothing beside --dry_run")
+        parser.refuse(words, "record measure_every quiet lr_find", "does nothing beside --dry_run")
+    if options.lr_find:
+        parser.refuse(words, "record measure_every quiet", "does nothing beside --lr_find")
     given |= changed(parser, words, values)
     if run is None and name in OWN_IMAGES and given.get("data.root") is not None:
         return _for_own_images(name, given, options), options

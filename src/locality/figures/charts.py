@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill, shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from locality.analysis.runs import RecordedRun, RunGroup
 from locality.analysis.statistics import estimate
 from locality.figures.curves import mean_curve
 from locality.figures.style import CONVIT, FAINT, INK, colour_of, marker_of, new_figure, settings
+
+if TYPE_CHECKING:
+    from locality.training.range_test import RangeTest
 
 PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside each other elsewhere
 
@@ -131,6 +134,18 @@ def draw_curves(
             axes.axvline(best["step"], color=FAINT, linestyle=":", linewidth=1.2)
     _finish(axes, "step", y_label)
     return any(map(len, curves.values()))
+
+
+def draw_lr_find(axes: Axes, found: RangeTest) -> None:
+    """The loss of each step over its learning rate, and the rate that is suggested."""
+    axes.plot(found.rates, found.losses, color=FAINT, linewidth=0.8, label="loss of a step")
+    axes.plot(found.rates, found.smoothed, color=INK, label="smoothed")
+    label = f"suggested: {found.suggested:.2g}"
+    axes.axvline(found.suggested, color=CONVIT, linestyle=":", label=label)
+    axes.set_xscale("log")
+    # Where the loss diverges there is nothing to see.
+    axes.set_ylim(0.95 * min(found.losses), 1.5 * found.smoothed[0])
+    _finish(axes, "learning rate (optim.lr)", "training loss")
 
 
 def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[str]) -> None:

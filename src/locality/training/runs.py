@@ -13,6 +13,7 @@ skipped.csv       images that could not be read, if there were any
 predictions.csv   what the model says of every validation image
 class_counts.json how many images of each class there are to train on
 result.json       written once, at the end
+lr_find.csv, .png, .svg   a learning-rate range test, if one was made before
 lock              held while the run is going on
 """
 
@@ -126,7 +127,7 @@ class RunFolder:
             raise UserError(f"{self.path} is a file; a run needs a folder")
         if not self.config_file.exists():
             names = sorted(entry.name for entry in self.path.glob("*"))
-            ours = ("lock", "checkpoints")
+            ours = ("lock", "checkpoints", "lr_find.csv", "lr_find.png", "lr_find.svg")
             if others := [n for n in names if n not in ours and not n.endswith(".tmp")]:
                 raise UserError(
                     f"{self.path} holds {some(others)} and is no run folder; choose a new or "
