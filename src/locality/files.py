@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import io
 import json
 import os
@@ -233,19 +232,6 @@ def render(
     )
     environment.filters |= filters
     return environment.get_template(template).render(content)
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder: Path | str) -> Iterator[None]:
-    """Let one process of this machine at a time into the block; makes the folder if need be."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".locality.lock", os.O_CREAT | os.O_RDWR, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from urllib.error import URLError
 import numpy as np
 import numpy.typing as npt
 import torchvision
+from huggingface_hub.utils import WeakFileLock
 
 from locality import checks
 from locality.data.config import DATASETS, DataConfig
@@ -40,7 +41,7 @@ from locality.data.sampling import (
 )
 from locality.data.sources import ArraySource, DataSplits, ImageSource
 from locality.errors import UserError
-from locality.files import one_at_a_time, parse_json, read_text
+from locality.files import parse_json, read_text
 
 _IMAGENET_CLASSES = 1000
 _VALIDATION_NUMBER = re.compile(r"_val_(\d{8})\.")
@@ -157,8 +158,8 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
     listing = list_folder(folder)
     if len(listing.classes) == 1 and not listing.classes[0].isdigit():
         listing = list_folder(folder / listing.classes[0])
-    wrong = [name for name in listing.classes if not _class_number(name)]
-    if wrong:
+    numbers = set(map(str, range(_IMAGENET_CLASSES)))
+    if wrong := [name for name in listing.classes if name not in numbers]:
         raise UserError(
             f"'{folder}' is not ImageNet-V2: its folders should be named 0 … "
             f"{_IMAGENET_CLASSES - 1}, and it has {some(wrong)}"
@@ -213,10 +214,6 @@ def open_imagenet_real(config: DataConfig) -> Opened:
     chosen = FileSource(folder, paths, [answers[0] for answers in sets], config.decoding)
     chosen.label_sets = sets
     return classes, chosen.subset([]), chosen
-
-
-def _class_number(name: str) -> bool:
-    return name.isascii() and name.isdigit() and int(name) < _IMAGENET_CLASSES
 
 
 def _real_labels(path: str | None) -> list[tuple[int, ...]]:
@@ -293,7 +290,10 @@ def _parts(config: DataConfig) -> list[Any]:
         raise UserError(f"{title} needs a folder; give it as data.root")
     root = Path(config.root).expanduser()
     # Of several processes the first one downloads, the others find what it has fetched.
-    turn = one_at_a_time(root) if config.download else contextlib.nullcontext()
+    turn: Any = contextlib.nullcontext()
+    if config.download:
+        root.mkdir(parents=True, exist_ok=True)
+        turn = WeakFileLock(root / ".locality.lock")
     try:
         with turn:
             return [

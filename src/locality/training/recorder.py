@@ -300,7 +300,7 @@ class Recorder:
         self._metrics.append(row)
         self._timing.append(timing)
         for tracker in self._trackers:
-            tracker.log(row["step"], tagged(row | timing))
+            tracker.log_metrics(tagged(row | timing), row["step"])
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         self.say(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}top-1 {row['top1']:.2f}%, "
@@ -374,7 +374,7 @@ class Recorder:
         """
         self._progress.close()
         for tracker in self._trackers:
-            tracker.close()
+            tracker.finalize("")
         self.wait_until_saved()
 
 

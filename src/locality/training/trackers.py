@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_fabric.loggers import TensorBoardLogger
+
 from locality.errors import UserError, require
 from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
@@ -33,12 +35,12 @@ _PARAMETERS = 100
 
 
 class Tracker(Protocol):
-    """Takes figures."""
+    """Takes figures, as Fabric's loggers do."""
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """The figures after a step."""
 
-    def close(self) -> None:
+    def finalize(self, status: str) -> None:
         """Write all that was logged."""
 
 
@@ -55,7 +57,9 @@ def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Tra
     """
     trackers: list[Tracker] = []
     if config.engine.tensorboard and find_spec("tensorboard"):
-        trackers.append(_TensorBoard(run.tensorboard, evaluated))
+        purge = evaluated + 1 if evaluated else None
+        board = TensorBoardLogger(run.tensorboard, name="", version="", purge_step=purge)
+        trackers.append(board)
     if config.engine.tracker is not None:
         kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
         try:
@@ -85,21 +89,6 @@ def _identity(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
-class _TensorBoard:
-    def __init__(self, path: Path, evaluated: int) -> None:
-        # Takes a second to import; only the process that writes needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(path), purge_step=evaluated + 1 if evaluated else None)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class _WeightsAndBiases:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         import wandb
@@ -109,10 +98,10 @@ class _WeightsAndBiases:
         # Its own steps never go back; a resumed run's may.
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({**figures, "step": step})
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({**metrics, "step": step})
 
-    def close(self) -> None:
+    def finalize(self, status: str) -> None:
         self._run.finish()
 
 
@@ -135,9 +124,9 @@ class _MLflow:
         for first in range(0, len(params), _PARAMETERS):
             self._client.log_batch(self._id, params=params[first : first + _PARAMETERS])
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
             self._client.log_metric(self._id, name, value, step=step)
 
-    def close(self) -> None:
+    def finalize(self, status: str) -> None:
         self._client.set_terminated(self._id)
