@@ -43,8 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from locality.benchmark.measure import Timing, inference, interleave, training_step
-from locality.benchmark.peers import peers, randomise
-from locality.benchmark.run import machine
+from locality.benchmark.run import machine, peers, randomise
 from locality.files import write_atomic
 from locality.models import build
 from locality.models.cvt import ConvolutionalVisionTransformer

@@ -121,10 +121,6 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
         return dict(value)
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, path)
-    return _scalar(hint, value, path)
-
-
-def _scalar(hint: Any, value: Any, path: str) -> Any:
     if hint is Any:
         return value
     is_bool = isinstance(value, bool)

@@ -9,8 +9,7 @@ from torch import nn
 from locality.benchmark.config import BenchmarkConfig
 from locality.benchmark.loading import run_loading
 from locality.benchmark.measure import Timing, interleave, peak_memory
-from locality.benchmark.peers import peers, randomise
-from locality.benchmark.run import run_benchmark, to_table
+from locality.benchmark.run import peers, randomise, run_benchmark, to_table
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build

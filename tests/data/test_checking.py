@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from locality.data import DataConfig, check, open_data, verify
+from locality.data import DataConfig, check, open_data
+from locality.data.checking import verify
 from locality.errors import UserError
 
 

@@ -12,9 +12,7 @@ from locality.lazy import lazily
 if TYPE_CHECKING:
     from locality.data.arrow import pack as pack
     from locality.data.checking import CheckReport as CheckReport
-    from locality.data.checking import ImageRecord as ImageRecord
     from locality.data.checking import check as check
-    from locality.data.checking import verify as verify
     from locality.data.config import DATASETS as DATASETS
     from locality.data.config import AugmentConfig as AugmentConfig
     from locality.data.config import DataConfig as DataConfig
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from locality.data.loader import BatchLoader as BatchLoader
     from locality.data.loader import eval_loader as eval_loader
     from locality.data.loader import train_loader as train_loader
-    from locality.data.preprocessing import eval_transform as eval_transform
-    from locality.data.preprocessing import normalise as normalise
-    from locality.data.preprocessing import train_transform as train_transform
     from locality.data.sampling import Stream as Stream
     from locality.data.sampling import keys as keys
     from locality.data.sampling import preserved_generators as preserved_generators

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
@@ -229,20 +230,18 @@ class TrainBatches(Batches):
     def _readable(
         self, position: int, index: int, skipped: list[Failure], draw: Draw | None
     ) -> tuple[Image.Image, int]:
-        for candidate in self._candidates(position, index):
+        # The image due here, and what may replace it, in a fixed random order.
+        others = (
+            int(keys(self.seed, Stream.REPLACE, position, attempt)[0] % np.uint64(len(self.source)))
+            for attempt in range(_REPLACEMENTS)
+        )
+        for candidate in chain([index], others):
             if (image := self.read(candidate, skipped, draw)) is not None:
                 return image, candidate
         raise _Stop(
             f"{_REPLACEMENTS} images in a row could not be read; the last: "
             f"{skipped[-1].image}: {skipped[-1].reason}"
         )
-
-    def _candidates(self, position: int, index: int) -> Iterator[int]:
-        """The image due at a position, and what may replace it, in a fixed random order."""
-        yield index
-        for attempt in range(_REPLACEMENTS):
-            key = keys(self.seed, Stream.REPLACE, position, attempt)
-            yield int(key[0] % np.uint64(len(self.source)))
 
     def _erase(self, images: torch.Tensor, positions: Indices) -> None:
         if self.erasing is None:

@@ -21,7 +21,7 @@ from timm.utils import ModelEmaV3
 from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
-from locality.data import ImageRecord, verify
+from locality.data.checking import ImageRecord, verify
 from locality.errors import Interrupted, NonFiniteLoss, UserError
 from locality.files import write_atomic
 from locality.models import ImageClassifier
