@@ -49,6 +49,17 @@ def naming(what: object) -> Iterator[None]:
         raise UserError(f"{what}: {error}") from error
 
 
+@contextlib.contextmanager
+def saying(sentence: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn a library's `errors` in the block into a `UserError`: `sentence`, and the reason."""
+    try:
+        yield
+    except UserError:
+        raise
+    except errors as error:
+        raise UserError(f"{sentence}: {one_line(error)}") from error
+
+
 def printable(text: str, keep: str = "") -> str:
     """`text` as a terminal may show it: control characters, as file names may have, spelt out."""
     if text.isprintable():

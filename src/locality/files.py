@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import yaml
 
-from locality.errors import UserError
+from locality.errors import UserError, saying
 
 # What is read as text, hundreds of times what this library writes; YAML takes longer to read.
 LARGEST_TEXT = 16 << 20
@@ -125,7 +125,7 @@ def parse_yaml(text: str, where: str) -> Any:
     Raises:
         UserError: if it is not YAML, or nested too deeply; `where` says whose text it is.
     """
-    try:
+    with saying(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
         # libyaml builds nested values by recursion and has no limit to it: the stack would end.
         depth = 0
         for event in yaml.parse(text, _Loader):
@@ -134,10 +134,6 @@ def parse_yaml(text: str, where: str) -> Any:
             if depth > _DEEPEST:
                 raise _too_deep(where)
         content = _Loader(text).get_single_data()
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
     _check_extent(content, where)
     return content
 
@@ -149,10 +145,8 @@ def read_rows(path: Path | str) -> list[dict[str, str]]:
         OSError, UserError: as `read_text`, and if it is not CSV.
     """
     text = read_text(path)
-    try:
+    with saying(f"{path} is not CSV", csv.Error):
         return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
-    except csv.Error as error:
-        raise UserError(f"{path} is not CSV: {error}") from error
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:

@@ -42,7 +42,7 @@ from locality.checkpoints.vit import CONVIT, DEIT
 from locality.checkpoints.where import is_run_folder, kind_of, refuse_entry, source
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
-from locality.errors import UserError, naming, require
+from locality.errors import UserError, naming, require, saying
 from locality.files import open_file, read_json, read_yaml
 from locality.models import factory
 from locality.models.architecture import unlike
@@ -310,19 +310,14 @@ def _weights(
     else:
         state = read_state(path, entry)
     settings = our_names(settings)
-    try:
-        with naming(path):
-            layout = recognise(state)
-            config = layout.configuration(state, like, settings)
-            name, known = identify(config) if like is None else (None, config)
-            config = with_settings(known, settings)
-            ours = layout.to_ours(state, config)
-    except UserError:
-        raise
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: its tensors are named as those of a model, but have other shapes"
-        ) from error
+    shapes = "its tensors are named as those of a model, but have other shapes"
+    wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+    with naming(path), saying(shapes, *wrong):
+        layout = recognise(state)
+        config = layout.configuration(state, like, settings)
+        name, known = identify(config) if like is None else (None, config)
+        config = with_settings(known, settings)
+        ours = layout.to_ours(state, config)
     assumed = {
         setting: value
         for setting, value in layout.untold(config).items()
@@ -411,12 +406,9 @@ def _open_graph(path: Path) -> Classifier:
     require("running an ONNX graph", "locality[export]", "onnxruntime")
     import onnxruntime
 
-    try:
+    # The runtime has a class for each cause, and no common one.
+    with saying(f"{path} is not a sound ONNX graph", Exception):
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    except Exception as error:  # the runtime has a class for each cause, and no common one
-        raise UserError(
-            f"{path} is not a sound ONNX graph: {str(error).splitlines()[0]}"
-        ) from error
     metadata = session.get_modelmeta().custom_metadata_map
     if FORMAT not in metadata:
         raise UserError(

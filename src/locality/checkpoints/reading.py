@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from locality.checkpoints.where import refuse_entry
-from locality.errors import UserError
+from locality.errors import UserError, one_line, saying
 from locality.files import open_file
 from locality.models.factory import build
 
@@ -105,12 +105,10 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
         header = int.from_bytes(opened.read(8), "little")
     if header > _LARGEST_HEADER:
         raise UserError(f"{path} is damaged: its header would be {header:,} bytes long")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, file.metadata() or {}
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged or truncated: {_sentence(error)}") from error
+    damaged = f"{path} is damaged or truncated"
+    with saying(damaged, SafetensorError), safe_open(str(path), framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, file.metadata() or {}
 
 
 def is_safetensors(path: Path) -> bool:
@@ -176,7 +174,7 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
             raise UserError(
                 f"{path} is a program of torch.export, not weights; run it with torch.export.load"
             ) from error
-        raise UserError(f"{path} is damaged or truncated: {_sentence(error)}") from error
+        raise UserError(f"{path} is damaged or truncated: {one_line(error)}") from error
     # The reader meets arbitrary bytes here; whatever it stumbles over, they are no weights.
     except (
         *(AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError),
@@ -282,11 +280,6 @@ def _is_text(start: bytes) -> bool:
         # The cut may have gone through the last character.
         return error.start >= len(start) - 3 and error.reason == "unexpected end of data"
     return b"\0" not in start
-
-
-def _sentence(error: Exception) -> str:
-    """The first sentence of a library's message."""
-    return re.split(r"\. |\n", str(error))[0].rstrip(".")
 
 
 def blank_state(config: Any) -> dict[str, Tensor]:

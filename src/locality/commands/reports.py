@@ -9,7 +9,7 @@ from pathlib import Path
 from locality.checkpoints.where import missing
 from locality.commands.parsing import Parser, say
 from locality.commands.train import images_at, place_of
-from locality.errors import UserError, one_line
+from locality.errors import UserError, one_line, saying
 from locality.models.variants import PREFIX, variant
 
 
@@ -191,9 +191,6 @@ _CHOSEN = ("pretrained", "minutes", "steps", "seeds", "folds", "img_size")
 
 
 def _fractions(words: str) -> tuple[float, ...]:
-    try:
+    sentence = f"fractions is '{words}'; give numbers with commas, such as 0.25,0.5,1"
+    with saying(sentence, ValueError):
         return tuple(float(word) for word in words.split(","))
-    except ValueError as error:
-        raise UserError(
-            f"fractions is '{words}'; give numbers with commas, such as 0.25,0.5,1"
-        ) from error

@@ -29,7 +29,7 @@ from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import decode, decode_window, read_bytes
 from locality.data.folder import FileSource, existing_folder, open_folder, some
 from locality.data.sources import BadImage, Draw, ImageSource
-from locality.errors import UserError, require
+from locality.errors import UserError, require, saying
 
 if TYPE_CHECKING:
     import datasets
@@ -315,10 +315,8 @@ def _write(
 
 
 def _row(source: FileSource, index: int) -> dict[str, Any]:
-    try:
+    with saying(source.describe(index), BadImage):
         content = source.read_bytes(index)
-    except BadImage as error:
-        raise UserError(f"{source.describe(index)}: {error}") from error
     image = {"bytes": content, "path": source.paths[index]}
     return {"image": image, "label": int(source.labels[index])}
 

@@ -33,7 +33,7 @@ from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
 from locality.data.folder import class_difference, find_parts, list_folder, some
 from locality.data.sources import BadImage, DataSplits, ImageSource
-from locality.errors import UserError
+from locality.errors import UserError, saying
 from locality.machine import processors
 
 # Files handed to a process at once: enough to make handing over cheap.
@@ -424,11 +424,11 @@ def duplicates(record: Path) -> list[list[str]] | None:
     Raises:
         UserError: if the file is something else.
     """
-    try:
-        with gzip.open(record) as file:
-            stamps = _by_line(file.read(_LARGEST_TABLE).decode())
-    except (EOFError, OSError, ValueError, zlib.error) as error:
-        raise UserError(f"{record} is no record of images: {error}") from error
+    with (
+        saying(f"{record} is no record of images", EOFError, OSError, ValueError, zlib.error),
+        gzip.open(record) as file,
+    ):
+        stamps = _by_line(file.read(_LARGEST_TABLE).decode())
     groups: dict[str, list[str]] = {}
     for name, stamp in stamps.items():
         if len(stamp.partition("\t")[2]) == _DIGITS:

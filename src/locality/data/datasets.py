@@ -40,7 +40,7 @@ from locality.data.sampling import (
     stratified_split,
 )
 from locality.data.sources import ArraySource, DataSplits, ImageSource
-from locality.errors import UserError
+from locality.errors import UserError, saying
 from locality.files import parse_json, read_text
 
 _IMAGENET_CLASSES = 1000
@@ -219,10 +219,8 @@ def open_imagenet_real(config: DataConfig) -> Opened:
 def _real_labels(path: str | None) -> list[tuple[int, ...]]:
     if path is None:
         raise UserError("the ReaL labels are needed; give the path of real.json as real_labels")
-    try:
+    with saying("the ReaL labels", FileNotFoundError):
         answers = parse_json(read_text(Path(path).expanduser()), f"the ReaL labels '{path}'")
-    except FileNotFoundError as error:
-        raise UserError(f"the ReaL labels '{path}' do not exist") from error
     checks.shaped(f"the ReaL labels '{path}'", answers, [[int]])
     return [tuple(answer) for answer in answers]
 
@@ -272,14 +270,12 @@ def _found(root: Path, name: str) -> Path:
 
 def _idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
     """What an IDX file of bytes holds: a type, sizes of four bytes each, the values."""
-    try:
+    with saying(f"'{path}' is damaged", OSError, EOFError, zlib.error, ValueError):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         if content[:4] != bytes((0, 0, 8, dims)):
             raise ValueError("its first bytes are not those of such a file")
         shape = np.frombuffer(content, ">i4", dims, 4)
         return np.frombuffer(content, np.uint8, offset=4 + 4 * dims).reshape(shape)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise UserError(f"'{path}' is damaged: {error}") from error
 
 
 def _parts(config: DataConfig) -> list[Any]:

@@ -115,7 +115,8 @@ def decode_window(data: bytes, decoding: Decoding, draw: Draw) -> Image.Image:
         return cut(image, draw(image.size))
     with _quiet():
         image = _recognised(io.BytesIO(data), decoding)
-        turn = _orientation(image) if decoding.exif else 1
+        with _damages():
+            turn = image.getexif().get(ExifTags.Base.Orientation, 1) if decoding.exif else 1
         width, height = image.size
         window = draw((height, width) if turn in (5, 6, 7, 8) else (width, height))
         left, top, right, bottom = window.box
@@ -143,19 +144,9 @@ def _cut_by_torch(image: Image.Image, window: Window) -> Image.Image:
     return Image.fromarray(resized[0].permute(1, 2, 0).numpy())
 
 
-def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception as error:
-        raise _damaged(error) from error
-
-
 def _loaded(image: Image.Image, data: bytes) -> Image.Image:
-    try:
+    with _damages():
         image.load()
-    except Exception as error:
-        # Decoders of damaged files raise nearly anything: OSError, SyntaxError, struct.error…
-        raise _damaged(error) from error
     if image.format == "PNG":
         _check_png(data, image)
     return image
@@ -166,16 +157,15 @@ def _recognised(file: IO[bytes], decoding: Decoding) -> Image.Image:
     if not file.read(1):
         raise BadImage("the file is empty")
     file.seek(0)
-    try:
-        image = Image.open(file, formats=_formats())
-    except Image.DecompressionBombError as error:
-        raise BadImage(
-            f"the image has more than the {decoding.max_pixels:,} pixels that are allowed"
-        ) from error
-    except Image.UnidentifiedImageError as error:
-        raise BadImage("the file is not an image of a known format") from error
-    except Exception as error:
-        raise _damaged(error) from error
+    with _damages():
+        try:
+            image = Image.open(file, formats=_formats())
+        except Image.DecompressionBombError as error:
+            raise BadImage(
+                f"the image has more than the {decoding.max_pixels:,} pixels that are allowed"
+            ) from error
+        except Image.UnidentifiedImageError as error:
+            raise BadImage("the file is not an image of a known format") from error
     if image.width * image.height > decoding.max_pixels:
         raise BadImage(
             f"the image has {image.width} × {image.height} pixels, more than the "
@@ -227,19 +217,25 @@ def to_rgb(image: Image.Image, decoding: Decoding = AS_PUBLISHED) -> Image.Image
     Raises:
         BadImage: grey in 32 bits, or a damaged palette or EXIF record.
     """
-    try:
+    with _damages():
         if decoding.exif:
             ImageOps.exif_transpose(image, in_place=True)
         return _converted(image)
+
+
+@contextlib.contextmanager
+def _damages() -> Iterator[None]:
+    """Whatever is raised in the block as a `BadImage`.
+
+    Decoders of damaged files raise nearly anything: OSError, SyntaxError, struct.error…
+    """
+    try:
+        yield
     except BadImage:
         raise
     except Exception as error:
-        raise _damaged(error) from error
-
-
-def _damaged(error: Exception) -> BadImage:
-    text = str(error) or type(error).__name__
-    return BadImage(f"the image is damaged ({text})")
+        text = str(error) or type(error).__name__
+        raise BadImage(f"the image is damaged ({text})") from error
 
 
 def _converted(image: Image.Image) -> Image.Image:

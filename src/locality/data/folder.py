@@ -22,7 +22,7 @@ from PIL import Image
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, decode_window, read_bytes
 from locality.data.sources import BadImage, Draw, ImageSource
-from locality.errors import UserError, unknown
+from locality.errors import UserError, saying, unknown
 from locality.files import read_text
 
 IMAGE_SUFFIXES = frozenset(
@@ -266,10 +266,8 @@ def _rows(path: Path) -> list[list[str]]:
     mark = next((mark for mark in ",;\t" if mark in lines[0]), None)
     if mark is None:
         return [line.split() for line in lines]
-    try:
+    with saying(f"{path} is not CSV", csv.Error):
         return list(csv.reader(lines, delimiter=mark))
-    except csv.Error as error:
-        raise UserError(f"{path} is not CSV: {error}") from error
 
 
 def _column(path: Path, first: list[str], given: str) -> int:
@@ -320,10 +318,8 @@ def read_image(file: Path, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
     Raises:
         UserError: if it cannot be decoded, naming the file.
     """
-    try:
+    with saying(str(file), BadImage):
         return decode(read_bytes(file), decoding)
-    except BadImage as error:
-        raise UserError(f"{file}: {error}") from error
 
 
 def class_difference(train: Listing, val: Listing) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from locality.errors import UserError
+from locality.errors import UserError, saying
 
 Keys = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -174,10 +174,8 @@ def easiest_fraction(labels: npt.ArrayLike, fraction: float, file: Path) -> Indi
     Raises:
         UserError: if the file is not there or of other images, or a class would be left with none.
     """
-    try:
+    with saying(f"data.difficulty: {file} cannot be read", OSError, ValueError):
         difficulty = np.load(file, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.difficulty: {file} cannot be read ({error})") from error
     if difficulty.shape != np.shape(labels):
         raise UserError(
             f"data.difficulty: {file} has the shape {difficulty.shape} for {np.size(labels)} images"

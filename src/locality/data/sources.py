@@ -15,7 +15,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import DataConfig
-from locality.errors import UserError
+from locality.errors import UserError, saying
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +111,8 @@ class ImageSource(ABC):
         Raises:
             UserError: the image cannot be decoded, naming it.
         """
-        try:
+        with saying(f"{self.describe(index)} cannot be read", BadImage):
             return self.read(index)
-        except BadImage as error:
-            raise UserError(f"{self.describe(index)} cannot be read: {error}") from error
 
     def subset(self, indices: npt.ArrayLike) -> ImageSource:
         """The images at `indices`, in that order."""

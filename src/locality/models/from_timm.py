@@ -11,7 +11,7 @@ from timm.models import get_pretrained_cfg, group_parameters
 from torch import Tensor, nn
 
 from locality import checks
-from locality.errors import UnknownSetting, UserError, unknown
+from locality.errors import UnknownSetting, UserError, saying, unknown
 from locality.layers.grid import Grid
 from locality.machine import hub_asked_once
 from locality.models.architecture import meaning
@@ -109,12 +109,9 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
         UserError: if timm has no such model, or no weights that are here or to be had.
     """
     config = TimmConfig.named(name)
-    try:
-        with hub_asked_once():
-            model = timm.create_model(config.name, pretrained=True)
-    except (OSError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"timm's weights of {name} could not be loaded: {reason}") from error
+    missing = f"timm's weights of {name} could not be loaded"
+    with saying(missing, OSError, RuntimeError), hub_asked_once():
+        model = timm.create_model(config.name, pretrained=True)
     state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
     return config, state, timm.data.resolve_model_data_config(model)
 

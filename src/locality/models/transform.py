@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from locality import checks
-from locality.errors import UserError, unknown
+from locality.errors import UserError, saying, unknown
 from locality.layers import GatedPositionalSelfAttention, ImageAttention
 from locality.models.base import ImageClassifier
 
@@ -73,10 +73,8 @@ def put_attention(model: nn.Module, layers: str | int, strength: float, gating: 
         conv = model.get_submodule(name)
         if type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
             raise UserError(f"{name} is a {type(conv).__name__}, not a plain zero-padded Conv2d")
-        try:
+        with saying(f"{name} cannot be attention", ValueError):
             attn = GatedPositionalSelfAttention.from_conv2d(conv, strength, gating)
-        except ValueError as error:
-            raise UserError(f"{name} cannot be attention: {error}") from error
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, ImageAttention(attn).train(model.training))
 

@@ -27,7 +27,7 @@ from locality.data import (
     eval_loader,
     open_data,
 )
-from locality.errors import UserError
+from locality.errors import UserError, saying
 from locality.files import csv_text, read_rows, write_atomic
 from locality.models import count_macs
 from locality.training.config import Precision, read_config
@@ -264,7 +264,11 @@ class Predictions:
             UserError: if the file is something else, or of other classes.
         """
         number = {name: index for index, name in enumerate(classes)}
-        try:
+        sentence = (
+            f"{path} is not a table of predictions for the classes of its run; delete it, and "
+            f"`locality report --record` writes it anew"
+        )
+        with saying(sentence, KeyError, TypeError, ValueError):
             rows = read_rows(path)
             found = cls(
                 classes,
@@ -277,13 +281,6 @@ class Predictions:
             if not ((found.confidence >= 0) & (found.confidence <= 1)).all():
                 raise ValueError("a confidence is outside 0 to 1")
             return found
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{path} is not a table of predictions for the classes of its run: {error}; "
-                f"delete it, and `locality report --record` writes it anew"
-            ) from error
 
     @property
     def right(self) -> npt.NDArray[np.bool_]:

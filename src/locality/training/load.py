@@ -11,7 +11,7 @@ from torch import nn
 from locality.checkpoints import load, load_weights, open_model
 from locality.checkpoints.where import kind_of
 from locality.data.config import Preprocessing
-from locality.errors import UserError, naming, unknown
+from locality.errors import UserError, naming, saying, unknown
 from locality.models import ImageClassifier, build
 from locality.training.config import ObjectiveConfig, RunConfig
 from locality.training.objective import Teacher
@@ -94,11 +94,9 @@ def check_weights(weights: str | None) -> None:
     Raises:
         UserError: if it is neither.
     """
-    try:
-        if weights is not None:
+    if weights is not None:
+        with saying("model.weights", FileNotFoundError), naming("model.weights"):
             kind_of(weights)
-    except (FileNotFoundError, UserError) as error:
-        raise UserError(f"model.weights: {error}") from error
 
 
 def check_teacher(config: ObjectiveConfig) -> None:

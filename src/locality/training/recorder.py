@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 
 from locality.data import ImageSource
-from locality.errors import UserError, printable
+from locality.errors import printable, saying
 from locality.files import atomic_file, csv_text, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
@@ -92,10 +92,9 @@ class CsvTable:
         """
         rows = []
         if self.path.exists():
-            try:
+            wrong = f"{self.path} is not a table of a run's steps"
+            with saying(wrong, KeyError, TypeError, ValueError):
                 rows = [row for row in read_rows(self.path) if int(row["step"]) <= step]
-            except (KeyError, TypeError, ValueError) as error:
-                raise UserError(f"{self.path} is not a table of a run's steps: {error}") from error
         cells = ([row.get(column) for column in self.columns] for row in rows)
         write_atomic(self.path, csv_text([self.columns, *cells]))
         return rows

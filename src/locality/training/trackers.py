@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lightning_fabric.loggers import TensorBoardLogger
 
-from locality.errors import UserError, require
+from locality.errors import require, saying
 from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
 from locality.training.runs import RunFolder
@@ -62,10 +62,9 @@ def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Tra
         trackers.append(board)
     if config.engine.tracker is not None:
         kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
-        try:
+        # Each package has errors of its own.
+        with saying(f"{config.engine.tracker} cannot log this run", Exception):
             trackers.append(kind(run.path, flatten(to_dict(config))))
-        except Exception as error:  # of whichever package
-            raise UserError(f"{config.engine.tracker} cannot log this run: {error}") from error
     return trackers
 
 
