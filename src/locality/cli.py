@@ -19,7 +19,7 @@ from locality.errors import RunFailed, one_line, printable, unknown
 # name → (module of locality.commands: function, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("train:demo", "train ConViT and its DeiT baseline on digits and write a report"),
-    "models": ("models:models", "list the models: sizes, cost, public weights"),
+    "models": ("models:architectures", "list the models: sizes, cost, public weights"),
     "recipes": ("train:recipes", "list the training recipes, or show one in full"),
     "train": ("train:train", "train a model, or resume a run"),
     "search": ("train:search", "search for a CvT's strides and MLP ratios, block by block"),
@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "put attention in the place of a CNN's convolutions, exactly",
     ),
     "export": ("models:export", "write a model as ONNX or a torch.export program"),
-    "data": ("images:data", "check an image folder, or pack it for fast reading"),
+    "data": ("images:folders", "check an image folder, or pack it for fast reading"),
 }
 
 # Errors in what the user gave, or in the files and folders they named.

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from locality.checkpoints.where import check_empty, check_place
+from locality import checks, data, training
+from locality.checkpoints.where import check_empty, check_place, is_run_folder
 from locality.commands.parsing import (
     MODEL,
     Parser,
@@ -21,13 +22,14 @@ from locality.commands.parsing import (
     say,
     with_aliases,
 )
+from locality.data.config import AS_PUBLISHED, DataConfig
 from locality.errors import UserError, entry, one_line, printable, require, unknown
+from locality.training.config import read_config
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-    from locality.data import Batch
     from locality.figures import NamedFigure
     from locality.figures.style import Figure
 
@@ -52,7 +54,6 @@ def predict(arguments: Sequence[str]) -> int:
     if options.csv:
         parser.refuse(arguments, "top json", "does nothing beside --csv")
 
-    from locality import checks
     from locality.data.folder import image_files
 
     checks.integer("top", options.top, 1)
@@ -117,10 +118,6 @@ class _Readable:
     """
 
     def __init__(self, files: Sequence[Path], model: str) -> None:
-        from locality.checkpoints.where import is_run_folder
-        from locality.data.config import AS_PUBLISHED
-        from locality.training.config import read_config
-
         is_run = is_run_folder(model)
         self._decoding = read_config(Path(model)).data.decoding if is_run else AS_PUBLISHED
         self._files = files
@@ -161,8 +158,6 @@ class _Readable:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Evaluate and print top-1, top-5, loss and the number of images."""
-    from locality.data import DataConfig
-
     parser = Parser(
         "eval",
         "Top-1 and top-5 accuracy of a model; of a run on its own data unless told otherwise.",
@@ -183,9 +178,6 @@ def evaluate(arguments: Sequence[str]) -> None:
 
     is_run = check_given(what, options) == "run"
     check_place(options.predictions)
-    from locality.data import open_data
-    from locality.training import evaluate_opened
-    from locality.training.config import read_config
 
     opened = open_given(what, options)
     given = {
@@ -193,23 +185,23 @@ def evaluate(arguments: Sequence[str]) -> None:
         for name, value in parser.given(words).items()
         if name.startswith("data.")
     }
-    data, seed = DataConfig(), 0
+    chosen, seed = DataConfig(), 0
     if is_run:
         config = read_config(Path(what))
         seed = config.seed
         # Options change the run's own data; another dataset starts from nothing.
         if given.get("dataset", config.data.dataset) == config.data.dataset:
-            data = config.data
-    data = dataclasses.replace(data, **given)
-    splits = open_data(data, seed)
+            chosen = config.data
+    chosen = dataclasses.replace(chosen, **given)
+    splits = data.open_data(chosen, seed)
     seen: list[tuple[int, int, Tensor]] = []
 
-    def keep(batch: Batch, logits: Tensor) -> None:
+    def keep(batch: data.Batch, logits: Tensor) -> None:
         seen.extend(zip(batch.indices, batch.targets, logits.softmax(1).cpu(), strict=True))
 
-    result = evaluate_opened(
+    result = training.evaluate_opened(
         opened,
-        data,
+        chosen,
         img_size=options.img_size,
         batch_size=options.batch_size,
         precision=options.precision,
@@ -242,8 +234,6 @@ def explore(arguments: Sequence[str]) -> int:
     parser.add("--output", "explorer.html", "the file to write")
     options = parser.read(arguments)
 
-    from locality import checks
-
     checks.integer("count", options.count, 1)
     for model in options.models:
         check_given(model, options)
@@ -269,8 +259,6 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add("--port", 8000, "port; 0 takes a free one")
     parser.add("--export_space", None, "write a folder for a Hugging Face Space; answer nothing")
     options = parser.read(arguments)
-
-    from locality import checks
 
     checks.integer("port", options.port, 0, 65535)
     check_given(options.model, options)
@@ -312,8 +300,6 @@ def figure(arguments: Sequence[str]) -> int:
     unused = {"runs": "place count", "images": "", "models": ""}[takes]
     unused += "" if takes == "models" else " images layers heads variant entry set"
     parser.refuse(arguments, unused, f"does nothing for {options.name}, drawn from {takes}")
-
-    from locality import checks
 
     checks.integer("heads", options.heads, 1)
     checks.integer("count", options.count, 1)
@@ -369,7 +355,7 @@ def _shown(
     return list(zip(names, images, strict=True)), readable.said()
 
 
-def data(arguments: Sequence[str]) -> int | None:
+def folders(arguments: Sequence[str]) -> int | None:
     """Check a folder, or pack it."""
     parser = Parser(
         "data",
@@ -391,9 +377,8 @@ def data(arguments: Sequence[str]) -> int | None:
     if options.task == "check":
         if options.out is not None:
             raise UserError(f"`locality data check` writes nothing; leave out {options.out}")
-        from locality.data import check
 
-        report = check(
+        report = data.check(
             options.folder,
             dataset=options.dataset,
             workers=options.workers,
@@ -404,8 +389,7 @@ def data(arguments: Sequence[str]) -> int | None:
     parser.refuse(arguments, "workers dataset", "is for `locality data check`")
     if options.out is None:
         raise UserError("`locality data pack FOLDER OUT` needs OUT, a folder to be made")
-    from locality.data import pack
 
-    counts = pack(options.folder, options.out, progress=not options.quiet)
+    counts = data.pack(options.folder, options.out, progress=not options.quiet)
     print(f"{options.out}: " + ", ".join(f"{n:,} images in {part}" for part, n in counts.items()))
     return None

@@ -10,9 +10,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from locality.checkpoints.where import check_place
+from locality import checkpoints, models
+from locality.benchmark.config import ALL, ALL_SETTINGS, BenchmarkConfig
+from locality.checkpoints.where import (
+    LAYOUT_NAMES,
+    SOURCES,
+    check_graph,
+    check_place,
+    check_target,
+)
 from locality.commands.parsing import (
     MODEL,
     Parser,
@@ -25,13 +33,10 @@ from locality.commands.parsing import (
 )
 from locality.errors import UserError, one_line
 from locality.files import write_atomic
-
-if TYPE_CHECKING:
-    from locality.benchmark.config import BenchmarkConfig
-    from locality.models import ImageClassifier
+from locality.models.variants import VARIANTS, matching, variant
 
 
-def models(arguments: Sequence[str]) -> None:
+def architectures(arguments: Sequence[str]) -> None:
     """Print the table of models."""
     parser = Parser("models", "List the models: parameters, multiply-accumulates, image size.")
     parser.add_argument(
@@ -54,19 +59,18 @@ def models(arguments: Sequence[str]) -> None:
 def _models(options: Any) -> list[dict[str, object]]:
     import torch
 
-    from locality.models import build, count_macs, count_parameters, list_models, variant
-
     rows: list[dict[str, object]] = []
-    for name in list_models(options.filter, options.family):
+    for name in models.list_models(options.filter, options.family):
         row = variant(name)
         with torch.device("meta"):
-            model = build(name)
+            model = models.build(name)
         height, width = model.img_size
+        parameters, macs = _costs(model)
         rows.append(
             {
                 "model": name,
-                "params (M)": f"{count_parameters(model) / 1e6:.2f}",
-                "GMACs": f"{count_macs(model) / 1e9:.3g}",
+                "params (M)": parameters,
+                "GMACs": macs,
                 "image": f"{height}" if height == width else f"{height}×{width}",
                 "compare with": row.baseline or "",
                 "source": row.source,
@@ -75,11 +79,12 @@ def _models(options: Any) -> list[dict[str, object]]:
     return rows
 
 
-def _pretrained(options: Any) -> list[dict[str, object]]:
-    from locality.checkpoints import SOURCES
-    from locality.models import variant
-    from locality.models.variants import matching
+def _costs(model: models.ImageClassifier) -> tuple[str, str]:
+    """Millions of parameters, and GMACs."""
+    return f"{models.count_parameters(model) / 1e6:.2f}", f"{models.count_macs(model) / 1e9:.3g}"
 
+
+def _pretrained(options: Any) -> list[dict[str, object]]:
     return [
         {
             "weights": name,
@@ -95,8 +100,6 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
 
 def convert(arguments: Sequence[str]) -> None:
     """Convert and say what was done."""
-    from locality.checkpoints.where import LAYOUT_NAMES, check_target
-
     parser = Parser(
         "convert",
         "Read a model, weights of any known layout, recognised from the names of their tensors, "
@@ -109,9 +112,8 @@ def convert(arguments: Sequence[str]) -> None:
     options = parser.read(with_aliases(arguments, {"--model": "--variant"}))
     check_given(options.source, options)
     check_target(Path(options.target), options.to, options.overwrite)
-    from locality.checkpoints import convert
 
-    done = convert(
+    done = checkpoints.convert(
         options.source,
         options.target,
         options.to,
@@ -139,7 +141,6 @@ def transform(arguments: Sequence[str]) -> None:
     opened = open_given(options.model, options)
 
     from locality import save, transform
-    from locality.models import count_macs, count_parameters
     from locality.models.transform import chosen_convolutions
 
     before, starts = opened.module(), {"alpha": options.alpha, "gating": options.gating}
@@ -147,7 +148,11 @@ def transform(arguments: Sequence[str]) -> None:
     after = transform(before, options.layers, **starts)
     save(after, options.output, preprocessing=opened.preprocessing, classes=opened.classes)
     rows = [
-        [name, f"{count_parameters(model) / 1e6:.2f}", f"{count_macs(model) / 1e9:.3g}"]
+        [
+            name,
+            f"{models.count_parameters(model) / 1e6:.2f}",
+            f"{models.count_macs(model) / 1e9:.3g}",
+        ]
         for name, model in (("before", before), ("after", after))
     ]
     print(f"attention computes {', '.join(chosen_convolutions(before, options.layers))}\n")
@@ -179,7 +184,6 @@ def export(arguments: Sequence[str]) -> None:
     )
     options = parser.read(arguments)
 
-    from locality.checkpoints.where import check_graph
     from locality.data.folder import image_files
 
     check_graph(Path(options.output), options.format)
@@ -188,29 +192,25 @@ def export(arguments: Sequence[str]) -> None:
         if options.format != "onnx":
             raise UserError("--int8 is for ONNX graphs; leave --format out")
         next(iter(image_files([options.int8])))  # or says that there is none
-    from locality.checkpoints import export, quantise
-
     opened = open_given(options.model, options)
     settings: dict[str, Any] = {
         "preprocessing": opened.preprocessing,
         "classes": opened.classes,
     }
     if options.int8 is None:
-        print(export(opened.module(), options.output, options.format, **settings))
+        print(checkpoints.export(opened.module(), options.output, options.format, **settings))
         return
     from locality.benchmark.graphs import compare_graphs
 
     with tempfile.TemporaryDirectory() as folder:
-        whole = export(opened.module(), Path(folder) / "float.onnx", **settings)
-        quantise(whole, options.output)
+        whole = checkpoints.export(opened.module(), Path(folder) / "float.onnx", **settings)
+        checkpoints.quantise(whole, options.output)
         print(options.output)
         print(compare_graphs(whole, Path(options.output), options.int8))
 
 
 def benchmark(arguments: Sequence[str]) -> None:
     """Measure each model in a process of its own and print (and write) the results."""
-    from locality.benchmark.config import ALL_SETTINGS, BenchmarkConfig
-
     parser = Parser(
         "benchmark",
         "Images per second of inference and of a training step, peak memory and what the backward "
@@ -233,7 +233,6 @@ def benchmark(arguments: Sequence[str]) -> None:
         settings |= {name: v for name, v in ALL_SETTINGS.items() if name not in given}
     config = BenchmarkConfig(**settings)
     check_place(options.output)
-    from locality.models.variants import VARIANTS
 
     for name in options.models:
         if name not in VARIANTS:
@@ -268,7 +267,6 @@ def _process_each() -> ProcessPoolExecutor:
 
 def _measure_all(config: BenchmarkConfig, options: Any) -> None:
     """Measure the models of `ALL`, and write what is there after each; name what fails."""
-    from locality.benchmark.config import ALL
     from locality.benchmark.run import write_record
 
     measured: dict[str, list[dict[str, Any]]] = {}
@@ -306,9 +304,7 @@ def _measure(name: str, config: BenchmarkConfig, options: Any) -> dict[str, Any]
     return run_benchmark(name, config, _opened(name, options))
 
 
-def _opened(name: str, options: Any) -> ImageClassifier | None:
-    from locality.models.variants import VARIANTS
-
+def _opened(name: str, options: Any) -> models.ImageClassifier | None:
     return None if name in VARIANTS else open_given(name, options).module()
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from locality import checks
 from locality.checkpoints.where import missing
 from locality.commands.parsing import Parser, say
 from locality.commands.train import images_at, place_of
@@ -88,7 +89,6 @@ def reproduce(arguments: Sequence[str]) -> None:
     else:
         parser.refuse(arguments, "json", "is for --list")
 
-    from locality import checks
     from locality.papers.reproduce import list_experiments, reproduce, show_list
 
     checks.integer("jobs", options.jobs, 1)
@@ -155,7 +155,6 @@ def compare(arguments: Sequence[str]) -> int:
         if not options.pretrained and not name.startswith(PREFIX):
             variant(name)
 
-    from locality import checks
     from locality.report.choosing import build_choice
     from locality.runner import comparison
     from locality.runner.schedule import run_all

@@ -8,14 +8,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from locality import checks, training
+from locality.checkpoints.where import is_run_folder, kind_of, missing
 from locality.commands.parsing import Parser, read_settings_file, taken, with_aliases
 from locality.errors import UserError
 from locality.files import csv_text, write_atomic
-
-if TYPE_CHECKING:
-    from locality.training import RunConfig
+from locality.models.variants import PREFIX, variant
+from locality.settings import replace, to_dict, to_yaml
+from locality.training.config import MOVED, RunConfig, read_config
+from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted, describe, name_of, recipe
 
 # What people type most, in short.
 ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"}
@@ -25,13 +28,10 @@ def train(arguments: Sequence[str]) -> None:
     """Train, resume, or say what a run would cost."""
     config, options = read_run(arguments)
     if options.print_config:
-        from locality.settings import to_yaml
-
         print(to_yaml(config), end="")
         return
     folder = Path(options.output) if options.output else default_folder(config)
     _check_names(config, folder)
-    from locality import training
 
     if options.fit is not None and not options.quiet:
         print(options.fit, file=sys.stderr)
@@ -81,10 +81,6 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     Raises:
         UserError: for an unknown recipe or setting, or a value that does not fit.
     """
-    from locality.settings import replace, to_dict
-    from locality.training.config import MOVED, RunConfig, read_config
-    from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted, name_of, recipe
-
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
     words = with_aliases(arguments, ALIASES | moved)
     names, words = taken("--recipe", words)
@@ -170,8 +166,6 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
 def search(arguments: Sequence[str]) -> None:
     """Search, go on with a search, or say what one would cost."""
     from locality.search.run import SEARCHES, Search, SearchConfig, dry_run, named, read_search
-    from locality.settings import replace, to_dict
-    from locality.training import RunConfig
 
     resumed, words = taken("--resume", with_aliases(arguments, ALIASES))
     name = words.pop(0) if words and not words[0].startswith("-") else "digits"
@@ -223,7 +217,6 @@ def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> 
 
 def images_at(path: Path) -> dict[str, Any]:
     """The settings of own images: a table of them, or a folder."""
-    from locality.checkpoints.where import missing
     from locality.data.folder import TABLE
 
     if not path.exists():
@@ -243,11 +236,6 @@ def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig
 
     Where such a run has begun it stays as it is: today the machine may be faster.
     """
-    from locality.checkpoints.where import is_run_folder
-    from locality.settings import replace
-    from locality.training.config import read_config
-    from locality.training.recipes import adjusted
-
     length = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
     minutes = 10.0 if options.minutes is None else options.minutes
     if length and options.minutes is not None:
@@ -276,8 +264,6 @@ def _run_to_resume(words: Sequence[str], others: Sequence[str]) -> Path | None:
     Raises:
         UserError: if it is not there, or there is more than one word on what to train.
     """
-    from locality.checkpoints.where import is_run_folder, missing
-
     resumed, outputs = taken("--resume", words)[0], taken("--output", words)[0]
     if not resumed:
         return Path(outputs[-1]) if outputs and not others and is_run_folder(outputs[-1]) else None
@@ -298,9 +284,7 @@ def _check_names(config: RunConfig, folder: Path) -> None:
     Raises:
         FileNotFoundError, UserError: naming what was given.
     """
-    from locality.checkpoints.where import is_run_folder, kind_of
     from locality.data.folder import find_parts
-    from locality.models.variants import PREFIX, variant
 
     model = config.model
     if not model.name.startswith(PREFIX):
@@ -343,9 +327,6 @@ def default_folder(config: RunConfig) -> Path:
 
 def recipes(arguments: Sequence[str]) -> None:
     """List the recipes, or show one with every value."""
-    from locality.settings import to_yaml
-    from locality.training.recipes import RECIPES, describe, recipe
-
     parser = Parser("recipes", "List the training recipes, or show one in full.")
     parser.add_argument("name", nargs="?", default=None, help="a recipe, to see all its values")
     name = parser.read(arguments).name
@@ -372,15 +353,12 @@ def demo(arguments: Sequence[str]) -> int | None:
     parser.add("--jobs", 2, "runs at a time")
     options = parser.read(arguments)
 
-    from locality import checks
-
     checks.integer("seeds", options.seeds, 1)
     checks.integer("jobs", options.jobs, 1)
     from locality.analysis.recording import record_missing
     from locality.report import build_report
     from locality.runner.runs import Run
     from locality.runner.schedule import run_all
-    from locality.training.recipes import adjusted
 
     root = Path(options.output)
     models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]
