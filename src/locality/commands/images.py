@@ -56,7 +56,6 @@ def predict(arguments: Sequence[str]) -> int:
 
     from locality.data.folder import image_files
 
-    checks.integer("top", options.top, 1)
     files = list(image_files(options.images))
     check_given(options.model, options)
     classifier = open_given(options.model, options)
@@ -234,7 +233,6 @@ def explore(arguments: Sequence[str]) -> int:
     parser.add("--output", "explorer.html", "the file to write")
     options = parser.read(arguments)
 
-    checks.integer("count", options.count, 1)
     for model in options.models:
         check_given(model, options)
     from locality.analysis.explorer import write_explorer
@@ -256,7 +254,7 @@ def serve(arguments: Sequence[str]) -> None:
     )
     parser.add_model("model")
     parser.add("--host", "127.0.0.1", "address to listen at; 0.0.0.0 is every one of the machine")
-    parser.add("--port", 8000, "port; 0 takes a free one")
+    parser.add("--port", 8000, "port; 0 takes a free one", int)
     parser.add("--export_space", None, "write a folder for a Hugging Face Space; answer nothing")
     options = parser.read(arguments)
 
@@ -301,8 +299,6 @@ def figure(arguments: Sequence[str]) -> int:
     unused += "" if takes == "models" else " images layers heads variant entry set"
     parser.refuse(arguments, unused, f"does nothing for {options.name}, drawn from {takes}")
 
-    checks.integer("heads", options.heads, 1)
-    checks.integer("count", options.count, 1)
     if takes == "models":
         for source in options.sources:
             check_given(source, options)

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser as _JsonArgumentParser
 from jsonargparse import Namespace
 from jsonargparse._actions import _ActionConfigLoad
 
+from locality import checks
 from locality.checkpoints.where import kind_of, refuse_entry
 from locality.errors import UserError, near
 from locality.files import read_yaml
@@ -48,15 +49,20 @@ class Parser(_JsonArgumentParser):
             allow_abbrev=False,
         )
         self._words = words
+        self._counts: list[str] = []
 
     def add(self, name: str, default: Any, help: str, type: Any = None) -> None:
-        """Add an option that takes one value of its default's type, or is a switch (False)."""
+        """Add an option that takes one value of its default's type, or is a switch (False).
+
+        A whole number is 1 or more unless a type is given.
+        """
         if default is False:
             self.add_argument(name, action="store_true", help=help)
         elif type is None and not isinstance(default, (int, float)):
             self.add_argument(name, default=default, help=help)
         else:
             self.add_argument(name, type=type or default.__class__, default=default, help=help)
+            self._counts += [name[2:]] * (type is None)
 
     def add_model(self, name: str, **how: Any) -> None:
         """Add an argument that names a model, and the options that `open_given` reads with it."""
@@ -85,9 +91,12 @@ class Parser(_JsonArgumentParser):
             print(self._help(everything=True))
             raise SystemExit(0)
         try:
-            return self.parse_args(list(arguments))
+            options = self.parse_args(list(arguments))
         except argparse.ArgumentError as error:
             raise self._readable(error) from None
+        for name in self._counts:
+            checks.integer(name, options[name], 1)
+        return options
 
     def given(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Those options that `arguments` give, by dotted name, without the defaults of others."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from locality import checks
 from locality.checkpoints.where import missing
 from locality.commands.parsing import Parser, say
 from locality.commands.train import images_at, place_of
@@ -91,7 +90,6 @@ def reproduce(arguments: Sequence[str]) -> None:
 
     from locality.papers.reproduce import list_experiments, reproduce, show_list
 
-    checks.integer("jobs", options.jobs, 1)
     if options.list:
         rows = list_experiments(options.scale, options.runs)
         print(json.dumps(rows, indent=2) if options.json else show_list(rows))
@@ -159,7 +157,6 @@ def compare(arguments: Sequence[str]) -> int:
     from locality.runner import comparison
     from locality.runner.schedule import run_all
 
-    checks.integer("jobs", options.jobs, 1)
     if options.pretrained:
         names, missing = comparison.available(names or comparison.PRETRAINED)
         for sentence in missing:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from locality import checks, training
+from locality import training
 from locality.checkpoints.where import is_run_folder, kind_of, missing
 from locality.commands.parsing import Parser, read_settings_file, taken, with_aliases
 from locality.errors import UserError
@@ -353,8 +353,6 @@ def demo(arguments: Sequence[str]) -> int | None:
     parser.add("--jobs", 2, "runs at a time")
     options = parser.read(arguments)
 
-    checks.integer("seeds", options.seeds, 1)
-    checks.integer("jobs", options.jobs, 1)
     from locality.analysis.recording import record_missing
     from locality.report import build_report
     from locality.runner.runs import Run
