@@ -249,7 +249,7 @@ def test_a_kernel_or_width_that_does_not_fit_is_refused():
 
 
 def test_width_has_to_be_divisible_by_the_heads():
-    with pytest.raises(ValueError, match=r"37.*9 heads"):
+    with pytest.raises(ValueError, match=r"37.*num_heads=9"):
         SelfAttention(37, 9)
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from locality import checks
 from locality.layers.conv_init import (
     as_convolution,
     as_random_convolution,
@@ -79,7 +80,7 @@ class _Attention(nn.Module):
         out_dim: width of the output; C unless given.
 
     Raises:
-        ValueError: if C cannot be divided between the heads.
+        UserError: if C cannot be divided between the heads.
     """
 
     def __init__(
@@ -93,11 +94,8 @@ class _Attention(nn.Module):
         out_dim: int | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or ((head_dim is None or value_dim is None) and dim % num_heads):
-            raise ValueError(
-                f"a width of {dim} cannot be divided between {num_heads} heads; "
-                f"embed_dim has to be a multiple of num_heads"
-            )
+        if head_dim is None or value_dim is None:
+            checks.heads(dim, num_heads)
         self.dim = dim
         self.num_heads = num_heads
         self.head_dim = head_dim or dim // num_heads

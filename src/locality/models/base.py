@@ -267,13 +267,7 @@ def position_embedding(embedding: Tensor, made_for: Grid, grid: Grid, prefix: in
 
 
 def make_head(width: int, num_classes: int) -> nn.Module:
-    """A linear classifier with truncated-normal weights and zero bias; identity for 0 classes.
-
-    Raises:
-        ValueError: for a negative number of classes.
-    """
-    if num_classes < 0:
-        raise ValueError(f"num_classes has to be 0 (features only) or more, not {num_classes}")
+    """A linear classifier with truncated-normal weights and zero bias; identity for 0 classes."""
     if num_classes == 0:
         return nn.Identity()
     head = nn.Linear(width, num_classes)
