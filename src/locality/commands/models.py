@@ -147,14 +147,7 @@ def transform(arguments: Sequence[str]) -> None:
     starts = {name: value for name, value in starts.items() if value is not None}
     after = transform(before, options.layers, **starts)
     save(after, options.output, preprocessing=opened.preprocessing, classes=opened.classes)
-    rows = [
-        [
-            name,
-            f"{models.count_parameters(model) / 1e6:.2f}",
-            f"{models.count_macs(model) / 1e9:.3g}",
-        ]
-        for name, model in (("before", before), ("after", after))
-    ]
+    rows = [[name, *_costs(model)] for name, model in (("before", before), ("after", after))]
     print(f"attention computes {', '.join(chosen_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
     print(
@@ -184,19 +177,16 @@ def export(arguments: Sequence[str]) -> None:
     )
     options = parser.read(arguments)
 
-    from locality.data.folder import image_files
-
     check_graph(Path(options.output), options.format)
     check_given(options.model, options)
     if options.int8 is not None:
         if options.format != "onnx":
             raise UserError("--int8 is for ONNX graphs; leave --format out")
+        from locality.data.folder import image_files
+
         next(iter(image_files([options.int8])))  # or says that there is none
     opened = open_given(options.model, options)
-    settings: dict[str, Any] = {
-        "preprocessing": opened.preprocessing,
-        "classes": opened.classes,
-    }
+    settings: Any = {"preprocessing": opened.preprocessing, "classes": opened.classes}
     if options.int8 is None:
         print(checkpoints.export(opened.module(), options.output, options.format, **settings))
         return
