@@ -28,9 +28,8 @@ from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace
 from locality.training.distributed import Interruption, create_fabric
 from locality.training.engine import build_components
-from locality.training.load import build_model
 from locality.training.loop import Loop
-from locality.training.preview import preview
+from locality.training.preview import build_model, preview
 from locality.training.recorder import Counts, Recorder
 
 

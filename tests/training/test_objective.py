@@ -14,8 +14,13 @@ from locality.data import AugmentConfig, Preprocessing
 from locality.data.sampling import seed_generators
 from locality.errors import UserError
 from locality.training import ObjectiveConfig
-from locality.training.load import check_teacher, load_teacher
-from locality.training.objective import Objective, Teacher, class_weights
+from locality.training.objective import (
+    Objective,
+    Teacher,
+    check_teacher,
+    class_weights,
+    load_teacher,
+)
 
 from .conftest import tiny, train
 

@@ -19,8 +19,7 @@ from locality.models import count_parameters
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
-from locality.training.load import build_model
-from locality.training.preview import preview
+from locality.training.preview import build_model, preview
 from locality.training.recorder import Counts, Recorder
 
 from .conftest import tiny, train, train_interrupted
@@ -216,7 +215,7 @@ def test_a_run_starts_from_another_runs_weights(finished: Path, tmp_path: Path) 
 
 
 def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> None:
-    from locality.training.load import starting_model
+    from locality.training.preview import starting_model
 
     config = tiny(model__weights=str(finished), model__img_size=16)
     model, notes = starting_model(config, num_classes=4)
@@ -229,7 +228,7 @@ def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> Non
 
 def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
     from locality.checkpoints import save
-    from locality.training.load import starting_model
+    from locality.training.preview import starting_model
 
     donor = build_model(tiny(seed=7), 10)
     save(donor, tmp_path / "weights")
@@ -241,7 +240,7 @@ def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
 
 
 def test_starting_weights_of_another_architecture_are_refused(finished: Path) -> None:
-    from locality.training.load import starting_model
+    from locality.training.preview import starting_model
 
     config = tiny(model__weights=str(finished), overrides={"depth": 3})
     with pytest.raises(UserError, match=r"model\.weights"):

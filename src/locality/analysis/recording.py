@@ -40,8 +40,8 @@ from locality.files import parse_json, read_text, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.evaluation import Collector, evaluate_run
-from locality.training.load import initial_model, load_run
 from locality.training.optim import make_plan
+from locality.training.preview import initial_model, load_run
 from locality.training.recorder import Moment
 from locality.training.runs import RunFolder
 

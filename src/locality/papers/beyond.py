@@ -44,7 +44,7 @@ from locality.papers.scales import FAMILIES, Scale
 from locality.papers.specs import REGISTRY, Column, Row, Table, experiment
 from locality.runner.runs import Run, train_images
 from locality.training import RunConfig, load_run, train
-from locality.training.load import build_model
+from locality.training.preview import build_model
 from locality.training.runs import RunFolder
 
 FRACTIONS = (0.05, 0.2, 1.0)

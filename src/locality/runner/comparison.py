@@ -29,9 +29,8 @@ from locality.runner.schedule import Workload
 from locality.training import RunConfig, train
 from locality.training.distributed import resolve_accelerator
 from locality.training.fitting import fit, shorter_side, start_from
-from locality.training.load import build_model
 from locality.training.optim import make_plan
-from locality.training.preview import span
+from locality.training.preview import build_model, span
 from locality.training.recipes import adjusted
 from locality.training.runs import RunFolder
 

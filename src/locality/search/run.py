@@ -58,9 +58,8 @@ from locality.settings import replace
 from locality.training import RunConfig, RunFolder, recipe, train
 from locality.training.distributed import create_fabric
 from locality.training.evaluation import evaluate
-from locality.training.load import meta_model
 from locality.training.optim import make_plan
-from locality.training.preview import span
+from locality.training.preview import meta_model, span
 from locality.training.recorder import CsvTable
 from locality.training.runs import MAY_CHANGE
 

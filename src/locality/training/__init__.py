@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from locality.training.evaluation import evaluate_run as evaluate_run
     from locality.training.fitting import DryRun as DryRun
     from locality.training.fitting import dry_run as dry_run
-    from locality.training.load import initial_model as initial_model
-    from locality.training.load import load_run as load_run
+    from locality.training.preview import initial_model as initial_model
+    from locality.training.preview import load_run as load_run
     from locality.training.range_test import lr_find as lr_find
     from locality.training.recipes import RECIPES as RECIPES
     from locality.training.recipes import recipe as recipe

@@ -35,11 +35,17 @@ from locality.training.distributed import (
     forwarded_to_children,
     waited_for,
 )
-from locality.training.load import build_model, load_teacher, starting_model
 from locality.training.loop import Components, Loop
-from locality.training.objective import class_weights, objective_class
+from locality.training.objective import class_weights, load_teacher, objective_class
 from locality.training.optim import create_optimizer, create_schedule
-from locality.training.preview import Preview, check_memory, preview, span
+from locality.training.preview import (
+    Preview,
+    build_model,
+    check_memory,
+    preview,
+    span,
+    starting_model,
+)
 from locality.training.recorder import Counts, Observer, Recorder
 from locality.training.runs import RunFolder
 

@@ -31,9 +31,8 @@ from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.config import RunConfig
 from locality.training.distributed import autocast, launched_from_outside, resolve_accelerator
-from locality.training.load import meta_model
 from locality.training.optim import create_optimizer
-from locality.training.preview import Preview, check_memory, preview, span
+from locality.training.preview import Preview, check_memory, meta_model, preview, span
 from locality.training.recipes import adjusted
 from locality.training.runs import RunFolder
 

@@ -6,17 +6,20 @@ import contextlib
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import timm
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
+from locality.checkpoints import open_model
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.errors import UserError
+from locality.errors import UserError, unknown
 from locality.models import ImageClassifier
 from locality.training.config import ObjectiveConfig
 
@@ -161,3 +164,55 @@ class Teacher(nn.Module):
 
 def _channels(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+
+
+def check_teacher(config: ObjectiveConfig) -> None:
+    """Check that the teacher exists, without loading it.
+
+    Raises:
+        UserError: if it does not.
+    """
+    if config.teacher is None:
+        return
+    if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
+        raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
+    if Path(config.teacher).is_dir() or timm.is_model(config.teacher.partition(".")[0]):
+        return
+    # timm's own ways of naming a model with its weights: a repository on the hub, or a folder.
+    source, _, place = config.teacher.partition(":")
+    if source in ("hf-hub", "hf_hub") or (source == "local-dir" and Path(place).is_dir()):
+        return
+    if "/" in config.teacher:
+        raise UserError(f"objective.teacher: there is no run folder {config.teacher}")
+    raise unknown("teacher", config.teacher, timm.list_models())
+
+
+def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: int) -> Teacher:
+    """The teacher that a configuration names: a run folder's model or timm's.
+
+    Raises:
+        UserError: if there is none of that name, or it knows other classes than the student.
+    """
+    check_teacher(config)
+    assert config.teacher is not None
+    model: nn.Module
+    if Path(config.teacher).is_dir():
+        opened = open_model(config.teacher)
+        model, own = opened.module(), opened.preprocessing
+    else:
+        model = timm.create_model(
+            config.teacher,
+            pretrained=config.teacher_weights is None,
+            checkpoint_path=config.teacher_weights or "",
+        )
+        wanted = timm.data.resolve_model_data_config(model)
+        own = Preprocessing(
+            tuple(wanted["input_size"][-2:]), tuple(wanted["mean"]), tuple(wanted["std"])
+        )
+    classes = getattr(model, "num_classes", num_classes)
+    if classes != num_classes:
+        raise UserError(
+            f"teacher '{config.teacher}' tells {classes} classes apart and the data has "
+            f"{num_classes}; distillation needs a teacher for the same classes"
+        )
+    return Teacher(model, own, student)

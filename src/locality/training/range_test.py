@@ -16,10 +16,9 @@ from locality.errors import NonFiniteLoss, UserError
 from locality.training.config import RunConfig
 from locality.training.distributed import Interruption, create_fabric
 from locality.training.engine import build_components
-from locality.training.load import starting_model
 from locality.training.loop import Loop
 from locality.training.optim import Plan
-from locality.training.preview import Preview, check_memory, preview
+from locality.training.preview import Preview, check_memory, preview, starting_model
 from locality.training.recorder import Counts, Recorder
 
 STEPS = 200
