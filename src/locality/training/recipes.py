@@ -44,6 +44,18 @@ DEIT_AUGMENT = AugmentConfig(
 )
 
 
+def _as(base: RunConfig, recipe: str, **groups: Mapping[str, Any]) -> RunConfig:
+    """The recipe `base` under another name, with some settings of its groups changed.
+
+    Numbers stay as they are written here; `settings.replace` gives each its type.
+    """
+    changed = {
+        group: dataclasses.replace(getattr(base, group), **settings)
+        for group, settings in groups.items()
+    }
+    return dataclasses.replace(base, recipe=recipe, **changed)
+
+
 def digits(model: str = "convit_nano", fraction: float = 1.0, seed: int = 0) -> RunConfig:
     """Handwritten digits of 8×8 pixels: the small-image recipe, and what `locality demo` runs.
 
@@ -75,14 +87,13 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
     Cost: 1,500 steps of 64 images, 2 to 4 minutes on one core; 14×14 patches cost 5 times as much.
     Expect: not in the papers; `docs/reproducing.md` has what came out here.
     """
-    changes = {
-        "recipe": "fashion_mnist",
-        "model.img_size": 28,
-        "model.patch_size": patch_size,
-        "data.dataset": "fashion_mnist",
-        "schedule.warmup": 150,
-    }
-    return replace(digits(model, seed=seed), changes)
+    return _as(
+        digits(model, seed=seed),
+        "fashion_mnist",
+        model={"img_size": 28, "patch_size": patch_size},
+        data={"dataset": "fashion_mnist"},
+        schedule={"warmup": 150},
+    )
 
 
 def convit_cifar(
@@ -136,7 +147,7 @@ def cvt_cifar(model: str = "cvt_micro", dataset: str = "cifar100", seed: int = 0
     Cost: 0.007 exaFLOPs for `cvt_micro`, which is minutes on a GPU.
     Expect: not measured here, not in the paper; others' numbers are in docs/choosing.md.
     """
-    return replace(convit_cifar(model, dataset, seed), {"recipe": "cvt_cifar"})
+    return _as(convit_cifar(model, dataset, seed), "cvt_cifar")
 
 
 def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
@@ -184,8 +195,8 @@ def deit_300_plus(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
     Cost: 23 exaFLOPs for `convit_small_plus`.
     Expect: top-1 76.7 (`convit_tiny_plus`), 82.2 (`convit_small_plus`), 82.5 (`convit_base_plus`).
     """
-    changes = {"recipe": "deit_300_plus", "optim.lr": 4e-4, "engine.batch_size": 512}
-    return replace(deit_300(model, seed), changes)
+    base = deit_300(model, seed)
+    return _as(base, "deit_300_plus", optim={"lr": 4e-4}, engine={"batch_size": 512})
 
 
 def distill_hard(
@@ -199,8 +210,7 @@ def distill_hard(
     Cost: that of `deit_300_plus` and half as much again for the teacher's forward passes.
     Expect: top-1 82.9 (Table 4; 82.2 without the teacher).
     """
-    changes = {"recipe": "distill_hard", "objective.teacher": teacher}
-    return replace(deit_300_plus(model, seed), changes)
+    return _as(deit_300_plus(model, seed), "distill_hard", objective={"teacher": teacher})
 
 
 def subset(fraction: float = 0.1, model: str = "convit_small", seed: int = 0) -> RunConfig:
@@ -214,8 +224,8 @@ def subset(fraction: float = 0.1, model: str = "convit_small", seed: int = 0) ->
     Expect: top-1 of ConViT-S (DeiT-S) 47.8 (34.8) at 5%, 59.6 (48.0) at 10%, 73.7 (66.1) at 30%,
     78.2 (74.6) at 50%.
     """
-    changes = {"recipe": "subset", "data.fraction": fraction, "schedule.constant_images": True}
-    return replace(deit_300(model, seed), changes)
+    base = deit_300(model, seed)
+    return _as(base, "subset", data={"fraction": fraction}, schedule={"constant_images": True})
 
 
 def imagenet100(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
@@ -225,8 +235,7 @@ def imagenet100(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
     Cost: 2.3 exaFLOPs for `convit_small_plus`.
     Expect: curves in Figs. 8 and 12; the paper prints no table.
     """
-    changes = {"recipe": "imagenet100", "data.dataset": "imagenet100"}
-    return replace(deit_300_plus(model, seed), changes)
+    return _as(deit_300_plus(model, seed), "imagenet100", data={"dataset": "imagenet100"})
 
 
 def cifar100_224(model: str = "convit_tiny_plus", epochs: float = 1000, seed: int = 0) -> RunConfig:
@@ -236,13 +245,9 @@ def cifar100_224(model: str = "convit_tiny_plus", epochs: float = 1000, seed: in
     Cost: 0.6 exaFLOPs for `convit_tiny_plus` and 1000 epochs.
     Expect: top-1 82.1 with 10 M parameters after 1000 epochs (appendix C).
     """
-    changes = {
-        "recipe": "cifar100_224",
-        "data.dataset": "cifar100",
-        "schedule.epochs": epochs,
-        "schedule.eval_every": 10,
-    }
-    return replace(deit_300_plus(model, seed), changes)
+    schedule = {"epochs": epochs, "eval_every": 10}
+    base = deit_300_plus(model, seed)
+    return _as(base, "cifar100_224", data={"dataset": "cifar100"}, schedule=schedule)
 
 
 def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
@@ -291,13 +296,8 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     Expect: top-1 on ImageNet-1k after fine-tuning 87.7 (`cvt_w24`), 84.9 (`cvt_21`), 83.3
     (`cvt_13`).
     """
-    changes = {
-        "recipe": "cvt_22k",
-        "data.dataset": "folder",
-        "data.val_fraction": 0.005,
-        "schedule.epochs": 90,
-    }
-    return replace(cvt_300(model, seed), changes)
+    data = {"dataset": "folder", "val_fraction": 0.005}
+    return _as(cvt_300(model, seed), "cvt_22k", data=data, schedule={"epochs": 90})
 
 
 # Updates by target (CvT §4.1); own images are taken for a small one.
