@@ -26,10 +26,10 @@ from locality.analysis.measures import positional_focus
 from locality.checkpoints import save
 from locality.checkpoints.format import WEIGHTS
 from locality.errors import UserError
+from locality.figures.charts import percent
 from locality.layers import GatedPositionalSelfAttention, ImageAttention, LocalConvolution
 from locality.layers.conv_init import window_offsets
 from locality.models import ImageClassifier
-from locality.papers.convit import percent
 from locality.papers.measures import (
     TOP1,
     TRAJECTORY,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from locality.analysis.masks import content_off, position_embedding_off, position_off
+from locality.figures.charts import percent
 from locality.models import variant
 from locality.papers import published
 from locality.papers.measures import (
@@ -30,11 +31,6 @@ from locality.runner.runs import Run
 from locality.training import replace
 
 BEST_CONVOLUTIONAL = "best of several thousand convolutional nets, 10% (Zhai et al.)"
-
-
-def percent(fraction: float) -> str:
-    """A fraction as the paper writes it: "5%"."""
-    return f"{100 * fraction:g}%"
 
 
 @experiment("convit/table-1")

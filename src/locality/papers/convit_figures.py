@@ -17,11 +17,12 @@ from locality.analysis.measures import token_distances
 from locality.analysis.pictures import validation_sample
 from locality.analysis.recording import run_pictures
 from locality.figures import diagrams, maps
+from locality.figures.charts import percent
 from locality.layers.conv_init import corner_heads
 from locality.models import ImageClassifier, build
 from locality.models.variants import variant
 from locality.papers import published
-from locality.papers.convit import percent, taught
+from locality.papers.convit import taught
 from locality.papers.measures import (
     BEST_TOP1,
     CURVE_OVER_FRACTION,

@@ -144,12 +144,10 @@ class SearchConfig:
 
 def _shortened(run: RunConfig, part: float) -> RunConfig:
     """A run with a part of its steps or epochs, warm-up and cool-down in proportion."""
-    schedule, unit = run.schedule, run.schedule.unit
-    length = max(1, round(schedule.length * part)) if unit == "steps" else schedule.length * part
-    changes = {
-        f"schedule.{name}": getattr(schedule, name) * part for name in ("warmup", "cooldown")
+    ends = {
+        f"schedule.{name}": getattr(run.schedule, name) * part for name in ("warmup", "cooldown")
     }
-    return replace(run, changes | {f"schedule.{unit}": length})
+    return replace(run, ends | run.schedule.lasting(part))
 
 
 SEARCHES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("searches.yaml"))
