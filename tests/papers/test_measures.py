@@ -48,7 +48,7 @@ def finished(tmp_path, tiny_run, here):
 def fixed(**values):
     """A quantity with given values."""
     found = {int(seed[1:]): value for seed, value in values.items()}
-    return Quantity((), lambda _: Values(found))
+    return Quantity(lambda _: Values(found))
 
 
 def test_a_kept_measure_is_taken_once(finished):
@@ -164,7 +164,7 @@ def test_how_many_seeds_would_decide():
 
 def run_of(quantity):
     """As if it had been measured on runs."""
-    return dataclasses.replace(quantity, runs=(object(),))
+    return dataclasses.replace(quantity, measures=((object(), object()),))
 
 
 def test_a_claim_without_runs_was_not_run_and_one_that_no_run_decides_is_untestable(

@@ -111,16 +111,19 @@ class Quantity:
     """A number, or a curve {"x": […], "y": […]}, for each seed; differences are taken seed by seed.
 
     Attributes:
-        runs: what it is measured on.
         evaluate: failures → values; raises `Empty`, which says why, if there are none.
         unit: of its differences; those of accuracies are in points.
         measures: what it takes of each run.
     """
 
-    runs: tuple[Run, ...]
     evaluate: Callable[[Failures], Values]
     unit: str = "points"
     measures: tuple[tuple[Run, Measure], ...] = ()
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """What it is measured on."""
+        return tuple(run for run, _ in self.measures)
 
     def __sub__(self, other: Quantity | float) -> Quantity:
         if isinstance(other, Quantity):
@@ -153,7 +156,7 @@ def measured(runs: tuple[Run, ...], measure: Measure) -> Quantity:
             raise Empty(next(iter(problems.values())) if common else sentences[0])
         return Values(found, tuple(sentences))
 
-    return Quantity(runs, evaluate, measures=tuple((run, measure) for run in runs))
+    return Quantity(evaluate, measures=tuple((run, measure) for run in runs))
 
 
 def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
@@ -179,12 +182,7 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
             tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
         )
 
-    return Quantity(
-        tuple(run for part in parts for run in part.runs),
-        evaluate,
-        unit,
-        tuple(taken for part in parts for taken in part.measures),
-    )
+    return Quantity(evaluate, unit, tuple(taken for part in parts for taken in part.measures))
 
 
 def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
@@ -196,7 +194,7 @@ def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
         except (UserError, FileNotFoundError) as error:
             raise Empty(str(error)) from error
 
-    return Quantity((), evaluate, unit)
+    return Quantity(evaluate, unit)
 
 
 def absent(reason: str) -> Quantity:
@@ -205,7 +203,7 @@ def absent(reason: str) -> Quantity:
     def refuse(_: Failures) -> Values:
         raise Untestable(reason)
 
-    return Quantity((), refuse)
+    return Quantity(refuse)
 
 
 def relative_gain(convit: Quantity, deit: Quantity) -> Quantity:

@@ -19,7 +19,6 @@ from locality.papers.measures import (
     Quantity,
     Values,
     absent,
-    all_runs,
     combined,
     measured,
     of_result,
@@ -89,7 +88,7 @@ def _between_seeds(candidates: Sequence[Quantity]) -> Quantity:
         pairs = zip(seeds, orders, orders[1:] + orders[:1], strict=True)
         return Values({seed: kendall(one, other) for seed, one, other in pairs})
 
-    return Quantity(tuple(all_runs(candidates)), evaluate, "")
+    return Quantity(evaluate, "", tuple(taken for each in candidates for taken in each.measures))
 
 
 @experiment("cvt/nas")
