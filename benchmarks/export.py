@@ -19,9 +19,8 @@ from pathlib import Path
 
 import torch
 
-from locality.benchmark import machine
 from locality.benchmark.measure import Timing, inference, interleave
-from locality.benchmark.peers import randomise
+from locality.benchmark.run import machine, randomise
 from locality.checkpoints import export, open_model, quantise
 from locality.files import write_atomic
 from locality.models import build
