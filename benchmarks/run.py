@@ -40,7 +40,7 @@ PLAN: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "bf16": (
         "bf16 autocast beside fp32: inference at 224 px",
-        ["convit_tiny"],
+        ["convit_tiny", "convit_small"],
         ['--precisions=["fp32","bf16"]', '--tasks=["inference"]', "--memory=false"],
     ),
     "memory": (
@@ -94,7 +94,7 @@ def bf16_gain(result: dict) -> str:
         for row in result["rows"]
         if row["contender"] == "locality"
     }
-    return f"bf16 autocast is {speed['bf16'] / speed['fp32']:.2f}× as fast as fp32."
+    return f"{result['model']}: bf16 autocast is {speed['bf16'] / speed['fp32']:.2f}× as fast as fp32."
 
 
 def matmul_rate(tokens: int = 4096, width: int = 1024, rounds: int = 5) -> float:
