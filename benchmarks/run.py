@@ -94,7 +94,9 @@ def bf16_gain(result: dict) -> str:
         for row in result["rows"]
         if row["contender"] == "locality"
     }
-    return f"{result['model']}: bf16 autocast is {speed['bf16'] / speed['fp32']:.2f}× as fast as fp32."
+    return (
+        f"{result['model']}: bf16 autocast is {speed['bf16'] / speed['fp32']:.2f}× as fast as fp32."
+    )
 
 
 def matmul_rate(tokens: int = 4096, width: int = 1024, rounds: int = 5) -> float:
