@@ -68,12 +68,13 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
             )
             axes.annotate(
                 f"{found.mean:.1f}",
-                (x, found.mean),
-                xytext=(-7, 0),
+                (x, min(101, found.mean + np.nan_to_num(found.half_width))),
+                annotation_clip=False,
+                xytext=(0, 3),
                 textcoords="offset points",
-                ha="right",
-                va="center",
-                fontsize=8,
+                ha="center",
+                va="bottom",
+                fontsize=7,
             )
     if len(fractions) > 1:
         axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
