@@ -68,7 +68,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
             )
             axes.annotate(
                 f"{found.mean:.1f}",
-                (x, min(101, found.mean + np.nan_to_num(found.half_width))),
+                (x, min(101, found.mean + (found.half_width or 0))),
                 annotation_clip=False,
                 xytext=(0, 3),
                 textcoords="offset points",
