@@ -70,7 +70,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
                 f"{found.mean:.1f}",
                 (x, min(101, found.mean + (found.half_width or 0))),
                 annotation_clip=False,
-                xytext=(0, 3),
+                xytext=(0, 5),
                 textcoords="offset points",
                 ha="center",
                 va="bottom",
