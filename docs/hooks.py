@@ -37,8 +37,7 @@ REFERENCE = {
     "figures": ["locality.figures"],
     "search": ["locality.search"],
     "runner": [
-        f"locality.runner.{module}"
-        for module in ("runs", "cost", "executors", "schedule", "comparison")
+        f"locality.runner.{module}" for module in ("runs", "executors", "schedule", "comparison")
     ],
     "papers": [f"locality.papers.{module}" for module in ("specs", "measures", "reproduce")],
 }
