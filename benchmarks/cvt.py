@@ -45,6 +45,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from locality.benchmark.measure import Timing, inference, interleave, training_step
 from locality.benchmark.run import machine, peers, randomise
 from locality.files import write_atomic
+from locality.machine import commit
 from locality.models import build
 from locality.models.cvt import ConvolutionalVisionTransformer
 
@@ -107,6 +108,7 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
     )
     product = TOKENS * WIDTH**2
     return {
+        "commit": commit(),
         "machine": machine(images.device),
         "model": f"{name}, {batch_size} images of {img_size} px, fp32",
         "largest logit difference": max(differences),

@@ -23,6 +23,7 @@ from locality.benchmark.measure import Timing, inference, interleave
 from locality.benchmark.run import machine, randomise
 from locality.checkpoints import export, open_model, quantise
 from locality.files import write_atomic
+from locality.machine import commit
 from locality.models import build
 
 
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result: dict[str, object] = {"machine": machine(torch.device("cpu"))}
+    result: dict[str, object] = {"commit": commit(), "machine": machine(torch.device("cpu"))}
     for name in options.models:
         result[name] = measure(name, options.batch_size, options.rounds)
         print(name, result[name], flush=True)
