@@ -248,6 +248,8 @@ def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_pat
 def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
     reproduce("convit/table-2", "fashion", tmp_path, plan_only=True, seeds=1, fraction=0.05)
     assert "2 runs: 0 finished, 0 to resume, 2 to start" in capsys.readouterr().out
+    reproduce("convit/table-2", "fashion", tmp_path, plan_only=True, seeds=7, fraction=0.05)
+    assert "14 runs: 0 finished" in capsys.readouterr().out  # the scale has five
     with pytest.raises(UserError, match=r"fraction is 0.2; scale 'digits' has 0.05, 0.1"):
         reproduce("convit/table-2", "digits", tmp_path, plan_only=True, fraction=0.2)
 

@@ -73,7 +73,7 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--scale", "digits", "digits, fashion, fashion14, cifar100, imagenet100, imagenet")
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
-    parser.add("--seeds", None, "at most this many seeds", int | None)
+    parser.add("--seeds", None, "runs of every cell; the scale's unless given", int | None)
     parser.add("--fraction", None, "of fractions of the data, this alone", float | None)
     parser.add("--jobs", 2, "runs at a time")
     parser.add("--threads", None, "threads per run", int | None)

@@ -81,7 +81,7 @@ def reproduce(
         threads: processor threads per run; the machine's divided by `jobs` unless given.
         runs: folder for the run folders, which experiments share: `runs/reproduce/SCALE/…`.
         data: dataset → its folder, for those that have one.
-        seeds: use only the first so many of the scale's seeds.
+        seeds: runs of every cell, in the place of the scale's numbers: with seeds 0, 1, ….
         fraction: of the fractions of the data that the scale compares, only this one.
         quiet: print nothing.
 
@@ -131,9 +131,8 @@ def _scale(
         return chosen
     if seeds < 1:
         raise UserError(f"seeds is {seeds}; give at least 1")
-    return dataclasses.replace(
-        chosen, seeds=chosen.seeds[:seeds], few_seeds=chosen.few_seeds[:seeds]
-    )
+    every = tuple(range(seeds))
+    return dataclasses.replace(chosen, seeds=every, few_seeds=every)
 
 
 def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str], list[Run]]:
