@@ -87,12 +87,20 @@ def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
 def test_costs_come_from_finished_runs_of_the_same_network(tmp_path, tiny_run, here):
     run, other = tiny_run(tmp_path), tiny_run(tmp_path, seed=1)
     run_all([run], executor=here, quiet=True)
-    costs = estimate_costs([run, other], measure=False)
+    costs = estimate_costs([run, other], timing="none")
     speed = (run.result() or {})["images_per_second"]
     assert costs[other.folder].basis == "measured"
     assert costs[other.folder].seconds == pytest.approx(24 / speed)
     deit = tiny_run(tmp_path, "deit_nano")
-    assert estimate_costs([deit], measure=False)[deit.folder].seconds == 0
+    assert estimate_costs([deit], timing="none")[deit.folder].seconds == 0
+
+
+def test_networks_of_a_name_may_be_taken_as_fast_for_their_size(tmp_path, tiny_run):
+    small, wide = tiny_run(tmp_path), tiny_run(tmp_path, model__overrides={"embed_dim": 144})
+    costs = estimate_costs([small, wide], timing="one of a name")
+    one, other = costs[small.folder], costs[wide.folder]
+    assert other.macs > 1.5 * one.macs
+    assert other.seconds / one.seconds == pytest.approx(other.macs / one.macs)
 
 
 def test_evaluations_take_time_too(tmp_path, tiny_config):

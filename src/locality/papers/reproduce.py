@@ -19,8 +19,8 @@ from locality.papers.pages import Entry, page, to_csv
 from locality.papers.records import Record, make_record
 from locality.papers.scales import Scale, get_scale
 from locality.papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
-from locality.runner.executors import Executor, Outcome
-from locality.runner.runs import Run, with_needs
+from locality.runner.executors import Executor, Outcome, threads_per_run
+from locality.runner.runs import Run, Timing, estimate_costs, with_needs
 from locality.runner.schedule import Workload, run_all
 from locality.training.preview import span
 
@@ -223,20 +223,25 @@ def list_experiments(
     Args:
         scale: one of `SCALES`.
         runs: as for `reproduce`.
-        hours: estimate the time that is left, which takes a few training steps of each network.
+        hours: estimate the time that is left, which takes a few training steps of a network of
+            each name.
 
     Returns:
         one dictionary per experiment: name, title, scale, runs, finished, seconds (left, for one
         run at a time; None without `hours`) and status.
     """
     chosen = get_scale(scale, Path(runs) / scale)
+    wanted = [(item, with_needs(item.build(chosen).runs)) for item in experiments().values()]
+    every = with_needs(run for _, needed in wanted for run in needed)
+    timing: Timing = "one of a name" if hours else "none"
+    costs = estimate_costs(every, timing, threads_per_run(jobs=1))
     rows = []
-    for item in experiments().values():
-        needed = with_needs(item.build(chosen).runs)
+    for item, needed in wanted:
         finished = sum(run.is_finished() for run in needed)
         status = "needs no runs" if not needed else "finished" if finished == len(needed) else (
             f"{finished} of {len(needed)} runs" if finished else "not run"
         )  # fmt: skip
+        left = sum(costs[run.folder].seconds for run in needed if not run.is_finished())
         rows.append(
             {
                 "name": item.name,
@@ -244,7 +249,7 @@ def list_experiments(
                 "scale": scale,
                 "runs": len(needed),
                 "finished": finished,
-                "seconds": Workload(needed, jobs=1).seconds if hours else None,
+                "seconds": left if hours else None,
                 "status": status,
             }
         )

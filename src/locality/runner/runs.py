@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -155,6 +155,8 @@ _IMAGENET_22K = (14_197_122, 70_986, 21_841)
 # A training step costs a forward pass, and twice as much for the gradients.
 _STEP_FORWARDS = 3
 
+Timing = Literal["every network", "one of a name", "none"]
+
 
 @dataclass(frozen=True)
 class RunCost:
@@ -177,7 +179,7 @@ class RunCost:
 
 
 def estimate_costs(
-    runs: Sequence[Run], measure: bool = True, threads: int = 1
+    runs: Sequence[Run], timing: Timing = "every network", threads: int = 1
 ) -> dict[Path, RunCost]:
     """The cost of each run, by folder.
 
@@ -186,24 +188,36 @@ def estimate_costs(
 
     Args:
         runs: any.
-        measure: whether to time steps; without, seconds are 0 unless a finished run knows.
+        timing: what to time steps of: of "one of a name", others are taken to be as fast per
+            multiply-accumulate; of "none", seconds are 0 unless a finished run knows.
         threads: processor threads that a run will have.
     """
+    timed: dict[str, tuple[ModelConfig, int, int]] = {}
+
+    def timed_rate(model: ModelConfig, classes: int, batch: int) -> float | None:
+        if timing == "none":
+            return None
+        name = model.name if timing == "one of a name" else _architecture(model)
+        like = timed.setdefault(name, (model, classes, batch))
+        size = forward_macs(model, classes) / forward_macs(*like[:2])
+        return steps_rate(*like, threads) / size
+
     results = {run.folder: run.result() or {} for run in runs if run.is_finished()}
     known: dict[str, float] = {}
     for run in runs:
         rate = results.get(run.folder, {}).get("images_per_second")
         if rate:
             known.setdefault(_speed_key(run.config), float(rate))
-    timed = threads if measure else None
-    return {run.folder: _cost(run.config, results.get(run.folder), known, timed) for run in runs}
+    return {
+        run.folder: _cost(run.config, results.get(run.folder), known, timed_rate) for run in runs
+    }
 
 
 def _cost(
     config: RunConfig,
     result: Mapping[str, Any] | None,
     known: Mapping[str, float],
-    threads: int | None,
+    timed_rate: Callable[[ModelConfig, int, int], float | None],
 ) -> RunCost:
     """A run's cost; of a finished one, without opening its data, if its result says so."""
     batch = config.engine.batch_size
@@ -218,8 +232,8 @@ def _cost(
         rate = known.get(_speed_key(config))
         basis = "estimated" if rate is None else "measured"
         shown = float(images)
-        if rate is None and threads is not None:
-            rate = steps_rate(config.model, classes, batch, threads)
+        if rate is None:
+            rate = timed_rate(config.model, classes, batch)
             # A finished run's speed knows of its evaluations.
             times = math.ceil(config.schedule.length / config.schedule.eval_every)
             shown += times * evaluated / _STEP_FORWARDS

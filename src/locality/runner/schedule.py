@@ -145,7 +145,7 @@ class RunsProgress:
 
     def __init__(self, runs: Sequence[Run], quiet: bool = False) -> None:
         self._runs = () if quiet else runs
-        self._costs = estimate_costs(self._runs, measure=False)
+        self._costs = estimate_costs(self._runs, timing="none")
         self._total = sum(cost.macs for cost in self._costs.values())
         self._ended: dict[Path, Outcome] = {}
         self._started = time.monotonic()
