@@ -9,7 +9,10 @@ BIN  := $(VENV)/bin
 RUN  := $(VENV)/.installed
 TEST := $(VENV)/.installed-test
 DOCS := $(VENV)/.installed-docs
-# Python compiles a module when it is first imported; compiling all of them takes a minute.
+# Python compiles a module when it is first imported; compiling all of them takes a minute. Where
+# the environment forbids keeping the result, as in many containers, every start of every command
+# would compile PyTorch anew, for 7 of its 11 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP  := $(BIN)/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # These fork processes that train, which torch allows only where nothing has trained before.
