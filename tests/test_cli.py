@@ -104,3 +104,5 @@ def test_models_as_table_and_json(capsys):
     assert row["model"] == "convit_nano" and row["compare with"] == "deit_nano"
     assert main(["models", "nothing-like-this"]) == 0
     assert "no model matches" in capsys.readouterr().out
+    assert main(["models", "nothing-like-this", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []

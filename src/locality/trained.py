@@ -68,6 +68,7 @@ def fit(
     given = {name: value for name, value in given.items() if value is not None}
     given |= {name.replace("__", "."): value for name, value in settings.items()}
     words = [os.fspath(images), *(f"--{name}={_typed(value)}" for name, value in given.items())]
+    words += ["--quiet"] * quiet
     config, options = read_run(words if weights is None else ["--recipe=finetune", *words])
     folder = Path(options.output) if options.output else default_folder(config)
     if options.fit is not None and not quiet:

@@ -83,6 +83,8 @@ MISTAKES = [
     ("export runs/photos out.onxx", "has to end in .onnx"),
     ("export runs/photos nowhere/out.onnx", "there is no folder nowhere"),
     ("figure nonlocalty runs/photos", "did you mean nonlocality?"),
+    ("eval runs/photos --fraction 0.1", "did you mean --data.fraction"),
+    ("eval runs/photos --data.fraction 0.1", "--data.fraction chooses among training images"),
     ("benchmark convit_nan", "did you mean convit_nano"),
     ("benchmark convit_nano --rounds many", "rounds is many; give a whole number"),
     (
@@ -90,6 +92,8 @@ MISTAKES = [
         "there is no folder nowhere to write x.json to",
     ),
     ("data chek photos", "did you mean check"),
+    ("data check photos --workers 0", "workers is 0; give a whole number, at least 1"),
+    ("reproduce all --threads 0", "threads is 0; give a whole number, at least 1"),
     ("data pack photos", "needs OUT"),
     ("recipes deit_3000", "did you mean deit_300"),
     ("models --famly cvt", "did you mean --family?"),
@@ -123,6 +127,12 @@ WAYS = {
     "transform runs/photos out": "entry",
     "export runs/photos out.onnx": "entry",
     "benchmark runs/photos": "entry loader all",
+    "benchmark convit_nano": "variant entry set loader all",
+    "benchmark --loader": (
+        "variant entry set all against img_sizes batch_size precisions modes tasks threads device "
+        "memory"
+    ),
+    "benchmark --all": "variant entry set loader against output",
     "data check photos": "",
     "data pack photos packed": "workers dataset",
     "reproduce all": "json list",

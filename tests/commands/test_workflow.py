@@ -158,6 +158,10 @@ def test_data_check_and_pack(tmp_path, capsys):
     assert "2 classes" in capsys.readouterr().out
     assert main(["data", "pack", str(folder), str(tmp_path / "packed"), "--quiet"]) == 0
     assert "2 images in train" in capsys.readouterr().out
+    rows = [f"{file.relative_to(tmp_path)},{file.parent.name}\n" for file in folder.rglob("*.png")]
+    (tmp_path / "labels.csv").write_text("".join(rows))
+    assert main(["data", "check", str(tmp_path), "--quiet", "--workers=1"]) == 0
+    assert "2 classes" in capsys.readouterr().out
     (folder / "train" / "cat" / "b.png").write_bytes(b"not an image")
     assert main(["data", "check", str(folder), "--quiet", "--workers=1"]) == 1
     assert "b.png" in capsys.readouterr().out
@@ -176,6 +180,7 @@ def test_the_demo_ends_in_a_report(tmp_path, capsys):
         ("cvt_300 --model cvt_21", recipe("cvt_300", model="cvt_21")),
         ("--recipe=cvt_22k --model.name=cvt_13", recipe("cvt_22k", model="cvt_13")),
         ("finetune_384 --data pets", recipe("finetune_384", dataset="pets")),
+        ("finetune_384 --data table", recipe("finetune_384", dataset="table")),
         ("finetune_384 --model cvt_21", recipe("finetune_384", model="cvt_21")),
         ("finetune_384 --model cvt_w24 --model.weights w/x",
          recipe("finetune_384", model="cvt_w24", weights="w/x")),
@@ -236,6 +241,21 @@ def test_options_of_eval_change_the_runs_own_data(run, capsys):
     assert json.loads(capsys.readouterr().out)["n"] > RunFolder(run).result()["val_images"]
     assert main(["eval", str(run), "--precision", "bf16"]) == 2
     assert "did you mean bf16-mixed" in capsys.readouterr().err
+
+
+def test_eval_says_where_classes_have_other_names(run, images, tmp_path, capsys):
+    for name in "abcdefghij":
+        (tmp_path / "val" / name).mkdir(parents=True)
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for part in ("train", "val"):
+            shutil.copy(images / "0.png", tmp_path / part / name)
+    words = ["eval", str(run), "--data", "folder", "--data.root", str(tmp_path), "--json"]
+    assert main(words) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["n"] == 10
+    assert "has classes 0, 1, 2, … and the data a, b, c, …; they are matched by" in output.err
+    assert main(["eval", str(run), "--json"]) == 0
+    assert "matched by" not in capsys.readouterr().err
 
 
 def test_images_may_lie_in_folders_below(images, tmp_path):

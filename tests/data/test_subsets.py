@@ -157,6 +157,10 @@ def test_digits():
     assert image.mode == "RGB" and image.size == (8, 8)
     assert splits.train.pixels.min() == 0 and splits.train.pixels.max() == 255
     assert splits.train.describe(3).startswith("digits[")
+    with pytest.raises(
+        UserError, match=r"data.root is 'photos'; give data.dataset, such as folder"
+    ):
+        open_data(DataConfig(root="photos"), seed=0)
 
 
 def test_the_digits_are_those_of_scikit_learn():

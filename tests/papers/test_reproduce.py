@@ -252,6 +252,9 @@ def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
     assert "14 runs: 0 finished" in capsys.readouterr().out  # the scale has five
     with pytest.raises(UserError, match=r"fraction is 0.2; scale 'digits' has 0.05, 0.1"):
         reproduce("convit/table-2", "digits", tmp_path, plan_only=True, fraction=0.2)
+    for name in ("convit/table-3", "convit"):
+        with pytest.raises(UserError, match=r"the same runs with fraction 0\.1 as without"):
+            reproduce(name, "digits", tmp_path, plan_only=True, fraction=0.1)
 
 
 @pytest.mark.parametrize("name", ["fashion", "fashion14"])

@@ -159,6 +159,9 @@ def test_one_word_trains_and_the_same_word_goes_on(
     assert "is finished" in capsys.readouterr().out
     assert read_run(words[1:])[0] == config
     assert read_run(["--config", str(folder / "config.yaml")])[0] == config
+    assert main([*words[:2], "--minutes", "9", "--output", str(folder)]) == 0
+    planned = f"keeps the {config.schedule.length:g} steps it was planned for"
+    assert planned in capsys.readouterr().err
 
 
 def test_one_word_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

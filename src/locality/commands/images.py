@@ -22,6 +22,7 @@ from locality.commands.parsing import (
     say,
     with_aliases,
 )
+from locality.commands.train import images_at
 from locality.data.config import AS_PUBLISHED, DataConfig
 from locality.errors import UserError, entry, one_line, printable, require, unknown
 from locality.training.config import read_config
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32
 _TASKS = ("check", "pack")
+_OF_TRAINING = "data.fraction data.subset data.subset_seed data.difficulty"
 _IMAGES = "files or folders; a run's own unless given"
 
 
@@ -171,6 +173,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_class_arguments(DataConfig, "data")
     words = with_aliases(arguments, {"--data": "--data.dataset"})
     options = parser.read(words)
+    parser.refuse(words, _OF_TRAINING, "chooses among training images; others are evaluated on")
     if (options.run is None) == (options.weights is None):
         raise UserError("give one model to evaluate, by itself or as --weights")
     what = options.weights if options.run is None else options.run
@@ -193,6 +196,11 @@ def evaluate(arguments: Sequence[str]) -> None:
             chosen = config.data
     chosen = dataclasses.replace(chosen, **given)
     splits = data.open_data(chosen, seed)
+    if opened.classes is not None and list(opened.classes) != splits.classes:
+        say(
+            f"{what} has classes {', '.join(opened.classes[:3])}, … and the data "
+            f"{', '.join(splits.classes[:3])}, …; they are matched by their order"
+        )
     seen: list[tuple[int, int, Tensor]] = []
 
     def keep(batch: data.Batch, logits: Tensor) -> None:
@@ -364,7 +372,7 @@ def folders(arguments: Sequence[str]) -> int | None:
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
     parser.add_argument("out", nargs="?", default=None, help="for pack: a folder to be made")
-    parser.add("--dataset", "folder", "for check: another dataset, such as table")
+    parser.add("--dataset", None, "for check; folder, or table with a labels.csv, unless given")
     parser.add("--workers", None, "processes", int | None)
     parser.add("--quiet", False, "no progress bar")
     options = parser.read(arguments)
@@ -374,9 +382,10 @@ def folders(arguments: Sequence[str]) -> int | None:
         if options.out is not None:
             raise UserError(f"`locality data check` writes nothing; leave out {options.out}")
 
+        given = options.folder and images_at(Path(options.folder))["data.dataset"]
         report = data.check(
             options.folder,
-            dataset=options.dataset,
+            dataset=options.dataset or given or "folder",
             workers=options.workers,
             progress=not options.quiet,
         )

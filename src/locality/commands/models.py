@@ -47,13 +47,12 @@ def architectures(arguments: Sequence[str]) -> None:
     parser.add("--json", False, "print JSON")
     options = parser.read(arguments)
     rows = _pretrained(options) if options.pretrained else _models(options)
-    if not rows:
-        print("no model matches; `locality models` lists all")
-        return
     if options.json:
         print(json.dumps(rows, indent=2))
-        return
-    print(table([list(row.values()) for row in rows], list(rows[0])))
+    elif rows:
+        print(table([list(row.values()) for row in rows], list(rows[0])))
+    else:
+        print("no model matches; `locality models` lists all")
 
 
 def _models(options: Any) -> list[dict[str, object]]:
@@ -217,6 +216,10 @@ def benchmark(arguments: Sequence[str]) -> None:
         raise UserError("give the models to measure, or --loader or --all alone")
     settings = {key: value for key, value in vars(options).items() if key not in _OWN}
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    if all(name in VARIANTS for name in options.models):
+        parser.refuse(arguments, "variant entry set", "is for weights, and none are given")
+    if options.loader:
+        parser.refuse(arguments, _NOT_LOADING, "does nothing beside --loader")
     if options.all:
         parser.refuse(arguments, "against output", "does nothing beside --all")
         given = parser.given(arguments)
@@ -246,6 +249,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     _show(results, options.output)
 
 
+_NOT_LOADING = "against img_sizes batch_size precisions modes tasks threads device memory"
 _OWN = ("models", "output", "loader", "all", "variant", "entry", "set")
 
 

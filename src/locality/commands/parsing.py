@@ -54,7 +54,7 @@ class Parser(_JsonArgumentParser):
     def add(self, name: str, default: Any, help: str, type: Any = None) -> None:
         """Add an option that takes one value of its default's type, or is a switch (False).
 
-        A whole number is 1 or more unless a type is given.
+        A whole number is 1 or more unless its type is given as int.
         """
         if default is False:
             self.add_argument(name, action="store_true", help=help)
@@ -62,7 +62,7 @@ class Parser(_JsonArgumentParser):
             self.add_argument(name, default=default, help=help)
         else:
             self.add_argument(name, type=type or default.__class__, default=default, help=help)
-            self._counts += [name[2:]] * (type is None)
+            self._counts += [name[2:]] * (type in (None, int | None))
 
     def add_model(self, name: str, **how: Any) -> None:
         """Add an argument that names a model, and the options that `open_given` reads with it."""
@@ -95,7 +95,8 @@ class Parser(_JsonArgumentParser):
         except argparse.ArgumentError as error:
             raise self._readable(error) from None
         for name in self._counts:
-            checks.integer(name, options[name], 1)
+            if options[name] is not None:
+                checks.integer(name, options[name], 1)
         return options
 
     def given(self, arguments: Sequence[str]) -> dict[str, Any]:

@@ -74,7 +74,12 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
     parser.add("--seeds", None, "runs of every cell; the scale's unless given", int | None)
-    parser.add("--fraction", None, "of fractions of the data, this alone", float | None)
+    parser.add(
+        "--fraction",
+        None,
+        "of the fractions of the data that a table compares, this alone",
+        float | None,
+    )
     parser.add("--jobs", 2, "runs at a time")
     parser.add("--threads", None, "threads per run", int | None)
     parser.add("--executor", "local", "local, submitit or ray")

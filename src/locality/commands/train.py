@@ -12,7 +12,7 @@ from typing import Any
 
 from locality import training
 from locality.checkpoints.where import is_run_folder, kind_of, missing
-from locality.commands.parsing import Parser, read_settings_file, taken, with_aliases
+from locality.commands.parsing import Parser, read_settings_file, say, taken, with_aliases
 from locality.errors import UserError
 from locality.files import csv_text, write_atomic
 from locality.models.variants import PREFIX, variant
@@ -241,11 +241,17 @@ def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig
     if length and options.minutes is not None:
         raise UserError(f"--minutes and --{length[0]} both say how long to train; give one of them")
     config = adjusted(name, given)
+    # The folder that is chosen here is named after its minutes.
+    ignored = options.output is not None and options.minutes is not None
     if options.output is None and not length:
         own = f"{place_of(given)}-{minutes:g}min-s{config.seed}"
         options.output = str(Path("runs") / name / own)
     if options.output is not None and is_run_folder(options.output):
-        return replace(read_config(Path(options.output)), given)
+        begun = read_config(Path(options.output))
+        if ignored and not options.quiet:
+            planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
+            say(f"{options.output} keeps the {planned} it was planned for; --minutes does nothing")
+        return replace(begun, given)
     if config.model.weights is None or "model.name" in given:
         _check_names(config, Path(options.output or "runs"))
     from locality.training.fitting import fit, start_from

@@ -195,7 +195,16 @@ class DataSplits:
 
 
 def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
-    """1,797 handwritten digits, 8×8, grey as RGB, as scikit-learn's `load_digits` has them."""
+    """1,797 handwritten digits, 8×8, grey as RGB, as scikit-learn's `load_digits` has them.
+
+    Raises:
+        UserError: if a folder is given, which would not be read.
+    """
+    if config.root is not None:
+        raise UserError(
+            f"digits come with this package and data.root is '{config.root}'; give data.dataset, "
+            f"such as folder, to read that, or leave data.root out"
+        )
     return [str(digit) for digit in range(10)], ArraySource(*_digit_arrays(), "digits"), None
 
 

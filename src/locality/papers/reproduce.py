@@ -95,6 +95,14 @@ def reproduce(
     items = find(name)
     specs = {item.name: item.build(chosen) for item in items}
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
+    if fraction is not None:
+        whole = _scale(scale, Path(runs), data, seeds, None)
+        same = [item.name for item in items if item.build(whole).runs == specs[item.name].runs]
+        if same:
+            raise UserError(
+                f"{same[0]} has the same runs with fraction {fraction:g} as without; leave it out, "
+                f"or name one that compares fractions, such as convit/table-2"
+            )
     if plan_only:
         plan = Workload(wanted, jobs, threads)
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
