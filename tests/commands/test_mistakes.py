@@ -97,6 +97,7 @@ MISTAKES = [
     ("data pack photos", "needs OUT"),
     ("recipes deit_3000", "did you mean deit_300"),
     ("models --famly cvt", "did you mean --family?"),
+    ("models --family convt", "unknown family 'convt'; did you mean convit"),
     ("demo --seeds 0", "seeds is 0"),
 ]
 

@@ -31,9 +31,9 @@ from locality.commands.parsing import (
     table,
     with_aliases,
 )
-from locality.errors import UserError, one_line
+from locality.errors import UserError, entry, one_line
 from locality.files import write_atomic
-from locality.models.variants import VARIANTS, matching, variant
+from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
 
 
 def architectures(arguments: Sequence[str]) -> None:
@@ -46,6 +46,8 @@ def architectures(arguments: Sequence[str]) -> None:
     parser.add("--pretrained", False, "list public weights instead")
     parser.add("--json", False, "print JSON")
     options = parser.read(arguments)
+    if options.family is not None:
+        entry("family", options.family, FAMILY_NAMES)
     rows = _pretrained(options) if options.pretrained else _models(options)
     if options.json:
         print(json.dumps(rows, indent=2))
