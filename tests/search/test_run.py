@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from locality.checkpoints import load
+from locality.checkpoints import load, open_model
 from locality.checkpoints.run_state import latest_state
 from locality.cli import main
 from locality.files import read_json, read_rows
@@ -53,6 +53,8 @@ def test_a_search_leaves_a_candidate_within_its_limits(found):
     folder, result = found
     space = space_of(tiny())
     model = load(folder / "chosen")
+    prepared = open_model(folder / "chosen").preprocessing
+    assert (prepared.mean, prepared.crop_pct) == ((0.5, 0.5, 0.5), 1.0)  # as the search's images
     assert model.config == space[result["candidate"]]
     assert count_macs(model) == result["macs"] <= 1.4e5
     rows = read_rows(folder / "candidates.csv")

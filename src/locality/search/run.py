@@ -364,7 +364,12 @@ class Search:
         if self.writes:
             chosen = replace(self.config.run, found | {"model.weights": None})
             write_atomic(self.path / "chosen.yaml", settings.to_yaml(chosen))
-            save(self._calibrated(number), self.path / "chosen", classes=self.splits.classes)
+            save(
+                self._calibrated(number),
+                self.path / "chosen",
+                preprocessing=self.config.run.input.at(self.space.base.img_size),
+                classes=self.splits.classes,
+            )
             write_atomic(self.path / "page.html", self._page(result))
             self.place.write_json(self.place.result_file, result)
         _meet()
