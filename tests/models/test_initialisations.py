@@ -128,9 +128,38 @@ def test_trained_convolutions_fill_the_gated_layers_alone(tmp_path):
     assert torch.equal(fresh.blocks[0].attn.qkv.weight, block.qkv.weight)
 
 
+def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it(
+    truncated_kernel, tmp_path
+):
+    net = made("convit_nano", "default", positional_attention="conv", **NANO).eval()
+    for block in net.blocks[:3]:
+        torch.nn.init.normal_(block.attn.conv.weight, std=0.05)
+        block.attn.conv.weight.data = truncated_kernel(block.attn.conv.weight, rank=4)
+    weights = save(net, tmp_path / "net")
+    for block in net.blocks[:3]:
+        block.attn.conv.padding_mode = "replicate"  # what attention does at the border
+        block.attn.conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
+    near = {"locality_strength": 4.0, "gating_init": 4.0}
+    model = made("convit_nano", "default", **NANO, **near, num_classes=5).eval()
+    ours = {name: model.state_dict()[name].clone() for name in ("head.weight", "head.bias")}
+    images = torch.randn(4, 3, *net.img_size)
+
+    def away():
+        return (model.forward_features(images) - net.forward_features(images)).norm()
+
+    before = away()
+    assert load_weights(model, weights) == [
+        "the gated layers start from the weights' convolutions",
+        "the classifier is new and untrained: the weights have 10 classes, the model 5",
+    ]
+    assert away() < 0.1 * before
+    assert model.blocks[0].attn.gating.unique().tolist() == [4.0]
+    assert torch.equal(model.head.weight, ours["head.weight"])
+
+
 def test_trained_convolutions_have_to_fit(tmp_path):
     net = made("convit_nano", "default", positional_attention="conv", gpsa_layers=2, **NANO)
-    with pytest.raises(UserError, match=r"takes 3 gated layers.* have 2"):
+    with pytest.raises(UserError, match=r"3 gated layers.* have 2"):
         load_weights(made("convit_nano", "trained_conv", **NANO), save(net, tmp_path / "net"))
     config = replace(recipe("digits"), {"model.overrides.init": "trained_conv"})
     with pytest.raises(UserError, match=r"model\.weights"):

@@ -18,7 +18,6 @@ from locality.errors import UserError
 from locality.layers.conv_init import corner_heads, kernel_offsets
 from locality.models import build
 from locality.papers import published
-from locality.papers.beyond import start_from_convolutions
 from locality.papers.measures import computed, early, summed_rate
 from locality.papers.pages import SCALES as SCALES_SHOWN
 from locality.papers.pages import (
@@ -405,31 +404,6 @@ def test_several_scales_show_each_claim_once_and_the_best_evidence_first():
         ("digits", "claim 0", "§4")
     ]
     assert [line["scale"] for line in shown_claims(entry.claims())] == ["fashion14", "fashion"]
-
-
-def test_a_convit_starts_as_the_convolutional_net_where_its_heads_can_carry_it(truncated_kernel):
-    torch.manual_seed(0)
-    fields = {"embed_dim": 36, "num_heads": 9, "img_size": 16}
-    net = build("convit_nano", positional_attention="conv", **fields).eval()
-    for block in net.blocks[:3]:
-        conv = block.attn.conv
-        torch.nn.init.normal_(conv.weight, std=0.05)
-        conv.weight.data = truncated_kernel(conv.weight, rank=4)
-        conv.padding_mode = "replicate"  # what attention does at the border
-        conv._reversed_padding_repeated_twice = [1, 1, 1, 1]
-    images = torch.randn(4, 3, 16, 16)
-    model = build("convit_nano", **fields).eval()
-    before = (model(images) - net(images)).norm()
-    carried = start_from_convolutions(model, net, whole=True)
-    assert carried == pytest.approx([1.0] * 3, abs=1e-4)
-    assert (model(images) - net(images)).norm() < 0.1 * before
-    soft = build("convit_nano", **fields)
-    patches = soft.patch_embed.weight.clone()
-    start_from_convolutions(soft, net, whole=False)
-    assert torch.equal(soft.patch_embed.weight, patches)
-    assert soft.blocks[0].attn.gating.unique().tolist() == [1.0]
-    with pytest.raises(UserError, match="no convolution"):
-        start_from_convolutions(soft, build("convit_nano", **fields), whole=False)
 
 
 @pytest.mark.parametrize("row", ["b", "d", "f", "g"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,9 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     exactly, and nothing is assigned before everything has been checked. Files in our own
     format say what shapes do not tell (heads, strides, the scale of attention), and the model has
     to agree. Weights of a convolutional network go into a model that has attention in the place of
-    some convolutions as `transform` does it; of a ConViT with `init="trained_conv"` the gated
-    layers alone start from weights, those of its convolutional net.
+    some convolutions as `transform` does it. The gated layers of a ConViT start from the weights of
+    its convolutional net as nearly as their heads allow, at the model's own α and λ; with
+    `init="trained_conv"` they alone start from weights.
 
     Args:
         model: the model; nothing in it changes unless everything fits.
@@ -119,16 +122,16 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     checkpoint = read(what, entry=entry, like=target)
     with naming(what):
         check_family(type(checkpoint.config), target)
-        convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
-        if getattr(target, "init", "") == "trained_conv" and convolutions:
-            trained_conv(model, checkpoint.build())
-            return ["the gated layers start from the weights' convolutions"]
-        fresh = model.state_dict()
         changes = []
         if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
             start = (target.gpsa, target.locality_strength, target.gating_init)
             checkpoint = Checkpoint.of(transform(checkpoint.build(), *start))
             changes += [f"attention computes the convolutions of {target.gpsa}"]
+        convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
+        if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":
+            checkpoint = _gated(model, checkpoint)
+            changes += ["the gated layers start from the weights' convolutions"]
+        fresh = model.state_dict()
         state = dict(checkpoint.state)
         for adapt in (_classifier, _channels, resample_positions):
             changes += adapt(state, checkpoint.config, target, fresh)
@@ -144,6 +147,19 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     for change in changes:
         _log.info(change)
     return changes
+
+
+def _gated(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
+    """`model` with the convolutions of `net` in its gated layers; all else from `net` too, unless
+    the model's `init` is "trained_conv"."""
+    started = copy.deepcopy(model)
+    trained_conv(started, net.build())
+    if model.config.init == "trained_conv":
+        return Checkpoint.of(started)
+    state = started.state_dict()
+    state |= {name: tensor for name, tensor in net.state.items() if name in state}
+    gated = net.config.with_overrides(positional_attention="gpsa")
+    return replace(net, config=gated, state=state)
 
 
 def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[str]:

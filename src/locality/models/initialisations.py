@@ -114,8 +114,8 @@ def trained_conv(model: nn.Module, net: nn.Module) -> None:
     convolutions = [m for m in net.modules() if isinstance(m, LocalConvolution)]
     if len(layers) != len(convolutions):
         raise UserError(
-            f"init='trained_conv' takes {len(layers)} gated layers from as many convolutions, and "
-            f"the weights have {len(convolutions)}; give those of the same model trained with "
+            f"{len(layers)} gated layers start from as many trained convolutions, and the weights "
+            f"have {len(convolutions)}; give those of the same model trained with "
             f"positional_attention='conv'"
         )
     for layer, convolution in zip(layers, convolutions, strict=True):

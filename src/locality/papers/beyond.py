@@ -11,11 +11,9 @@ ResNet whose convolutions become gated attention exactly (`locality.models.trans
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,13 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from locality.analysis.measures import positional_focus
-from locality.checkpoints import save
-from locality.checkpoints.format import WEIGHTS
-from locality.errors import UserError
 from locality.figures.charts import percent
-from locality.layers import GatedPositionalSelfAttention, ImageAttention, LocalConvolution
+from locality.layers import ImageAttention
 from locality.layers.conv_init import window_offsets
-from locality.models import ImageClassifier
 from locality.papers.measures import (
     TOP1,
     TRAJECTORY,
@@ -43,84 +37,9 @@ from locality.papers.measures import (
 from locality.papers.scales import FAMILIES, Scale
 from locality.papers.specs import REGISTRY, Column, Row, Table, experiment
 from locality.runner.runs import Run, train_images
-from locality.training import RunConfig, load_run, train
-from locality.training.preview import build_model
-from locality.training.runs import RunFolder
+from locality.training import load_run
 
 FRACTIONS = (0.05, 0.2, 1.0)
-
-# Where a ConViT starts that is to compute what the convolutional net computes: e⁻⁴ of positional
-# attention on each neighbour of a head's centre, 2% of content, and both free to move.
-_STRENGTH, _GATING = 4.0, 4.0
-
-
-def train_with_convolutions(config: RunConfig, folder: Path | str) -> dict[str, Any]:
-    """Train a ConViT whose gated layers start from the convolutions of a trained net.
-
-    Everything else starts from the seed; strength and gates start where the paper has them.
-
-    Args:
-        config: of the ConViT; `model.weights` is the run folder of the convolutional net.
-        folder: of the run. The weights it starts from lie beside it.
-    """
-    return _train(config, Path(folder), whole=False)
-
-
-def train_from_convolutional_net(config: RunConfig, folder: Path | str) -> dict[str, Any]:
-    """Train a ConViT that starts as nearly as it can as a trained convolutional net.
-
-    Everything but the gated layers is copied, these look at one neighbour per head.
-
-    Args: as `train_with_convolutions`.
-    """
-    return _train(config, Path(folder), whole=True)
-
-
-def _train(config: RunConfig, folder: Path, whole: bool) -> dict[str, Any]:
-    assert config.model.weights is not None
-    start = folder.with_name(folder.name + ".start")
-    if not (start / WEIGHTS).exists():  # what `save` writes last
-        net, _ = load_run(config.model.weights)
-        fresh = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=None))
-        model = build_model(fresh, len(RunFolder(config.model.weights).classes()))
-        start_from_convolutions(model, net, whole)
-        save(model, start)
-    model_config = dataclasses.replace(config.model, weights=str(start))
-    return train(dataclasses.replace(config, model=model_config), folder)
-
-
-def start_from_convolutions(
-    model: ImageClassifier, net: ImageClassifier, whole: bool
-) -> list[float]:
-    """Initialise the gated layers of `model` from the convolutions of `net`, in place.
-
-    Args:
-        model: a ConViT.
-        net: the same with `positional_attention="conv"`.
-        whole: copy everything else too, and start as the convolution rather than softly.
-
-    Returns:
-        for each layer, the fraction of the kernel's energy (squared Frobenius norm) that its heads
-        could carry.
-
-    Raises:
-        UserError: if the two do not fit.
-    """
-    if whole:
-        theirs, ours = net.state_dict(), model.state_dict()
-        shared = {name: value for name, value in theirs.items() if name in ours}
-        model.load_state_dict(ours | shared)
-    carried = []
-    for mine, other in zip(model.blocks, net.blocks, strict=True):  # type: ignore[arg-type]
-        if not isinstance(mine.attn, GatedPositionalSelfAttention):
-            continue
-        if not isinstance(other.attn, LocalConvolution):
-            raise UserError("the net to start from has no convolution in a gated layer's place")
-        strength, gating = (_STRENGTH, _GATING) if whole else (None, None)
-        lost = mine.attn.init_from_conv2d_(other.attn.conv, strength, gating)
-        total = other.attn.conv.weight.detach().square().sum()
-        carried.append(1 - float(lost.square().sum() / total))
-    return carried
 
 
 def _rows(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> tuple[Row, ...]:
@@ -136,28 +55,31 @@ def _of_the_data(parts: Iterable[str]) -> dict[str, Column]:
     return {part: Column(f"{part} of the data") for part in parts}
 
 
+# e⁻⁴ of positional attention on each neighbour of a head's centre, 2% of content; both may move.
+_AS_CONVOLUTIONS = {"locality_strength": 4.0, "gating_init": 4.0}
+
+
+def _from_convolutions(s: Scale, fraction: float) -> tuple[tuple[Run, ...], ...]:
+    """Convolutional nets, ConViTs whose gated layers start from them, and whole ones that do."""
+    part: dict[str, Any] = {"role": "ConViT-3×3", "fraction": fraction}
+    nets = s.runs(**part, fields={"positional_attention": "conv"})
+    gated = s.started(nets=nets, **part, label="trained_conv", fields={"init": "trained_conv"})
+    label = "from a trained convolutional net"
+    return nets, gated, s.started(nets=nets, **part, label=label, fields=_AS_CONVOLUTIONS)
+
+
 def _with_convolutions(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     """Runs by row on a fraction of the data."""
-    role = "ConViT-3×3"
-    part: dict[str, Any] = {"fraction": fraction}
-    nets = s.runs(role, **part, fields={"positional_attention": "conv"})
-    twice: dict[str, Any] = nets[0].config.schedule.lasting(2)
-
-    def started(task: Callable[..., Any], label: str) -> tuple[Run, ...]:
-        name = f"{__name__}:{task.__name__}"
-        return s.started(role, nets, **part, task=name, label=label)
-
+    part: dict[str, Any] = {"role": "ConViT-3×3", "fraction": fraction}
+    random, (nets, gated, whole) = s.runs(**part), _from_convolutions(s, fraction)
+    twice: dict[str, Any] = random[0].config.schedule.lasting(2)
     return {
-        "DeiT": s.runs("DeiT-3×3", **part),
-        "ConViT, random convolutions (the paper's)": s.runs(role, **part),
-        "ConViT, random convolutions, trained twice as long": s.runs(role, **part, **twice),
+        "DeiT": s.runs("DeiT-3×3", fraction=fraction),
+        "ConViT, random convolutions (the paper's)": random,
+        "ConViT, random convolutions, trained twice as long": s.runs(**part, **twice),
         "the convolutional net itself": nets,
-        "ConViT, gated layers from it": started(
-            train_with_convolutions, "gated layers from trained convolutions"
-        ),
-        "ConViT, everything from it": started(
-            train_from_convolutional_net, "from a trained convolutional net"
-        ),
+        "ConViT, gated layers from it": gated,
+        "ConViT, everything from it": whole,
     }
 
 
@@ -296,13 +218,10 @@ def transformed(s: Scale) -> Table:
 
 def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     """Runs by initialisation on a fraction of the data."""
-    part: dict[str, Any] = {"fraction": fraction}
-    conv = {"positional_attention": "conv"}
-    nets = s.runs("ConViT-3×3", **part, keep_weights=False, fields=conv)
     rows = REGISTRY["beyond/initialisations"].rows
-    start = {"label": "trained_conv", "fields": {"init": "trained_conv"}}
-    return {label: s.runs(**row, **part) for label, row in rows.items()} | {
-        "ConViT, trained_conv": s.started("ConViT-3×3", nets, **part, **start),
+    nets, gated, _ = _from_convolutions(s, fraction)
+    return {label: s.runs(**row, fraction=fraction) for label, row in rows.items()} | {
+        "ConViT, trained_conv": gated,
         "the convolutional net of trained_conv": nets,
     }
 
