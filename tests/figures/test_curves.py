@@ -2,6 +2,7 @@
 
 import pytest
 
+from locality.analysis.measures import token_distances
 from locality.errors import UserError
 from locality.figures.curves import draw, gate_panels, nonlocality_panels
 from locality.figures.style import save
@@ -49,12 +50,17 @@ def test_a_panel_per_group_of_runs_and_a_line_per_layer(tmp_path):
     measured = [("DeiT", [recorded([0, 10], gated=False)]), ("C", [recorded([0, 10])])]
     figure = draw(nonlocality_panels(measured))
     panels = [axes for axes in figure.axes if axes.lines]
-    assert [len(axes.lines) for axes in panels] == [2, 2]
-    assert [axes.get_ylim() for axes in panels] == [(0, pytest.approx(2.1))] * 2  # comparable
+    assert [len(axes.lines) for axes in panels] == [3, 3]
+    uniform = token_distances((4, 4)).mean().item()
+    assert panels[0].lines[2].get_ydata() == pytest.approx([uniform] * 2)
+    assert [axes.get_ylim() for axes in panels] == [(0, pytest.approx(1.05 * uniform))] * 2
     assert panels[0].lines[0].get_ydata() == pytest.approx([0, 1])
     # Both panels show the same layers: one legend says which line is which.
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["layer 1", "layer 2"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        *("layer 1", "layer 2"),
+        "uniform attention",
+    ]
     png, svg = save(figure, tmp_path / "nonlocality")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "nonlocality (patches)" in svg.read_text()

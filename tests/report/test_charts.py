@@ -1,17 +1,16 @@
-import numpy as np
 import pytest
 
 from locality.analysis.runs import RecordedRun, group, read_runs
-from locality.analysis.statistics import Estimate
+from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures import charts
-from locality.figures.curves import mean_curve
 from locality.report import comparing, page
 
 
 def test_curves_are_averaged_where_all_have_points():
-    curves = [np.array([[0, 1.0], [10, 3.0], [20, 5.0]]), np.array([[0, 3.0], [20, 7.0]])]
-    assert mean_curve(curves).tolist() == [[0, 2], [20, 6]]
-    assert mean_curve([]).shape == (0, 2)
+    curves = [{"x": [0, 10, 20], "y": [1.0, 3.0, 5.0]}, {"x": [0, 20], "y": [3.0, 7.0]}]
+    found = mean_curve(curves)
+    assert (found["x"], found["mean"], found["n"]) == ([0, 20], [2, 6], 2)
+    assert found["half_width"] == [estimate([1.0, 3.0]).half_width] * 2
 
 
 def test_curve_is_read_from_the_metrics(make_run):

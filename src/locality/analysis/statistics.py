@@ -70,6 +70,19 @@ def estimate(values: Sequence[float], shared: float = 0.0) -> Estimate:
     return Estimate(mean, two_sided_t(n - 1) * deviation * scale, n)
 
 
+def mean_curve(curves: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
+    """The mean of curves {"x": […], "y": […]}, at the places that all of them have.
+
+    Returns:
+        {"x", "mean", "half_width", "n"}: the places, what `estimate` says there, how many curves.
+    """
+    values = [dict(zip(curve["x"], curve["y"], strict=True)) for curve in curves]
+    common = [place for place in values[0] if all(place in each for each in values)]
+    at = [estimate([each[place] for each in values]) for place in common]
+    means, widths = [each.mean for each in at], [each.half_width for each in at]
+    return {"x": common, "mean": means, "half_width": widths, "n": len(curves)}
+
+
 @cache
 def two_sided_t(freedom: int) -> float:
     """The t that Student's distribution keeps within ±t with probability 95%.

@@ -11,10 +11,9 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from locality.analysis.measures import token_distances
 from locality.analysis.runs import RecordedRun, RunGroup
-from locality.analysis.statistics import estimate
-from locality.figures.curves import mean_curve
+from locality.analysis.statistics import estimate, mean_curve
+from locality.figures.curves import uniform_nonlocality
 from locality.figures.style import CONVIT, FAINT, INK, colour_of, marker_of, new_figure, settings
 
 if TYPE_CHECKING:
@@ -96,9 +95,9 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
         curves = [curve for run in one.at(fraction) if len(curve := curve_of(run, "top1"))]
         for curve in curves:
             axes.plot(*curve.T, color=colour, linewidth=0.8, alpha=0.35)
-        mean = mean_curve(curves)
-        if len(mean):
-            axes.plot(*mean.T, color=colour, linewidth=2.2, label=one.label)
+        if curves:
+            found = mean_curve([{"x": steps, "y": top1} for steps, top1 in (c.T for c in curves)])
+            axes.plot(found["x"], found["mean"], color=colour, linewidth=2.2, label=one.label)
     axes.set_title(part_of(fraction))
     _finish(axes, "step", "top-1 accuracy (%)")
 
@@ -230,8 +229,8 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
                 elinewidth=1,
                 label=f"{one.label}, {stage} training",
             )
-    everywhere = _uniform_nonlocality(measured[0].at(fraction)[0]) if measured else None
-    if everywhere is not None:
+    seen = [run.measures["after"]["layers"] for one in measured for run in one.at(fraction)[:1]]
+    if seen and (everywhere := uniform_nonlocality(seen[0])) is not None:
         axes.axhline(everywhere, color=FAINT, linestyle=":", linewidth=1.2)
         axes.annotate(
             "looking everywhere alike",
@@ -289,12 +288,3 @@ def _by_layer(runs: Sequence[RecordedRun], stage: str, name: str) -> dict[int, n
             if value is not None:
                 collected.setdefault(index, []).append(np.array(value, dtype=float))
     return {index: np.stack(values) for index, values in sorted(collected.items())}
-
-
-def _uniform_nonlocality(run: RecordedRun) -> float | None:
-    """The nonlocality of attention that is the same everywhere, where all layers share a grid."""
-    grids = {tuple(layer["grid"]) for layer in run.measures["after"]["layers"]}
-    if len(grids) != 1:
-        return None
-    rows, columns = grids.pop()
-    return token_distances((rows, columns)).mean().item()

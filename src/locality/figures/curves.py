@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -13,6 +16,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from locality.analysis.measures import token_distances
+from locality.analysis.statistics import mean_curve
 from locality.errors import UserError
 from locality.figures.style import (
     FAINT,
@@ -162,70 +167,86 @@ def colour_named(name: str) -> str:
     return named[name] if name in named else colour_of(name)
 
 
-def mean_curve(curves: Sequence[np.ndarray]) -> np.ndarray:
-    """The mean of several curves (n, 2) at the places that all of them have."""
-    if not curves:
-        return np.empty((0, 2))
-    common = sorted(set.intersection(*({*curve[:, 0]} for curve in curves)))
-    values = [dict(zip(curve[:, 0], curve[:, 1], strict=True)) for curve in curves]
-    return np.array([(place, np.mean([value[place] for value in values])) for place in common])
+@dataclass(frozen=True)
+class Line:
+    """A series of a panel over training: how it looks, and what it shows.
+
+    Attributes:
+        label, colour, dashed, band: as in `draw`.
+        values: of one run's record of `locality.analysis.recording.trajectory`, one per epoch.
+    """
+
+    label: str
+    colour: str
+    values: Callable[[Record], Sequence[float]]
+    dashed: bool = False
+    band: bool = True
+
+    def curve(self, found: Record) -> Record:
+        """A run's as x and y."""
+        return {"x": found["epochs"], "y": list(self.values(found))}
+
+
+def nonlocality_lines(layers: int, one_grid: bool = True) -> list[Line]:
+    """Of every layer, dark to bright, and, on one grid, of attention that is alike everywhere."""
+
+    def of(index: int) -> Callable[[Record], Sequence[float]]:
+        return lambda found: found["layers"][index]["nonlocality"]
+
+    def uniform(found: Record) -> list[float]:
+        return [uniform_nonlocality(found["layers"]) or 0.0] * len(found["epochs"])
+
+    lines = [Line(f"layer {n + 1}", f"depth:{n / layers}", of(n)) for n in range(layers)]
+    everywhere = Line("uniform attention", "", uniform, dashed=True, band=False)
+    return [*lines, everywhere] if one_grid else lines
+
+
+def uniform_nonlocality(layers: Iterable[Record]) -> float | None:
+    """That of attention that is the same everywhere, where all layers share a grid."""
+    grids = {tuple(layer["grid"]) for layer in layers}
+    return float(token_distances(grids.pop()).mean()) if len(grids) == 1 else None
+
+
+def gate_lines(layer: int, heads: int) -> list[Line]:
+    """σ(λ) of every head of a gated layer, and their mean in black."""
+
+    def of(value: Callable[[list[float]], float]) -> Callable[[Record], Sequence[float]]:
+        return lambda found: [value(gates) for gates in found["layers"][layer]["gates"]]
+
+    shades = (f"depth:{n / heads}" for n in range(heads))
+    lines = [Line(f"head {n + 1}", c, of(itemgetter(n)), band=False) for n, c in enumerate(shades)]
+    return [*lines, Line("mean", "ink", of(fmean))]
 
 
 def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list[Record]:
-    """A panel for each group of runs, a line per layer, dark to bright (Figs. 5, 10, 13).
+    """A panel for each group of runs (Figs. 5, 10, 13).
 
     Args:
         measured: a label and one record of `locality.analysis.recording.trajectory` per seed.
     """
     panels = []
     for label, seeds in measured:
-        lines = [
-            _line(
-                f"layer {index + 1}",
-                index / len(seeds[0]["layers"]),
-                seeds,
-                [layer["nonlocality"] for layer in layers],
-            )
-            for index, layers in enumerate(_layers(seeds))
-        ]
-        panels.append(_over_epochs(label, "nonlocality (patches)", lines))
-    most = max((line["mean"].max() for panel in panels for line in panel["series"]), default=1)
-    return [panel | {"y_range": (0, 1.05 * most)} for panel in panels]
+        layers = seeds[0]["layers"]
+        lines = nonlocality_lines(len(layers), uniform_nonlocality(layers) is not None)
+        panels.append(_over_epochs(label, "nonlocality (patches)", lines, seeds))
+    means = [value for panel in panels for series in panel["series"] for value in series["mean"]]
+    return [panel | {"y_range": (0, 1.05 * max(means, default=1))} for panel in panels]
 
 
 def gate_panels(seeds: Sequence[Record]) -> list[Record]:
-    """A panel per gated layer: σ(λ) of every head, and their mean in black (Figs. 6, 14)."""
-    panels = []
-    for index, layers in enumerate(_layers(seeds)):
-        if layers[0]["gates"] is None:
-            continue
-        gates = [np.array(layer["gates"]) for layer in layers]  # (t, h) of each seed
-        heads = gates[0].shape[1]
-        lines = [
-            _line(f"head {head + 1}", head / heads, seeds, [each[:, head] for each in gates])
-            for head in range(heads)
-        ]
-        mean = _line("mean", 0, seeds, [each.mean(axis=1) for each in gates]) | {"colour": "ink"}
-        panels.append(_over_epochs(f"layer {index + 1}", "gate σ(λ)", [*lines, mean]))
-    return [panel | {"y_range": (0, 1)} for panel in panels]
-
-
-def _layers(seeds: Sequence[Record]) -> list[tuple[Record, ...]]:
-    """Every layer over training, as measured in each seed's run."""
-    return list(zip(*(each["layers"] for each in seeds), strict=True))
-
-
-def _line(label: str, depth: float, seeds: Sequence[Record], values: Sequence[Any]) -> Record:
-    """The mean over seeds of one curve each, as a series of a panel."""
-    curves = [
-        np.array([each["epochs"], value], dtype=float).T
-        for each, value in zip(seeds, values, strict=True)
+    """A panel per gated layer (Figs. 6, 14)."""
+    return [
+        _over_epochs(f"layer {n + 1}", "gate σ(λ)", gate_lines(n, len(layer["gates"][0])), seeds)
+        | {"y_range": (0, 1)}
+        for n, layer in enumerate(seeds[0]["layers"])
+        if layer["gates"] is not None
     ]
-    epochs, mean = mean_curve(curves).T
-    plain: Record = {"dashed": False, "band": False, "empty": None, "half_width": []}
-    return plain | {"label": label, "colour": f"depth:{depth}", "x": epochs, "mean": mean}
 
 
-def _over_epochs(title: str, y_label: str, series: list[Record]) -> Record:
+def _over_epochs(title: str, y_label: str, lines: list[Line], seeds: Sequence[Record]) -> Record:
+    series = [
+        {**vars(line), "empty": None} | mean_curve([line.curve(each) for each in seeds])
+        for line in lines
+    ]
     plain: Record = {"x_label": "epochs", "log_x": False, "scatter": False}
     return plain | {"title": title, "y_label": y_label, "series": series}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from locality.analysis.measures import token_distances
 from locality.analysis.pictures import validation_sample
 from locality.analysis.recording import run_pictures
 from locality.figures import diagrams, maps
 from locality.figures.charts import percent
+from locality.figures.curves import Line, gate_lines, nonlocality_lines
 from locality.layers.conv_init import corner_heads
 from locality.models import ImageClassifier, build
 from locality.models.variants import variant
@@ -331,42 +330,30 @@ def _unless_out_of_reach(s: Scale, quantity: Quantity) -> Quantity:
     )
 
 
-def _curve(trajectory: Quantity, values: Callable[[Any], Sequence[float]]) -> Quantity:
-    """Something of a trajectory's layers over epochs."""
-    return combined(lambda m: {"x": m["epochs"], "y": list(values(m["layers"]))}, trajectory)
+def _over_training(title: str, y_label: str, lines: list[Line], trajectory: Quantity) -> Panel:
+    series = tuple(
+        Series(each.label, combined(each.curve, trajectory), each.colour, each.dashed, each.band)
+        for each in lines
+    )
+    return Panel(title, "epochs", y_label, series)
 
 
 def _nonlocality_panel(s: Scale, role: str, trajectory: Quantity, title: str = "") -> Panel:
-    """A line for every layer, and where attention that is the same everywhere would be."""
-
-    def curve(layer: int) -> Quantity:
-        return _curve(trajectory, lambda layers: layers[layer]["nonlocality"])
-
-    def uniform(layers: Sequence[Any]) -> list[float]:
-        away = float(token_distances(tuple(layers[0]["grid"])).mean())
-        return [away] * len(layers[0]["nonlocality"])
-
-    depth = s.architecture(role).depth
-    series = shaded({f"layer {layer + 1}": curve(layer) for layer in range(depth)})
-    line = Series("uniform attention", _curve(trajectory, uniform), "", dashed=True, band=False)
-    return Panel(title or role, "epochs", "nonlocality (tokens)", (*series, line))
+    lines = nonlocality_lines(s.architecture(role).depth)
+    return _over_training(title or role, "nonlocality (tokens)", lines, trajectory)
 
 
 def _gate_panels(s: Scale, size: str) -> tuple[Panel, ...]:
-    """σ(λ) of every head, and the mean over heads, layer by layer."""
+    """Layer by layer."""
     role = f"ConViT-{size}"
     trajectory = s.measured(TRAJECTORY, role, seeds=s.seeds_of(size))
     model = s.architecture(role)
-
-    def gate(layer: int, of: Callable[[list[float]], float]) -> Quantity:
-        return _curve(trajectory, lambda layers: [of(heads) for heads in layers[layer]["gates"]])
-
-    panels = []
-    for layer in range(model.gpsa_layers):
-        heads = {f"head {n + 1}": gate(layer, itemgetter(n)) for n in range(model.num_heads)}
-        series = (*shaded(heads, band=False), Series("mean", gate(layer, fmean), "ink"))
-        panels.append(Panel(f"{role}, layer {layer + 1}", "epochs", "gate σ(λ)", series))
-    return tuple(panels)
+    return tuple(
+        _over_training(
+            f"{role}, layer {n + 1}", "gate σ(λ)", gate_lines(n, model.num_heads), trajectory
+        )
+        for n in range(model.gpsa_layers)
+    )
 
 
 @experiment("convit/figure-5")

@@ -18,7 +18,7 @@ from typing import Any
 
 from locality import __version__
 from locality.analysis.runs import RecordedRun
-from locality.analysis.statistics import Estimate, estimate, holm, two_sided_t
+from locality.analysis.statistics import Estimate, holm, mean_curve, two_sided_t
 from locality.files import read_yaml
 from locality.papers import published
 from locality.papers.measures import Empty, Failures, Quantity, Untestable, Values
@@ -120,16 +120,8 @@ def _series(series: Series, failures: Failures) -> Record:
         values = series.quantity.evaluate(failures)
     except Empty as error:
         return line | {"empty": str(error)}
-    curves = list(values.by_seed.values())
-    at = [estimate(list(column)) for column in zip(*(c["y"] for c in curves), strict=True)]
-    return line | {
-        "empty": None,
-        "x": curves[0]["x"],
-        "mean": [each.mean for each in at],
-        "half_width": [each.half_width for each in at],
-        "n": len(curves),
-        "problems": list(values.problems),
-    }
+    found = mean_curve(list(values.by_seed.values()))
+    return line | {"empty": None} | found | {"problems": list(values.problems)}
 
 
 def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
