@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
@@ -215,17 +216,30 @@ def render(
         filters: functions that the template may put values through.
         content: the values; in HTML they are escaped unless they are markup.
     """
+    environment = _environment(package, template.endswith(".html"))
+    environment.filters |= filters
+    return environment.get_template(template).render(content)
+
+
+@functools.cache
+def _environment(package: str, escaped: bool) -> Any:
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.PackageLoader(package),
-        autoescape=template.endswith(".html"),
+        autoescape=escaped,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= filters
-    return environment.get_template(template).render(content)
+
+
+def write_page(path: Path | str, text: str) -> Path:
+    """Write a page, atomically, and make its folder; the page's path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text)
+    return path
 
 
 def _sync_folder(folder: Path) -> None:

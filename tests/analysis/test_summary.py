@@ -106,7 +106,9 @@ def test_cvt_is_measured_with_its_key_strides(shaken):
     record = measure_model(model, images)
     with torch.no_grad(), capture(model) as views:
         model(images)
-    assert [tuple(layer["grid"]) for layer in record["layers"]] == [view.grid for view in views]
+    assert [tuple(layer["grid"]) for layer in record["layers"]] == [
+        view.maps.query_grid for view in views
+    ]
     first = record["layers"][0]
     assert (first["grid"], first["key_grid"]) == ([7, 10], [4, 5])
     # By hand: key (a, b) lies on query (2a, 2b).

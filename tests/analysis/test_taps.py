@@ -85,7 +85,7 @@ def test_captured_attention_is_what_the_module_computes_with(any_model):
         elif hasattr(module, "qkv"):
             v = module.qkv(x).chunk(3, dim=-1)[2]
         elif isinstance(module, ConvolutionalAttention):
-            v = module.v(x, module._image(x, view.grid))
+            v = module.v(x, module._image(x, view.maps.query_grid))
         else:
             v = module.v(x)
         v = v.unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -104,7 +104,7 @@ def test_inputs_are_the_layers_own(convit, images):
         convit(images)
     assert all(torch.equal(view.input, own) for view, own in zip(views, seen, strict=True))
     assert [view.maps.prefix_tokens for view in views] == [0, 0, 0, 1]
-    assert all(view.grid == (4, 4) for view in views)
+    assert all(view.maps.query_grid == (4, 4) for view in views)
 
 
 def test_chosen_layers_only(convit, images):
@@ -154,7 +154,7 @@ def test_timm_vit_at_another_size(timm_model):
     model = timm_model("vit_tiny_patch16_224", dynamic_img_size=True)
     with torch.no_grad(), capture(model) as views:
         model(torch.randn(1, 3, 48, 80))
-    assert {view.grid for view in views} == {(3, 5)}
+    assert {view.maps.query_grid for view in views} == {(3, 5)}
 
 
 def test_what_cannot_be_observed_is_said(timm_model):

@@ -14,12 +14,12 @@ from locality.figures.style import save
 @pytest.fixture
 def layer():
     mixed = np.random.default_rng(0).dirichlet(np.ones(16), size=(2, 3)).reshape(2, 3, 4, 4)
-    return LayerPicture("blocks.0.attn", (8, 8), (4, 4), (5, 2), mixed, gates=np.array([0, 0.5, 1]))
+    return LayerPicture((8, 8), (5, 2), mixed, gates=np.array([0, 0.5, 1]))
 
 
 def pictures(*layers):
     images = np.zeros((2, 8, 8, 3), dtype=np.uint8)
-    return Pictures(images, ["a", "b"], ["a", "b"], (0.5, 0.5), list(layers))
+    return Pictures(images, ["a", "b"], ["a", "b"], list(layers))
 
 
 def panels(figure):
@@ -49,7 +49,7 @@ def test_a_figure_has_an_input_and_a_panel_per_head(layer, tmp_path):
 
 
 def test_colours_reach_three_powers_of_ten_below_the_largest_value():
-    layer = LayerPicture("", (1, 2), (1, 2), (0, 0), np.array([[[[1.0, 1e-9]]]]))
+    layer = LayerPicture((1, 2), (0, 0), np.array([[[[1.0, 1e-9]]]]))
     image = panels(maps([("", pictures(layer))], [0], image=None))[0].images[0]
     assert image.get_array().min() == pytest.approx(1e-3)
     assert image.norm.vmax == 1.0

@@ -39,7 +39,7 @@ from locality.analysis.summary import measure_model, positional_vectors
 from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
 from locality.errors import UserError
-from locality.files import render, write_atomic
+from locality.files import render, write_page
 from locality.layers.grid import Window
 from locality.models.variants import family_of
 
@@ -63,13 +63,12 @@ def write_explorer(
     images: Sequence[Image.Image],
     output: Path | str,
     names: Sequence[str] | None = None,
-    tolerance: float = TOLERANCE,
 ) -> Path:
     """Write the explorer of some models on some images.
 
     Args:
         output: the HTML file to write; its folder is created.
-        subjects, images, names, tolerance: as for `explorer_page`.
+        subjects, images, names: as for `explorer_page`.
 
     Returns:
         the path of the file.
@@ -77,27 +76,23 @@ def write_explorer(
     Raises:
         UserError: as `explorer_page`.
     """
-    html = explorer_page(subjects, images, names, tolerance)
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, html)
-    return output
+    return write_page(output, explorer_page(subjects, images, names))
 
 
 def explorer_page(
     subjects: Sequence[Classifier],
     images: Sequence[Image.Image],
     names: Sequence[str] | None = None,
-    tolerance: float = TOLERANCE,
 ) -> str:
     """The page of some models on some images.
+
+    Attention scores are within `TOLERANCE`. It is doubled, to 0.2 at most, and the page says so,
+    where a model's data would take more than `MAX_MEGABYTES`.
 
     Args:
         subjects: one to four models, shown side by side on the same patch.
         images: what they look at; each model prepares them in its own way.
         names: what to call the images.
-        tolerance: largest error of an attention score. It is doubled, to 0.2 at most, and the page
-            says so, where a model's data would take more than `MAX_MEGABYTES`.
 
     Raises:
         UserError: if there is no model or no image, or a model's attention cannot be read.
@@ -106,7 +101,7 @@ def explorer_page(
         raise UserError(f"the explorer shows 1 to {_MOST_MODELS} models, not {len(subjects)}")
     samples = [prepared(subject, images) for subject in subjects]
     observed = [
-        _observe(subject, chosen.images.double(), tolerance)
+        _observe(subject, chosen.images.double())
         for subject, chosen in zip(subjects, samples, strict=True)
     ]
     page = {
@@ -137,12 +132,11 @@ def explorer_page(
     )
 
 
-def _observe(
-    subject: Classifier, batch: Tensor, tolerance: float
-) -> tuple[dict[str, Any], list[str]]:
+def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[str]]:
     """One model on all images: what the page says of it, and its attention, image by image."""
     # In double precision no attention vanishes, so that every score can be read off its logarithm.
     model = copy.deepcopy(subject.module()).double()
+    tolerance = TOLERANCE
     while True:
         seen = [_pack(model, image, tolerance) for image in batch.split(1)]
         blobs = [base64.b64encode(zlib.compress(packed, 9)).decode() for packed, _, _ in seen]

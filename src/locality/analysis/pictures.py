@@ -29,7 +29,7 @@ from locality.data import open_data
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import ImageSource
-from locality.errors import UserError
+from locality.errors import UserError, saying
 from locality.files import open_file, parse_json, write_atomic
 from locality.layers.grid import Grid
 from locality.training.config import RunConfig
@@ -38,9 +38,9 @@ from locality.training.runs import RunFolder
 Array = npt.NDArray[Any]
 
 _SHARPEST = 448
+_LARGEST_PICTURES = 1 << 28
 
 DECADES = 3
-_LARGEST_PICTURES = 1 << 28
 """How many powers of ten below a map's largest value its colours reach, wherever it is drawn."""
 
 
@@ -64,10 +64,6 @@ class Sample:
         """The first `count` of them."""
         few = slice(count)
         return Sample(self.images[few], self.shown[few], self.labels[few], self.classes)
-
-    def class_name(self, index: int) -> str:
-        """The name of a class, or its number where there is none."""
-        return self.classes[index] if self.classes else str(index)
 
 
 def one_of_each(labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -171,8 +167,7 @@ class LayerPicture:
     """One layer's attention from the query patch, for n images and h heads.
 
     Attributes:
-        name: of the attention module.
-        grid, key_grid: grids of queries and keys.
+        grid: of the queries.
         query: the query patch (row, column) on `grid`; None for what is read off the layer: its
             class token, or without one the mean over all patches.
         mixed: (n, h, Hk, Wk) float32, the attention the layer uses. What is missing to a sum of
@@ -180,12 +175,14 @@ class LayerPicture:
         gates: σ(λ), (h,); None for a layer without gates.
     """
 
-    name: str
     grid: Grid
-    key_grid: Grid
     query: tuple[int, int] | None
     mixed: Array
     gates: Array | None = None
+
+    @property
+    def key_grid(self) -> Grid:
+        return self.mixed.shape[2], self.mixed.shape[3]
 
 
 @dataclass(frozen=True)
@@ -195,14 +192,12 @@ class Pictures:
     Attributes:
         images: (n, H, W, 3) uint8, as the model saw them before normalisation.
         labels, predictions: names of the true and the predicted class, n each.
-        place: the query's place in every image as fractions of (height, width), or None.
         layers: in depth order.
     """
 
     images: Array
     labels: list[str]
     predictions: list[str]
-    place: tuple[float, float] | None
     layers: list[LayerPicture]
 
 
@@ -225,8 +220,9 @@ def take_pictures(
     layers: list[LayerPicture] = []
     with evaluating(model), capture(model, on_layer=lambda v: layers.append(_picture(v, place))):
         logits = model(chosen.images)
-    predictions = [chosen.class_name(index) for index in logits.argmax(dim=-1).tolist()]
-    return Pictures(chosen.shown, chosen.labels, predictions, place, layers)
+    classes = chosen.classes or [str(index) for index in range(logits.shape[-1])]
+    predictions = [classes[index] for index in logits.argmax(dim=-1).tolist()]
+    return Pictures(chosen.shown, chosen.labels, predictions, layers)
 
 
 def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture:
@@ -240,9 +236,7 @@ def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture
     found = maps.mixed[..., rows, maps.prefix_tokens :].mean(dim=-2)
     mixed = found.unflatten(-1, maps.key_grid)
     return LayerPicture(
-        name=view.name,
         grid=maps.query_grid,
-        key_grid=maps.key_grid,
         query=query,
         mixed=mixed.float().cpu().numpy(),
         gates=None if maps.gate is None else maps.gate.float().cpu().numpy(),
@@ -267,11 +261,7 @@ def save_pictures(pictures: Pictures, path: Path | str) -> None:
     about = {
         "labels": pictures.labels,
         "predictions": pictures.predictions,
-        "place": pictures.place,
-        "layers": [
-            {name: getattr(layer, name) for name in ("name", "grid", "key_grid", "query")}
-            for layer in pictures.layers
-        ],
+        "layers": [{"grid": layer.grid, "query": layer.query} for layer in pictures.layers],
     }
     arrays["about"] = np.array(json.dumps(about))
     buffer = io.BytesIO()
@@ -285,32 +275,25 @@ def load_pictures(path: Path | str) -> Pictures:
     Raises:
         UserError: if the file is something else.
     """
-    try:
-        with open_file(path) as file, zipfile.ZipFile(file) as entries:
-            if sum(entry.file_size for entry in entries.infolist()) > _LARGEST_PICTURES:
-                raise UserError(f"{path} unpacks to more than {_LARGEST_PICTURES:,} bytes")
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as archive:
-                return _unpacked(archive, parse_json(str(archive["about"]), str(path)))
-    except (AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} holds no attention pictures: {error}") from error
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
-
-
-def _unpacked(archive: Any, about: dict[str, Any]) -> Pictures:
-    layers = [
-        LayerPicture(
-            name=layer["name"],
-            **{name: tuple(layer[name]) for name in ("grid", "key_grid")},
-            query=None if layer["query"] is None else tuple(layer["query"]),
-            mixed=archive[f"{index}.mixed"],
-            gates=archive.get(f"{index}.gates"),
-        )
-        for index, layer in enumerate(about["layers"])
-    ]
-    labels, predictions = about["labels"], about["predictions"]
-    place = None if about["place"] is None else tuple(about["place"])
-    return Pictures(archive["images"], labels, predictions, place, layers)
+    damage = (AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, RuntimeError,
+              TypeError, ValueError, zipfile.BadZipFile, zlib.error)  # fmt: skip
+    with (
+        saying(f"{path} holds no attention pictures", *damage),
+        open_file(path) as file,
+        zipfile.ZipFile(file) as entries,
+    ):
+        if sum(entry.file_size for entry in entries.infolist()) > _LARGEST_PICTURES:
+            raise UserError(f"{path} unpacks to more than {_LARGEST_PICTURES:,} bytes")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as archive:
+            about = parse_json(str(archive["about"]), str(path))
+            layers = [
+                LayerPicture(
+                    grid=tuple(layer["grid"]),
+                    query=None if layer["query"] is None else tuple(layer["query"]),
+                    mixed=archive[f"{index}.mixed"],
+                    gates=archive.get(f"{index}.gates"),
+                )
+                for index, layer in enumerate(about["layers"])
+            ]
+            return Pictures(archive["images"], about["labels"], about["predictions"], layers)

@@ -55,11 +55,6 @@ class LayerView:
     maps: AttentionMaps
 
     @property
-    def grid(self) -> Grid:
-        """The grid that queries lie on."""
-        return self.maps.query_grid
-
-    @property
     def key_stride(self) -> Stride:
         """How many query tokens lie between neighbouring keys.
 

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from locality.errors import UserError
-from locality.files import csv_text, render, write_atomic
+from locality.files import csv_text, render, write_page
 from locality.papers.published import COMPUTED
 from locality.papers.records import (
     DEFINITION,
@@ -433,13 +433,11 @@ def write_results_pages(folders: Sequence[Path | str], page: Path | str) -> list
     Raises:
         UserError: as `results_page`.
     """
-    page = Path(page)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    written = [page.with_suffix(f".{kind}") for kind in ("md", "html")]
-    for path in written:
-        text = results_page([Path(folder) for folder in folders], page.parent, path.suffix[1:])
-        write_atomic(path, text)
-    return written
+    page, given = Path(page), [Path(folder) for folder in folders]
+    return [
+        write_page(page.with_suffix(f".{kind}"), results_page(given, page.parent, kind))
+        for kind in ("md", "html")
+    ]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from locality.analysis.runs import RecordedRun, RunGroup, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError
 from locality.figures import charts
-from locality.files import render, write_atomic
+from locality.files import render, write_page
 from locality.report.comparing import with_interval
 from locality.report.page import FILTERS
 from locality.training.evaluation import Predictions
@@ -215,10 +215,7 @@ def build_choice(
         fractions=sorted({part for one in groups for part in one.fractions}),
         version=__version__,
     )
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, html)
-    return output, said
+    return write_page(output, html), said
 
 
 def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, list[float | None]]]:

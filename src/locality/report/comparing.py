@@ -17,7 +17,7 @@ _EQUAL_SIZE = 0.03
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GroupPair:
     """Two groups of runs on the same fraction of the training images.
 
     Attributes:
@@ -66,7 +66,7 @@ class Comparison:
         return [n for n in names if not n.startswith("model.") and n not in incidental]
 
 
-def compare(groups: Sequence[RunGroup]) -> Iterator[Comparison]:
+def compare(groups: Sequence[RunGroup]) -> Iterator[GroupPair]:
     """Every ConViT against the DeiT that the table of variants compares it with, on one data set,
     at every fraction that both have."""
     for first in groups:
@@ -79,7 +79,7 @@ def compare(groups: Sequence[RunGroup]) -> Iterator[Comparison]:
             ):
                 for fraction in first.fractions:
                     if fraction in second.fractions:
-                        yield Comparison(fraction, first, second)
+                        yield GroupPair(fraction, first, second)
 
 
 def with_interval(found: Estimate, sign: bool = False) -> str:
@@ -88,14 +88,14 @@ def with_interval(found: Estimate, sign: bool = False) -> str:
     return mean if found.half_width is None else f"{mean} ± {found.half_width:.1f}"
 
 
-def _images(comparison: Comparison) -> str:
+def _images(comparison: GroupPair) -> str:
     """ "5% of the training images (67)"; "all 1,348 training images"."""
     if comparison.fraction == 1:
         return f"all {comparison.images:,} training images"
     return f"{percent(comparison.fraction)} of the training images ({comparison.images:,})"
 
 
-def sentence(comparison: Comparison) -> str:
+def sentence(comparison: GroupPair) -> str:
     """What one comparison shows, in a sentence that claims no more than the interval does."""
     (first, ours), (second, theirs) = comparison.sides
     opening = f"With {_images(comparison)}, {first.label} reaches {ours.mean:.1f}%"
@@ -118,7 +118,7 @@ def _points(difference: float) -> str:
     return f"{abs(difference):.1f} percentage points {word}"
 
 
-def headline(groups: Sequence[RunGroup], comparisons: Sequence[Comparison]) -> str:
+def headline(groups: Sequence[RunGroup], comparisons: Sequence[GroupPair]) -> str:
     """The one line at the top of a report; it claims something only of a single pair."""
     pairs = {(each.first.label, each.second.label) for each in comparisons}
     if len(groups) == 1:
@@ -149,12 +149,12 @@ def headline(groups: Sequence[RunGroup], comparisons: Sequence[Comparison]) -> s
     return claim
 
 
-def _size(comparison: Comparison) -> str:
+def _size(comparison: GroupPair) -> str:
     """What may be said of the other model's size."""
     return "an equally large " if comparison.equally_large else ""
 
 
-def _single_seed(comparison: Comparison) -> str:
+def _single_seed(comparison: GroupPair) -> str:
     """Without a second seed there is no interval, and so nothing but the numbers to tell."""
     (first, ours), (second, theirs) = comparison.sides
     return (

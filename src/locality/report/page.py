@@ -25,7 +25,7 @@ from locality.data.checking import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg
-from locality.files import read_json, read_rows, render, write_atomic
+from locality.files import read_json, read_rows, render, write_page
 from locality.report import comparing
 from locality.settings import flatten
 from locality.training.evaluation import Predictions
@@ -58,11 +58,7 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
         raise UserError(f"none of these runs has finished{waiting}; there is nothing to report")
     content = _content(groups) | {"unfinished": unfinished, "version": __version__}
-    html = render("locality.report", "report.html", FILTERS, **content)
-    output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, html)
-    return output
+    return write_page(output, render("locality.report", "report.html", FILTERS, **content))
 
 
 def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
