@@ -37,13 +37,8 @@ from locality.models import ImageClassifier, StageConfig, ViTConfig, build
 from locality.models.from_timm import TimmModel
 from locality.training.preview import saved_activations
 
-_TIMM_NAMES = {
-    "convit_tiny": "convit_tiny",
-    "convit_small": "convit_small",
-    "convit_base": "convit_base",
-    "deit_tiny": "deit_tiny_patch16_224",
-    "deit_small": "deit_small_patch16_224",
-    "deit_base": "deit_base_patch16_224",
+_TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "base")} | {
+    f"deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")
 }
 
 # What two programs may differ by that compute the same logits in another order.

@@ -253,25 +253,18 @@ def _transfer_of_classes(s: Scale, classes: int) -> Table:
     return Table(rows, {target: Column(target) for target in rows[0].cells}, values=values)
 
 
-def _changed(s: Scale, name: str) -> tuple[Row, ...]:
+def _changed(s: Scale, name: str, **named: Quantity) -> Table:
     """Parameters, MACs and accuracy of models with some of their fields changed."""
-
-    return tuple(
+    rows = (
         Row(label, {**s.counted(**row), "top1": s.measured(TOP1, **row)})
         for label, row in REGISTRY[name].rows.items()
     )
+    return Table(tuple(rows), named=named)
 
 
-@experiment("cvt/table-5")
-def table_5(s: Scale) -> Table:
-    """CvT does without position embeddings; DeiT does not."""
-    return Table(_changed(s, "cvt/table-5"))
-
-
-@experiment("cvt/table-6")
-def table_6(s: Scale) -> Table:
-    """Patches or convolutions, with or without position embeddings."""
-    return Table(_changed(s, "cvt/table-6"))
+# Position embeddings; convolutions in the place of patches; convolutional projections by stage.
+for _name in ("cvt/table-5", "cvt/table-6", "cvt/table-8"):
+    experiment(_name)(partial(_changed, name=_name))
 
 
 @experiment("cvt/table-7")
@@ -282,13 +275,7 @@ def table_7(s: Scale) -> Table:
         *(_built("cvt_13", kv_stride=stride)["flops"] for stride in (1, 2)),
         unit="% of the MACs",
     )
-    return Table(_changed(s, "cvt/table-7"), named={"saved": saved})
-
-
-@experiment("cvt/table-8")
-def table_8(s: Scale) -> Table:
-    """Convolutional projections from none of the stages to all three."""
-    return Table(_changed(s, "cvt/table-8"))
+    return _changed(s, "cvt/table-7", saved=saved)
 
 
 @experiment("cvt/figure-1")
