@@ -1,9 +1,12 @@
-"""ConViT's tables: which runs each needs, and what is measured on them."""
+"""ConViT's tables and curves of accuracy: which runs each needs, and what is measured on them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,20 +16,28 @@ from locality.figures.charts import percent
 from locality.models import variant
 from locality.papers import published
 from locality.papers.measures import (
+    BEST_TOP1,
+    CURVE_OVER_FRACTION,
     INFERENCE_SPEED,
+    LEARNING_CURVE,
+    PARAMETERS,
     TOP1,
+    TOP1_EARLY,
     TOP5,
     Measure,
     Quantity,
     absent,
     combined,
+    computed,
     least_step,
     masked_top1,
+    ratio,
     relative_gain,
     slope,
+    top1_at,
 )
 from locality.papers.scales import FAMILIES, FRACTIONS, Scale
-from locality.papers.specs import REGISTRY, Row, Table, experiment
+from locality.papers.specs import REGISTRY, Figure, Panel, Row, Series, Table, experiment, shaded
 from locality.runner.runs import Run
 from locality.training import replace
 
@@ -171,3 +182,223 @@ def table_6(s: Scale) -> Table:
         rows.append(Row(f"first {layers} layers (paper: {printed})", cells, printed))
     half = combined(lambda whole: whole / 2, cells["none"])
     return Table(tuple(rows), named={"half of it": half})
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def over(xs: Sequence[float], parts: Sequence[Quantity]) -> Quantity:
+    """Numbers as a curve: x → the quantity of that x."""
+    return combined(lambda *values: {"x": list(xs), "y": list(values)}, *parts)
+
+
+def accuracy_by_size(
+    s: Scale, roles: Mapping[str, tuple[int, ...]], printed: Mapping[str, Iterable[str]]
+) -> tuple[Panel, ...]:
+    """Top-1 against parameters: a panel of ours, over their seeds, and panels of what is printed.
+
+    Args:
+        s: the scale.
+        roles: role → its seeds.
+        printed: title of a panel → rows of ConViT's Table 1 or CvT's Table 3.
+    """
+    tables = published.rows("cvt/table-3") | published.rows("convit/table-1")
+
+    def panel(title: str, names: Iterable[str], of: Callable[[str, str], Quantity]) -> Panel:
+        series = tuple(
+            Series(
+                name,
+                combined(
+                    lambda parameters, top1: {"x": [parameters], "y": [top1]},
+                    of(name, "parameters"),
+                    of(name, "top1"),
+                ),
+                name.partition("-")[0].lower(),
+            )
+            for name in names
+        )
+        return Panel(title, "parameters (M)", "top-1 (%)", series, log_x=True, scatter=True)
+
+    def here(role: str, metric: str) -> Quantity:
+        return s.measured({"top1": TOP1, "parameters": PARAMETERS}[metric], role, seeds=roles[role])
+
+    def there(row: str, metric: str) -> Quantity:
+        return computed(partial(float, tables[row][metric].value))
+
+    return panel("Here", roles, here), *(panel(title, of, there) for title, of in printed.items())
+
+
+@experiment("convit/figure-1")
+def figure_1(s: Scale) -> Figure:
+    """The paper's sketch as a measurement: convolutions, gated layers, plain attention."""
+    fractions = (0.05, 0.2, 1.0)
+    series, named = [], dict[str, Quantity]()
+    for (label, row), colour in zip(
+        REGISTRY["convit/figure-1"].rows.items(), ("other", "convit", "deit"), strict=True
+    ):
+        top1 = [s.measured(TOP1, **row, fraction=f) for f in fractions]
+        series.append(Series(label, over([100 * f for f in fractions], top1), colour))
+        named |= {f"{label}, few images": top1[0], f"{label}, all images": top1[-1]}
+    panel = Panel("Inductive bias", "training images (%)", "top-1 (%)", tuple(series), log_x=True)
+    return Figure((panel,), named=named)
+
+
+@experiment("convit/figure-2a")
+def figure_2a(s: Scale) -> Figure:
+    """Accuracy against the fraction of the data, and the relative improvement."""
+    rows, table = table_2(s).rows, published.rows("convit/table-2")
+    parts, label = [100 * fraction for fraction in s.fractions], "training images (%)"
+    columns = {family: f"{family}-S/top1" for family in FAMILIES}
+    here = {f: [row.cells[column] for row in rows] for f, column in columns.items()}
+    there = {
+        f: [computed(partial(float, table[row.label][column].value)) for row in rows]
+        for f, column in columns.items()
+    }
+    panels, gains = [], []
+    for title, found in (("Here", here), ("Published", there)):
+        series = tuple(
+            Series(f"{family}-S", over(parts, curve), family.lower())
+            for family, curve in found.items()
+        )
+        panels.append(Panel(title, label, "top-1 (%)", series, log_x=True))
+        gain = over(parts, list(map(relative_gain, found["ConViT"], found["DeiT"])))
+        gains.append(Series(title.lower(), gain, "other", dashed=title == "Published"))
+    panels.append(Panel("ConViT over DeiT", label, "% of DeiT's top-1", tuple(gains), log_x=True))
+    return Figure(tuple(panels))
+
+
+@experiment("convit/figure-2b")
+def figure_2b(s: Scale) -> Figure:
+    """Accuracy against the number of parameters."""
+    roles = {f"{family}-{size}": s.seeds_of(size) for family in FAMILIES for size in s.sizes}
+    others = [f"ResNet-{depth}" for depth in (50, 101, 152)]
+    others += [f"T2T-ViT_t-{depth}" for depth in (14, 19, 24)]
+    printed = {"Published": [*published.rows("convit/table-1"), *others]}
+    return Figure(accuracy_by_size(s, roles, printed))
+
+
+def _with_gpsa(s: Scale, measure: Measure, layers: int, strength: float = 1.0) -> Quantity:
+    """A cell of Figs. 8 and 12; the model's own values are left out, to share its runs."""
+    if layers == 0:
+        return s.measured(measure, "DeiT-S+", seeds=s.few_seeds, **s.small)
+    fields: dict[str, Any] = {}
+    if layers != s.gpsa_counts[-1]:
+        fields["gpsa_layers"] = layers
+    if strength != 1.0:
+        fields["locality_strength"] = strength
+    return s.measured(measure, "ConViT-S+", seeds=s.few_seeds, fields=fields, **s.small)
+
+
+@experiment("convit/figure-8")
+def figure_8(s: Scale) -> Figure:
+    """Final accuracy (left) and accuracy at stages of training (right)."""
+    by_strength = {
+        f"{layers} GPSA layer{'s' if layers > 1 else ''}": over(
+            s.strengths, [_with_gpsa(s, TOP1, layers, each) for each in s.strengths]
+        )
+        for layers in s.gpsa_counts
+    }
+    counts = (0, *s.gpsa_counts)
+    third = top1_at("after 30% of training", lambda schedule: 0.3 * schedule.length)
+    stages = {"early": TOP1_EARLY, "after 30% of training": third, "at the end": TOP1}
+    by_stage = {
+        label: over([float(n) for n in counts], [_with_gpsa(s, measure, n) for n in counts])
+        for label, measure in stages.items()
+    }
+    panels = (
+        Panel("Locality strength", "α", "final top-1 (%)", shaded(by_strength), log_x=True),
+        Panel("GPSA layers", "number of GPSA layers", "top-1 (%)", shaded(by_stage)),
+    )
+    # The paper's example is 9 of its 10 gated layers.
+    least, *_, all_of_them = s.gpsa_counts
+    most = 9 if 9 in s.gpsa_counts else all_of_them
+    many, none = (_with_gpsa(s, TOP1, layers) for layers in (most, 0))
+    named = {
+        "strong": _with_gpsa(s, TOP1, all_of_them, s.strengths[-1]),
+        "weak": _with_gpsa(s, TOP1, all_of_them, s.strengths[0]),
+        "many": many,
+        "few": _with_gpsa(s, TOP1, least),
+        "none": none,
+        "boost": ratio(many, none),
+        "early boost": ratio(_with_gpsa(s, TOP1_EARLY, most), _with_gpsa(s, TOP1_EARLY, 0)),
+    }
+    return Figure(panels, named=named)
+
+
+@experiment("convit/figure-9")
+def figure_9(s: Scale) -> Figure:
+    """Learning curves of DeiT, of ConViT with PSA, and of ConViT."""
+    convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
+    series, named = [], {}
+    for label, colour, role, fields in (
+        ("ConViT (GPSA)", "convit", convit, {}),
+        ("ConViT with PSA", "other", convit, {"positional_attention": "psa"}),
+        ("DeiT", "deit", deit, {}),
+    ):
+        series.append(Series(label, s.measured(LEARNING_CURVE, role, fields=fields), colour))
+        named[label] = s.measured(TOP1, role, fields=fields)
+        named[f"{label}, early"] = s.measured(TOP1_EARLY, role, fields=fields)
+    panel = Panel("Learning curves", "epochs", "top-1 (%)", tuple(series))
+    return Figure((panel,), named=named)
+
+
+@experiment("convit/figure-11")
+def figure_11(s: Scale) -> Figure:
+    """Curves of ConViT (solid) and DeiT (dashed)."""
+    sizes = [size for size in s.sizes if size.endswith("+")] or s.sizes
+
+    def both(measure: Measure, size: str, **choices: Any) -> tuple[Quantity, ...]:
+        return tuple(s.measured(measure, f"{family}-{size}", **choices) for family in FAMILIES)
+
+    def panel(title: str, x_label: str, found: Mapping[str, tuple[Quantity, ...]]) -> Panel:
+        families = (
+            shaded(
+                {f"{family}, {label}": pair[index] for label, pair in found.items()},
+                dashed=family == "DeiT",
+            )
+            for index, family in enumerate(FAMILIES)
+        )
+        series = tuple(series for pair in zip(*families, strict=True) for series in pair)
+        return Panel(title, x_label, "top-1 (%)", series)
+
+    by_size = {size: both(LEARNING_CURVE, size, seeds=s.seeds_of(size)) for size in sizes}
+    by_fraction = {
+        percent(f): both(CURVE_OVER_FRACTION, "S+", fraction=f) for f in s.fractions[::-1]
+    }
+    panels = [
+        panel("Size of the model", "epochs", by_size),
+        panel("Fraction of the data", "fraction of training (%)", by_fraction),
+    ]
+    if s.comparable:
+        cifar: dict[str, Any] = {
+            "data__dataset": "cifar100",
+            "schedule__epochs": 3000.0,
+            "schedule__eval_every": 30.0,
+            "seeds": s.few_seeds,
+        }
+        lines = {size: both(LEARNING_CURVE, size, **cifar) for size in sizes}
+        panels.insert(0, panel("CIFAR-100 at 224 px", "epochs", lines))
+    named = {
+        name: relative_gain(*both(BEST_TOP1, size, seeds=s.few_seeds))
+        for name, size in (("smallest", sizes[0]), ("largest", sizes[-1]))
+    }
+    return Figure(tuple(panels), named=named)
+
+
+@experiment("convit/figure-12")
+def figure_12(s: Scale) -> Figure:
+    """Learning curves for numbers of GPSA layers (left) and the rows of Table 3 (right)."""
+    by_count = {f"{n} GPSA": _with_gpsa(s, LEARNING_CURVE, n) for n in s.gpsa_counts}
+    deit = Series("DeiT", _with_gpsa(s, LEARNING_CURVE, 0), "deit")
+    rows = REGISTRY["convit/table-3"].rows
+    by_row = {label: s.measured(LEARNING_CURVE, **row, **s.small) for label, row in rows.items()}
+    named = {"a": "convit", "e": "deit"}
+    ingredients = tuple(
+        dataclasses.replace(each, colour=named.get(each.label[0], each.colour))
+        for each in shaded(by_row)
+    )
+    panels = (
+        Panel("Number of GPSA layers", "epochs", "top-1 (%)", (deit, *shaded(by_count))),
+        Panel("Ingredients", "epochs", "top-1 (%)", ingredients),
+    )
+    return Figure(panels)

@@ -18,7 +18,8 @@ from locality.figures import diagrams
 from locality.layers import Projection
 from locality.models import build
 from locality.papers import published
-from locality.papers.convit_figures import accuracy_by_size, skeleton
+from locality.papers.convit import accuracy_by_size
+from locality.papers.convit_attention import skeleton
 from locality.papers.measures import (
     TOP1,
     Measure,

@@ -13,7 +13,7 @@ from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import save
 from locality.files import write_atomic
-from locality.papers import beyond, convit, convit_figures, cvt, nas  # noqa: F401 (they register)
+from locality.papers import beyond, convit, convit_attention, cvt, nas  # noqa: F401 (they register)
 from locality.papers.measures import Failures, Measure
 from locality.papers.pages import Entry, page, to_csv
 from locality.papers.records import Record, make_record
