@@ -117,10 +117,10 @@ def test_mean_maps_are_the_mean(shaken, pictures):
 
 def test_initial_maps_are_local_with_psa_and_nearly_even_without():
     picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8))
-    figure = FIGURES["initial-maps"].draw([picture], strengths=(2.0,))
+    figure = FIGURES["initial-maps"].draw([picture])
     shown = [axes.images[0].get_array() for axes in figure.axes if axes.images][1:]
-    assert len(shown) == 8
-    even, local = np.array(shown[:4]), np.array(shown[4:])
+    assert len(shown) == 12
+    even, local = np.array(shown[:4]), np.array(shown[8:])
     assert (even.max((1, 2)) < 3 / 196).all()
     assert (local.max((1, 2)) > 0.2).all()
 

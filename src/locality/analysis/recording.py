@@ -197,15 +197,15 @@ def _whole_lines(path: Path) -> list[str]:
     return read_text(path, _LARGEST_HISTORY).split("\n")[:-1]
 
 
-def trajectory(folder: Path | str, images: int = 256) -> Record:
+def trajectory(folder: Path | str) -> Record:
     """A run's attention over its training: as it was measured then, or else from its snapshots.
 
-    Args and returns as `measure_trajectory`; `images` counts for snapshots alone.
+    Returns as `measure_trajectory`.
 
     Raises:
         UserError: if it was neither measured nor kept snapshots.
     """
-    return recorded_trajectory(folder) or measure_trajectory(folder, images)
+    return recorded_trajectory(folder) or measure_trajectory(folder)
 
 
 def recorded_trajectory(folder: Path | str) -> Record | None:

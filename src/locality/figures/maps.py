@@ -92,26 +92,24 @@ def initial_maps(
     chosen: Sample,
     model: str,
     overrides: Mapping[str, Any],
-    strengths: Sequence[float] = (0.5, 2.0),
     place: tuple[float, float] = (0.5, 0.5),
     seed: int = 0,
     heads: int | Sequence[int] = 4,
 ) -> Figure:
     """The first layer of untrained models on one image (Fig. 3).
 
-    With self-attention, and with positional self-attention at each locality strength.
+    With self-attention, and with positional self-attention at two locality strengths.
 
     Args:
         chosen: one image, prepared for the model.
         model: the architecture's name, with `overrides` of its configuration.
-        strengths: α of each model with positional self-attention.
         place: where to look from, as fractions of (height, width).
         seed: of the initialisation.
         heads: see `maps`.
     """
     variants: dict[str, dict[str, Any]] = {"self-attention": {"gpsa_layers": 0}} | {
         f"PSA, α = {strength:g}": {"positional_attention": "psa", "locality_strength": strength}
-        for strength in strengths
+        for strength in (0.5, 2.0)
     }
     taken = []
     for title, changes in variants.items():

@@ -87,19 +87,10 @@ def head_maps(
     return maps.maps(taken, layers, heads, image=None if mean else 0)
 
 
-def initial_maps(
-    images: Sequence[Image.Image],
-    strengths: Sequence[float] = (0.5, 2.0),
-    place: tuple[float, float] = (0.5, 0.5),
-) -> Figure:
-    """Untrained layers of a ConViT-Ti on the first image (Fig. 3).
-
-    Args:
-        images: at least one.
-        strengths, place: see `locality.figures.maps.initial_maps`.
-    """
+def initial_maps(images: Sequence[Image.Image], place: tuple[float, float] = (0.5, 0.5)) -> Figure:
+    """Untrained layers of a ConViT-Ti on the first image, seen from `place` (Fig. 3)."""
     subject = Classifier.of(build("convit_tiny"))
-    return maps.initial_maps(prepared(subject, images[:1]), "convit_tiny", {}, strengths, place)
+    return maps.initial_maps(prepared(subject, images[:1]), "convit_tiny", {}, place)
 
 
 mean_maps = partial(head_maps, mean=True)

@@ -152,15 +152,11 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]
     ]
 
 
-def _shown_run(one: RunGroup) -> RecordedRun:
-    """The run whose pictures stand for a group: on most data, of the lowest seed."""
-    return one.at(one.fractions[-1])[0]
-
-
 def _galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """The same images seen by one run of every group."""
+    """The same images seen by one run of every group: on most data, of the lowest seed."""
     seen: list[tuple[str, Pictures]] = []
-    for run, one in ((_shown_run(one), one) for one in groups):
+    for one in groups:
+        run = one.at(one.fractions[-1])[0]
         pictures = run.pictures()
         if pictures is not None and pictures.layers:
             part = charts.percent(run.fraction)
