@@ -6,6 +6,7 @@ import argparse
 import os
 import pathlib
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -172,9 +173,17 @@ def test_pickles_of_other_things_say_what_they_are(tmp_path):
     torch.save({"epoch": 3}, path)
     with pytest.raises(UserError, match="its entries are: epoch"):
         read_state(path)
-    torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), path)
+    program = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    torch.jit.save(torch.jit.trace(program, torch.zeros(1, 2)), path)
     with pytest.raises(UserError, match="TorchScript program"):
         read_state(path)
+
+
+def test_an_archive_that_inflates_to_more_than_itself_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pth", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 20))
+    with pytest.raises(UserError, match="its entries are larger than the file itself"):
+        read_state(tmp_path / "a.pth")
 
 
 def test_missing_files_and_folders(tmp_path):

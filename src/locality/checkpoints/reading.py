@@ -15,12 +15,13 @@ more numbers than the file has for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -131,10 +132,10 @@ def is_safetensors(path: Path) -> bool:
         return True
     if start.startswith(b"PK\x03\x04") or start[:1] == b"\x80":
         return False
-    if _is_text(start):
-        what = (
-            "a web page" if b"<html" in start.lower() or b"<!doctype" in start.lower() else "text"
-        )
+    text = start.decode(errors="replace").lower()
+    # The cut may have gone through the last character.
+    if "\0" not in text and "\N{REPLACEMENT CHARACTER}" not in text[:-1]:
+        what = "a web page" if "<html" in text or "<!doctype" in text else "text"
         raise UserError(f"{path} holds {what}, not weights")
     raise UserError(f"{path} is neither a safetensors nor a PyTorch file")
 
@@ -143,97 +144,84 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
     """What a PyTorch file holds, on the CPU.
 
     Args:
-        file: open at its beginning. (torch looks at the ending of a path.)
+        file: open where it begins, which may be behind a header. (torch looks at a path's ending.)
         path: what to call it.
 
     Raises:
         UserError: if it is none, is damaged, wants to run code, or would take more memory than
             it has a size.
     """
+    start = file.tell()
     names = _look_through(file, path)
-    file.seek(0)
+    file.seek(start)
     try:
         with torch.serialization.safe_globals([*ALLOWED_CLASSES]):
             return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        wanted = _NAMED_GLOBAL.search(str(error))
-        if wanted:
-            raise UserError(
-                f"{path} was refused, and nothing in it was run: it wants to call {wanted[1]}, and "
-                f"weights are read only from files that hold nothing but tensors"
-            ) from error
-        raise UserError(
-            f"{path} was refused: it is a pickle, but not one of PyTorch weights"
-        ) from error
-    except RuntimeError as error:
-        if "TorchScript" in str(error):
-            raise UserError(
-                f"{path} is a TorchScript program, not weights; save the model's state_dict instead"
-            ) from error
-        if "models/model.json" in names or "serialized_exported_program.json" in names:
-            raise UserError(
-                f"{path} is a program of torch.export, not weights; run it with torch.export.load"
-            ) from error
-        raise UserError(f"{path} is damaged or truncated: {one_line(error)}") from error
     # The reader meets arbitrary bytes here; whatever it stumbles over, they are no weights.
-    except (
-        *(AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError),
-        *(TypeError, ValueError),
-    ) as error:
-        raise UserError(f"{path} is damaged or truncated: {type(error).__name__}") from error
+    except Exception as error:
+        if wanted := _NAMED_GLOBAL.search(str(error)):
+            raise _wants_to_call(path, wanted[1]) from error
+        if isinstance(error, pickle.UnpicklingError):
+            what = "was refused: it is a pickle, but not one of PyTorch weights"
+        elif "TorchScript" in str(error):
+            what = "is a TorchScript program, not weights; save the model's state_dict instead"
+        elif names & {"models/model.json", "serialized_exported_program.json"}:
+            what = "is a program of torch.export, not weights; run it with torch.export.load"
+        else:
+            what = f"is damaged or truncated: {one_line(error)}"
+        raise UserError(f"{path} {what}") from error
+
+
+def _wants_to_call(path: Path | str, name: str) -> UserError:
+    return UserError(
+        f"{path} was refused, and nothing in it was run: it wants to call {name}, and weights are "
+        f"read only from files that hold nothing but tensors"
+    )
 
 
 def _look_through(file: IO[bytes], path: Path | str) -> set[str]:
     """Refuse a pickle that would take long or much memory; the names of an archive's entries."""
-    size, names = file.seek(0, io.SEEK_END), set[str]()
-    file.seek(0)
-    if file.read(4) == b"PK\x03\x04":
+    program, names = file.read(_LARGEST_PROGRAM), set[str]()
+    if program.startswith(b"PK\x03\x04"):
+        size, held = file.seek(0, io.SEEK_END), 0
         try:
             with zipfile.ZipFile(file) as archive:
-                entries = archive.infolist()
-                if sum(entry.file_size for entry in entries) > size:
-                    raise UserError(
-                        f"{path} was refused: its entries are larger than the file itself, and "
-                        f"weights are not compressed"
-                    )
-                names = {entry.filename.partition("/")[2] for entry in entries}
-                programs = [e for e in entries if e.filename.partition("/")[2] == "data.pkl"]
-                program = b"".join(archive.read(entry) for entry in programs)
+                entries = [(e.filename.partition("/")[2], e) for e in archive.infolist()]
+                # TorchScript's code is compressed, and refused below with a word on what it is.
+                held = sum(e.file_size for name, e in entries if not name.startswith("code/"))
+                names = {name for name, _ in entries}
+                pickles = [e for name, e in entries if name == "data.pkl" and held <= size]
+                program = b"".join(map(archive.read, pickles))
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError):
             return names  # torch reads archives in its own way, and says what is wrong
-    else:
-        file.seek(0)
-        program = file.read(_LARGEST_PROGRAM)
-    _check_program(program, path, size)
+        if held > size:
+            raise UserError(
+                f"{path} was refused: its entries are larger than the file itself, and weights "
+                f"are not compressed"
+            )
+    tuples, stream = 0, io.BytesIO(program)
+    for count, (code, argument, _) in enumerate(_operations(stream)):
+        tuples += code.name.startswith("TUPLE")
+        if count >= _MOST_OPERATIONS or tuples > _MOST_TUPLES:
+            raise UserError(
+                f"{path} was refused: it is a pickle of more than {_MOST_OPERATIONS:,} "
+                f"operations, which no model's weights need"
+            )
+        if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_GREEDY):
+            raise _wants_to_call(path, str(argument).replace(" ", "."))
+    if stream.tell() == _LARGEST_PROGRAM:
+        raise UserError(
+            f"{path} was refused: it is a pickle of more than {_LARGEST_PROGRAM:,} bytes "
+            f"beside its tensors"
+        )
     return names
 
 
-def _check_program(program: bytes, path: Path | str, size: int) -> None:
-    count, tuples, stream = 0, 0, io.BytesIO(program)
-    try:
+def _operations(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+    """What pickles would do, until numbers begin or what torch will say is wrong."""
+    with contextlib.suppress(Exception):
         for _ in range(_LEGACY_PICKLES):
-            for code, argument, _ in pickletools.genops(stream):
-                count, tuples = count + 1, tuples + code.name.startswith("TUPLE")
-                if count > _MOST_OPERATIONS or tuples > _MOST_TUPLES:
-                    raise UserError(
-                        f"{path} was refused: it is a pickle of more than {_MOST_OPERATIONS:,} "
-                        f"operations, which no model's weights need"
-                    )
-                if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_GREEDY):
-                    name = str(argument).replace(" ", ".")
-                    raise UserError(
-                        f"{path} was refused, and nothing in it was run: it wants to call {name}, "
-                        f"and weights are read only from files that hold nothing but tensors"
-                    )
-    except UserError:
-        raise
-    except Exception as error:
-        # Not a pickle from here on: the numbers begin, or torch says what is wrong.
-        if stream.tell() == _LARGEST_PROGRAM < size:
-            raise UserError(
-                f"{path} was refused: it is a pickle of more than {_LARGEST_PROGRAM:,} bytes "
-                f"beside its tensors"
-            ) from error
+            yield from pickletools.genops(stream)
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -271,15 +259,6 @@ def _is_state(value: Any) -> bool:
         and len(value) > 0
         and all(isinstance(tensor, Tensor) for tensor in value.values())
     )
-
-
-def _is_text(start: bytes) -> bool:
-    try:
-        start.decode()
-    except UnicodeDecodeError as error:
-        # The cut may have gone through the last character.
-        return error.start >= len(start) - 3 and error.reason == "unexpected end of data"
-    return b"\0" not in start
 
 
 def blank_state(config: Any) -> dict[str, Tensor]:
