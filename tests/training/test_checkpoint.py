@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,10 @@ def disk_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def save_to_full_disk(content: object, _: object, save: Any = torch.save) -> None:
+    save(content, SimpleNamespace(write=disk_full, flush=disk_full))
+
+
 @pytest.mark.parametrize("where", ["write", "fsync", "replace"])
 def test_a_full_disk_keeps_what_is_there_and_says_so(
     where: str, written: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +154,7 @@ def test_a_full_disk_keeps_what_is_there_and_says_so(
     folder = CheckpointFolder(written)
     folder.load()
     if where == "write":
-        monkeypatch.setattr(run_state._HashingWriter, "write", disk_full)
+        monkeypatch.setattr(run_state.torch, "save", save_to_full_disk)
     else:
         monkeypatch.setattr(run_state.os, where, disk_full)
     with pytest.raises(CheckpointNotSaved, match="disk is full") as caught:
@@ -169,7 +174,7 @@ def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space_again(
     def full(self: CheckpointFolder, packed: Packed) -> None:
         with monkeypatch.context() as patch:
             if packed["tree"]["step"] > 3:
-                patch.setattr(run_state._HashingWriter, "write", disk_full)
+                patch.setattr(run_state.torch, "save", save_to_full_disk)
             save(self, packed)
 
     monkeypatch.setattr(CheckpointFolder, "save", full)
@@ -222,7 +227,7 @@ def test_a_failure_to_save_is_handed_over_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = CheckpointFolder(tmp_path)
-    monkeypatch.setattr(run_state._HashingWriter, "write", disk_full)
+    monkeypatch.setattr(run_state.torch, "save", save_to_full_disk)
     saver.start(state(1))
     with pytest.raises(CheckpointNotSaved):
         saver.wait()

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import math
 import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,6 @@ BEST = "best.ckpt"
 _PARTS = {"step", "progress", "model", "optimizer", "ema", "data"}
 _MAGIC = "locality checkpoint 1"
 _HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
-_BLOCK_BYTES = 1 << 20
 
 
 class DamagedCheckpoint(RunFailed):
@@ -95,10 +93,10 @@ def write_checkpoint(path: Path, packed: Packed) -> None:
     """
     with atomic_file(path) as file:
         file.write(b" " * _HEADER_BYTES)
-        hashed = _HashingWriter(file)
-        torch.save(packed, cast(IO[bytes], hashed))
+        torch.save(packed, file)
+        header = _expected_header(file)
         file.seek(0)
-        file.write(_header(hashed.digest.hexdigest(), hashed.size))
+        file.write(header)
         file.flush()
         os.fsync(file.fileno())
         if path.exists():
@@ -125,15 +123,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     with open_file(path) as file:
         header = file.read(_HEADER_BYTES)
-        digest = hashlib.sha256()
-        size = 0
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-        if header != _header(digest.hexdigest(), size):
-            raise DamagedCheckpoint(_what_is_wrong(path, header, size))
+        if header != _expected_header(file):
+            raise DamagedCheckpoint(_what_is_wrong(path, header, file.tell() - _HEADER_BYTES))
+        file.seek(_HEADER_BYTES)
         try:
-            state = unpack(unpickle(cast(IO[bytes], _Payload(file, _HEADER_BYTES)), path))
+            state = unpack(unpickle(file, path))
             if not state.keys() >= _PARTS:
                 raise KeyError(*_PARTS - state.keys())
             return state
@@ -145,8 +139,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             ) from error
 
 
-def _header(digest: str, size: int) -> bytes:
-    return f"{_MAGIC} {digest} {size:020d}\n".encode()
+def _expected_header(file: IO[bytes]) -> bytes:
+    """The header that fits what follows it in a file, which is left at its end."""
+    file.seek(_HEADER_BYTES)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    return f"{_MAGIC} {digest} {file.tell() - _HEADER_BYTES:020d}\n".encode()
 
 
 def _what_is_wrong(path: Path, header: bytes, size: int) -> str:
@@ -156,48 +153,6 @@ def _what_is_wrong(path: Path, header: bytes, size: int) -> str:
         if size < written:
             return f"checkpoint {path} is cut short: {size} of {written} bytes"
     return f"checkpoint {path} is damaged: its content does not match its checksum"
-
-
-class _HashingWriter:
-    """A file opened for writing that hashes what passes through."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-        self.size = 0
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.size += len(memoryview(data).cast("B"))
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-class _Payload(io.RawIOBase):
-    """The part of an open file behind `offset`, as a file of its own."""
-
-    def __init__(self, file: IO[bytes], offset: int) -> None:
-        self._file = file
-        self._offset = offset
-        file.seek(offset)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._file.readinto(buffer)  # type: ignore[attr-defined]
-
-    def tell(self) -> int:
-        return self._file.tell() - self._offset
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = offset + self._offset if whence == os.SEEK_SET else offset
-        return self._file.seek(start, whence) - self._offset
 
 
 def _newest_whole(
