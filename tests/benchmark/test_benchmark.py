@@ -156,7 +156,7 @@ def test_what_transformers_cvt_can_say_is_compared_and_the_rest_refused():
         "global_pool": {"global_pool": "avg"},
     }
     for field, settings in refused.items():
-        with pytest.raises(UserError, match=f"transformers' CvT has .*{field}"):
+        with pytest.raises(UserError, match=f"transformers' CvT code has .*{field}"):
             peers(build("cvt_micro", **settings), "transformers")
 
 

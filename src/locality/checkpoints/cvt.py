@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from locality.checkpoints.layouts import THEIR_SETTINGS, Layout
 from locality.checkpoints.reading import State, require_blocks
 from locality.errors import UserError
@@ -106,39 +104,23 @@ class _CvT(Layout):
     def their_name(self, setting: str) -> str:
         return THEIR_SETTINGS.get(setting, setting)
 
-    def to_ours(self, state: State, config: CvTConfig) -> dict[str, Tensor]:
-        if any(stage.use_pos_embed for stage in config.stages):
-            raise UserError(f"{self.title} layout has no name for a position embedding")
-        return super().to_ours(state, config)
-
-    def require(self, config: CvTConfig) -> None:
-        for name in ("kv_strides", "mlp_ratios"):
-            if any(len(set(getattr(stage, name))) > 1 for stage in config.stages):
-                raise UserError(
-                    f"{self.title} has the same {name[:-1]} in all blocks of a stage, and this "
-                    f"model has not"
-                )
-        only = {
+    def accepted(self, config: CvTConfig) -> dict[str, tuple[Any, ...]]:
+        return {
             "activation": self.activations,
             "attention_scale": ("width",),
             "projection": self.projections,
             "use_pos_embed": (False,),
+            "global_pool": ("token" if config.has_class_token else "avg",),
         }
-        for name, values in only.items():
-            for part in (config, *config.stages):
-                given = getattr(part, name, values[0])
-                if given not in values:
-                    accepted = " or ".join(map(repr, values))
-                    raise UserError(
-                        f"{self.title} has {name}={accepted} alone, and this model {given!r}; to "
-                        f"write its weights for what that code computes, set {name}={values[0]}"
-                    )
-        if config.global_pool != ("token" if config.has_class_token else "avg"):
-            raise UserError(
-                f"{self.title} reads its class token if it has one, else the mean over patches; "
-                f"this model has global_pool='{config.global_pool}' and class_token="
-                f"{config.has_class_token}"
-            )
+
+    def require(self, config: CvTConfig) -> None:
+        super().require(config)
+        for name in ("kv_strides", "mlp_ratios"):
+            if any(len(set(getattr(stage, name))) > 1 for stage in config.stages):
+                raise UserError(
+                    f"{self.title} code has the same {name[:-1]} in all blocks of a stage, and "
+                    f"this model has not"
+                )
 
 
 class _Transformers(_CvT):
@@ -150,19 +132,18 @@ class _Transformers(_CvT):
     def their_name(self, setting: str) -> str:
         return super().their_name(setting).lower()
 
+    def accepted(self, config: CvTConfig) -> dict[str, tuple[Any, ...]]:
+        token = {"global_pool": ("token",), "has_class_token": (True,)}
+        return super().accepted(config) | token
+
     def require(self, config: CvTConfig) -> None:
-        if not config.has_class_token:
-            raise UserError(
-                f"transformers' CvT has a class token, always; this model has global_pool="
-                f"'{config.global_pool}' without one"
-            )
+        super().require(config)
         for index, stage in enumerate(config.stages):
             if stage.depth <= index:  # it looks up one of the stage's blocks by the stage's number
                 raise UserError(
-                    f"transformers' CvT has {index + 1} blocks or more in stage {index + 1}, and "
+                    f"{self.title} code has {index + 1} blocks or more in stage {index + 1}, and "
                     f"this model {stage.depth}"
                 )
-        super().require(config)
 
 
 MICROSOFT = _CvT(

@@ -76,12 +76,26 @@ class Layout:
         """The shape of each tensor of theirs that means nothing, and that ours therefore lack."""
         return {}
 
+    def accepted(self, config: Any) -> dict[str, tuple[Any, ...]]:
+        """Settings of which their code has these values alone."""
+        return {}
+
     def require(self, config: Any) -> None:
         """Refuse what their code cannot compute, or computes otherwise.
 
         Raises:
             UserError: saying what it is.
         """
+        for name, values in self.accepted(config).items():
+            for part in (config, *getattr(config, "stages", ())):
+                given, setting = getattr(part, name, values[0]), name.removeprefix("has_")
+                if given not in values:
+                    raise UserError(
+                        f"{self.title} code has {setting}={' or '.join(map(repr, values))} alone, "
+                        f"and this model has {setting}={given!r}; keep it in our own format, or "
+                        f"set {setting}={values[0]} to write its weights for what that code "
+                        f"computes"
+                    )
 
     def rename(self, name: str) -> str:
         """Our name of a tensor → theirs."""

@@ -124,53 +124,33 @@ class _ConViT(_ViT):
         self.require(config)
         return super().to_ours(state, config)
 
-    def require(self, config: ViTConfig) -> None:
-        if config.gpsa_layers and config.positional_attention != "gpsa":
-            raise UserError(
-                f"the ConViT layout holds models with gated positional layers; this one has "
-                f"positional_attention='{config.positional_attention}'"
-            )
-        if config.embed_class_token and config.use_pos_embed:
-            raise UserError(
-                f"the ConViT layout holds models whose class token has no entry in the position "
-                f"embedding; this one has gpsa_layers={config.gpsa_layers}, embed_class_token=True"
-            )
+    def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
         gated = config.gpsa_layers == config.depth
-        if config.global_pool not in (("token",) if gated else ("token", "avg")):
-            raise UserError(
-                f"the ConViT layout holds no model of {config.gpsa_layers} gated blocks of "
-                f"{config.depth} with global_pool='{config.global_pool}'"
-            )
-        if config.has_class_token == gated:
-            raise UserError(
-                "the ConViT layout holds models with a class token behind their gated blocks, and "
-                "this one has none"
-            )
+        return {
+            "positional_attention": ("gpsa",) if config.gpsa_layers else ("gpsa", "psa", "conv"),
+            "embed_class_token": (False,) if config.use_pos_embed else (False, True),
+            "global_pool": ("token",) if gated else ("token", "avg"),
+            "has_class_token": (not gated,),
+        }
+
+    def require(self, config: ViTConfig) -> None:
+        super().require(config)
         rows, columns = token_grid(config.img_size, config.patch_size)
         if config.gpsa_layers and rows != columns:
             raise UserError(
-                f"the ConViT authors' and timm's code has square grids of patches only, and this "
-                f"model one of {rows}×{columns}; keep it in our own format"
+                f"{self.title} code has square grids of patches only, and this model one of "
+                f"{rows}×{columns}; keep it in our own format"
             )
 
 
 class _DeiT(_ViT):
-    def require(self, config: ViTConfig) -> None:
-        if config.gpsa_layers:
-            raise UserError(
-                f"the DeiT layout holds models without positional layers; this one has "
-                f"gpsa_layers={config.gpsa_layers}"
-            )
-        if not (config.use_pos_embed and config.embed_class_token):
-            raise UserError(
-                "the DeiT layout holds models whose class token has an entry in the position "
-                "embedding, and this one's has none; the ConViT layout holds it"
-            )
-        if config.global_pool != "token":
-            raise UserError(
-                f"the DeiT layout holds models whose classifier reads the class token; this one "
-                f"has global_pool='{config.global_pool}'"
-            )
+    def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
+        return {
+            "gpsa_layers": (0,),
+            "use_pos_embed": (True,),
+            "embed_class_token": (True,),
+            "global_pool": ("token",),
+        }
 
 
 CONVIT = _ConViT(
