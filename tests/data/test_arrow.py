@@ -13,6 +13,7 @@ from locality.data import (
     BadImage,
     DataConfig,
     Preprocessing,
+    check,
     open_data,
     pack,
     train_loader,
@@ -74,6 +75,12 @@ def test_a_packed_folder_trains_as_the_folder_did(train_val, workers):
         strict=True,
     ):
         assert torch.equal(a.images, b.images) and torch.equal(a.targets, b.targets)
+
+
+def test_packed_images_are_checked_one_by_one(train_val):
+    pack(train_val, train_val / "packed", progress=False)
+    report = check(train_val / "packed", dataset="arrow", progress=False)
+    assert report.ok and report.images == {"train": 18, "val": 6}
 
 
 def test_packing_into_many_files(train_val):

@@ -8,7 +8,7 @@ import pytest
 
 from locality.data import BadImage, DataConfig, open_data, train_loader
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.data.folder import PathList, list_folder
+from locality.data.folder import FileSource, list_folder
 from locality.errors import UserError
 
 
@@ -184,13 +184,11 @@ def test_names_that_are_not_text(tmp_path, image_file):
     assert all(source.read(index).mode == "RGB" for index in range(3))
 
 
-def test_path_list():
-    paths = ["", "a", "b/ä", "x" * 300]
-    packed = PathList(paths)
-    assert len(packed) == 4 and list(packed) == paths
-    with pytest.raises(IndexError):
-        packed[4]
-    assert len(PathList([])) == 0
+def test_paths_of_any_kind_and_length():
+    paths = ["", "a", "b/ä", "x" * 300, os.fsdecode(b"\xff.png")]
+    source = FileSource("root", paths, [0] * 5)
+    assert [source.path(index) for index in range(5)] == paths
+    assert len(FileSource("root", [], [])) == 0
 
 
 def test_training_skips_and_names_a_truncated_file(train_val):

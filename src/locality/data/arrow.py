@@ -171,17 +171,12 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
         if arrow:
             return hf.concatenate_datasets([hf.Dataset.from_file(path) for path in arrow])
         return hf.Dataset.from_parquet(parquet)
-    except OSError as error:
-        if error.errno is not None:
+    except (OSError, ValueError, hf.exceptions.DatasetGenerationError) as error:
+        if getattr(error, "errno", None) is not None:
             raise
-        raise _unreadable(files, folder, error) from error
-    except (ValueError, hf.exceptions.DatasetGenerationError) as error:
-        raise _unreadable(files, folder, error.__cause__ or error) from error
-
-
-def _unreadable(files: Sequence[Path], folder: Path, error: BaseException) -> UserError:
-    names = some([str(path.relative_to(folder)) for path in files])
-    return UserError(f"'{folder}': {names} cannot be read: {str(error).splitlines()[0]}")
+        names = some([str(path.relative_to(folder)) for path in files])
+        cause = str(error.__cause__ or error).splitlines()[0]
+        raise UserError(f"'{folder}': {names} cannot be read: {cause}") from error
 
 
 def _column(
@@ -317,7 +312,7 @@ def _write(
 def _row(source: FileSource, index: int) -> dict[str, Any]:
     with saying(source.describe(index), BadImage):
         content = source.read_bytes(index)
-    image = {"bytes": content, "path": source.paths[index]}
+    image = {"bytes": content, "path": source.path(index)}
     return {"image": image, "label": int(source.labels[index])}
 
 

@@ -153,74 +153,43 @@ def check(
     Raises:
         UserError: there is no such folder or dataset.
     """
-    if dataset != "folder":
-        return _check_opened(folder, dataset, decoding, workers, progress)
-    train, val = find_parts(folder)
-    parts = {"all": list_folder(train)}
-    if val is not None:
-        parts = {"train": parts["all"], "val": list_folder(val)}
-    listings = parts.values()
-    paths = {
-        part: [os.path.join(listing.root, path) for files in listing.files for path in files]
-        for part, listing in parts.items()
-    }
-    report = CheckReport(
-        str(folder),
-        images={part: len(files) for part, files in paths.items()},
-        classes=len(next(iter(listings)).classes),
-        empty_classes={part: listing.empty for part, listing in parts.items()},
-        class_difference=class_difference(*listings) if len(parts) == 2 else "",
-        ignored=[str(listing.root / path) for listing in listings for path in listing.ignored],
-        loops=[str(listing.root / path) for listing in listings for path in listing.loops],
-    )
-    named = [(part, path) for part, files in paths.items() for path in files]
-    examined = _examine_all([path for _, path in named], decoding, workers, progress)
-    return _reported(report, named, examined)
-
-
-def _check_opened(
-    folder: Path | str | None,
-    dataset: str,
-    decoding: Decoding,
-    workers: int | None,
-    progress: bool,
-) -> CheckReport:
-    """What is wrong with the images of a dataset as a run would open it."""
     root = None if folder is None else str(folder)
-    config = DataConfig(dataset, root, exif=decoding.exif, max_pixels=decoding.max_pixels)
-    splits = open_data(config, seed=0)
-    report = CheckReport(root or dataset, classes=len(splits.classes))
-    named: list[tuple[str, str]] = []
-    examined: list[Examined] = []
-    for part, source in (("train", splits.train), ("val", splits.val)):
-        report.images[part] = len(source)
-        missing = np.bincount(source.labels, minlength=report.classes) == 0
-        report.empty_classes[part] = [splits.classes[n] for n in np.flatnonzero(missing)]
-        named += [(part, source.describe(index)) for index in range(len(source))]
-        paths = [path for _, path in source.files(np.arange(len(source)))]
-        if paths:
-            examined += _examine_all(paths, decoding, workers, progress)
-        else:
-            examined += [_examine_decoded(source, index) for index in range(len(source))]
-    return _reported(report, named, examined)
-
-
-def _reported(
-    report: CheckReport, named: list[tuple[str, str]], examined: list[Examined]
-) -> CheckReport:
-    """The report with what was found of each image, given its part and name."""
+    report = CheckReport(root or dataset)
+    found: dict[str, tuple[list[str], ImageSource]]
+    if dataset == "folder":
+        listings = {part: list_folder(root) for part, root in find_parts(folder).items()}
+        report.class_difference = class_difference(listings)
+        for each in listings.values():
+            report.ignored += [str(each.root / path) for path in each.ignored]
+            report.loops += [str(each.root / path) for path in each.loops]
+        found = {part: (x.classes, x.source(x.classes, decoding)) for part, x in listings.items()}
+    else:
+        config = DataConfig(dataset, root, exif=decoding.exif, max_pixels=decoding.max_pixels)
+        splits = open_data(config, seed=0)
+        found = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
+    report.classes = len(next(iter(found.values()))[0])
     good: list[Examined] = []
-    first: dict[str, dict[bytes, str]] = {part: {} for part in report.images}
-    for (part, path), item in zip(named, examined, strict=True):
-        # Bad files are reported as such; all empty ones would be duplicates of each other.
-        if item.reason is not None:
-            report.bad_files[path] = item.reason
-            continue
-        good.append(item)
-        report.repeated += item.digest in first[part]
-        first[part].setdefault(item.digest, path)
-        if part == "val" and item.digest in first["train"]:
-            report.duplicates.append((first["train"][item.digest], path))
+    first: dict[str, dict[bytes, str]] = {part: {} for part in found}
+    total = sum(len(source) for _, source in found.values())
+    bar = tqdm(total=total, unit="image", disable=not progress, desc="checking")
+    for part, (classes, source) in found.items():
+        report.images[part] = len(source)
+        missing = np.bincount(source.labels, minlength=len(classes)) == 0
+        report.empty_classes[part] = [classes[number] for number in np.flatnonzero(missing)]
+        names = [source.describe(index) for index in range(len(source))]
+        examined = _examine_all(source, names, decoding, workers)
+        for path, item in zip(names, examined, strict=True):
+            bar.update()
+            # Bad files are reported as such; all empty ones would be duplicates of each other.
+            if item.reason is not None:
+                report.bad_files[path] = item.reason
+                continue
+            good.append(item)
+            report.repeated += item.digest in first[part]
+            first[part].setdefault(item.digest, path)
+            if part == "val" and item.digest in first["train"]:
+                report.duplicates.append((first["train"][item.digest], path))
+    bar.close()
     report.modes = dict(Counter(item.mode for item in good).most_common())
     if good:
         report.sizes = Sizes(_spread(item.width for item in good), _spread(i.height for i in good))
@@ -233,17 +202,20 @@ def _spread(sides: Iterable[int]) -> tuple[int, ...]:
 
 
 def _examine_all(
-    paths: list[str], decoding: Decoding, workers: int | None, progress: bool
-) -> list[Examined]:
-    """What each file is, in the order of `paths`, found in parallel."""
+    source: ImageSource, names: list[str], decoding: Decoding, workers: int | None
+) -> Iterator[Examined]:
+    """What each image of a source is: files, in parallel, as themselves, others decoded."""
+    if names != [path for _, path in source.files(np.arange(len(source)))]:
+        yield from (_examine_decoded(source, index) for index in range(len(source)))
+        return
     examine = partial(_examine, decoding=decoding)
-    show = partial(tqdm, total=len(paths), unit="image", disable=not progress, desc="checking")
-    workers = min(workers or processors(), -(-len(paths) // _CHUNK))
+    workers = min(workers or processors(), -(-len(names) // _CHUNK))
     if workers <= 1:
-        return list(show(map(examine, paths)))
+        yield from map(examine, names)
+        return
     # Processes rather than threads: much of decoding holds Python's lock.
     with ProcessPoolExecutor(workers) as pool:
-        return list(show(pool.map(examine, paths, chunksize=_CHUNK)))
+        yield from pool.map(examine, names, chunksize=_CHUNK)
 
 
 def _examine(path: str, decoding: Decoding) -> Examined:

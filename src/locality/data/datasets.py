@@ -28,8 +28,7 @@ from locality.data.folder import (
     existing_folder,
     list_folder,
     no_images,
-    open_one,
-    open_train_val,
+    open_parts,
     some,
 )
 from locality.data.sampling import (
@@ -131,13 +130,14 @@ def _split(
 def open_imagenet(config: DataConfig) -> Opened:
     """ImageNet-1k or -22k, train/ and val/ with a folder per class."""
     root = existing_folder(config.root)
-    missing = [part for part in ("train", "val") if not (root / part).is_dir()]
-    if missing:
+    parts = {part: root / part for part in ("train", "val")}
+    if missing := [part for part, folder in parts.items() if not folder.is_dir()]:
         raise UserError(
             f"'{root}' has no folder {' and no '.join(missing)}; ImageNet needs train and val, "
             "both with one folder per class"
         )
-    return open_train_val(root / "train", root / "val", config.decoding)
+    classes, (train, val) = open_parts(parts, config.decoding)
+    return classes, train, val
 
 
 def open_imagenet100(config: DataConfig) -> Opened:
@@ -186,10 +186,10 @@ def open_imagenet_real(config: DataConfig) -> Opened:
     folder, labels_file = existing_folder(config.root), config.real_labels
     if (folder / "val").is_dir():
         folder = folder / "val"
-    classes, source = open_one(folder, config.decoding)
+    classes, (source,) = open_parts({"val": folder}, config.decoding)
     answers = _real_labels(labels_file)
     paths, sets = [], []
-    for path in source.paths:
+    for path in map(source.path, range(len(source))):
         match = _VALIDATION_NUMBER.search(path)
         if match is None:
             raise UserError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,26 +37,6 @@ _LARGEST_TABLE = 1 << 30
 VAL_NAMES = ("val", "validation", "valid", "test")
 
 
-class PathList(Sequence[str]):
-    """Millions of paths in two arrays, so that forked workers share them and copies are cheap.
-
-    As Python strings they would cost some 200 bytes each, and a copy in every worker, since
-    looking at a Python object writes to its memory.
-    """
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        encoded = [os.fsencode(path) for path in paths]
-        self._text = b"".join(encoded)
-        self._ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> str:  # type: ignore[override]
-        start = int(self._ends[index - 1]) if index else 0
-        return os.fsdecode(self._text[start : int(self._ends[index])])
-
-
 class FileSource(ImageSource):
     """Image files below one folder.
 
@@ -75,7 +55,9 @@ class FileSource(ImageSource):
         decoding: Decoding = AS_PUBLISHED,
     ) -> None:
         self.root = str(root)
-        self.paths = PathList(paths)
+        # One array: millions of Python strings would cost 200 bytes each, and a copy in every
+        # worker, since looking at a Python object writes to its memory.
+        self._paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
         self.labels = np.asarray(labels, dtype=np.int64)
         self.decoding = decoding
 
@@ -84,6 +66,10 @@ class FileSource(ImageSource):
 
     def read_window(self, index: int, draw: Draw) -> Image.Image:
         return decode_window(self.read_bytes(index), self.decoding, draw)
+
+    def path(self, index: int) -> str:
+        """Where image `index` lies below the folder."""
+        return os.fsdecode(self._paths[index])
 
     def read_bytes(self, index: int) -> bytes:
         """The file as it is, not decoded."""
@@ -94,11 +80,11 @@ class FileSource(ImageSource):
 
     def files(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[str, str]]:
         for index in indices.tolist():
-            path = self.paths[index]
+            path = self.path(index)
             yield path, os.path.join(self.root, path)
 
     def describe(self, index: int) -> str:
-        return os.path.join(self.root, self.paths[index])
+        return os.path.join(self.root, self.path(index))
 
 
 @dataclass
@@ -118,11 +104,6 @@ class Listing:
     files: list[list[str]]
     ignored: list[str] = field(default_factory=list)
     loops: list[str] = field(default_factory=list)
-
-    @property
-    def empty(self) -> list[str]:
-        """Classes without images."""
-        return [name for name, files in zip(self.classes, self.files, strict=True) if not files]
 
     def source(self, classes: Sequence[str], decoding: Decoding) -> FileSource:
         """The files of `classes`, which number them."""
@@ -151,8 +132,8 @@ def list_folder(root: Path | str) -> Listing:
     return listing
 
 
-def find_parts(root: Path | str | None) -> tuple[Path, Path | None]:
-    """The folders of training and validation images; None when one folder is to be divided.
+def find_parts(root: Path | str | None) -> dict[str, Path]:
+    """The folders of training and validation images by name; of "all" where they are to be divided.
 
     Tells a folder with train/ and val/ from one that holds the class folders itself.
 
@@ -167,55 +148,40 @@ def find_parts(root: Path | str | None) -> tuple[Path, Path | None]:
             raise no_images(train)
         if not _entries(root)[0]:
             raise no_images(root)
-        return root, None
+        return {"all": root}
     for name in VAL_NAMES:
         if (root / name).is_dir():
-            return train, root / name
+            return {"train": train, "val": root / name}
     raise UserError(
         f"'{root}' has a folder train but no val; add one, or give '{train}' as the folder "
         "to have a part of it set aside"
     )
 
 
-def open_train_val(
-    train: Path, val: Path, decoding: Decoding
-) -> tuple[list[str], FileSource, FileSource]:
-    """Classes, training and validation images of two folders with the same class folders.
+def open_parts(parts: Mapping[str, Path], decoding: Decoding) -> tuple[list[str], list[FileSource]]:
+    """Classes and images of folders, by name, that have the same class folders.
 
     Raises:
-        UserError: no images in either, or different classes.
+        UserError: no images in one, or different classes.
     """
-    train_listing, val_listing = _list_images(train), _list_images(val)
-    if difference := class_difference(train_listing, val_listing):
+    listings = {part: list_folder(root) for part, root in parts.items()}
+    for listing in listings.values():
+        if not any(listing.files):
+            raise no_images(listing.root)
+    if difference := class_difference(listings):
         raise UserError(f"train and val have different classes: {difference}")
-    classes = train_listing.classes
-    return (
-        classes,
-        train_listing.source(classes, decoding),
-        val_listing.source(classes, decoding),
-    )
-
-
-def open_one(root: Path, decoding: Decoding) -> tuple[list[str], FileSource]:
-    """Classes and images of one folder of class folders.
-
-    Raises:
-        UserError: no images.
-    """
-    listing = _list_images(root)
-    return listing.classes, listing.source(listing.classes, decoding)
+    classes = next(iter(listings.values())).classes
+    return classes, [listing.source(classes, decoding) for listing in listings.values()]
 
 
 def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
     """Classes, training and validation images of any image folder; None where one is to be divided.
 
     Raises:
-        UserError: as `find_parts`, `open_one` and `open_train_val`.
+        UserError: as `find_parts` and `open_parts`.
     """
-    train, val = find_parts(config.root)
-    if val is None:
-        return *open_one(train, config.decoding), None
-    return open_train_val(train, val, config.decoding)
+    classes, sources = open_parts(find_parts(config.root), config.decoding)
+    return classes, sources[0], sources[1] if len(sources) > 1 else None
 
 
 def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
@@ -322,16 +288,11 @@ def read_image(file: Path, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
         return decode(read_bytes(file), decoding)
 
 
-def class_difference(train: Listing, val: Listing) -> str:
-    """Which classes only one of them has, in words; empty when they agree."""
-    only_train = sorted(set(train.classes) - set(val.classes))
-    only_val = sorted(set(val.classes) - set(train.classes))
-    parts = []
-    if only_train:
-        parts.append(f"only train has {some(only_train)}")
-    if only_val:
-        parts.append(f"only val has {some(only_val)}")
-    return "; ".join(parts)
+def class_difference(listings: Mapping[str, Listing]) -> str:
+    """Which classes not all of them have, in words; empty when they agree."""
+    shared = set.intersection(*(set(listing.classes) for listing in listings.values()))
+    only = {part: sorted({*listing.classes} - shared) for part, listing in listings.items()}
+    return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
@@ -361,13 +322,6 @@ def no_images(root: Path) -> UserError:
     return UserError(
         f"no images in '{root}'; expected one folder per class, with files such as .jpg or .png"
     )
-
-
-def _list_images(root: Path) -> Listing:
-    listing = list_folder(root)
-    if not any(listing.files):
-        raise no_images(root)
-    return listing
 
 
 def _walk(
