@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,20 +147,15 @@ def normalise(
     return images
 
 
-class _Posterize:
+def _posterized(
+    posterize: Callable[..., Image.Image], image: Image.Image, bits: int, **options: Any
+) -> Image.Image:
     """timm's posterize, where keeping no bits gives black, as it did before Pillow 13.
 
     timm's magnitude 10, which "m9-mstd0.5" draws now and then, keeps 0 bits; newer versions of
     Pillow raise an error instead. The published recipes trained with the black images.
     """
-
-    def __init__(self, posterize: Callable[..., Image.Image]) -> None:
-        self.posterize = posterize
-
-    def __call__(self, image: Image.Image, bits: int, **options: Any) -> Image.Image:
-        if bits < 1:
-            return Image.new(image.mode, image.size)
-        return self.posterize(image, bits, **options)
+    return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
 
 
 def allow_black(policy: Any) -> None:
@@ -169,4 +165,4 @@ def allow_black(policy: Any) -> None:
         operations += sub_policy
     for operation in operations:
         if operation.name.startswith("Posterize"):
-            operation.aug_fn = _Posterize(operation.aug_fn)
+            operation.aug_fn = partial(_posterized, operation.aug_fn)

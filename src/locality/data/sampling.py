@@ -209,15 +209,6 @@ def class_part(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> I
     return _chosen(labels, seed, Stream.SPLIT, lambda n: (int(n * low + 0.5), int(n * high + 0.5)))
 
 
-def _classes(labels: npt.NDArray, seed: int, stream: Stream) -> Iterator[tuple[Indices, Keys]]:
-    """Members of each class that has any, in the source's order, and the class's own key."""
-    order = np.argsort(labels, kind="stable")
-    present, counts = np.unique(labels, return_counts=True)
-    stops = np.cumsum(counts)
-    for label, start, stop in zip(present, stops - counts, stops, strict=True):
-        yield order[start:stop], keys(seed, stream, int(label))
-
-
 def _chosen(
     labels: npt.ArrayLike, seed: int | None, stream: Stream, span: Callable[[int], tuple[int, int]]
 ) -> Indices:
@@ -226,9 +217,13 @@ def _chosen(
     Places are those of the order that `seed` draws, or of the source's own.
     """
     chosen = [np.empty(0, dtype=np.int64)]
-    for members, key in _classes(np.asarray(labels, dtype=np.int64), seed or 0, stream):
+    present, counts = np.unique(np.asarray(labels, dtype=np.int64), return_counts=True)
+    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts))[:-1]
+    for label, members in zip(present.tolist(), by_class, strict=True):
         places = np.arange(*span(len(members)))
-        chosen.append(members[places if seed is None else permuted(places, len(members), key)])
+        if seed is not None:
+            places = permuted(places, len(members), keys(seed, stream, label))
+        chosen.append(members[places])
     return np.sort(np.concatenate(chosen))
 
 
