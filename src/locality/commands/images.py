@@ -41,12 +41,13 @@ _IMAGES = "files or folders; a run's own unless given"
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """Print each image's most likely classes; 1 if there are files that cannot be read."""
-    parser = Parser(
-        "predict",
-        "Classify images with a run, a weight file or folder, public weights or an ONNX graph. "
-        "Files that cannot be read are named, and the others are classified.",
-    )
+    """Classify images with a run, a weight file or folder, public weights or an ONNX graph.
+    Files that cannot be read are named, and the others are classified.
+
+    Returns:
+        1 if there are files that cannot be read.
+    """
+    parser = Parser("predict", predict.__doc__)
     parser.add_argument("images", nargs="+", help="image files, or folders of them")
     parser.add_model("--model", required=True)
     parser.add("--top", 5, "how many classes to show")
@@ -158,11 +159,8 @@ class _Readable:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Evaluate and print top-1, top-5, loss and the number of images."""
-    parser = Parser(
-        "eval",
-        "Top-1 and top-5 accuracy of a model; of a run on its own data unless told otherwise.",
-    )
+    """Top-1 and top-5 accuracy of a model; of a run on its own data unless told otherwise."""
+    parser = Parser("eval", evaluate.__doc__)
     parser.add_model("run", nargs="?", default=None)
     parser.add("--weights", None, "the same, by name")
     parser.add("--img_size", None, "side in pixels", int | None)
@@ -230,12 +228,13 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 
 def explore(arguments: Sequence[str]) -> int:
-    """Write the explorer and print its path; 1 if there are images that cannot be read."""
-    parser = Parser(
-        "explore",
-        "Write one self-contained HTML page: click a patch of an image and see what every head of "
-        "every layer looks at, by content, by position, and mixed; up to four models side by side.",
-    )
+    """Write one self-contained HTML page: click a patch of an image and see what every head of
+    every layer looks at, by content, by position, and mixed; up to four models side by side.
+
+    Returns:
+        1 if there are images that cannot be read.
+    """
+    parser = Parser("explore", explore.__doc__)
     parser.add_model("models", nargs="+", help=f"each a {MODEL}")
     _add_images(parser, 8)
     parser.add("--output", "explorer.html", "the file to write")
@@ -253,13 +252,11 @@ def explore(arguments: Sequence[str]) -> int:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Answer on a port of this machine until interrupted, or write what does so elsewhere."""
-    parser = Parser(
-        "serve",
-        "Serve a page on which one drops an image, or takes one, and sees its classes and what "
-        "every head looks at; POST an image to /predict for JSON (described at /openapi.json). "
-        "Reached from this machine alone unless --host says otherwise.",
-    )
+    """Serve a page on which one drops an image, or takes one, and sees its classes and what
+    every head looks at; POST an image to /predict for JSON (described at /openapi.json).
+    Reached from this machine alone unless --host says otherwise.
+    """
+    parser = Parser("serve", serve.__doc__)
     parser.add_model("model")
     parser.add("--host", "127.0.0.1", "address to listen at; 0.0.0.0 is every one of the machine")
     parser.add("--port", 8000, "port; 0 takes a free one", int)
@@ -277,21 +274,21 @@ def serve(arguments: Sequence[str]) -> None:
         given = options.variant, options.entry, read_settings(options)
         print(export_space(options.model, options.export_space, *given))
         return
-    from locality.serve import serve
+    from locality import serve as server
 
     opened = open_given(options.model, options)
-    serve(opened, options.host, options.port, lambda address: print(address, flush=True))
+    server.serve(opened, options.host, options.port, lambda address: print(address, flush=True))
 
 
 def figure(arguments: Sequence[str]) -> int:
-    """Draw one of the papers' figures and print the paths of its PNG and SVG."""
+    """Draw a figure as PNG and SVG."""
     from locality.figures import FIGURES
 
     listed = "; ".join(
         f"{name}: {drawn.about}, from {drawn.takes} ({drawn.papers})"
         for name, drawn in FIGURES.items()
     )
-    parser = Parser("figure", f"Draw a figure as PNG and SVG. {listed}.")
+    parser = Parser("figure", f"{figure.__doc__} {listed}.")
     parser.add_argument("name", help=", ".join(FIGURES))
     parser.add_model("sources", nargs="+", help="run folders, models, or images")
     _add_images(parser, 100)
@@ -360,13 +357,14 @@ def _shown(
 
 
 def folders(arguments: Sequence[str]) -> int | None:
-    """Check a folder, or pack it."""
-    parser = Parser(
-        "data",
-        "`data check FOLDER` decodes every image and lists damaged files, empty or mismatched "
-        "classes, images that are both in train and val, and sizes. `data pack FOLDER OUT` "
-        "writes the folder as Arrow files for fast random reading.",
-    )
+    """`data check FOLDER` decodes every image and lists damaged files, empty or mismatched
+    classes, images that are both in train and val, and sizes. `data pack FOLDER OUT` writes the
+    folder as Arrow files for fast random reading.
+
+    Returns:
+        1 if `check` found a fault.
+    """
+    parser = Parser("data", folders.__doc__)
     parser.add_argument("task", help="check or pack")
     parser.add_argument(
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"

@@ -37,8 +37,8 @@ from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
 
 
 def architectures(arguments: Sequence[str]) -> None:
-    """Print the table of models."""
-    parser = Parser("models", "List the models: parameters, multiply-accumulates, image size.")
+    """List the models: parameters, multiply-accumulates, image size."""
+    parser = Parser("models", architectures.__doc__)
     parser.add_argument(
         "filter", nargs="?", default="", help="part of a name, or a pattern: 'convit_*'"
     )
@@ -100,12 +100,10 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
 
 
 def convert(arguments: Sequence[str]) -> None:
-    """Convert and say what was done."""
-    parser = Parser(
-        "convert",
-        "Read a model, weights of any known layout, recognised from the names of their tensors, "
-        "and write it in another. Nothing in a pickled file is ever executed.",
-    )
+    """Read a model, weights of any known layout, recognised from the names of their tensors,
+    and write it in another. Nothing in a pickled file is ever executed.
+    """
+    parser = Parser("convert", convert.__doc__)
     parser.add_model("source")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
     parser.add("--to", "locality", f"one of: {', '.join(LAYOUT_NAMES)}")
@@ -127,12 +125,10 @@ def convert(arguments: Sequence[str]) -> None:
 
 
 def transform(arguments: Sequence[str]) -> None:
-    """Transform, save, and say how to go on."""
-    parser = Parser(
-        "transform",
-        "Save a convolutional network of timm's with gated positional attention in the place of "
-        "some of its k×k convolutions. It computes the same function, up to about e^-alpha.",
-    )
+    """Save a convolutional network of timm's with gated positional attention in the place of
+    some of its k×k convolutions. It computes the same function, up to about e^-alpha.
+    """
+    parser = Parser("transform", transform.__doc__)
     parser.add_model("model")
     parser.add_argument("output", help="folder to save the model in")
     parser.add("--layers", "stage4", "a stage, names with commas, the last n, or all")
@@ -141,13 +137,13 @@ def transform(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     opened = open_given(options.model, options)
 
-    from locality import save, transform
+    import locality
     from locality.models.transform import chosen_convolutions
 
     before, starts = opened.module(), {"alpha": options.alpha, "gating": options.gating}
     starts = {name: value for name, value in starts.items() if value is not None}
-    after = transform(before, options.layers, **starts)
-    save(after, options.output, preprocessing=opened.preprocessing, classes=opened.classes)
+    after = locality.transform(before, options.layers, **starts)
+    locality.save(after, options.output, preprocessing=opened.preprocessing, classes=opened.classes)
     rows = [[name, *_costs(model)] for name, model in (("before", before), ("after", after))]
     print(f"attention computes {', '.join(chosen_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
@@ -161,12 +157,10 @@ _ALPHA = float | Literal["exact"] | None
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Export and print the path."""
-    parser = Parser(
-        "export",
-        "Write a model as an ONNX graph or a torch.export program, for any batch size (and any "
-        "image size, where the model takes any).",
-    )
+    """Write a model as an ONNX graph or a torch.export program, for any batch size (and any
+    image size, where the model takes any).
+    """
+    parser = Parser("export", export.__doc__)
     parser.add_model("model")
     parser.add_argument("output", help="file ending in .onnx or .pt2")
     parser.add("--format", "onnx", "onnx or torch-export")
@@ -201,12 +195,10 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def benchmark(arguments: Sequence[str]) -> None:
-    """Measure each model in a process of its own and print (and write) the results."""
-    parser = Parser(
-        "benchmark",
-        "Images per second of inference and of a training step, peak memory and what the backward "
-        "pass keeps, beside a peer with equal weights; contenders take turns in one process.",
-    )
+    """Images per second of inference and of a training step, peak memory and what the backward
+    pass keeps, beside a peer with equal weights; contenders take turns in one process.
+    """
+    parser = Parser("benchmark", benchmark.__doc__)
     parser.add_model("models", nargs="*", help=f"name of an architecture, or {MODEL}")
     parser.add_class_arguments(BenchmarkConfig, None)
     parser.add("--output", None, "write JSON here as well", str | None)

@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
@@ -37,14 +38,14 @@ class Parser(_JsonArgumentParser):
 
     Args:
         command: its name.
-        description: what it does.
+        text: what it does, of which the first paragraph is told: a function's docstring.
         words: those before the options that the caller reads by itself, for the help.
     """
 
-    def __init__(self, command: str, description: str, words: str = "") -> None:
+    def __init__(self, command: str, text: str | None, words: str = "") -> None:
         super().__init__(
             prog=f"locality {command}",
-            description=description,
+            description=" ".join(cleandoc(text or "").partition("\n\n")[0].split()),
             exit_on_error=False,
             allow_abbrev=False,
         )

@@ -14,13 +14,14 @@ from locality.models.variants import PREFIX, variant
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Write the report; 1 if there are runs that cannot be read."""
-    parser = Parser(
-        "report",
-        "Write one self-contained HTML page from finished runs: accuracy with intervals over "
-        "seeds, learning curves, gates, nonlocality and attention. Recomputes nothing; "
-        "`--record` first measures the runs that were not measured yet.",
-    )
+    """Write one self-contained HTML page from finished runs: accuracy with intervals over
+    seeds, learning curves, gates, nonlocality and attention. Recomputes nothing; `--record`
+    first measures the runs that were not measured yet.
+
+    Returns:
+        1 if there are runs that cannot be read.
+    """
+    parser = Parser("report", report.__doc__)
     parser.add_argument("runs", nargs="+", help="run folders, or folders that hold them")
     parser.add("--output", "report.html", "the file to write")
     parser.add("--record", False, "measure unmeasured runs first")
@@ -58,12 +59,10 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def reproduce(arguments: Sequence[str]) -> None:
-    """Run what a table needs, measure, and write it; or list, or only plan."""
-    parser = Parser(
-        "reproduce",
-        "Carry out the runs that a table or figure needs, measure, and write it with the paper's "
-        "numbers beside ours. Finished runs are used as they are, broken ones resume.",
-    )
+    """Carry out the runs that a table or figure needs, measure, and write it with the paper's
+    numbers beside ours. Finished runs are used as they are, broken ones resume.
+    """
+    parser = Parser("reproduce", reproduce.__doc__)
     parser.add_argument(
         "name", nargs="?", default=None, help="convit/table-3, cvt/figure-1, convit, beyond, all"
     )
@@ -93,15 +92,15 @@ def reproduce(arguments: Sequence[str]) -> None:
     else:
         parser.refuse(arguments, "json", "is for --list")
 
-    from locality.papers.reproduce import list_experiments, reproduce, show_list
+    from locality.papers import reproduce as papers
 
     if options.list:
-        rows = list_experiments(options.scale, options.runs)
-        print(json.dumps(rows, indent=2) if options.json else show_list(rows))
+        rows = papers.list_experiments(options.scale, options.runs)
+        print(json.dumps(rows, indent=2) if options.json else papers.show_list(rows))
         return
     if options.name is None:
         raise UserError("say what to reproduce; `locality reproduce --list` has every name")
-    reproduce(
+    papers.reproduce(
         options.name,
         options.scale,
         options.output,
@@ -119,14 +118,15 @@ def reproduce(arguments: Sequence[str]) -> None:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Train several models alike, write the page; 1 if a run failed."""
-    parser = Parser(
-        "compare",
-        "Train several models on your images, alike in recipe and budget, over seeds or folds and "
-        "on parts of the images, and write a page that says which is most accurate, and how sure "
-        "that is. The same command resumes. From scratch: convit_mini, deit_mini, cvt_mini and a "
-        "ResNet of timm's, unless --models names others.",
-    )
+    """Train several models on your images, alike in recipe and budget, over seeds or folds and
+    on parts of the images, and write a page that says which is most accurate, and how sure that
+    is. The same command resumes. From scratch: convit_mini, deit_mini, cvt_mini and a ResNet of
+    timm's, unless --models names others.
+
+    Returns:
+        1 if a run failed.
+    """
+    parser = Parser("compare", compare.__doc__)
     parser.add_argument("images", help="folder of images by class, or a labels.csv")
     parser.add("--models", None, "names with commas; with --pretrained, weights")
     parser.add("--pretrained", False, "fine-tune public weights, those that can be had")

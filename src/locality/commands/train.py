@@ -25,7 +25,12 @@ ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": 
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Train, resume, or say what a run would cost."""
+    """Train a model, or resume the run in a folder. Of a folder of images or a labels.csv, model
+    and settings are chosen for the images and this machine; `locality finetune IMAGES --from
+    WEIGHTS` starts from weights, with the same options. Otherwise the recipe (default: digits)
+    gives every value; change any of them by name, or several with --config FILE.yaml. --model,
+    --data and --fraction are short for --model.name, --data.dataset and --data.fraction.
+    """
     config, options = read_run(arguments)
     if options.print_config:
         print(to_yaml(config), end="")
@@ -109,13 +114,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         )
     parser = Parser(
         name if name == "finetune" else "train",
-        "Train a model, or resume the run in a folder. Of a folder of images or a labels.csv, "
-        "model and settings are chosen for the images and this machine; `locality finetune IMAGES "
-        "--from WEIGHTS` starts from weights, with the same options. Otherwise the recipe "
-        "(default: digits) gives every value; change any of them by name, or several with "
-        "--config FILE.yaml. "
-        "--model, --data and --fraction are short for --model.name, --data.dataset and "
-        f"--data.fraction. Recipes: {', '.join(RECIPES)}.",
+        f"{train.__doc__} Recipes: {', '.join(RECIPES)}.",
         "[RECIPE | IMAGES]",
     )
     parser.add("--config", None, "YAML file with settings, such as the config.yaml of a run")
@@ -164,20 +163,16 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
 
 
 def search(arguments: Sequence[str]) -> None:
-    """Search, go on with a search, or say what one would cost."""
+    """Train a supernet of all CvTs that differ in the strides and MLP ratios of their blocks,
+    choose one within the limits, and write a page. The name gives every setting, and the training's
+    are those of `locality train`. Stopped, the same command goes on.
+    """
     from locality.search.run import SEARCHES, Search, SearchConfig, dry_run, named, read_search
 
     resumed, words = taken("--resume", with_aliases(arguments, ALIASES))
     name = words.pop(0) if words and not words[0].startswith("-") else "digits"
     config = read_search(resumed[-1]) if resumed else named(name)
-    parser = Parser(
-        "search",
-        "Train a supernet of all CvTs that differ in the strides and MLP ratios of their blocks, "
-        "choose one within the limits, and write a page. The name gives every setting, and the "
-        "training's are those of `locality train`. Stopped, the same command goes on. "
-        f"Names: {', '.join(SEARCHES)}.",
-        "[NAME]",
-    )
+    parser = Parser("search", f"{search.__doc__} Names: {', '.join(SEARCHES)}.", "[NAME]")
     parser.add("--output", None, "folder; runs/search/… unless given")
     parser.add("--resume", None, "go on with the search in this folder; takes no settings")
     parser.add("--dry_run", False, "check everything, print the cost")
@@ -332,8 +327,8 @@ def default_folder(config: RunConfig) -> Path:
 
 
 def recipes(arguments: Sequence[str]) -> None:
-    """List the recipes, or show one with every value."""
-    parser = Parser("recipes", "List the training recipes, or show one in full.")
+    """List the training recipes, or show one in full."""
+    parser = Parser("recipes", recipes.__doc__)
     parser.add_argument("name", nargs="?", default=None, help="a recipe, to see all its values")
     name = parser.read(arguments).name
     if name is None:
@@ -345,13 +340,14 @@ def recipes(arguments: Sequence[str]) -> None:
 
 
 def demo(arguments: Sequence[str]) -> int | None:
-    """Train four small models, two at a time, measure them and write the report."""
-    parser = Parser(
-        "demo",
-        "Train ConViT and its DeiT baseline on 5% and on all of scikit-learn's handwritten digits, "
-        "measure what their attention does, and write a report with the pictures. "
-        "About two minutes on two cores; nothing is downloaded.",
-    )
+    """Train ConViT and its DeiT baseline on 5% and on all of scikit-learn's handwritten digits,
+    measure what their attention does, and write a report with the pictures. About two minutes
+    on two cores; nothing is downloaded.
+
+    Returns:
+        1 if a run failed.
+    """
+    parser = Parser("demo", demo.__doc__)
     parser.add("--output", "demo", "folder for the runs and report.html")
     parser.add("--seeds", 1, "runs of each model and fraction")
     parser.add("--cvt", False, "train the CvT of that size as well")
