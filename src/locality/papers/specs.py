@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from locality.files import read_yaml
 from locality.papers.measures import Quantity, absent, all_runs
@@ -272,9 +272,10 @@ REGISTRY: dict[str, Experiment] = {}
 _TOLD = read_yaml(Path(__file__).with_name("experiments.yaml"))
 
 
-def experiment(
-    name: str, **told: Any
-) -> Callable[[Callable[[Scale], Spec]], Callable[[Scale], Spec]]:
+Fill = TypeVar("Fill", bound=Callable[[Scale], Spec])
+
+
+def experiment(name: str, **told: Any) -> Callable[[Fill], Fill]:
     """Register a function that fills the experiment `name`.
 
     Args:
@@ -282,7 +283,7 @@ def experiment(
         told: the fields of `Experiment` that `experiments.yaml` does not give.
     """
 
-    def register(fill: Callable[[Scale], Spec]) -> Callable[[Scale], Spec]:
+    def register(fill: Fill) -> Fill:
         REGISTRY[name] = Experiment(name, fill, **_TOLD.get(name, {}), **told)
         return fill
 
