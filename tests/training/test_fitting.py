@@ -99,7 +99,7 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(
 ) -> None:
     monkeypatch.setattr("locality.machine.processors", lambda: 4)
     assert Speed(2, 3, 0, True).training == Speed(2, 3, 0, False).training == 5
-    assert Speed(2, 3, 2, True).training == 3.5
+    assert Speed(2, 3, 2, True).training == 4
     assert Speed(2, 3, 2, False).training == 3
     assert Speed(8, 3, 2, False).training == 4
     assert Speed(2, 3, 0, True).evaluating == 3
