@@ -62,12 +62,14 @@ class Measure:
         function: the run → a number, or a list or dictionary of numbers for a curve.
         kept: keep the value in the run folder, because taking it costs forward passes.
         timed: it is a time, to be taken when nothing else is going on.
+        unit: of its differences.
     """
 
     name: str
     function: Callable[[Run], Any] = field(compare=False)
     kept: bool = True
     timed: bool = False
+    unit: str = "points"
 
     def __call__(self, run: Run) -> Any:
         """The value on a finished run, measured now unless it was before."""
@@ -156,7 +158,7 @@ def measured(runs: tuple[Run, ...], measure: Measure) -> Quantity:
             raise Empty(next(iter(problems.values())) if common else sentences[0])
         return Values(found, tuple(sentences))
 
-    return Quantity(evaluate, measures=tuple((run, measure) for run in runs))
+    return Quantity(evaluate, measure.unit, tuple((run, measure) for run in runs))
 
 
 def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
@@ -331,7 +333,9 @@ def _images_per_second(run: Run) -> float:
     return round(_SPEED_BATCH / min(seconds), 1)
 
 
-INFERENCE_SPEED = Measure("inference images per second", _images_per_second, timed=True)
+INFERENCE_SPEED = Measure(
+    "inference images per second", _images_per_second, timed=True, unit="images/s"
+)
 """At batch 128 on this machine, the best of a few."""
 
 
