@@ -15,7 +15,8 @@ from locality.checkpoints.run_state import latest_state
 from locality.cli import main
 from locality.files import read_json, read_rows
 from locality.models import count_macs
-from locality.search.run import Search, dry_run, named, read_search, space_of
+from locality.search.config import named, read_search
+from locality.search.run import Search, dry_run, space_of
 from locality.settings import replace
 from locality.training import RunFolder
 from locality.training.loop import Loop

@@ -167,7 +167,7 @@ def search(arguments: Sequence[str]) -> None:
     choose one within the limits, and write a page. The name gives every setting, and the training's
     are those of `locality train`. Stopped, the same command goes on.
     """
-    from locality.search.run import SEARCHES, Search, SearchConfig, dry_run, named, read_search
+    from locality.search.config import SEARCHES, SearchConfig, named, read_search
 
     resumed, words = taken("--resume", with_aliases(arguments, ALIASES))
     name = words.pop(0) if words and not words[0].startswith("-") else "digits"
@@ -188,6 +188,8 @@ def search(arguments: Sequence[str]) -> None:
     if resumed and given:
         raise UserError(f"--resume takes the search's own settings; leave {', '.join(given)} out")
     config = replace(config, given)
+    from locality.search.run import Search, dry_run
+
     if options.dry_run:
         print(dry_run(config))
         return

@@ -26,8 +26,9 @@ from locality.papers.measures import (
 from locality.papers.scales import Scale
 from locality.papers.specs import Row, Table, experiment
 from locality.runner.runs import Run
+from locality.search.config import named, read_search
 from locality.search.evolution import Candidates
-from locality.search.run import Search, default_of, named, read_search, space_of
+from locality.search.run import Search, default_of, space_of
 from locality.training import RunConfig, replace, train
 
 SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagenet_nas"}

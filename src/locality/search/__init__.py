@@ -1,5 +1,14 @@
 """CvT's architecture search (§4.2): its space, a supernet of all candidates, and the search."""
 
-from locality.search.space import Cost as Cost
-from locality.search.space import SearchSpace as SearchSpace
-from locality.search.space import cost as cost
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from locality.lazy import lazily
+
+if TYPE_CHECKING:
+    from locality.search.space import Cost as Cost
+    from locality.search.space import SearchSpace as SearchSpace
+    from locality.search.space import cost as cost
+
+__all__, __getattr__ = lazily(__name__, __file__)
