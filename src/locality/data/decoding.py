@@ -35,6 +35,11 @@ from locality.errors import UserError
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # More than the largest image that is decoded would take uncompressed.
 LARGEST_FILE = 400_000_000
+# Of the seven images in an interlaced PNG: first column and row, steps to the next.
+_ADAM7 = (
+    *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
+    *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
+)
 _BLOCK_BYTES = 1 << 20
 # Without Pillow's warnings about large images and odd metadata; both are dealt with here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
@@ -191,8 +196,12 @@ def _check_png(data: bytes, image: Image.Image) -> None:
     last = image.crop((0, image.height - 1, image.width, image.height))
     if not interlaced and last.getbbox(alpha_only=False) is not None:
         return
-    # A row is a byte for its filter and its pixels; interlaced in several parts, which take more.
-    expected = image.height * (1 + (image.width * bits + 7) // 8)
+    grids = _ADAM7 if interlaced else ((0, 0, 1, 1),)
+    expected = 0
+    for left, top, right, down in grids:
+        columns = -(-(image.width - left) // right)
+        rows = -(-(image.height - top) // down)
+        expected += rows * (1 + (columns * bits + 7) // 8) if columns > 0 and rows > 0 else 0
     inflate, length, block = zlib.decompressobj(), 0, b""
     for piece in compressed:
         while length < expected and (piece or len(block) == _BLOCK_BYTES):
