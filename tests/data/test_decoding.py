@@ -26,9 +26,9 @@ def chunk(kind, data):
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width, height, bits, colour, rows, extra=b""):
+def png(width, height, bits, colour, rows, extra=b"", interlaced=0):
     """A PNG written by hand, for kinds that Pillow reads but does not write."""
-    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, interlaced)
     body = zlib.compress(b"".join(b"\0" + row for row in rows))
     signature = b"\x89PNG\r\n\x1a\n"
     parts = (chunk(b"IHDR", header), extra, chunk(b"IDAT", body), chunk(b"IEND", b""))
@@ -203,6 +203,18 @@ def test_truncated(kind, share):
     decode(data)
     with pytest.raises(BadImage, match=r"damaged|not an image"):
         decode(data[: int(len(data) * share)])
+
+
+def test_whole_rows_that_an_interlaced_image_lost():
+    grey = np.arange(1, 257, dtype=np.uint8).reshape(64, 4) | 1
+    seven = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4))
+    seven += ((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    passes = (grey[y::down, x::right] for x, y, right, down in seven)
+    rows = [row.tobytes() for part in passes if part.size for row in part]
+    whole = pixels(png(4, 64, 8, 0, rows, interlaced=1))
+    assert (whole[..., 0] == grey).all()
+    with pytest.raises(BadImage, match="rows are missing"):
+        pixels(png(4, 64, 8, 0, rows[:-1], interlaced=1))
 
 
 def test_damaged_in_the_middle():
