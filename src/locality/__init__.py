@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from locality.checkpoints import load as load
     from locality.checkpoints import save as save
     from locality.models import list_models as list_models
-    from locality.models.transform import transform as transform
+    from locality.models.initialisations import transform as transform
     from locality.trained import TrainedRun as TrainedRun
     from locality.trained import fit as fit
     from locality.training import train as train

@@ -24,7 +24,7 @@ from locality.checkpoints.open import PREPARED, recognise
 from locality.checkpoints.where import SOURCES, Source
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
-from locality.models.cvt_config import CvTConfig
+from locality.models.config import CvTConfig
 from locality.models.factory import build
 from locality.models.variants import ALIASES, VARIANTS, Variant
 

@@ -20,7 +20,7 @@ from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError
 from locality.models import build
-from locality.models.transform import transform
+from locality.models.initialisations import transform
 
 # Twice the tolerance of a score, since the normalising sum moves as well; and JavaScript's exp.
 FACTOR = math.exp(2 * TOLERANCE) - 1 + 1e-6

@@ -22,7 +22,7 @@ from locality.checkpoints import LAYOUTS, read, save
 from locality.checkpoints.reading import read_state
 from locality.cli import main
 from locality.models import build
-from locality.models.cvt_config import CvTConfig
+from locality.models.config import CvTConfig
 
 CVT = {
     "embed_dim": (16, 32, 48),

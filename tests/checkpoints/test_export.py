@@ -28,7 +28,7 @@ from locality.checkpoints import (
 from locality.checkpoints.where import SUFFIX
 from locality.errors import UserError
 from locality.models import VARIANTS, build
-from locality.models.cvt_config import CvTConfig, StageConfig
+from locality.models.config import CvTConfig, StageConfig
 
 # A model of each kind, small enough to be traced in seconds; and the sizes its graph must take.
 PATCHES = StageConfig(16, 2, 1, embed_kernel=7, embed_stride=4, embed_padding=2)

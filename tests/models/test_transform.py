@@ -14,7 +14,7 @@ from locality.checkpoints import export, load_weights, open_model
 from locality.errors import UserError
 from locality.layers import ImageAttention
 from locality.models import build
-from locality.models.transform import chosen_convolutions
+from locality.models.initialisations import chosen_convolutions
 
 SMALL = {"num_classes": 4, "img_size": 32}
 NETWORKS = {

@@ -34,7 +34,7 @@ from locality.errors import UserError, require, unknown
 from locality.files import write_atomic
 from locality.machine import commit, processor
 from locality.models import ImageClassifier, StageConfig, ViTConfig, build
-from locality.models.from_timm import TimmModel
+from locality.models.factory import TimmModel
 from locality.training.preview import saved_activations
 
 _TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "base")} | {

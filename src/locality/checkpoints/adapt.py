@@ -18,11 +18,10 @@ from locality.checkpoints.reading import check_finite, check_keys
 from locality.checkpoints.where import source
 from locality.errors import UserError, naming
 from locality.models import factory
-from locality.models.architecture import unlike
 from locality.models.base import ImageClassifier, position_embedding
-from locality.models.from_timm import TimmConfig
-from locality.models.initialisations import trained_conv
-from locality.models.transform import transform
+from locality.models.config import unlike
+from locality.models.factory import TimmConfig
+from locality.models.initialisations import trained_conv, transform
 
 State = dict[str, Tensor]
 

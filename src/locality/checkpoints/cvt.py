@@ -15,7 +15,7 @@ from locality.checkpoints.layouts import THEIR_SETTINGS, Layout
 from locality.checkpoints.reading import State, require_blocks
 from locality.errors import UserError
 from locality.layers.grid import mlp_ratio_of
-from locality.models.cvt_config import CvTConfig, StageConfig
+from locality.models.config import CvTConfig, StageConfig
 
 # Every published CvT has heads of this width; the weights themselves do not tell.
 _HEAD_DIM = 64

@@ -34,7 +34,7 @@ from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require
 from locality.files import atomic_file, write_atomic
 from locality.models.base import ImageClassifier
-from locality.models.cvt_config import CvTConfig
+from locality.models.config import CvTConfig
 
 Format = Literal["onnx", "torch-export"]
 

@@ -29,11 +29,9 @@ from locality.data.config import Preprocessing
 from locality.errors import UserError, entry, naming
 from locality.files import parse_json, read_text, render, write_atomic
 from locality.models.base import ImageClassifier
-from locality.models.cvt_config import CvTConfig
-from locality.models.factory import build
-from locality.models.from_timm import TimmConfig
+from locality.models.config import CvTConfig, ViTConfig
+from locality.models.factory import TimmConfig, build
 from locality.models.variants import name_today
-from locality.models.vit_config import ViTConfig
 from locality.settings import from_dict
 
 FORMAT = "locality"

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from locality.checkpoints.reading import State, blank_state, check_keys
 from locality.errors import UserError
-from locality.models.cvt_config import CvTConfig
-from locality.models.vit_config import ViTConfig, token_grid
+from locality.models.config import CvTConfig, ViTConfig, token_grid
 from locality.settings import from_dict, to_dict
 
 # Our settings that a CvT's weights do not tell → Microsoft's; transformers' in small letters.

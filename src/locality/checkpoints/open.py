@@ -45,9 +45,9 @@ from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import UserError, naming, require, saying
 from locality.files import open_file, read_json, read_yaml
 from locality.models import factory
-from locality.models.architecture import unlike
 from locality.models.base import ImageClassifier
-from locality.models.from_timm import published
+from locality.models.config import unlike
+from locality.models.factory import published
 from locality.models.variants import identify, name_today
 from locality.settings import from_dict
 

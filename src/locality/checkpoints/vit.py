@@ -18,7 +18,7 @@ from locality.checkpoints.layouts import Layout, size_of
 from locality.checkpoints.reading import State, require_blocks
 from locality.errors import UserError
 from locality.layers.grid import mlp_ratio_of
-from locality.models.vit_config import ViTConfig, token_grid
+from locality.models.config import ViTConfig, token_grid
 
 # Where no gates tell the number of heads: the width of DeiT's, and of a ConViT's without gates.
 _HEAD_DIM, _CONVIT_HEAD_DIM = 64, 48

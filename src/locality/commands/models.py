@@ -138,7 +138,7 @@ def transform(arguments: Sequence[str]) -> None:
     opened = open_given(options.model, options)
 
     import locality
-    from locality.models.transform import chosen_convolutions
+    from locality.models.initialisations import chosen_convolutions
 
     before, starts = opened.module(), {"alpha": options.alpha, "gating": options.gating}
     starts = {name: value for name, value in starts.items() if value is not None}

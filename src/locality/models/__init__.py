@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.models.architecture import Architecture as Architecture
     from locality.models.base import ImageClassifier as ImageClassifier
+    from locality.models.config import Architecture as Architecture
+    from locality.models.config import CvTConfig as CvTConfig
+    from locality.models.config import StageConfig as StageConfig
+    from locality.models.config import ViTConfig as ViTConfig
     from locality.models.cvt import ConvolutionalVisionTransformer as ConvolutionalVisionTransformer
-    from locality.models.cvt_config import CvTConfig as CvTConfig
-    from locality.models.cvt_config import StageConfig as StageConfig
     from locality.models.factory import build as build
     from locality.models.factory import count_macs as count_macs
     from locality.models.factory import count_parameters as count_parameters
@@ -23,6 +24,5 @@ if TYPE_CHECKING:
     from locality.models.variants import list_models as list_models
     from locality.models.variants import variant as variant
     from locality.models.vit import VisionTransformer as VisionTransformer
-    from locality.models.vit_config import ViTConfig as ViTConfig
 
 __all__, __getattr__ = lazily(__name__, __file__)

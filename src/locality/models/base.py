@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from locality.errors import UserError
 from locality.layers.grid import Grid
-from locality.models.architecture import Architecture, sides
+from locality.models.config import Architecture, sides
 
 Run = Callable[[nn.Module, Tensor, Grid], Tensor]
 

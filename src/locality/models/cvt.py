@@ -25,7 +25,7 @@ from locality.layers.convolution import (
 from locality.layers.position import Grid
 from locality.models import base
 from locality.models.base import ImageClassifier, Run
-from locality.models.cvt_config import CvTConfig, StageConfig
+from locality.models.config import CvTConfig, StageConfig
 
 _NORM_EPS = 1e-5
 

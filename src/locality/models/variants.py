@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from locality.errors import entry
-from locality.models.architecture import INTERFACE, unlike
-from locality.models.cvt_config import CvTConfig, StageConfig
-from locality.models.vit_config import ViTConfig
+from locality.models.config import INTERFACE, CvTConfig, StageConfig, ViTConfig, unlike
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from locality.layers import (
 from locality.layers.conv_init import kernel_size
 from locality.models import base
 from locality.models.base import ImageClassifier, Run
-from locality.models.vit_config import ViTConfig
+from locality.models.config import ViTConfig
 
 
 def _shared(c: ViTConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ could one reduce even more drastically their sample complexity by initializing t
 convolutions?" It is asked here of the same images that the model is then trained on, so that no
 further data comes in: of a ConViT whose gated layers start as near as their heads allow to those of
 a convolutional net, against other initialisations (`locality.models.initialisations`), and of a
-ResNet whose convolutions become gated attention exactly (`locality.models.transform`).
+ResNet whose convolutions become gated attention exactly (`locality.models.initialisations`).
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ import numpy.typing as npt
 from locality import checks
 from locality.errors import UserError
 from locality.layers.grid import Grid, hidden_width
-from locality.models.architecture import sides
-from locality.models.cvt_config import CvTConfig, StageConfig
+from locality.models.config import CvTConfig, StageConfig, sides
 
 Counts = npt.NDArray[np.int64]
 

@@ -1,11 +1,11 @@
-"""The architecture of a CvT as one value: a configuration per stage, and what they share."""
+"""The architectures as values: what all families have in common, DeiT and ConViT, CvT by stages."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, only
@@ -14,16 +14,252 @@ from locality.layers.grid import (
     Grid,
     ProjectionName,
     check_window,
-    convolved_size,
     hidden_width,
     projected_grid,
 )
-from locality.models.architecture import Architecture, meaning
 from locality.settings import from_dict
 
 T = TypeVar("T")
 
+# What may differ between two models that are the same architecture: the size of what goes in and
+# out, and what matters in training alone.
+INTERFACE = ("img_size", "in_chans", "num_classes")
+_TRAINING = (
+    *("locality_strength", "conv_init", "gating_init", "freeze_gating", "freeze_gpsa"),
+    *("drop_rate", "proj_drop_rate", "drop_path_rate", "init"),
+)
+Initialisation = Literal["default", "conv", "mimetic", "impulse", "trained_conv"]
+PositionalAttention = Literal["gpsa", "psa", "conv"]
 Activation = Literal["quick_gelu", "gelu"]
+
+
+def meaning(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that say what weights mean."""
+    names = (field.name for field in dataclasses.fields(config))
+    return {name: getattr(config, name) for name in names if name not in INTERFACE + _TRAINING}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What the configurations of all families have, and what others ask of them.
+
+    Attributes:
+        img_size: image size the position embeddings are made for and costs are counted at, a
+            number or (height, width).
+        in_chans, num_classes: channels of the images, classes of the classifier.
+        global_pool: what the classifier reads: "token", the class token; "avg", the mean over
+            patches; "" leaves all tokens, for models without a classifier.
+        class_token: whether there is one; None: wherever it is of use. Without one, "token" reads
+            the first patch.
+        drop_rate: dropout before the classifier.
+        proj_drop_rate: dropout after every attention and inside every MLP.
+        init: how attention starts: as the family does ("default"), or another way of
+            `locality.models.initialisations`.
+        family, title: what files and people call models of this kind.
+        stem, classifier: the modules that read the image, and that make the logits.
+
+    Raises:
+        UserError: naming the field, what was given and what is accepted.
+    """
+
+    family: ClassVar[str]
+    title: ClassVar[str]
+    stem: ClassVar[str]
+    classifier: ClassVar[str] = "head"
+
+    img_size: int | tuple[int, int] = 224
+    in_chans: int = checks.bounded(3, 1, 1024)
+    num_classes: int = checks.bounded(1000, 0, 1_000_000)
+    global_pool: Literal["token", "avg", ""] = "token"
+    class_token: bool | None = None
+    drop_rate: float = checks.bounded(0.0, 0, 1, below=True)
+    proj_drop_rate: float = checks.bounded(0.0, 0, 1, below=True)
+    init: Initialisation = "default"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.img_size, list):  # lists come from YAML and JSON
+            object.__setattr__(self, "img_size", tuple(self.img_size))
+        checks.image_size(self.img_size)
+        checks.settings(self)
+        checks.one_of("init", self.init, self.initialisations)
+
+    @property
+    def initialisations(self) -> tuple[Initialisation, ...]:
+        """What `init` may be for this model."""
+        return "default", "mimetic"
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the final tokens begin with a class token."""
+        raise NotImplementedError
+
+    def grids(self, size: Sequence[int]) -> list[Grid]:
+        """The token grids, from the first to the last, for an image of `size` (height, width).
+
+        Raises:
+            UserError: if the image does not fit.
+        """
+        raise NotImplementedError
+
+    @property
+    def home_grids(self) -> list[Grid]:
+        """The token grids that the position embeddings are made for."""
+        return self.grids(sides(self.img_size))
+
+    def embeddings(self) -> dict[str, Grid]:
+        """The grid of every position embedding that there may be, by its name."""
+        raise NotImplementedError
+
+    def meaning(self) -> dict[str, Any]:
+        """What says what weights mean, by dotted name, in one spelling."""
+        return meaning(self) | {"class_token": self.has_class_token}
+
+    def with_overrides(self, **fields: Any) -> Self:
+        """This configuration with some fields changed.
+
+        Raises:
+            UserError: for an unknown field (with the nearest), or a value that is not accepted.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        only(f"setting of {type(self).__name__}", fields, names, UnknownSetting)
+        return dataclasses.replace(self, **fields)
+
+
+def unlike(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two configurations of one family say that weights mean something else.
+
+    Their ends may differ, and what matters in training alone. MLPs are compared by their width,
+    and keys and values by the stride they have: a ratio and a stride can be written in many ways.
+
+    Returns:
+        dotted name of the field → its two values.
+    """
+    first, second = one.meaning(), other.meaning()
+    both = {name: (first.get(name), second.get(name)) for name in (*first, *second)}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
+def sides(img_size: int | Sequence[int]) -> Grid:
+    """An image size, a number or (height, width), as (height, width)."""
+    height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
+    return height, width
+
+
+@dataclass(frozen=True)
+class ViTConfig(Architecture):
+    """The architecture of a DeiT or ConViT, complete; see `Architecture` for the other fields.
+
+    A class token is of use where a block attends to it: behind the positional ones. Images of any
+    multiple of the patch size work at run time.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        embed_dim, depth, num_heads, mlp_ratio: as everywhere.
+        qkv_bias: bias on queries, keys and values (DeiT has one, ConViT has none).
+        gpsa_layers: how many of the first blocks have positional attention (10 of 12 in the paper).
+        positional_attention: "gpsa" (gated, Eq. 7), "psa" (one softmax, Eq. 4; Fig. 9), or "conv",
+            a convolution in its place with the kernel that the heads could represent.
+        locality_strength: α of the convolutional initialisation (Eq. 5).
+        conv_init: start the positional layers as random convolutions (Table 3 c, d: False).
+        gating_init: initial λ of every gate.
+        freeze_gating: do not train the gates (Table 3 b, d: with `gating_init=0`).
+        freeze_gpsa: do not train the positional layers' attention at all (Table 3 f, g).
+        use_pos_embed: add a learned absolute position embedding to the patches.
+        embed_class_token: give the class token an entry in the position embedding (DeiT).
+        drop_path_rate: stochastic depth, rising linearly from 0 to this over the blocks.
+    """
+
+    embed_dim: int = checks.bounded(MISSING, 1, 32_768)
+    num_heads: int = checks.bounded(MISSING, 1, 1024)
+    depth: int = checks.bounded(12, 1, 512)
+    patch_size: int = checks.bounded(16, 1, 1024)
+    mlp_ratio: float = checks.bounded(4.0, 0, 64, above=True)
+    qkv_bias: bool = False
+    gpsa_layers: int = 0
+    positional_attention: PositionalAttention = "gpsa"
+    locality_strength: float = checks.bounded(1.0, 0, above=True)
+    conv_init: bool = True
+    gating_init: float = checks.bounded(1.0)
+    freeze_gating: bool = False
+    freeze_gpsa: bool = False
+    use_pos_embed: bool = True
+    embed_class_token: bool = False
+    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True)
+
+    family = "vit"
+    title = "a DeiT or ConViT"
+    stem = "patch_embed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.heads(self.embed_dim, self.num_heads)
+        checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
+        reads_token = self.global_pool == "token" and self.class_token is None
+        if self.gpsa_layers == self.depth and (self.class_token or reads_token):
+            raise UserError(
+                f"gpsa_layers={self.gpsa_layers} of depth={self.depth} leaves no block in which a "
+                f"class token could attend to the patches; lower gpsa_layers or give "
+                f"global_pool='avg' without class_token"
+            )
+        if self.embed_class_token and (self.gpsa_layers or not self.has_class_token):
+            raise UserError(
+                "embed_class_token=True needs a class token and gpsa_layers=0: with positional "
+                "layers the class token joins after the position embedding has been added"
+            )
+        ((rows, columns),) = self.home_grids
+        entries = rows * columns * self.use_pos_embed + self.num_classes
+        entries += self.in_chans * self.patch_size**2
+        checks.parameters(self.embed_dim, self.depth, self.mlp_ratio, self.embed_dim * entries)
+
+    @property
+    def initialisations(self) -> tuple[Initialisation, ...]:
+        """Two need positional layers; impulses need an embedding of positions to point at."""
+        found = super().initialisations
+        if self.use_pos_embed and self.embed_dim >= 4 * self.num_heads:
+            found += ("impulse",)
+        if self.gpsa_layers and self.positional_attention != "conv":
+            found += ("conv", "trained_conv")
+        return found
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether a class token joins before the first block that is not positional."""
+        return self.gpsa_layers < self.depth if self.class_token is None else self.class_token
+
+    def grids(self, size: Sequence[int]) -> list[Grid]:
+        """The one grid of patches on an image of `size` (height, width).
+
+        Raises:
+            UserError: if the image cannot be cut into whole patches.
+        """
+        return [token_grid(size, self.patch_size)]
+
+    def embeddings(self) -> dict[str, Grid]:
+        """The one of the patches."""
+        return {"pos_embed": self.home_grids[0]}
+
+    def meaning(self) -> dict[str, Any]:
+        """As `Architecture.meaning`; which positional attention is told where a block has it."""
+        fields = super().meaning() | {"mlp_ratio": hidden_width(self.embed_dim, self.mlp_ratio)}
+        if not self.gpsa_layers:
+            del fields["positional_attention"]
+        return fields
+
+
+def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
+    """The grid of patches on an image of `img_size` pixels, a number or (height, width).
+
+    Raises:
+        UserError: if the image cannot be cut into whole patches.
+    """
+    height, width = sides(img_size)
+    if min(height, width) < patch_size or height % patch_size or width % patch_size:
+        raise UserError(
+            f"an image of {height}×{width} pixels cannot be cut into patches of {patch_size}×"
+            f"{patch_size}; both sides have to be multiples of {patch_size}"
+        )
+    return height // patch_size, width // patch_size
+
 
 # Table 5: which of n stages have a position embedding.
 POSITIONS = {
@@ -123,11 +359,9 @@ class StageConfig:
 
     def grid(self, size: Grid) -> Grid:
         """The token grid that the stage makes of an image or token map of `size` (Eq. 1)."""
-        height, width = (
-            convolved_size(side, self.embed_kernel, self.embed_stride, self.embed_padding)
-            for side in size
+        return projected_grid(
+            size, "conv", self.embed_kernel, self.embed_stride, self.embed_padding
         )
-        return height, width
 
     def meaning(self) -> dict[str, Any]:
         """As `Architecture.meaning`."""
