@@ -14,8 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 from locality.analysis.explorer import DECADES, TOLERANCE, write_explorer
-from locality.analysis.measures import token_distances
-from locality.analysis.summary import measure_model
+from locality.analysis.measures import measure_model, token_distances
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
 from locality.errors import UserError

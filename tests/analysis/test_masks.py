@@ -5,8 +5,7 @@ import timm
 import torch
 from torch import nn
 
-from locality.analysis.masks import content_off, position_embedding_off, position_off
-from locality.analysis.taps import capture
+from locality.analysis.taps import capture, content_off, position_embedding_off, position_off
 from locality.errors import UserError
 from locality.layers.position import attend_to_positions, positional_factors
 from locality.models import build

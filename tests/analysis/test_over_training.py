@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from locality.analysis.measures import measure_model
 from locality.analysis.pictures import sample
 from locality.analysis.recording import (
     HISTORY,
@@ -13,7 +14,6 @@ from locality.analysis.recording import (
     read_history,
     trajectory,
 )
-from locality.analysis.summary import measure_model
 from locality.data import open_data
 from locality.errors import UserError
 from locality.training import RunConfig, load_run, recipe, replace, train

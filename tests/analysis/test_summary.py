@@ -8,7 +8,7 @@ import timm
 import torch
 
 from locality.analysis import measures
-from locality.analysis.summary import measure_model, released_nonlocality
+from locality.analysis.measures import measure_model, released_nonlocality
 from locality.analysis.taps import capture
 from locality.errors import UserError
 from locality.models import build

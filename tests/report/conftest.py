@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from locality import settings
+from locality.analysis.measures import measure_model
 from locality.analysis.pictures import Sample, save_pictures, take_pictures
-from locality.analysis.summary import measure_model
 from locality.data import ArraySource
 from locality.models import build, count_parameters
 from locality.training.config import RunConfig

@@ -1,12 +1,12 @@
 """Instruments: what the layers of a model attend to, observed in its ordinary forward pass."""
 
 from locality.analysis.explorer import write_explorer as write_explorer
-from locality.analysis.masks import content_off as content_off
-from locality.analysis.masks import position_embedding_off as position_embedding_off
-from locality.analysis.masks import position_off as position_off
+from locality.analysis.measures import measure_model as measure_model
+from locality.analysis.measures import released_nonlocality as released_nonlocality
 from locality.analysis.recording import OverTraining as OverTraining
 from locality.analysis.recording import record as record
-from locality.analysis.summary import measure_model as measure_model
-from locality.analysis.summary import released_nonlocality as released_nonlocality
 from locality.analysis.taps import LayerView as LayerView
 from locality.analysis.taps import capture as capture
+from locality.analysis.taps import content_off as content_off
+from locality.analysis.taps import position_embedding_off as position_embedding_off
+from locality.analysis.taps import position_off as position_off

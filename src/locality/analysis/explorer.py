@@ -34,8 +34,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from locality import __version__
+from locality.analysis.measures import measure_model, positional_vectors
 from locality.analysis.pictures import DECADES, close_up, data_address, prepared
-from locality.analysis.summary import measure_model, positional_vectors
 from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
 from locality.errors import UserError
@@ -203,21 +203,17 @@ class Factors:
     step: float
 
     def pack(self) -> bytes:
-        """As bytes: counts of wide and narrow components and the step, then the integers.
+        """As bytes: how many components there are and the step, then the integers.
 
-        Little-endian: uint16 wide, uint16 narrow, float32 step; then, for queries and for keys, the
-        wide components' low bytes, their high bytes, and the narrow components as int8.
+        Little-endian: uint32 components, float32 step; then, for queries and for keys, the low
+        bytes of the integers plus 128, and their high bytes, which are zero where they are small.
         """
-        sizes = np.maximum(
-            np.abs(self.queries).max(1, initial=0), np.abs(self.keys).max(1, initial=0)
-        )
-        wide, narrow = np.flatnonzero(sizes > 127), np.flatnonzero((sizes > 0) & (sizes <= 127))
-        parts = [struct.pack("<HHf", len(wide), len(narrow), self.step)]
+        kept = self.queries.any(1) & self.keys.any(1)
+        parts = [struct.pack("<If", kept.sum(), self.step)]
         for matrix in (self.queries, self.keys):
             # Bytes of like kind side by side compress better.
-            both = matrix[wide].astype("<i2").view(np.uint8).reshape(len(wide), matrix.shape[1], 2)
-            parts += [both[..., 0].tobytes(), both[..., 1].tobytes()]
-            parts.append(matrix[narrow].astype(np.int8).tobytes())
+            both = (matrix[kept] + np.int16(128)).astype("<u2").view(np.uint8).reshape(-1, 2)
+            parts += [both[:, 0].tobytes(), both[:, 1].tobytes()]
         return b"".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What can be measured on an attention map: pure functions of tensors.
+"""What can be measured on attention: maps by pure functions of tensors, a model as plain numbers.
 
 Shapes:  B images · h heads · Nq queries · Nk keys · (H, W) token grid, rows first
 
@@ -10,14 +10,28 @@ means and variances over images, heads or layers are the caller's to take.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from locality.analysis.taps import (
+    LayerView,
+    Stride,
+    attention_layers,
+    capture,
+    evaluating,
+    maps_of,
+    positional_vectors,
+    timm_grid,
+)
+from locality.errors import UserError
 from locality.layers.grid import Grid
 
-Stride = tuple[float, float]
+Record = dict[str, Any]
 
 
 def infer_key_stride(query_grid: Grid, key_grid: Grid) -> Stride:
@@ -27,16 +41,14 @@ def infer_key_stride(query_grid: Grid, key_grid: Grid) -> Stride:
         ValueError: if no stride does.
     """
 
-    def along(queries: int, keys: int) -> int:
-        for stride in range(1, queries + 1):
-            if -(-queries // stride) == keys:
-                return stride
+    strides = [-(-queries // keys) for queries, keys in zip(query_grid, key_grid, strict=True)]
+    made = [-(-queries // stride) for queries, stride in zip(query_grid, strides, strict=True)]
+    if made != list(key_grid):
         raise ValueError(
             f"keys on a {key_grid[0]}×{key_grid[1]} grid cannot come from queries on a "
             f"{query_grid[0]}×{query_grid[1]} grid by any stride"
         )
-
-    return along(query_grid[0], key_grid[0]), along(query_grid[1], key_grid[1])
+    return strides[0], strides[1]
 
 
 def token_distances(
@@ -68,6 +80,12 @@ def _places(grid: Grid, stride: Stride, dtype: torch.dtype) -> Tensor:
         torch.arange(length, dtype=dtype) * step for length, step in zip(grid, stride, strict=True)
     )
     return torch.cartesian_prod(rows, columns).view(-1, 2)
+
+
+def uniform_nonlocality(layers: Sequence[Record]) -> float | None:
+    """That of attention that is the same everywhere, where all layers share a grid."""
+    grids = {tuple(layer["grid"]) for layer in layers}
+    return float(token_distances(grids.pop()).mean()) if len(grids) == 1 else None
 
 
 def patch_attention(attention: Tensor, prefix_tokens: int) -> tuple[Tensor, Tensor | None]:
@@ -182,3 +200,159 @@ def _check_shape(attention: Tensor, query_grid: Grid, key_grid: Grid, prefix_tok
             f"fit grids {query_grid[0]}×{query_grid[1]} and {key_grid[0]}×{key_grid[1]} with "
             f"{prefix_tokens} class tokens, which make {expected[0]} and {expected[1]}"
         )
+
+
+def measure_model(model: nn.Module, images: Tensor, batch_size: int = 8) -> Record:
+    """Nonlocality, entropy, gates and centres of every layer and head, on real layer inputs.
+
+    The model is put in evaluation mode for the measurement and left as it was. Images pass in
+    batches, and of each layer's attention only its measures are kept.
+
+    Args:
+        model: one of ours, or a timm ViT.
+        images: (n, C, H, W), normalised as the model expects, on the model's device.
+        batch_size: how many images pass at a time; changes no number. Few keep what is computed of
+            a layer in the cache: 64 take twice the time on a processor, and eight times the memory.
+
+    Returns:
+        {"images": n, "layers": [one record per attention layer, in depth order]}. A layer's record
+        has its `name`, `kind` ("gpsa", "psa" or "sa"), `grid` and `key_grid`, and
+
+        - `nonlocality`, `entropy`: {"mean", "std"} with one number per head, over images;
+            "layer_mean" and "layer_std" for the mean over heads (Eq. 8);
+        - `content_nonlocality`, `position_nonlocality`: per head, null where there is no such part;
+        - `class_token_share`: per head, what patches pay to the class token; null without one;
+        - `gates` σ(λ), `centres` Δ, `strengths` α, `spans`: per head, null where not defined.
+
+    Raises:
+        UserError: if there is no image, or the model's attention cannot be read.
+    """
+    if len(images) == 0:
+        raise UserError("there is no image to measure attention on")
+    collected: dict[int, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    described: dict[int, Record] = {}
+
+    def reduce(view: LayerView) -> None:
+        for name, values in _per_image(view).items():
+            collected[view.index][name].append(values.double().cpu())
+        described.setdefault(view.index, _describe(view))
+
+    with evaluating(model), capture(model, on_layer=reduce):
+        for batch in images.split(batch_size):
+            model(batch)
+    layers = []
+    for index in sorted(described):
+        values = {name: torch.cat(parts) for name, parts in collected[index].items()}
+        layers.append(described[index] | _summed_up(values))
+    return {"images": len(images), "layers": layers}
+
+
+@torch.no_grad()
+def released_nonlocality(model: nn.Module, images: Tensor) -> list[list[float]]:
+    """Nonlocality as the authors' released script computes it, to compare with its old curves.
+
+    It feeds the patch embedding of the images, without position embedding, norm or class token, to
+    every layer's attention, whatever the layer really gets to see. `measure_model` measures on what
+    each layer is given.
+
+    Args:
+        model: a DeiT or ConViT, ours or timm's.
+        images: (n, C, H, W), normalised.
+
+    Returns:
+        one list per layer of one number per head, averaged over images.
+
+    Raises:
+        UserError: for a model whose layers do not all take tokens of the patch embedding's width.
+    """
+    layers = attention_layers(model)
+    embed = getattr(model, "patch_embed", None)
+    if embed is None:
+        raise UserError(
+            f"the released script's nonlocality feeds one patch embedding to every layer, which "
+            f"{type(model).__name__} does not have"
+        )
+    tokens, grid = _embedded(embed, images)
+    return [
+        nonlocality(maps_of(module, tokens, grid).mixed, grid).double().mean(0).tolist()
+        for _, module in layers
+    ]
+
+
+def _embedded(embed: nn.Module, images: Tensor) -> tuple[Tensor, Grid]:
+    """The patch embedding's output as tokens (B, N, C), and their grid."""
+    embedded = embed(images)
+    if isinstance(embed, nn.Conv2d):
+        return embedded.flatten(2).transpose(1, 2), (embedded.shape[2], embedded.shape[3])
+    # timm's gives (B, N, C), or (B, H, W, C) where image sizes may vary.
+    grid = timm_grid(embed, images)
+    return embedded.reshape(len(images), -1, embedded.shape[-1]), grid
+
+
+def _per_image(view: LayerView) -> dict[str, Tensor]:
+    """The measures of one layer that depend on the image, each (B, h)."""
+    maps = view.maps
+    prefix = maps.prefix_tokens
+    places = (maps.query_grid, maps.key_grid, prefix, view.key_stride)
+    values = {
+        "nonlocality": nonlocality(maps.mixed, *places),
+        "entropy": entropy(maps.mixed, prefix),
+    }
+    if prefix:
+        values["class_token_share"] = class_token_share(maps.mixed, prefix)
+    if maps.content is not None:
+        values["content_nonlocality"] = nonlocality(maps.content, *places)
+    return values
+
+
+def _describe(view: LayerView) -> Record:
+    """What of one layer does not depend on the image."""
+    maps, v_pos = view.maps, positional_vectors(view.module)
+    focus = (None, None, None) if v_pos is None else positional_focus(v_pos)
+    far = None
+    if maps.position is not None:
+        places = (maps.query_grid, maps.key_grid, 0, view.key_stride)
+        far = nonlocality(maps.position, *places)
+    return {
+        "name": view.name,
+        "kind": "gpsa" if maps.gate is not None else "sa" if maps.position is None else "psa",
+        "grid": list(maps.query_grid),
+        "key_grid": list(maps.key_grid),
+        "heads": maps.mixed.shape[1],
+        "gates": _plain(maps.gate),
+        "position_nonlocality": _plain(far),
+    } | dict(zip(("centres", "strengths", "spans"), map(_plain, focus), strict=True))
+
+
+def _summed_up(values: dict[str, Tensor]) -> Record:
+    """Means and deviations over images of measures (n, h)."""
+    record: Record = {}
+    for name in ("nonlocality", "entropy"):
+        per_layer = values[name].nanmean(dim=1)
+        record[name] = {
+            "mean": _plain(values[name].nanmean(dim=0)),
+            "std": _plain(_deviation(values[name])),
+            "layer_mean": _plain(per_layer.nanmean()),
+            "layer_std": _plain(_deviation(per_layer)),
+        }
+    for name in ("class_token_share", "content_nonlocality"):
+        record[name] = _plain(values[name].nanmean(dim=0)) if name in values else None
+    return record
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """Standard deviation over the first dimension, with n in the denominator; nan left out."""
+    return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
+
+
+def _plain(values: Tensor | None) -> Any:
+    """Nested lists of numbers, or one number; null for what JSON cannot say (nan, infinity)."""
+    if values is None:
+        return None
+
+    def clean(item: Any) -> Any:
+        if isinstance(item, list):
+            return [clean(part) for part in item]
+        return item if math.isfinite(item) else None
+
+    return clean(values.double().cpu().tolist())

@@ -18,13 +18,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from locality import checks
+from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import (
     Pictures,
     chosen_sample,
@@ -33,7 +33,6 @@ from locality.analysis.pictures import (
     take_pictures,
     validation_sample,
 )
-from locality.analysis.summary import Record, measure_model
 from locality.data import open_data
 from locality.errors import UserError
 from locality.files import parse_json, read_text, write_atomic
@@ -253,22 +252,18 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
 
 def _collected(records: list[Record]) -> Record:
     """Measures in order of time, turned into one curve per layer."""
+    over_time = zip(*(record["layers"] for record in records), strict=True)
     return {
         "images": records[0]["images"],
         "steps": [record["step"] for record in records],
         "epochs": [record["epoch"] for record in records],
         "layers": [
-            _curves(layers)
-            for layers in zip(*(record["layers"] for record in records), strict=True)
+            {name: layers[0][name] for name in ("name", "kind", "grid")}
+            | {
+                "nonlocality": [layer["nonlocality"]["layer_mean"] for layer in layers],
+                "nonlocality_per_head": [layer["nonlocality"]["mean"] for layer in layers],
+                "gates": layers[0]["gates"] and [layer["gates"] for layer in layers],
+            }
+            for layers in over_time
         ],
-    }
-
-
-def _curves(layers: tuple[Record, ...]) -> dict[str, Any]:
-    """One layer over time."""
-    first = layers[0]
-    return {name: first[name] for name in ("name", "kind", "grid")} | {
-        "nonlocality": [layer["nonlocality"]["layer_mean"] for layer in layers],
-        "nonlocality_per_head": [layer["nonlocality"]["mean"] for layer in layers],
-        "gates": None if first["gates"] is None else [layer["gates"] for layer in layers],
     }

@@ -12,7 +12,7 @@ from locality import checks
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.checkpoints.where import is_run_folder
-from locality.errors import UserError
+from locality.errors import UserError, saying
 from locality.files import read_json, read_rows, read_yaml
 from locality.models.variants import FAMILY_NAMES, family_of, name_today
 from locality.settings import flatten
@@ -116,13 +116,11 @@ class RecordedRun:
 def _numbers(table: Path) -> list[dict[str, float]]:
     if not table.exists():
         return []
-    try:
+    with saying(f"{table} holds something that is not a number", TypeError, ValueError):
         return [
             {name: float(cell) for name, cell in row.items() if name and cell}
             for row in read_rows(table)
         ]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{table} holds something that is not a number: {error}") from error
 
 
 def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:

@@ -1,4 +1,4 @@
-"""Looking at attention while a model does its ordinary forward pass.
+"""Looking at attention while a model does its ordinary forward pass, and masking parts of it.
 
     with capture(model) as views:
         logits = model(images)
@@ -10,11 +10,19 @@ bit. timm's modules do not show theirs: it is computed here from their weights, 
 from `qkv` (or ConViT's `qk`), normalised and scaled as the module does.
 
 To keep memory bounded, give `on_layer`: each layer's view is handed to it and then forgotten.
+
+    with content_off(model, layers=3):
+        evaluate(model, loader)      # σ(λ) = 1 in the first three gated layers
+    # here every weight is what it was, bit for bit
+
+Masks (ConViT appendix F, Tables 5 and 6) exchange parameters for others and put them back; their
+values are never written to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,7 +32,6 @@ from timm.layers.attention import Attention as TimmAttention
 from timm.models.convit import GPSA, MHSA
 from torch import Tensor, nn
 
-from locality.analysis.measures import Stride
 from locality.errors import UserError
 from locality.layers.attention import (
     AttentionMaps,
@@ -34,6 +41,8 @@ from locality.layers.attention import (
 from locality.layers.convolution import ConvolutionalAttention
 from locality.layers.grid import Grid
 from locality.layers.position import positional_attention
+
+Stride = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -192,16 +201,35 @@ def _refuse_masks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise UserError(f"{name} was called with an attention mask, which taps do not read")
 
 
-def _timm_maps(module: nn.Module, x: Tensor, grid: Grid) -> AttentionMaps:
+def _timm_maps(module: Any, x: Tensor, grid: Grid) -> AttentionMaps:
     """The attention of one of timm's modules on tokens (B, N, C), prefix tokens first."""
-    if isinstance(module, GPSA):
-        return _gated_maps(module, x, grid)
-    assert isinstance(module, (TimmAttention, MHSA))
-    q, k = _split_heads(module.qkv(x), 3, module.num_heads)[:2]
+    gated = isinstance(module, GPSA)
+    projected = module.qk(x) if gated else module.qkv(x)
+    # (B, N, parts·h·d) → queries and keys, (B, h, N, d)
+    heads = projected.unflatten(2, (2 if gated else 3, module.num_heads, -1))
+    q, k = heads.permute(2, 0, 3, 1, 4)[:2]
     if isinstance(module, TimmAttention):
         q, k = module.q_norm(q), module.k_norm(k)
-    content = _softmax(q, k, module.scale)
-    return AttentionMaps(content, content, None, None, grid, grid, prefix_length(x.shape[1], grid))
+    content = (q @ k.transpose(-2, -1) * module.scale).softmax(dim=-1)
+    if not gated:
+        prefix = prefix_length(x.shape[1], grid)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix)
+    # timm's bias is the same for every key, so the softmax cancels it.
+    v_pos = positional_vectors(module)
+    assert v_pos is not None
+    position = positional_attention(v_pos, grid)
+    gate = module.gating_param.sigmoid()[:, None, None]
+    mixed = (1 - gate) * content + gate * position
+    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, 0)
+
+
+def positional_vectors(module: nn.Module) -> Tensor | None:
+    """v_pos of a positional layer as (h, 3), ours or timm's; None for a layer without one."""
+    v_pos = getattr(module, "v_pos", None)
+    if isinstance(module, GPSA):
+        # Columns there: along the width, along the height, squared distance.
+        v_pos = module.pos_proj.weight[:, [2, 1, 0]]
+    return None if v_pos is None else v_pos.detach()
 
 
 def timm_grid(patch_embed: Any, images: Tensor) -> Grid:
@@ -210,23 +238,71 @@ def timm_grid(patch_embed: Any, images: Tensor) -> Grid:
     return rows, columns
 
 
-def _gated_maps(module: GPSA, x: Tensor, grid: Grid) -> AttentionMaps:
-    q, k = _split_heads(module.qk(x), 2, module.num_heads)
-    content = _softmax(q, k, module.scale)
-    # Columns there: along the width, along the height, squared distance. The bias is the same for
-    # every key, so the softmax cancels it.
-    position = positional_attention(module.pos_proj.weight[:, [2, 1, 0]], grid)
-    gate = module.gating_param.sigmoid()
-    weight = gate[:, None, None]
-    mixed = (1 - weight) * content + weight * position
-    return AttentionMaps(mixed, content, position, gate, grid, grid, 0)
+def position_embedding_off(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Add no absolute position embedding to the patches (Table 5).
+
+    The class token's own entry, where the embedding has one (DeiT), is masked with the rest.
+
+    Args:
+        model: one of ours or of timm's with a `pos_embed`; CvT may have one in each stage.
+
+    Raises:
+        UserError: if it has none.
+    """
+    return _filled(_parameters(model, "position embedding", "pos_embed"), 0.0)
 
 
-def _split_heads(projected: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
-    """(B, N, parts·h·d) → `parts` tensors of (B, h, N, d)."""
-    batch, tokens, _ = projected.shape
-    return projected.view(batch, tokens, parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+def content_off(
+    model: nn.Module, layers: int | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Attend by position alone in the first `layers` gated layers: σ(λ) = 1 (Table 6).
+
+    Args:
+        model: a ConViT, ours or timm's.
+        layers: how many of the gated layers, from the first; all unless given.
+
+    Raises:
+        UserError: if the model has fewer gated layers.
+    """
+    return _filled(_gates(model, layers), math.inf)
 
 
-def _softmax(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return torch.softmax(q @ k.transpose(-2, -1) * scale, dim=-1)
+def position_off(
+    model: nn.Module, layers: int | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Attend by content alone in the first `layers` gated layers: σ(λ) = 0 (Table 6).
+
+    Args and raises as `content_off`.
+    """
+    return _filled(_gates(model, layers), -math.inf)
+
+
+def _gates(model: nn.Module, layers: int | None) -> list[tuple[nn.Module, str]]:
+    gated = _parameters(model, "gated layers", "gating", "gating_param")  # the latter is timm's
+    if layers is not None and not 0 <= layers <= len(gated):
+        raise UserError(f"the model has {len(gated)} gated layers; {layers} cannot be masked")
+    return gated[:layers]
+
+
+def _parameters(model: nn.Module, what: str, *names: str) -> list[tuple[nn.Module, str]]:
+    """The parameters of a model's modules that have one of these names."""
+    modules = list(model.modules())
+    found = [(each, n) for each in modules for n in names if each._parameters.get(n) is not None]
+    if not found:
+        called = getattr(model, "variant", None) or type(model).__name__
+        raise UserError(f"{called} has no {what} to mask")
+    return found
+
+
+@contextlib.contextmanager
+def _filled(places: list[tuple[nn.Module, str]], value: float) -> Iterator[None]:
+    """Parameters replaced by others of the same shape with a constant value, for a while."""
+    own = [(module, name, getattr(module, name)) for module, name in places]
+    try:
+        for module, name, parameter in own:
+            constant = torch.full_like(parameter, value)
+            module._parameters[name] = nn.Parameter(constant, requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in own:
+            module._parameters[name] = parameter

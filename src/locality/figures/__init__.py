@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from locality.files import read_yaml
-from locality.settings import from_dict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +22,7 @@ class NamedFigure:
         papers: the published figures that it draws.
         takes: "runs" (measured run folders), "models" with images, or "images" alone.
         about: what it shows.
-        function: in `locality.figures.named`.
+        function: MODULE:NAME in `locality.figures`.
     """
 
     papers: str
@@ -34,11 +33,12 @@ class NamedFigure:
     @property
     def draw(self) -> Callable[..., Figure]:
         """The function; its first argument is what it `takes`, and images follow models."""
-        return getattr(importlib.import_module("locality.figures.named"), self.function)
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(f"locality.figures.{module}"), name)
 
 
 FIGURES: dict[str, NamedFigure] = {
-    name: from_dict(NamedFigure, row, name)
+    name: NamedFigure(**row)
     for name, row in read_yaml(Path(__file__).with_name("figures.yaml")).items()
 }
 """What `locality figure` draws, by name."""

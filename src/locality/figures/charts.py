@@ -11,10 +11,10 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from locality.analysis.measures import uniform_nonlocality
 from locality.analysis.runs import RecordedRun, RunGroup
 from locality.analysis.statistics import estimate, mean_curve
-from locality.figures.curves import uniform_nonlocality
-from locality.figures.style import CONVIT, FAINT, INK, colour_of, marker_of, new_figure, settings
+from locality.figures.style import CONVIT, FAINT, INK, colour_of, look_of, new_figure, settings
 
 if TYPE_CHECKING:
     from locality.training.range_test import RangeTest
@@ -46,7 +46,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     step = 0.7 / max(1, len(groups))
     for number, one in enumerate(groups):
-        look: dict[str, Any] = {"color": colour_of(one.family), "marker": marker_of(one.family)}
+        look = look_of(one.family)
         shift = (number - (len(groups) - 1) / 2) * step
         for fraction in one.fractions:
             x = fractions.index(fraction) + shift
@@ -181,15 +181,8 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
     before = _by_layer(one.at(fraction), "before", "gates")
     for layer, values in after.items():
         jitter = np.linspace(-0.18, 0.18, values.size) if values.size > 1 else np.zeros(1)
-        axes.plot(
-            layer + jitter,
-            values.ravel(),
-            linestyle="none",
-            marker=marker_of(one.family),
-            markersize=3.5,
-            alpha=0.5,
-            color=colour_of(one.family),
-        )
+        look = look_of(one.family) | {"linestyle": "none", "markersize": 3.5, "alpha": 0.5}
+        axes.plot(layer + jitter, values.ravel(), **look)
     for values_by_layer, label, look in (
         (before, "before training", {"color": FAINT, "linestyle": "--"}),
         (after, "mean after training", {"color": INK, "linewidth": 2, "marker": "_"}),
@@ -207,8 +200,12 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
 def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> bool:
     """Nonlocality of every layer before and after training; False where it was not measured."""
     measured = [one for one in groups if _by_layer(one.at(fraction), "after", "nonlocality")]
+    looks: dict[str, dict[str, Any]] = {
+        "before": {"linestyle": "--", "linewidth": 1.2, "markerfacecolor": "none"},
+        "after": {"linestyle": "-", "linewidth": 2},
+    }
     for one in measured:
-        for stage in ("before", "after"):
+        for stage, look in looks.items():
             values = _by_layer(one.at(fraction), stage, "nonlocality")
             if not values:
                 continue
@@ -219,28 +216,13 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
                 list(values),
                 [each.mean for each in found],
                 yerr=widths or None,
-                color=colour_of(one.family),
-                linestyle="-" if stage == "after" else "--",
-                linewidth=2 if stage == "after" else 1.2,
-                marker=marker_of(one.family),
-                markersize=5,
-                markerfacecolor=colour_of(one.family) if stage == "after" else "none",
-                capsize=2,
-                elinewidth=1,
                 label=f"{one.label}, {stage} training",
+                **{"markersize": 5, "capsize": 2, "elinewidth": 1} | look_of(one.family) | look,
             )
     seen = [run.measures["after"]["layers"] for one in measured for run in one.at(fraction)[:1]]
     if seen and (everywhere := uniform_nonlocality(seen[0])) is not None:
-        axes.axhline(everywhere, color=FAINT, linestyle=":", linewidth=1.2)
-        axes.annotate(
-            "looking everywhere alike",
-            (0.02, everywhere),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 6),
-            textcoords="offset points",
-            fontsize=7.5,
-            color=FAINT,
-        )
+        label = "looking everywhere alike"
+        axes.axhline(everywhere, color=FAINT, linestyle=":", linewidth=1.2, label=label)
     axes.set_title(part_of(fraction))
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.locator_params(axis="x", integer=True)

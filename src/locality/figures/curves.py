@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,16 +17,19 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from locality.analysis.measures import token_distances
+from locality.analysis.measures import uniform_nonlocality
+from locality.analysis.recording import trajectory
+from locality.analysis.runs import group, read_runs
 from locality.analysis.statistics import mean_curve
 from locality.errors import UserError
+from locality.figures.charts import percent
 from locality.figures.style import (
     FAINT,
     INK,
     MAP_COLOURS,
     OTHER,
     colour_of,
-    marker_of,
+    look_of,
     new_figure,
     settings,
 )
@@ -124,7 +128,7 @@ def _draw_line(axes: Axes, series: Record) -> None:
         label=series["label"],
         linestyle="--" if series["dashed"] else "-",
         linewidth=2.2 if series["colour"] == "ink" else 1.4,
-        marker=marker_of(series["colour"]) if few else None,
+        marker=look_of(series["colour"])["marker"] if few else None,
         markersize=4,
     )
     halves = series["half_width"]
@@ -142,7 +146,7 @@ def _draw_points(axes: Axes, series: Record) -> None:
         series["mean"],
         yerr=None if None in halves else halves,
         color=colour_named(series["colour"]),
-        marker=marker_of(series["colour"]),
+        marker=look_of(series["colour"])["marker"],
         linestyle="none",
         markersize=6,
         capsize=2,
@@ -201,12 +205,6 @@ def nonlocality_lines(layers: int, one_grid: bool = True) -> list[Line]:
     return [*lines, everywhere] if one_grid else lines
 
 
-def uniform_nonlocality(layers: Iterable[Record]) -> float | None:
-    """That of attention that is the same everywhere, where all layers share a grid."""
-    grids = {tuple(layer["grid"]) for layer in layers}
-    return float(token_distances(grids.pop()).mean()) if len(grids) == 1 else None
-
-
 def gate_lines(layer: int, heads: int) -> list[Line]:
     """σ(λ) of every head of a gated layer, and their mean in black."""
 
@@ -250,3 +248,44 @@ def _over_epochs(title: str, y_label: str, lines: list[Line], seeds: Sequence[Re
     ]
     plain: Record = {"x_label": "epochs", "log_x": False, "scatter": False}
     return plain | {"title": title, "y_label": y_label, "series": series}
+
+
+def nonlocality(folders: Sequence[Path | str]) -> Figure:
+    """How far every layer looks, over training (Figs. 5, 10, 13)."""
+    return draw(nonlocality_panels(_measured(folders)))
+
+
+def gates(folders: Sequence[Path | str]) -> Figure:
+    """Every gate over training (Figs. 6, 14).
+
+    Raises:
+        UserError: if the runs have none, or differ in more than their seed.
+    """
+    panels = [(label, gate_panels(seeds)) for label, seeds in _measured(folders)]
+    drawn = [each for each in panels if each[1]]
+    if len(drawn) > 1:
+        raise UserError(
+            f"these runs differ in more than their seed: {'; '.join(label for label, _ in drawn)}. "
+            f"Draw the gates of one model, with one set of settings, at a time"
+        )
+    if not drawn:
+        raise UserError("none of these runs has gates; only ConViT has")
+    return draw(drawn[0][1], f"Gates of {drawn[0][0]}")
+
+
+def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[Record]]]:
+    """Runs measured over training: a label, and a record for each seed.
+
+    Raises:
+        UserError: if a folder holds no run, or one says nothing of its training.
+    """
+    groups = group(read_runs(folders))
+    fractions = {fraction for one in groups for fraction in one.fractions}
+    return [
+        (
+            one.label + (f", {percent(part)} of the images" if len(fractions) > 1 else ""),
+            [trajectory(run.folder) for run in one.at(part)],
+        )
+        for one in groups
+        for part in one.fractions
+    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -18,8 +19,17 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, to_hex
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
+from PIL import Image
 
-from locality.analysis.pictures import DECADES, LayerPicture, Pictures, Sample, take_pictures
+from locality.analysis.pictures import (
+    DECADES,
+    LayerPicture,
+    Pictures,
+    Sample,
+    prepared,
+    take_pictures,
+)
+from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.figures.style import FAINT, GATE_COLOURS, MAP_COLOURS, new_figure, settings
 from locality.layers.grid import Grid
@@ -117,6 +127,42 @@ def initial_maps(
         network = build(model, **(dict(overrides) | changes))
         taken.append((title, take_pictures(network, chosen, place)))
     return maps(taken, layers=[0], heads=heads, own_scale=True)
+
+
+def head_maps(
+    models: Sequence[Classifier],
+    images: Sequence[Image.Image],
+    layers: Sequence[int] | None = None,
+    heads: int = 4,
+    place: tuple[float, float] = (0.5, 0.5),
+    mean: bool = False,
+) -> Figure:
+    """Attention from one patch: of the first image, or the mean over all of them.
+
+    Args:
+        models: drawn side by side; each prepares the images in its own way.
+        images: at least one.
+        layers, heads: which; see `maps`.
+        place: where to look from, as fractions of (height, width).
+        mean: over all images.
+    """
+    chosen = images if mean else images[:1]
+    taken = [
+        (model.name, take_pictures(model.module(), prepared(model, chosen), place))
+        for model in models
+    ]
+    return maps(taken, layers, heads, image=None if mean else 0)
+
+
+mean_maps = partial(head_maps, mean=True)
+
+
+def untrained_maps(
+    images: Sequence[Image.Image], place: tuple[float, float] = (0.5, 0.5)
+) -> Figure:
+    """Untrained layers of a ConViT-Ti on the first image, seen from `place` (Fig. 3)."""
+    subject = Classifier.of(build("convit_tiny"))
+    return initial_maps(prepared(subject, images[:1]), "convit_tiny", {}, place)
 
 
 def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:

@@ -73,7 +73,7 @@ def drawn(figure: Figure, form: str = "png", **options: Any) -> bytes:
     """A figure on white, as the content of a PNG or SVG file."""
     buffer = io.BytesIO()
     with settings():
-        figure.savefig(buffer, format=form, facecolor="white", **options)
+        figure.savefig(buffer, format=form, **({"facecolor": "white"} | options))
     return buffer.getvalue()
 
 
@@ -86,10 +86,8 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
         identifier: unique on the page; prefixes every id of the drawing.
         description: what a screen reader says.
     """
-    buffer = io.StringIO()
-    with settings():
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
+    clear: Any = {"facecolor": "none", "transparent": True, "metadata": {"Date": None}}
+    text = drawn(figure, "svg", **clear).decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{identifier}-', text)
@@ -107,6 +105,6 @@ def colour_of(family: str) -> str:
     return FAMILY_COLOURS.get(family, OTHER)
 
 
-def marker_of(family: str) -> str:
-    """The marker of a model family."""
-    return FAMILY_MARKERS.get(family, "D")
+def look_of(family: str) -> dict[str, Any]:
+    """The colour and the marker of a model family."""
+    return {"color": colour_of(family), "marker": FAMILY_MARKERS.get(family, "D")}

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from locality.analysis.masks import content_off, position_embedding_off, position_off
+from locality.analysis.taps import content_off, position_embedding_off, position_off
 from locality.figures.charts import percent
 from locality.models import variant
 from locality.papers import published

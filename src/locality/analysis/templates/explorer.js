@@ -27,14 +27,13 @@ const rows = new Map(); // attention of the current query, by "model.layer.head"
 class Head {
   constructor(bytes, at, queries, keys) {
     const view = new DataView(bytes.buffer, bytes.byteOffset);
-    const wide = view.getUint16(at, true), narrow = view.getUint16(at + 2, true);
     this.scale = view.getFloat32(at + 4, true) ** 2;
     this.queries = queries;
     this.keys = keys;
-    this.rank = wide + narrow;
+    this.rank = view.getUint32(at, true);
     at += 8;
-    [this.a, at] = readMatrix(bytes, at, wide, narrow, queries);
-    [this.b, at] = readMatrix(bytes, at, wide, narrow, keys);
+    [this.a, at] = readMatrix(bytes, at, this.rank, queries);
+    [this.b, at] = readMatrix(bytes, at, this.rank, keys);
     this.end = at;
   }
 
@@ -49,14 +48,12 @@ class Head {
   }
 }
 
-// Components: wide ones as low bytes and high bytes, then narrow ones as one byte each.
-function readMatrix(bytes, at, wide, narrow, length) {
-  const size = wide * length;
-  const matrix = new Int16Array(size + narrow * length);
-  for (let i = 0; i < size; i++) matrix[i] = bytes[at + i] | (bytes[at + size + i] << 8);
-  at += 2 * size;
-  for (let i = 0; i < narrow * length; i++) matrix[size + i] = (bytes[at + i] << 24) >> 24;
-  return [matrix, at + narrow * length];
+// Integers plus 128: their low bytes, then their high ones.
+function readMatrix(bytes, at, rank, length) {
+  const size = rank * length;
+  const matrix = new Int16Array(size);
+  for (let i = 0; i < size; i++) matrix[i] = (bytes[at + i] | (bytes[at + size + i] << 8)) - 128;
+  return [matrix, at + 2 * size];
 }
 
 function softmax(scores) {
