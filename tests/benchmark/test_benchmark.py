@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from locality.benchmark.config import BenchmarkConfig
+from locality.benchmark import BenchmarkConfig
 from locality.benchmark.loading import run_loading
 from locality.benchmark.measure import Timing, interleave, peak_memory
 from locality.benchmark.run import peers, randomise, run_benchmark, to_table
@@ -108,7 +108,7 @@ def test_models_or_the_loader(capsys):
 def test_all_models_are_measured_and_recorded(tmp_path, capsys, monkeypatch):
     """A peer that is missing is named and the others are measured."""
     models = {"timm": ("deit_nano",), "transformers": ("convit_nano", "cvt_micro")}
-    monkeypatch.setattr("locality.benchmark.config.ALL", models)
+    monkeypatch.setattr("locality.commands.models.ALL", models)
     monkeypatch.chdir(tmp_path)
     few = ["--img_sizes", "[8]", "--modes", "[eager]", "--rounds", "1", "--batch_size", "2"]
     assert main(["benchmark", "--all", "--device", "cpu", *few]) == 0

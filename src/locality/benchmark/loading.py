@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
-from locality.benchmark.config import BenchmarkConfig
+from locality.benchmark import BenchmarkConfig
 from locality.benchmark.measure import Work, interleave
 from locality.benchmark.run import machine, timed_rows
 from locality.data import Preprocessing, train_loader
@@ -85,10 +85,8 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
     listing = list_folder(folder)
     augment = dataclasses.replace(DEIT_AUGMENT, repeats=1)
     contenders: dict[str, Iterable[Any]] = {}
-    for label, decoding in (
-        ("locality", Decoding()),
-        ("locality, fast", Decoding(crops="fast")),
-    ):
+    decodings = {"locality": Decoding(), "locality, fast": Decoding(crops="fast")}
+    for label, decoding in decodings.items():
         source = listing.source(listing.classes, decoding)
         contenders[label] = train_loader(
             source,

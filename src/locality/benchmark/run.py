@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import platform
 import re
 import statistics
@@ -19,8 +20,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from locality import __version__
-from locality.benchmark.config import AGAINST, BenchmarkConfig
+from locality import __version__, checks
+from locality.benchmark import AGAINST, BenchmarkConfig
 from locality.benchmark.measure import (
     Timing,
     Work,
@@ -30,7 +31,7 @@ from locality.benchmark.measure import (
     training_step,
 )
 from locality.checkpoints import LAYOUTS
-from locality.errors import UserError, require, unknown
+from locality.errors import UserError, require
 from locality.files import write_atomic
 from locality.machine import commit, processor
 from locality.models import ImageClassifier, StageConfig, ViTConfig, build
@@ -67,8 +68,9 @@ def run_benchmark(
         torch.set_num_threads(config.threads)
     rows: list[dict[str, Any]] = []
     for size in config.img_sizes:
-        contenders, difference = _contenders(model or name, size, config.against, device)
+        contenders = _contenders(model or name, size, config.against, device)
         images = torch.randn(config.batch_size, 3, size, size, device=device)
+        difference = _check_logits(contenders, images, "fp32", name)
         for precision in config.precisions:
             _check_logits(contenders, images, precision, name)
             for mode, task in itertools.product(config.modes, config.tasks):
@@ -106,8 +108,7 @@ def peers(model: ImageClassifier, against: str) -> dict[str, nn.Module]:
     Raises:
         UserError: if that library has no such model.
     """
-    if against not in AGAINST:
-        raise unknown("library to measure against", against, AGAINST)
+    checks.one_of("against", against, AGAINST)
     return _timm_peers(model) if against == "timm" else {against: _transformers_cvt(model)}
 
 
@@ -184,8 +185,8 @@ class _LogitsOnly(nn.Module):
 
 def _contenders(
     model: ImageClassifier | str, size: int, against: str, device: torch.device
-) -> tuple[dict[str, nn.Module], float]:
-    """Ours and its peers on one device, and how far the logits of the first peer are from ours."""
+) -> dict[str, nn.Module]:
+    """Ours and its peers on one device."""
     # transformers' CvT has the exact GELU, so that is what ours is timed with beside it.
     fields: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
     fields["img_size"] = size
@@ -195,28 +196,29 @@ def _contenders(
     contenders: dict[str, nn.Module] = {"locality": ours, **peers(ours, against)}
     for contender in contenders.values():
         contender.to(device).eval()
-    images = torch.randn(2, 3, size, size, device=device)
-    difference = float("nan")
-    if against in contenders:
-        with torch.no_grad():
-            difference = (ours(images) - contenders[against](images)).abs().max().item()
-    return contenders, difference
+    return contenders
 
 
 def _check_logits(
     contenders: dict[str, nn.Module], images: Tensor, precision: str, name: str
-) -> None:
-    """Nothing is timed before the peer with our weights has given our logits."""
+) -> float:
+    """Nothing is timed before the peer with our weights, if there is one, has given our logits.
+
+    Returns:
+        the largest difference.
+    """
+    largest = math.nan
     for label in contenders.keys() & set(AGAINST):
         with torch.no_grad(), _autocast(precision, images.device)():
             ours, theirs = contenders["locality"](images), contenders[label](images)
-        scale = theirs.float().abs().max().clamp(min=1)
-        difference = ((ours.float() - theirs.float()).abs().max() / scale).item()
-        if not difference <= TOLERANCE[precision]:
+        largest = (ours.float() - theirs.float()).abs().max().item()
+        share = largest / max(1.0, theirs.float().abs().max().item())
+        if not share <= TOLERANCE[precision]:
             raise UserError(
-                f"{name} and its {label} peer differ by {difference:.2g} of the largest logit in "
+                f"{name} and its {label} peer differ by {share:.2g} of the largest logit in "
                 f"{precision} with equal weights; nothing was timed"
             )
+    return largest
 
 
 def _autocast(precision: str, device: torch.device) -> Callable[[], Any]:
@@ -248,16 +250,20 @@ def _measure(
 
 
 def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per contender; `images` are those of a call, and `what` says what was called."""
-    return [
-        {
-            "contender": label,
-            **what,
-            "images_per_second": images / timing.median(label),
-            **_ratio(timing, label),
-        }
-        for label in timing.seconds
-    ]
+    """One row per contender; `images` are those of a call, and `what` says what was called.
+
+    Beside a peer stands our speed over its own: the median over rounds, and their middle half.
+    """
+    ours = next(label for label in reversed(timing.seconds) if label.startswith("locality"))
+    rows = []
+    for label in timing.seconds:
+        ratios = sorted(timing.ratios(ours, label))
+        quarter, is_peer = len(ratios) // 4, not label.startswith("locality")
+        row = {"contender": label, **what, "images_per_second": images / timing.median(label)}
+        row["locality_is_times_as_fast"] = statistics.median(ratios) if is_peer else None
+        row["middle_half"] = (ratios[quarter], ratios[-1 - quarter]) if is_peer else None
+        rows.append(row)
+    return rows
 
 
 def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str, nn.Module]]:
@@ -272,19 +278,6 @@ def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str
             yield label, model
             if isinstance(model, ImageClassifier) and hasattr(model, "fuse"):
                 yield f"{label} (fused)", model.fuse()  # type: ignore[operator]
-
-
-def _ratio(timing: Timing, label: str) -> dict[str, Any]:
-    """Our speed over this contender's: the median over rounds, and the middle half of them."""
-    ours = next(reversed([key for key in timing.seconds if key.startswith("locality")]))
-    if label.startswith("locality"):
-        return {"locality_is_times_as_fast": None, "middle_half": None}
-    ratios = sorted(timing.ratios(ours, label))
-    quarter = len(ratios) // 4
-    return {
-        "locality_is_times_as_fast": statistics.median(ratios),
-        "middle_half": (ratios[quarter], ratios[-1 - quarter]),
-    }
 
 
 def _megabytes(count: int | None) -> float | None:
@@ -345,7 +338,9 @@ def write_record(folder: Path, measured: Measured, name: str | None = None, **al
         also: more to put into the JSON.
     """
     content = {"commit": commit() or "unknown", "measured": measured, **also}
-    path = folder / (name or default_name(next(iter(measured.values()))[0]["machine"]))
+    machine = next(iter(measured.values()))[0]["machine"]
+    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    path = folder / (name or f"{device}-{machine['threads']}t-{machine['date']}")
     write_atomic(path.with_name(f"{path.name}.json"), json.dumps(content, indent=1) + "\n")
     tables = path.with_name(f"{path.name}.md")
     write_atomic(tables, markdown(content))
@@ -371,9 +366,3 @@ def markdown(content: Mapping[str, Any]) -> str:
             lines += ["", f"`{result['model']}`", ""]
             lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines) + "\n"
-
-
-def default_name(machine: dict[str, Any]) -> str:
-    """A file name that says device and date."""
-    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
-    return f"{device}-{machine['threads']}t-{machine['date']}"

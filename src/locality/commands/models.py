@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from locality import checkpoints, models
-from locality.benchmark.config import ALL, ALL_SETTINGS, BenchmarkConfig
+from locality.benchmark import ALL, ALL_SETTINGS, BenchmarkConfig
 from locality.checkpoints.where import (
     LAYOUT_NAMES,
     SOURCES,
@@ -185,7 +185,7 @@ def export(arguments: Sequence[str]) -> None:
     if options.int8 is None:
         print(checkpoints.export(opened.module(), options.output, options.format, **settings))
         return
-    from locality.benchmark.graphs import compare_graphs
+    from locality.benchmark.measure import compare_graphs
 
     with tempfile.TemporaryDirectory() as folder:
         whole = checkpoints.export(opened.module(), Path(folder) / "float.onnx", **settings)
