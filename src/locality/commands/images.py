@@ -55,22 +55,22 @@ def predict(arguments: Sequence[str]) -> int:
     parser.add("--csv", False, "print a table: path, prediction, probability of every class")
     options = parser.read(arguments)
     if options.csv:
-        parser.refuse(arguments, "top json", "does nothing beside --csv")
+        parser.refuse("top json", "does nothing beside --csv")
 
     from locality.data.folder import image_files
 
     files = list(image_files(options.images))
-    check_given(options.model, options)
     classifier = open_given(options.model, options)
-    readable = _Readable(files, options.model)
+    read: list[Path] = []
+    bad: list[str] = []
     probabilities: list[Tensor] = []
-    images = iter(readable)
+    images = _readable(files, options.model, read, bad)
     # One by one: a large image is shrunk before the next is read.
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
-    results = list(zip(readable.read, probabilities, strict=True))
+    results = list(zip(read, probabilities, strict=True))
     if options.csv:
-        code = readable.said()
+        code = _code(bad, files)
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
         write_predictions(sys.stdout, ["path"], names, results)
         return code
@@ -83,7 +83,7 @@ def predict(arguments: Sequence[str]) -> int:
             print(f"{printable(str(file))}: {printable(shown)}")
     if options.json:
         print(json.dumps(listed, indent=2))
-    return readable.said()
+    return _code(bad, files)
 
 
 def write_predictions(
@@ -107,55 +107,44 @@ def write_predictions(
         table.writerow([*named, classes[int(probabilities.argmax())], *shown])
 
 
-class _Readable:
-    """The images in files that can be read; the others are named at the end.
+def _readable(
+    files: Iterable[Path], model: str, read: list[Path], bad: list[str]
+) -> Iterator[Image.Image]:
+    """The images in files that can be read, decoded as those of `model` where it is a run.
 
     Args:
         files: what to read.
-        model: for a run, images are decoded as its own were.
-
-    Attributes:
-        read: the files of the images so far.
-        left: how many files were not looked at yet.
+        model: as somebody typed it.
+        read, bad: are given the files of the images so far, and a sentence on each other.
     """
+    from locality.data.folder import read_image
 
-    def __init__(self, files: Sequence[Path], model: str) -> None:
-        is_run = is_run_folder(model)
-        self._decoding = read_config(Path(model)).data.decoding if is_run else AS_PUBLISHED
-        self._files = files
-        self._bad: list[str] = []
-        self.read: list[Path] = []
-        self.left = len(files)
+    decoding = read_config(Path(model)).data.decoding if is_run_folder(model) else AS_PUBLISHED
+    for file in files:
+        try:
+            # In no variable, which would keep it while the next one is decoded.
+            opened = [read_image(file, decoding)]
+        except UserError as error:
+            bad.append(one_line(error))
+            continue
+        read.append(file)
+        yield opened.pop()
 
-    def __iter__(self) -> Iterator[Image.Image]:
-        from locality.data.folder import read_image
 
-        for file in self._files:
-            self.left -= 1
-            try:
-                # In no variable, which would keep it while the next one is decoded.
-                opened = [read_image(file, self._decoding)]
-            except UserError as error:
-                self._bad.append(one_line(error))
-                continue
-            self.read.append(file)
-            yield opened.pop()
+def _code(bad: Sequence[str], files: Sequence[Path]) -> int:
+    """Name the files that could not be read; the exit code.
 
-    def said(self) -> int:
-        """Name what could not be read; the exit code.
-
-        Raises:
-            UserError: if nothing could.
-        """
-        bad = len(self._bad)
-        if bad == len(self._files):
-            others = f" (nor can the other {bad - 1} images be read)" if bad > 1 else ""
-            raise UserError(self._bad[0] + others)
-        for sentence in self._bad:
-            say(sentence)
-        if self._bad:
-            say(f"{bad} of {len(self._files)} images could not be read")
-        return 1 if bad else 0
+    Raises:
+        UserError: if none could.
+    """
+    if len(bad) == len(files):
+        others = f" (nor can the other {len(bad) - 1} images be read)" if len(bad) > 1 else ""
+        raise UserError(bad[0] + others)
+    for sentence in bad:
+        say(sentence)
+    if bad:
+        say(f"{len(bad)} of {len(files)} images could not be read")
+    return 1 if bad else 0
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -171,7 +160,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_class_arguments(DataConfig, "data")
     words = with_aliases(arguments, {"--data": "--data.dataset"})
     options = parser.read(words)
-    parser.refuse(words, _OF_TRAINING, "chooses among training images; others are evaluated on")
+    parser.refuse(_OF_TRAINING, "chooses among training images; others are evaluated on")
     if (options.run is None) == (options.weights is None):
         raise UserError("give one model to evaluate, by itself or as --weights")
     what = options.weights if options.run is None else options.run
@@ -182,7 +171,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     opened = open_given(what, options)
     given = {
         name.removeprefix("data."): value
-        for name, value in parser.given(words).items()
+        for name, value in parser.given.items()
         if name.startswith("data.")
     }
     chosen, seed = DataConfig(), 0
@@ -267,7 +256,7 @@ def serve(arguments: Sequence[str]) -> None:
     check_given(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     if options.export_space is not None:
-        parser.refuse(arguments, "host port", "does nothing beside --export_space")
+        parser.refuse("host port", "does nothing beside --export_space")
         check_empty(Path(options.export_space))
         from locality.checkpoints.space import export_space
 
@@ -302,7 +291,7 @@ def figure(arguments: Sequence[str]) -> int:
     takes = chosen.takes
     unused = {"runs": "place count", "images": "", "models": ""}[takes]
     unused += "" if takes == "models" else " images layers heads variant entry set"
-    parser.refuse(arguments, unused, f"does nothing for {options.name}, drawn from {takes}")
+    parser.refuse(unused, f"does nothing for {options.name}, drawn from {takes}")
 
     if takes == "models":
         for source in options.sources:
@@ -348,12 +337,13 @@ def _shown(
 
         return run_images(model, count), 0
     files = list(image_files(given))
-    readable = _Readable(files, model)
-    images = list(islice(readable, count))
-    if readable.left:
-        say(f"{readable.left} more images are left out; --count {len(files)} takes all")
-    names = [file.name for file in readable.read]
-    return list(zip(names, images, strict=True)), readable.said()
+    read: list[Path] = []
+    bad: list[str] = []
+    images = list(islice(_readable(files, model, read, bad), count))
+    if left := len(files) - len(read) - len(bad):
+        say(f"{left} more images are left out; --count {len(files)} takes all")
+    names = [file.name for file in read]
+    return list(zip(names, images, strict=True)), _code(bad, files)
 
 
 def folders(arguments: Sequence[str]) -> int | None:
@@ -389,7 +379,7 @@ def folders(arguments: Sequence[str]) -> int | None:
         )
         print("\n".join(report.lines()))
         return 0 if report.ok else 1
-    parser.refuse(arguments, "workers dataset", "is for `locality data check`")
+    parser.refuse("workers dataset", "is for `locality data check`")
     if options.out is None:
         raise UserError("`locality data pack FOLDER OUT` needs OUT, a folder to be made")
 

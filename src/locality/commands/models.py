@@ -7,7 +7,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from locality.commands.parsing import (
 from locality.errors import UserError, entry, one_line
 from locality.files import write_atomic
 from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
+from locality.settings import from_dict
 
 
 def architectures(arguments: Sequence[str]) -> None:
@@ -208,17 +209,15 @@ def benchmark(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     if bool(options.models) + options.loader + options.all != 1:
         raise UserError("give the models to measure, or --loader or --all alone")
-    settings = {key: value for key, value in vars(options).items() if key not in _OWN}
-    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    settings = {field.name: options[field.name] for field in fields(BenchmarkConfig)}
     if all(name in VARIANTS for name in options.models):
-        parser.refuse(arguments, "variant entry set", "is for weights, and none are given")
+        parser.refuse("variant entry set", "is for weights, and none are given")
     if options.loader:
-        parser.refuse(arguments, _NOT_LOADING, "does nothing beside --loader")
+        parser.refuse(_NOT_LOADING, "does nothing beside --loader")
     if options.all:
-        parser.refuse(arguments, "against output", "does nothing beside --all")
-        given = parser.given(arguments)
-        settings |= {name: v for name, v in ALL_SETTINGS.items() if name not in given}
-    config = BenchmarkConfig(**settings)
+        parser.refuse("against output", "does nothing beside --all")
+        settings |= {name: v for name, v in ALL_SETTINGS.items() if name not in parser.given}
+    config = from_dict(BenchmarkConfig, settings)
     check_place(options.output)
 
     for name in options.models:
@@ -244,7 +243,6 @@ def benchmark(arguments: Sequence[str]) -> None:
 
 
 _NOT_LOADING = "against img_sizes batch_size precisions modes tasks threads device memory"
-_OWN = ("models", "output", "loader", "all", "variant", "entry", "set")
 
 
 def _process_each() -> ProcessPoolExecutor:

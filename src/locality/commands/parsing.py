@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import yaml
 from jsonargparse import ArgumentParser as _JsonArgumentParser
 from jsonargparse import Namespace
 from jsonargparse._actions import _ActionConfigLoad
@@ -19,7 +18,7 @@ from jsonargparse._actions import _ActionConfigLoad
 from locality import checks
 from locality.checkpoints.where import kind_of, refuse_entry
 from locality.errors import UserError, near
-from locality.files import read_yaml
+from locality.files import parse_yaml, read_yaml
 from locality.settings import described
 
 if TYPE_CHECKING:
@@ -40,6 +39,9 @@ class Parser(_JsonArgumentParser):
         command: its name.
         text: what it does, of which the first paragraph is told: a function's docstring.
         words: those before the options that the caller reads by itself, for the help.
+
+    Attributes:
+        given: the options that the command line gave, by dotted name, without defaults.
     """
 
     def __init__(self, command: str, text: str | None, words: str = "") -> None:
@@ -51,6 +53,7 @@ class Parser(_JsonArgumentParser):
         )
         self._words = words
         self._counts: list[str] = []
+        self.given: dict[str, Any] = {}
 
     def add(self, name: str, default: Any, help: str, type: Any = None) -> None:
         """Add an option that takes one value of its default's type, or is a switch (False).
@@ -93,6 +96,7 @@ class Parser(_JsonArgumentParser):
             raise SystemExit(0)
         try:
             options = self.parse_args(list(arguments))
+            self.given = vars(self.parse_args(list(arguments), defaults=False).as_flat())
         except argparse.ArgumentError as error:
             raise self._readable(error) from None
         for name in self._counts:
@@ -100,24 +104,18 @@ class Parser(_JsonArgumentParser):
                 checks.integer(name, options[name], 1)
         return options
 
-    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Those options that `arguments` give, by dotted name, without the defaults of others."""
-        return vars(self.parse_args(list(arguments), defaults=False).as_flat())
-
-    def refuse(self, arguments: Sequence[str], options: str, why: str) -> None:
+    def refuse(self, options: str, why: str) -> None:
         """Refuse options that would do nothing.
 
         Args:
-            arguments: of the command line.
             options: names, separated by spaces.
             why: the rest of the sentence.
 
         Raises:
             UserError: if one of them is given.
         """
-        given = self.given(arguments)
+        given, flags = self.given, self._option_string_actions
         if found := [name for name in options.split() if given.get(name) is not None]:
-            flags = self._option_string_actions
             named = [f"--{name}" if f"--{name}" in flags else str(given[name]) for name in found]
             raise UserError(f"{' and '.join(named)} {why}")
 
@@ -276,12 +274,9 @@ def read_settings(options: Namespace) -> dict[str, Any]:
     settings = {}
     for word in options.set:
         name, equals, value = word.partition("=")
-        try:
-            settings[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            equals = ""
         if not equals or not name.strip():
             raise UserError(f"--set takes NAME=VALUE, such as --set kv_stride=1, not '{word}'")
+        settings[name.strip()] = parse_yaml(value, f"--set {name}")
     return settings
 
 
@@ -297,28 +292,25 @@ def read_settings_file(path: str) -> dict[str, Any]:
     return values
 
 
-def taken(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The values of every `flag VALUE` and `flag=VALUE` in `words`, and the other words."""
-    values, rest, wanted = [], [], False
-    for word in words:
-        name, equals, value = word.partition("=")
-        if wanted or (name == flag and equals):
-            values.append(word if wanted else value)
-            wanted = False
-        elif name == flag:
-            wanted = True
+def taken(words: Iterable[str], *flags: str) -> tuple[list[list[str]], list[str]]:
+    """The values of each `FLAG VALUE` or `FLAG=VALUE` in `words` by flag, and the other words."""
+    values: dict[str, list[str]] = {flag: [] for flag in flags}
+    rest, remaining = [], iter(words)
+    for word in remaining:
+        flag, equals, value = word.partition("=")
+        if flag in values and equals:
+            values[flag].append(value)
+        elif flag in values and (following := next(remaining, None)) is not None:
+            values[flag].append(following)
         else:
             rest.append(word)
-    return values, [*rest, flag] if wanted else rest
+    return list(values.values()), rest
 
 
 def with_aliases(arguments: Iterable[str], aliases: dict[str, str]) -> list[str]:
     """`arguments` with short options written out: `--model X` as `--model.name X`."""
-    result = []
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        result.append(aliases.get(flag, flag) + equals + value)
-    return result
+    parts = (argument.partition("=") for argument in arguments)
+    return [aliases.get(flag, flag) + equals + value for flag, equals, value in parts]
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

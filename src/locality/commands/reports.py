@@ -88,9 +88,9 @@ def reproduce(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     if options.list:
         own = "name dry_run finished output seeds fraction jobs threads executor data quiet"
-        parser.refuse(arguments, own, "does nothing beside --list")
+        parser.refuse(own, "does nothing beside --list")
     else:
-        parser.refuse(arguments, "json", "is for --list")
+        parser.refuse("json", "is for --list")
 
     from locality.papers import reproduce as papers
 
@@ -144,7 +144,7 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add("--dry_run", False, "runs and time; no start")
     parser.add("--quiet", False, "no progress")
     options = parser.read(arguments)
-    given = parser.given(arguments)
+    given = parser.given
     for one, other in (("minutes", "steps"), ("seeds", "folds"), ("pretrained", "img_size")):
         if one in given and other in given:
             raise UserError(f"--{one} and --{other} exclude each other; give one of them")

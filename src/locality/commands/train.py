@@ -87,8 +87,8 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         UserError: for an unknown recipe or setting, or a value that does not fit.
     """
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
-    words = with_aliases(arguments, ALIASES | moved)
-    names, words = taken("--recipe", words)
+    flags = ("--recipe", "--config", "--resume", "--output")
+    (names, files, *places), words = taken(with_aliases(arguments, ALIASES | moved), *flags)
     given: dict[str, Any] = {}
     if words and not words[0].startswith("-"):
         word = words.pop(0)
@@ -97,8 +97,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         if word not in names or (word in OWN_IMAGES and Path(word).is_dir()):
             given = images_at(Path(word))
             names = names or ["photos"]
-    files, words = taken("--config", words)
-    run = _run_to_resume(words, names + files)
+    run = _run_to_resume(*places, names + files)
     # jsonargparse has an option of this name, which would print what this parser has alone.
     printing = "--print_config" in words
     words = [word for word in words if word != "--print_config"]
@@ -136,23 +135,21 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     parser.set_defaults(values)
     options = parser.read(words)
     options.print_config, options.fit = printing, None
+    options.output = next(reversed(places[1]), None) if run is None else str(run)
     if not options.dry_run:
-        parser.refuse(words, "images_per_second", "is for the hours that --dry_run estimates")
+        parser.refuse("images_per_second", "is for the hours that --dry_run estimates")
     else:
-        parser.refuse(words, "record measure_every quiet lr_find", "does nothing beside --dry_run")
+        parser.refuse("record measure_every quiet lr_find", "does nothing beside --dry_run")
     if options.lr_find:
-        parser.refuse(words, "record measure_every quiet", "does nothing beside --lr_find")
+        parser.refuse("record measure_every quiet", "does nothing beside --lr_find")
     given |= changed(parser, words, values)
     if run is None and name in OWN_IMAGES and given.get("data.root") is not None:
         return _for_own_images(name, given, options), options
-    parser.refuse(words, "minutes", "is for own images: locality train FOLDER")
+    parser.refuse("minutes", "is for own images: locality train FOLDER")
     if run is None:
         return adjusted(name, given), options
-    options.output = str(run)
     config = replace(base, given)
     if config.schedule != base.schedule:
-        for flag in ("--resume", "--output"):
-            words = taken(flag, words)[1]
         raise UserError(
             f"{run} was planned for {base.schedule.length:g} {base.schedule.unit}, and a run keeps "
             f"its schedule; to go on from its weights with another one, start a run: locality "
@@ -169,7 +166,7 @@ def search(arguments: Sequence[str]) -> None:
     """
     from locality.search.config import SEARCHES, SearchConfig, named, read_search
 
-    resumed, words = taken("--resume", with_aliases(arguments, ALIASES))
+    (resumed,), words = taken(with_aliases(arguments, ALIASES), "--resume")
     name = words.pop(0) if words and not words[0].startswith("-") else "digits"
     config = read_search(resumed[-1]) if resumed else named(name)
     parser = Parser("search", f"{search.__doc__} Names: {', '.join(SEARCHES)}.", "[NAME]")
@@ -203,7 +200,7 @@ def search(arguments: Sequence[str]) -> None:
 def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `words` give, of those that `values` has, by the name of their option."""
     given: dict[str, Any] = {}
-    for setting, value in parser.given(words).items():
+    for setting, value in parser.given.items():
         # `--model.overrides.depth 3` changes one of them, `--model.overrides '{depth: 3}'` all.
         if any(word.startswith(f"--{setting}.") for word in words):
             given |= {f"{setting}.{key}": value[key] for key in value}
@@ -261,13 +258,14 @@ def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig
     return options.fit.config
 
 
-def _run_to_resume(words: Sequence[str], others: Sequence[str]) -> Path | None:
+def _run_to_resume(
+    resumed: Sequence[str], outputs: Sequence[str], others: Sequence[str]
+) -> Path | None:
     """The run that `--resume` names, or `--output` where nothing else says what to train.
 
     Raises:
         UserError: if it is not there, or there is more than one word on what to train.
     """
-    resumed, outputs = taken("--resume", words)[0], taken("--output", words)[0]
     if not resumed:
         return Path(outputs[-1]) if outputs and not others and is_run_folder(outputs[-1]) else None
     if others or outputs:
