@@ -19,8 +19,9 @@ from timm.models import (
 )
 from torch import Tensor
 
-from locality.checkpoints.adapt import resample_positions
-from locality.checkpoints.open import PREPARED, recognise
+from locality.checkpoints.finding import PREPARED
+from locality.checkpoints.foreign import recognise
+from locality.checkpoints.open import resample_positions
 from locality.checkpoints.where import SOURCES, Source
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CvtConfig, CvtForImageClassification
 
-from locality.checkpoints.cvt import MICROSOFT, TRANSFORMERS
+from locality.checkpoints.foreign import MICROSOFT, TRANSFORMERS
 from locality.errors import UserError
 from locality.models import build
 

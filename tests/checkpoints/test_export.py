@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import locality.checkpoints.exporting as exporting
-import locality.checkpoints.hub as hub
+import locality.checkpoints.finding as finding
 from locality.checkpoints import (
     LAYOUTS,
     Classifier,
@@ -234,7 +234,9 @@ def test_pictures_are_brought_to_the_models_device():
 def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
     trained = TrainedModel(build("convit_nano"), Preprocessing(8), CLASSES)
     trained.save_pretrained(tmp_path)
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name])
+    monkeypatch.setattr(
+        finding, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name]
+    )
     opened = open_model("me/model")
     assert opened.name == "me/model" and opened.classes == tuple(CLASSES)
 

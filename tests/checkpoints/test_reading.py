@@ -88,12 +88,12 @@ def test_a_namespace_with_paths_beside_the_weights_is_allowed_and_it_alone(tmp_p
     }
     args = argparse.Namespace(lr=1e-3, model="convit_tiny", **paths)
     torch.save({"model": STATE, "args": args}, path)
-    assert_same(read_state(path))
+    assert_same(read_state(path)[0])
     torch.save({"model": STATE, "args": args}, path, _use_new_zipfile_serialization=False)
     written = path.read_bytes()
     path.write_bytes(written.replace(b"cpathlib\nPosixPath", b"cpathlib._local\nPosixPath"))
     assert path.read_bytes() != written  # as Python 3.13 calls it
-    assert_same(read_state(path))
+    assert_same(read_state(path)[0])
     assert argparse.Namespace not in torch.serialization.get_safe_globals()
     torch.save({"model": STATE, "args": nn.Linear(2, 2)}, path)
     with pytest.raises(UserError, match=r"torch\.nn\.modules\.linear\.Linear"):
@@ -103,20 +103,20 @@ def test_a_namespace_with_paths_beside_the_weights_is_allowed_and_it_alone(tmp_p
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_plain_state_dict(tmp_path, legacy):
     torch.save(STATE, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
-    assert_same(read_state(tmp_path / "a.pt"))
+    assert_same(read_state(tmp_path / "a.pt")[0])
 
 
 def test_the_content_decides_not_the_name(tmp_path):
     save_file(STATE, tmp_path / "a.pth")
     torch.save(STATE, tmp_path / "b.safetensors")
-    assert_same(read_state(tmp_path / "a.pth"))
-    assert_same(read_state(tmp_path / "b.safetensors"))
+    assert_same(read_state(tmp_path / "a.pth")[0])
+    assert_same(read_state(tmp_path / "b.safetensors")[0])
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_the_names_that_training_wrappers_add_are_taken_off(tmp_path, wrapper):
     torch.save({f"{wrapper}{name}": tensor for name, tensor in STATE.items()}, tmp_path / "a.pt")
-    assert_same(read_state(tmp_path / "a.pt"))
+    assert_same(read_state(tmp_path / "a.pt")[0])
 
 
 def test_several_state_dicts_are_an_error_until_one_is_named(tmp_path):
@@ -125,8 +125,8 @@ def test_several_state_dicts_are_an_error_until_one_is_named(tmp_path):
     torch.save({"epoch": 3, "model": STATE, "model_ema": other}, path)
     with pytest.raises(UserError, match=r"model, model_ema.*name one as the entry"):
         read_state(path)
-    assert_same(read_state(path, entry="model"))
-    assert torch.equal(read_state(path, entry="model_ema")["weight"], other["weight"])
+    assert_same(read_state(path, entry="model")[0])
+    assert torch.equal(read_state(path, entry="model_ema")[0]["weight"], other["weight"])
     with pytest.raises(UserError, match="no state dict 'ema'"):
         read_state(path, entry="ema")
 

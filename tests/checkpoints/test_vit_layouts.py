@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import nn
 
-from locality.checkpoints.vit import CONVIT, DEIT
+from locality.checkpoints.foreign import CONVIT, DEIT
 from locality.errors import UserError
 from locality.models import VARIANTS, build, variant
 

@@ -77,7 +77,7 @@ MISTAKES = [
     ("serve nope.pth --export-space space", "there is no file or folder nope.pth"),
     ("serve runs/photos --port 65536", "port is 65536; give a whole number, from 0 to 65535"),
     ("convert nope.pth out", "there is no file or folder nope.pth"),
-    ("convert runs/photos out.zip", "out.zip ends in .zip"),
+    ("convert runs/photos out.zip", "a folder or a .safetensors file, not out.zip"),
     ("convert runs/photos out.pth --to cvt", "known: convit, cvt-microsoft"),
     ("convert runs/photos out --entry ema", "so there is no entry 'ema' to choose"),
     ("export runs/photos out.onxx", "has to end in .onnx"),

@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 import locality
-from locality.checkpoints import LAYOUTS, export, hub, load, open_model, save
+from locality.checkpoints import LAYOUTS, export, finding, load, open_model, save
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
@@ -59,7 +59,7 @@ def given(tmp_path_factory):
 def inputs(given, tmp_path, monkeypatch):
     """What may be typed: eight kinds, and a file that is not there."""
     monkeypatch.setattr(
-        hub, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
+        finding, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
     )
     tiny = build("convit_tiny")
     monkeypatch.setenv("LOCALITY_HOME", str(tmp_path / "home"))

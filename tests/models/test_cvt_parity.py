@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from locality.checkpoints.cvt import TRANSFORMERS
+from locality.checkpoints.foreign import TRANSFORMERS
 from locality.models import build
 
 transformers = pytest.importorskip("transformers")

@@ -135,7 +135,7 @@ def test_every_architecture_sees_its_images_and_learns_everywhere(name, fields):
 
 def test_mean_pooling_is_timms():
     """timm's ConViT pools its patches and leaves the class token in."""
-    from locality.checkpoints.vit import CONVIT
+    from locality.checkpoints.foreign import CONVIT
 
     fields = {"depth": 3, "num_heads": 4, "img_size": 32}
     theirs = timm.create_model(

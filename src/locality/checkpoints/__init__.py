@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.checkpoints.adapt import create_model as create_model
-    from locality.checkpoints.adapt import load_weights as load_weights
     from locality.checkpoints.exporting import Conversion as Conversion
     from locality.checkpoints.exporting import convert as convert
     from locality.checkpoints.exporting import export as export
     from locality.checkpoints.exporting import quantise as quantise
+    from locality.checkpoints.finding import read as read
+    from locality.checkpoints.foreign import LAYOUTS as LAYOUTS
+    from locality.checkpoints.foreign import recognise as recognise
     from locality.checkpoints.format import Checkpoint as Checkpoint
     from locality.checkpoints.format import save as save
-    from locality.checkpoints.hub import TrainedModel as TrainedModel
     from locality.checkpoints.layouts import Layout as Layout
-    from locality.checkpoints.open import LAYOUTS as LAYOUTS
     from locality.checkpoints.open import Classifier as Classifier
+    from locality.checkpoints.open import TrainedModel as TrainedModel
+    from locality.checkpoints.open import create_model as create_model
     from locality.checkpoints.open import load as load
+    from locality.checkpoints.open import load_weights as load_weights
     from locality.checkpoints.open import open_model as open_model
-    from locality.checkpoints.open import read as read
-    from locality.checkpoints.open import recognise as recognise
     from locality.checkpoints.where import SOURCES as SOURCES
     from locality.checkpoints.where import Source as Source
     from locality.checkpoints.where import source as source

@@ -1,11 +1,15 @@
-"""Taking a model elsewhere: in another layout, as ONNX, or as a program of torch.export."""
+"""Taking a model elsewhere: in another layout, as ONNX, a program of torch.export, or a Space."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
+import re
+import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import SpaceCardData
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.export import Dim
 
+from locality import __version__
+from locality.checkpoints.finding import read
+from locality.checkpoints.foreign import LAYOUTS
 from locality.checkpoints.format import (
     FORMAT,
     INPUT,
@@ -28,11 +36,10 @@ from locality.checkpoints.format import (
     write_folder,
 )
 from locality.checkpoints.layouts import OURS
-from locality.checkpoints.open import LAYOUTS, read
-from locality.checkpoints.where import check_graph, check_target
+from locality.checkpoints.where import check_empty, check_graph, check_target
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require
-from locality.files import atomic_file, write_atomic
+from locality.files import atomic_file, render, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
 
@@ -41,6 +48,9 @@ Format = Literal["onnx", "torch-export"]
 
 DESCRIPTION = "locality.json"
 """The name of the description inside a torch.export file."""
+
+PORT = 7860
+"""Where the page answers inside a Space."""
 
 TOLERANCE = 1e-4
 """How far the logits of an ONNX graph may lie from the model's, in units of the largest logit."""
@@ -173,7 +183,8 @@ def export(
             f"makes {preprocessing.size[0]}×{preprocessing.size[1]}; create the model with "
             f"img_size={preprocessing.img_size} to export it at that size"
         )
-    program = _program(copy, axes)
+    with torch.no_grad(), _quiet():
+        program = torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,))
     description = json.dumps(checkpoint.describe())
     if format == "onnx":
         content = _onnx(program, axes, description)
@@ -223,10 +234,73 @@ def quantise(graph: Path | str, target: Path | str) -> None:
     write_atomic(target, quantised.SerializeToString())
 
 
-def _program(model: ImageClassifier, axes: dict[int, Any]) -> torch.export.ExportedProgram:
-    images = _example(model, batch=2)
-    with torch.no_grad(), _quiet():
-        return torch.export.export(model, (images,), dynamic_shapes=(axes,))
+def export_space(
+    source: Path | str,
+    folder: Path | str,
+    model: str | None = None,
+    entry: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model as a folder that a Hugging Face Space runs: the page of `locality serve`.
+
+    It is written whole or not at all: model, this very package, and what it needs, in Docker.
+
+    Args:
+        source, model, entry, settings: as for `convert`.
+        folder: to be made; if it is there it has to be empty.
+
+    Returns:
+        the folder.
+
+    Raises:
+        FileNotFoundError, UserError: as `convert`, or if `folder` holds something, or this package
+            has not been installed as it is now.
+        ModuleNotFoundError: if something that serving needs is not installed.
+    """
+    folder = Path(folder).resolve()
+    check_empty(folder)
+    title = Path(source).resolve().name
+    card = SpaceCardData(title=title, sdk="docker", app_port=PORT)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    pages: dict[str, dict[str, Any]] = {
+        "README.md": {"metadata": card.to_yaml(), "title": title, "version": __version__},
+        "Dockerfile": {"python": version, "port": PORT},
+        "requirements.txt": {"packages": _needed()},
+    }
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / folder.name
+        shutil.copytree(
+            Path(__file__).parents[1],
+            made / "locality",
+            ignore=shutil.ignore_patterns("__pycache__", "*.pyc"),
+        )
+        convert(source, made / "model", "locality", model, entry, settings=settings)
+        for name, content in pages.items():
+            write_atomic(made / name, render("locality.checkpoints", f"space-{name}", **content))
+        made.rename(folder)
+    return folder
+
+
+def _needed() -> list[str]:
+    """What serving needs beside this package, each as `name==version` of what is installed here.
+
+    Of versions for one kind of hardware, such as 2.9.0+cu128, the public part.
+    """
+    if importlib.metadata.version("locality") != __version__:
+        raise UserError(
+            f"this is locality {__version__}, and version "
+            f"{importlib.metadata.version('locality')} is what was installed; install it again"
+        )
+    needed = []
+    for line in importlib.metadata.requires("locality") or []:
+        requirement, _, condition = line.partition(";")
+        if "extra" not in condition or 'extra == "serve"' in condition:
+            found = re.match(r"([\w.-]+)(\[.*\])?", requirement)
+            assert found is not None
+            name, extras = found.groups("")
+            version = importlib.metadata.version(name).partition("+")[0]
+            needed.append(f"{name}{extras}=={version}")
+    return needed
 
 
 def _open_axes(model: ImageClassifier) -> dict[int, Any]:

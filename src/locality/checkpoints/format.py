@@ -78,6 +78,7 @@ class Checkpoint:
         model: nn.Module,
         preprocessing: Preprocessing | None = None,
         classes: Sequence[str] | None = None,
+        figures: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """The checkpoint of a model; its weights are copied to the CPU.
 
@@ -89,16 +90,13 @@ class Checkpoint:
             raise UserError(
                 f"only this library's models can be saved, not a {type(model).__name__}"
             )
-        state = {
-            name: tensor.detach().to("cpu", copy=True).contiguous()
-            for name, tensor in model.state_dict().items()
-        }
+        state = owned({name: each.detach().cpu() for name, each in model.state_dict().items()})
         check_keys(state, blank_state(model.config), "locality's")
         check_finite(state)
         names = None if classes is None else tuple(classes)
         if preprocessing is not None:
             preprocessing = preprocessing.completed(model.config.img_size)
-        return cls(model.config, state, model.variant, preprocessing, names)
+        return cls(model.config, state, model.variant, preprocessing, names, figures=figures)
 
     def build(self) -> ImageClassifier:
         """The model, in evaluation mode, in single precision on the CPU.
@@ -244,8 +242,7 @@ def save(
         UserError: if the model is not ours, its weights are not finite, or there are not as many
             names as classes.
     """
-    checkpoint = Checkpoint.of(model, preprocessing, classes)
-    return write_folder(dataclasses.replace(checkpoint, figures=card), folder)
+    return write_folder(Checkpoint.of(model, preprocessing, classes, card), folder)
 
 
 def write_folder(checkpoint: Checkpoint, folder: Path | str) -> Path:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -39,18 +39,18 @@ class Layout:
     Attributes:
         name: as given to `convert`.
         title: whose it is, for people.
-        family: of the models it holds, as in the table of variants; "" for all.
         marks: parts of tensor names that only this layout has; all of them are there.
         absent: parts that this layout's tensors never have.
         renames: what to replace in our name of a tensor, one after the other, as (pattern, by).
+        settings: our name of a setting → the one it has in the layout's own code.
     """
 
     name: str
     title: str
-    family: str
     marks: tuple[str, ...]
     absent: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     holds: ClassVar[Any] = None
     """The configurations of the models it holds; None for all."""
@@ -153,14 +153,14 @@ class Layout:
         return all(map(has, self.marks)) and not any(map(has, self.absent))
 
     def configuration(
-        self, state: State, like: Any = None, settings: Mapping[str, Any] | None = None
+        self, state: State, like: Any = None, settings: Mapping[str, Any] = {}
     ) -> Any:
         """The architecture of weights in this layout, taken from `like` where one is given.
 
         Args:
             state: the weights.
             like: the configuration of the model they are for.
-            settings: fields of the configuration that stand above both.
+            settings: fields of the configuration, under our names, that stand above both.
 
         Raises:
             UserError: if the weights do not tell it, or `like` is of the other family.
@@ -168,13 +168,13 @@ class Layout:
         # Our own names say by themselves which family they are of.
         cvt = any(name.startswith("stages.") for name in state)
         check_family(self.holds or (CvTConfig if cvt else ViTConfig), like)
-        found = self.infer(state, our_names(settings)) if like is None else self._like(state, like)
+        found = self.infer(state, settings) if like is None else self._like(state, like)
         return with_settings(found, settings)
 
     def _like(self, state: State, like: Any) -> Any:
         """`like`, with the ends that the weights have."""
-        head, stem = (self.rename(f"{part}.weight") for part in ("head", like.stem))
-        ends: dict[str, Any] = {"num_classes": len(state[head]) if head in state else 0}
+        ends: dict[str, Any] = {"num_classes": self.classes(state)}
+        stem = self.rename(f"{like.stem}.weight")
         if stem in state:
             ends["in_chans"] = state[stem].shape[1]
         if isinstance(like, ViTConfig) and "pos_embed" in state:
@@ -184,6 +184,10 @@ class Layout:
                 classes = like.embed_class_token
                 ends["img_size"] = size_of(state, like.patch_size, classes, None)[0]
         return dataclasses.replace(like, **ends)
+
+    def classes(self, state: State) -> int:
+        """How many classes the weights have; 0 without a classifier."""
+        return len(state.get(self.rename("head.weight"), ()))
 
     def told(self, state: State, name: str) -> Tensor:
         """What tells the architecture: the tensor that we call `name`.
@@ -200,19 +204,14 @@ class Layout:
         words = []
         for name, value in settings.items():
             shown = json.dumps(value, separators=(",", ":")).replace('"', "")
-            theirs = self.their_name(name)
+            theirs = self.settings.get(name, name)
             words.append(f"{name}={shown}" + f" ({theirs})" * (theirs != name))
         return ", ".join(words)
-
-    def their_name(self, setting: str) -> str:
-        """What the code of whose layout this is calls one of our settings."""
-        return setting
 
 
 OURS = Layout(
     "locality",
     "locality's",
-    "",
     marks=(".norm1.", ".attn."),
     absent=(".patch_embed.proj.", ".stage0.", ".cvt."),
 )
@@ -243,17 +242,14 @@ def our_names(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     return {ours.get(name.upper(), name): value for name, value in (settings or {}).items()}
 
 
-def with_settings(config: Any, settings: Mapping[str, Any] | None) -> Any:
-    """`config` with some of its fields set, under anyone's names, each of its type.
+def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
+    """`config` with some of its fields set, each of its type.
 
     Raises:
         UserError: for an unknown field, with the nearest, or a value that it cannot have.
     """
-    if not settings:
-        return config
     # What comes from a command line is of any type.
-    changed = to_dict(config.with_overrides(**our_names(settings)))
-    return from_dict(type(config), changed, "architecture")
+    return from_dict(type(config), to_dict(config.with_overrides(**settings)), "architecture")
 
 
 def check_family(expected: Any, like: Any) -> None:

@@ -1,12 +1,12 @@
 """From what somebody typed to a model: the one way.
 
-A run folder, a saved folder or file, anyone's weights, an ONNX graph, the name of public weights or
-of a model of timm's, or a repository on the Hugging Face hub; commands and `locality.load` all come
-here.
+Whatever images can be classified with is opened; a model by name gets fresh weights, public ones or
+anyone's, fitted to other images, channels and classes. Commands and `locality.load` come here.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,50 +14,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelHubMixin
 from PIL import Image
+from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
-from locality.checkpoints.cvt import MICROSOFT, TRANSFORMERS
+from locality.checkpoints.finding import AN_EXPORTED_GRAPH, fetch, read
 from locality.checkpoints.format import (
-    CONFIG,
     FORMAT,
     INPUT,
     OUTPUT,
-    WEIGHTS,
     Checkpoint,
+    check_classes,
     described,
     read_folder,
+    write_folder,
 )
-from locality.checkpoints.hub import fetch, find_weights
-from locality.checkpoints.layouts import OURS, Layout, our_names, with_settings
-from locality.checkpoints.reading import (
-    State,
-    is_safetensors,
-    read_safetensors,
-    read_state,
-    shorten,
-)
-from locality.checkpoints.run_state import classes_of, latest_state
-from locality.checkpoints.vit import CONVIT, DEIT
-from locality.checkpoints.where import is_run_folder, kind_of, refuse_entry, source
+from locality.checkpoints.layouts import OURS, check_family
+from locality.checkpoints.reading import check_finite, check_keys
+from locality.checkpoints.where import is_run_folder, kind_of, source
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import UserError, naming, require, saying
-from locality.files import open_file, read_json, read_yaml
+from locality.files import open_file
 from locality.models import factory
-from locality.models.base import ImageClassifier
+from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import unlike
-from locality.models.factory import published
-from locality.models.variants import identify, name_today
-from locality.settings import from_dict
+from locality.models.factory import TimmConfig
+from locality.models.initialisations import trained_conv, transform
+
+State = dict[str, Tensor]
 
 _log = logging.getLogger("locality")
-
-LAYOUTS = {row.name: row for row in (OURS, CONVIT, DEIT, MICROSOFT, TRANSFORMERS)}
-"""Every layout that weights may come in, by name."""
-
-# What others call the weights in a folder.
-_FOREIGN_WEIGHTS = (WEIGHTS, "pytorch_model.bin", "pytorch_model.pth")
 
 # Protocol Buffers hold no more.
 _LARGEST_GRAPH = 2 << 30
@@ -153,10 +141,7 @@ class Classifier:
             UserError: if there is none.
         """
         if self.model is None:
-            raise UserError(
-                f"{self.name} is an exported graph, which can only be run; give the model that it "
-                f"was made from"
-            )
+            raise UserError(f"{self.name} {AN_EXPORTED_GRAPH}")
         return self.model
 
 
@@ -202,205 +187,6 @@ def load(
     return open_model(what, variant, entry, settings).module()
 
 
-def read(
-    what: Path | str,
-    variant: str | None = None,
-    entry: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    *,
-    like: Any = None,
-) -> Checkpoint:
-    """A model at rest, from wherever it is.
-
-    Args:
-        what: a run folder, a folder or file of weights of any layout, the name of public weights,
-            "timm/" and the name of a model of timm's with its weights, or a repository on the
-            Hugging Face hub ("user/name").
-        variant: the name of the architecture, where the weights alone cannot tell it; refused
-            where they tell another.
-        entry: which state dict to take from a training checkpoint that holds several.
-        settings: fields of the model's configuration that stand above what `what` says.
-        like: the configuration of the model they are for, in place of `variant`; image size,
-            channels and classes may differ.
-
-    Raises:
-        FileNotFoundError: if `what` is a path that is not there.
-        UserError: if it cannot be opened, naming it and the cause.
-    """
-    path, name = Path(what), str(what)
-    kind = kind_of(what)
-    if kind == "graph":
-        _open_graph(path).module()  # which it has none of
-    if kind != "path":
-        refuse_entry(what, entry)
-    like = like if variant is None else factory.variant(variant).config
-    if kind == "run":
-        found = _run(path)
-    elif kind == "path":
-        found = _weights(path, like, entry, settings)
-    elif kind == "public":
-        found = _public(name)
-    elif kind == "timm":
-        found = _timms(name)
-    else:
-        found = _from_hub(name)
-    if settings:
-        with naming(what):
-            config = with_settings(found.config, settings)
-            found = replace(found, config=config, name=identify(config)[0])
-    return found if variant is None else _confirmed(found, variant, what, settings)
-
-
-def _run(folder: Path) -> Checkpoint:
-    """The latest weights of a run, with how its images are prepared, its classes and its result.
-
-    The averaged weights if the run keeps an average, since those are what it was evaluated by.
-    """
-    content, state = read_yaml(folder / "config.yaml"), latest_state(folder)
-    classes = classes_of(folder)
-    result, environment = (
-        read_json(folder / name) if (folder / name).exists() else {}
-        for name in ("result.json", "environment.json")
-    )
-    with naming(f"run folder {folder}"):
-        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-            raise UserError("its config.yaml names no model")
-        model = content["model"]
-        name = name_today(str(model.get("name")), environment.get("locality"))
-        fields = {key: model.get(key) for key in ("img_size", "patch_size")}
-        fields = {key: value for key, value in fields.items() if value is not None}
-        fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})
-        config = factory.named(name, fields)
-    weights = state["model"] if state["ema"] is None else state["ema"]
-    preprocessing = _prepared_in_run(content, config.img_size)
-    return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
-
-
-PREPARED = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-"""What decides, beside the size, how images are prepared: a run's `input`, or timm's own words."""
-
-
-def _prepared_in_run(content: dict[str, Any], img_size: Any) -> Preprocessing:
-    given = (content.get("augment") or {}) | (content.get("input") or {})
-    if given.get("interpolation") in (None, "random"):  # the latter for training alone
-        given["interpolation"] = "bicubic"
-    fields = {name: given[name] for name in PREPARED if name in given}
-    return from_dict(Preprocessing, fields | {"img_size": img_size}, "input")
-
-
-def _weights(
-    path: Path, like: Any, entry: str | None, settings: Mapping[str, Any] | None
-) -> Checkpoint:
-    """The weights of any known layout in a file or folder, recognised by their names.
-
-    What they do not tell is taken to be as in the published models, and the log says so.
-    """
-    if path.is_dir():
-        if _is_ours(path):
-            refuse_entry(path, entry)
-            return read_folder(path)
-        path = _foreign_file(path)
-    if is_safetensors(path):
-        refuse_entry(path, entry)
-        state, metadata = read_safetensors(path)
-        if FORMAT in metadata:
-            return described(metadata[FORMAT], state, path)
-        if path.name == WEIGHTS and _is_ours(path.parent):
-            return read_folder(path.parent)
-    else:
-        state = read_state(path, entry)
-    settings = our_names(settings)
-    shapes = "its tensors are named as those of a model, but have other shapes"
-    wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-    with naming(path), saying(shapes, *wrong):
-        layout = recognise(state)
-        config = layout.configuration(state, like, settings)
-        name, known = identify(config) if like is None else (None, config)
-        config = with_settings(known, settings)
-        ours = layout.to_ours(state, config)
-    assumed = {
-        setting: value
-        for setting, value in layout.untold(config).items()
-        if like is None and setting not in settings
-    }
-    if assumed:
-        _log.warning(
-            f"{path}: these weights do not tell {layout.listed(assumed)}, which are assumed here; "
-            f"set what is otherwise (--set NAME=VALUE, or settings={{...}} in Python)"
-        )
-    return Checkpoint(config, ours, name, layout=layout.name)
-
-
-def _public(name: str) -> Checkpoint:
-    row = source(name)
-    like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
-    checkpoint = _weights(find_weights(row), like, None, None)
-    return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
-
-
-def _timms(name: str) -> Checkpoint:
-    config, state, data = published(name)
-    fields = {key: data[key] for key in PREPARED}
-    prepared = Preprocessing(data["input_size"][1:], **fields)
-    return Checkpoint(config, state, name, prepared)
-
-
-def _confirmed(
-    checkpoint: Checkpoint, model: str, what: Path | str, settings: Mapping[str, Any] | None
-) -> Checkpoint:
-    """The checkpoint under the name `model`, if that is its architecture."""
-    row = factory.variant(model)
-    if type(row.config) is not type(checkpoint.config):
-        raise UserError(f"{what} does not hold {model}, but a model of another family")
-    if differing := unlike(checkpoint.config, with_settings(row.config, settings or {})):
-        told = identify(checkpoint.config)[0]
-        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
-        raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")
-    return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
-
-
-def recognise(state: State) -> Layout:
-    """The one layout whose names these tensors have.
-
-    Raises:
-        UserError: if there is none, or more than one.
-    """
-    found = [row for row in LAYOUTS.values() if row.recognises(state)]
-    if len(found) == 1:
-        return found[0]
-    titles = [row.title for row in found or LAYOUTS.values()]
-    if found:
-        raise UserError(f"these weights have names of more than one layout: {' and '.join(titles)}")
-    raise UserError(
-        f"these weights are of no model that is known here ({', '.join(titles)}); their first "
-        f"tensors are {shorten(state)}"
-    )
-
-
-def _is_ours(folder: Path) -> bool:
-    config = folder / CONFIG
-    return config.exists() and read_json(config).get("format") == FORMAT
-
-
-def _foreign_file(folder: Path) -> Path:
-    for name in _FOREIGN_WEIGHTS:
-        if (folder / name).exists():
-            return folder / name
-    raise FileNotFoundError(
-        f"{folder} holds no weights: there is no {' and no '.join(_FOREIGN_WEIGHTS)} in it"
-    )
-
-
-def _from_hub(name: str) -> Checkpoint:
-    try:
-        return read_folder(fetch(name))
-    except OSError as error:
-        raise FileNotFoundError(
-            f"there is no file or folder {name}, and no model could be fetched from "
-            f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
-        ) from error
-
-
 def _open_graph(path: Path) -> Classifier:
     open_file(path, _LARGEST_GRAPH).close()
     require("running an ONNX graph", "locality[export]", "onnxruntime")
@@ -435,3 +221,234 @@ def _fitting(
     if given is None:
         return Preprocessing.imagenet(img_size, in_chans)
     return given.completed(img_size)
+
+
+class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-classification"):
+    """A model, its preprocessing, its class names and its measured figures.
+
+    `save_pretrained`, `push_to_hub` and `from_pretrained` are huggingface_hub's; the files are
+    those of `locality.save`.
+
+    Args:
+        model: any model of this library.
+        preprocessing: what images have to go through.
+        classes: names of the classes, in the order of the logits.
+        figures: for the model card, such as the content of a run's `result.json`.
+
+    Raises:
+        UserError: if there are not as many names as classes.
+    """
+
+    def __init__(
+        self,
+        model: ImageClassifier,
+        preprocessing: Preprocessing | None = None,
+        classes: Sequence[str] | None = None,
+        figures: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_classes(classes, model.num_classes)
+        self.model = model
+        self.preprocessing = preprocessing
+        self.classes = None if classes is None else tuple(classes)
+        self.figures = dict(figures or {})
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        given = self.preprocessing, self.classes, self.figures
+        write_folder(Checkpoint.of(self.model, *given), save_directory)
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, **options: Any) -> TrainedModel:
+        folder = Path(model_id)
+        if not folder.is_dir():
+            folder = fetch(model_id, **options)
+        held = read_folder(folder)
+        with naming(folder):
+            return cls(held.build(), held.preprocessing, held.classes)
+
+
+def create_model(
+    name: str,
+    pretrained: bool = False,
+    weights: Path | str | None = None,
+    *,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    patch_size: int | None = None,
+    features_only: bool = False,
+    out_indices: int | tuple[int, ...] | None = None,
+    **overrides: Any,
+) -> Any:
+    """Build a model by name, with fresh weights, public ones, or those of a file.
+
+    The image size, the number of channels and of classes may differ from the weights': position
+    embeddings are resampled, the first convolution is adapted, and a classifier for other classes
+    is new. The log says so.
+
+    Args:
+        name: one of `list_models()`; with a tag ("convit_tiny.fb_in1k") the model as those public
+            weights have it, image size included.
+        pretrained: load the public weights of that name; without a tag, the model's first.
+        weights: a file or folder to load from instead, of any layout.
+        num_classes, in_chans, img_size, patch_size: the model's own unless given.
+        features_only: give what timm's models give then: images → a list of feature maps
+            (B, C, H, W), with `feature_info`, instead of a classifier.
+        out_indices: which maps, as for `forward_intermediates`; the last three unless given.
+        overrides: any other field of its configuration.
+
+    Returns:
+        an `ImageClassifier`, or timm's `FeatureGetterNet` around one.
+
+    Raises:
+        UserError: for an unknown name or field, for weights that do not fit, or if public weights
+            can neither be found nor downloaded; then it says which file is wanted, and where.
+        FileNotFoundError: if `weights` is not there.
+    """
+    if pretrained and weights is not None:
+        raise UserError("give either pretrained=True or weights=PATH, not both")
+    row = source(name) if pretrained or "." in name else None
+    if row is not None:
+        img_size = row.preprocessing.img_size if img_size is None else img_size
+        weights = row.name if pretrained else weights
+    model = factory.build(
+        row.model if row else name,
+        num_classes=num_classes,
+        in_chans=in_chans,
+        img_size=img_size,
+        patch_size=patch_size,
+        **overrides,
+    )
+    if weights is not None:
+        load_weights(model, weights)
+    if features_only:
+        return FeatureGetterNet(model, out_indices=3 if out_indices is None else out_indices)
+    if out_indices is not None:
+        raise UserError("out_indices chooses feature maps; give features_only=True with it")
+    return model
+
+
+def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = None) -> list[str]:
+    """Load weights into a model that may differ at its ends.
+
+    Position embeddings are resampled bicubically to the model's image size (relative encodings need
+    nothing). The first convolution is adapted to another number of channels as timm does: summed
+    over the channels for one, repeated and rescaled for more. A classifier for another number of
+    classes keeps the fresh weights it has. Each is said in the log. Everything between has to fit
+    exactly, and nothing is assigned before everything has been checked. Files in our own
+    format say what shapes do not tell (heads, strides, the scale of attention), and the model has
+    to agree. Weights of a convolutional network go into a model that has attention in the place of
+    some convolutions as `transform` does it. The gated layers of a ConViT start from the weights of
+    its convolutional net as nearly as their heads allow, at the model's own α and λ; with
+    `init="trained_conv"` they alone start from weights.
+
+    Args:
+        model: the model; nothing in it changes unless everything fits.
+        what: as `locality.load` takes it.
+        entry: which state dict to take from a training checkpoint that holds several.
+
+    Returns:
+        what was changed to make them fit, in sentences.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `what`.
+        UserError: if the weights are damaged or do not fit, naming `what` and the cause.
+    """
+    target = model.config
+    checkpoint = read(what, entry=entry, like=target)
+    with naming(what):
+        check_family(type(checkpoint.config), target)
+        changes = []
+        if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
+            start = (target.gpsa, target.locality_strength, target.gating_init)
+            checkpoint = Checkpoint.of(transform(checkpoint.build(), *start))
+            changes += [f"attention computes the convolutions of {target.gpsa}"]
+        convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
+        if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":
+            checkpoint = _gated(model, checkpoint)
+            changes += ["the gated layers start from the weights' convolutions"]
+        fresh = model.state_dict()
+        state = dict(checkpoint.state)
+        for adapt in (_classifier, _channels, resample_positions):
+            changes += adapt(state, checkpoint.config, target, fresh)
+        check_keys(state, fresh, OURS.title)
+        if checkpoint.layout == OURS.name:
+            for name, (theirs, ours) in unlike(checkpoint.config, target).items():
+                raise UserError(
+                    f"these weights were made with {name}={theirs!r} and mean something else with "
+                    f"{name}={ours!r}, which the model has"
+                )
+        check_finite(state)
+    model.load_state_dict(state, strict=True)
+    for change in changes:
+        _log.info(change)
+    return changes
+
+
+def _gated(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
+    """`model` with the convolutions of `net` in its gated layers; all else from `net` too, unless
+    the model's `init` is "trained_conv"."""
+    started = copy.deepcopy(model)
+    trained_conv(started, net.build())
+    if model.config.init == "trained_conv":
+        return Checkpoint.of(started)
+    state = started.state_dict()
+    state |= {name: tensor for name, tensor in net.state.items() if name in state}
+    gated = net.config.with_overrides(positional_attention="gpsa")
+    return replace(net, config=gated, state=state)
+
+
+def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    if source.num_classes == target.num_classes:
+        return []
+    head = f"{target.classifier}."
+    for name in [name for name in state if name.startswith(head)]:
+        del state[name]
+    state |= {name: tensor for name, tensor in fresh.items() if name.startswith(head)}
+    if target.num_classes == 0:
+        return [f"the classifier of {source.num_classes} classes is left out"]
+    return [
+        f"the classifier is new and untrained: the weights have {source.num_classes} classes, the "
+        f"model {target.num_classes}"
+    ]
+
+
+def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    """As timm adapts a first convolution (out, in, k, k) from three."""
+    given, wanted = source.in_chans, target.in_chans
+    if given == wanted:
+        return []
+    name = f"{target.stem}.weight"
+    if name in state:
+        weight = state[name].float()
+        if wanted == 1:
+            adapted = weight.sum(dim=1, keepdim=True)
+        else:
+            adapted = weight.repeat(1, -(-wanted // given), 1, 1)[:, :wanted] * (given / wanted)
+        state[name] = adapted.to(state[name].dtype)
+    return [f"the first convolution is adapted from {given} to {wanted} channels"]
+
+
+def resample_positions(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    """Resample, in place, every position embedding of `state` whose grid differs.
+
+    Args:
+        state: weights under our names.
+        source, target: the configurations they were made for, and are to be used with.
+        fresh: the target model's own state dict.
+
+    Returns:
+        what was changed, in sentences.
+    """
+    # Once here instead of in each forward pass, so that training continues from the new embedding.
+    changes = []
+    before, after = source.embeddings(), target.embeddings()
+    for name in before.keys() & after.keys() & state.keys() & fresh.keys():
+        if before[name] == after[name]:
+            continue
+        prefix = state[name].shape[1] - before[name][0] * before[name][1]
+        state[name] = position_embedding(state[name], before[name], after[name], prefix)
+        changes.append(
+            f"the position embedding {name} is resampled from {before[name][0]}×{before[name][1]} "
+            f"to {after[name][0]}×{after[name][1]} patches"
+        )
+    return changes

@@ -66,13 +66,18 @@ _LARGEST_HEADER = 16 << 20
 _LEGACY_PICKLES = 5
 
 
-def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
+def read_state(
+    path: Path | str, entry: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a state dict from a `.safetensors` or PyTorch file, on the CPU.
 
     Args:
         path: the file. Its content decides what it is, not its name.
         entry: which state dict to take, where a training checkpoint holds several ("model",
             "model_ema"); the only one unless given.
+
+    Returns:
+        the state dict, and the text fields in the header of a safetensors file.
 
     Raises:
         OSError: if there is no such file.
@@ -82,7 +87,7 @@ def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
     path = Path(path)
     if is_safetensors(path):
         refuse_entry(path, entry)
-        return read_safetensors(path)[0]
+        return read_safetensors(path)
     with open_file(path) as file:
         state = _pick(unpickle(file, path), entry, path)
     if not state:
@@ -93,7 +98,7 @@ def read_state(path: Path | str, entry: str | None = None) -> dict[str, Tensor]:
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in state):
             state = {name.removeprefix(wrapper): tensor for name, tensor in state.items()}
-    return state
+    return state, {}
 
 
 def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -281,13 +286,6 @@ def check_keys(
     Raises:
         UserError: naming what is missing, what is unknown and what has another shape.
     """
-    faults = []
-    missing = [name for name in expected if name not in given and name not in dropped]
-    unknown = [name for name in given if name not in expected and name not in dropped]
-    if missing:
-        faults.append(f"missing: {shorten(missing)}")
-    if unknown:
-        faults.append(f"unknown: {shorten(unknown)}")
     wrong = []
     for name, tensor in given.items():
         wanted = expected.get(name)
@@ -297,10 +295,14 @@ def check_keys(
             wrong.append(f"{name} is {tuple(tensor.shape)} instead of {tuple(wanted.shape)}")
         elif tensor.is_floating_point() != wanted.is_floating_point():
             wrong.append(f"{name} holds {tensor.dtype} instead of {wanted.dtype}")
-    if wrong:
-        faults.append(f"of another shape: {shorten(wrong)}")
-    if faults:
-        raise UserError(f"these weights do not fit the model ({layout} names); {'; '.join(faults)}")
+    faults = {
+        "missing": [name for name in expected if name not in given and name not in dropped],
+        "unknown": [name for name in given if name not in expected and name not in dropped],
+        "of another shape": wrong,
+    }
+    if any(faults.values()):
+        said = "; ".join(f"{what}: {shorten(names)}" for what, names in faults.items() if names)
+        raise UserError(f"these weights do not fit the model ({layout} names); {said}")
 
 
 def require_blocks(state: State, prefix: str) -> int:

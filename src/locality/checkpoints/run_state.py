@@ -13,8 +13,8 @@ import hashlib
 import math
 import os
 import shutil
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import IO, Any
 
@@ -180,8 +180,7 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.saved_step: int | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._saving: futures.Future[None] | None = None
 
     def save(self, packed: Packed) -> None:
         """Make a packed state the last checkpoint.
@@ -261,14 +260,9 @@ class CheckpointFolder:
             CheckpointNotSaved: if the checkpoint before it could not be.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._save_apart, args=(pack(state),))
-        self._thread.start()
-
-    def _save_apart(self, packed: Packed) -> None:
-        try:
-            self.save(packed)
-        except Exception as error:  # handed over to the thread that trains
-            self._failure = error
+        thread = futures.ThreadPoolExecutor(1)
+        self._saving = thread.submit(self.save, pack(state))
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Return when nothing is being saved.
@@ -276,9 +270,8 @@ class CheckpointFolder:
         Raises:
             CheckpointNotSaved: if the checkpoint could not be.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._saving is not None:
+            futures.wait([self._saving])
         self.check()
 
     def check(self) -> None:
@@ -287,9 +280,9 @@ class CheckpointFolder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be saved.
         """
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        if self._saving is not None and self._saving.done():
+            saved, self._saving = self._saving, None
+            saved.result()
 
 
 def classes_of(folder: Path | str) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from locality.data.config import Preprocessing
-from locality.errors import UserError, near, unknown
+from locality.errors import UserError, entry, near, unknown
 from locality.files import read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
@@ -22,7 +22,7 @@ SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
 
 LAYOUT_NAMES = ("locality", "convit", "deit", "cvt-microsoft", "cvt-transformers")
-"""The layouts that `convert` writes, as `layouts.LAYOUTS` has them."""
+"""The layouts that `convert` writes, as `foreign.LAYOUTS` has them."""
 
 SUFFIX: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
 """The ending of each format's files."""
@@ -36,7 +36,6 @@ class Source:
 
     Attributes:
         name: as given to `create_model`.
-        layout: how its tensors are named (see `layouts.LAYOUTS`).
         repo: repository on the Hugging Face hub.
         url: direct address of the authors' file, where there is one.
         sha256: the first characters of the SHA-256 of the file at `url`, as far as they are
@@ -48,7 +47,6 @@ class Source:
     """
 
     name: str
-    layout: str
     repo: str
     preprocessing: Preprocessing
     top1: float
@@ -76,15 +74,8 @@ def source(name: str) -> Source:
     Raises:
         UserError: if there are none, with the nearest names.
     """
-    if name in SOURCES:
-        return SOURCES[name]
-    if "." in name:
-        raise unknown("public weights", name, SOURCES)
-    for row in SOURCES.values():
-        if row.model == name:
-            return row
-    models = ", ".join(dict.fromkeys(row.model for row in SOURCES.values()))
-    raise UserError(f"there are no public weights for '{name}'; there are for {models}")
+    first = {row.model: row for row in reversed(SOURCES.values())}
+    return first.get(name) or entry("public weights", name, SOURCES)
 
 
 def is_run_folder(path: Path | str) -> bool:
@@ -160,16 +151,12 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
     """
     if to not in LAYOUT_NAMES:
         raise unknown("layout", to, LAYOUT_NAMES)
-    if target.suffix not in ("", ".safetensors", ".pth", ".pt", ".bin"):
-        raise UserError(
-            f"{target} ends in {target.suffix}; write to a folder, or a file ending in "
-            f".safetensors, .pth, .pt or .bin"
-        )
     if to == "locality" and target.suffix not in ("", ".safetensors"):
         raise UserError(f"our own format is a folder or a .safetensors file, not {target}")
-    if to != "locality" and target.suffix == "":
+    if to != "locality" and target.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
         raise UserError(
-            f"the layout '{to}' is written as one file; end {target} in .safetensors or .pth"
+            f"the layout '{to}' is written as one file, ending in .safetensors, .pth, .pt or .bin, "
+            f"not {target}"
         )
     if target.exists() and not overwrite:
         raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")

@@ -258,7 +258,7 @@ def serve(arguments: Sequence[str]) -> None:
     if options.export_space is not None:
         parser.refuse("host port", "does nothing beside --export_space")
         check_empty(Path(options.export_space))
-        from locality.checkpoints.space import export_space
+        from locality.checkpoints.exporting import export_space
 
         given = options.variant, options.entry, read_settings(options)
         print(export_space(options.model, options.export_space, *given))

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from locality import checks, machine
-from locality.checkpoints.open import read
+from locality.checkpoints.finding import read
 from locality.checkpoints.where import kind_of
 from locality.data import DataSplits, open_data, train_loader
 from locality.data.sources import BadImage, ImageSource

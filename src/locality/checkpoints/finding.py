@@ -1,0 +1,298 @@
+"""A model at rest, from what somebody typed, wherever it is.
+
+In a run folder, a saved folder or file, anyone's weights, under the name of public weights or of a
+model of timm's, or on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import urllib.error
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
+
+from locality.checkpoints.foreign import recognise
+from locality.checkpoints.format import (
+    CARD,
+    CONFIG,
+    FORMAT,
+    WEIGHTS,
+    Checkpoint,
+    described,
+    read_folder,
+)
+from locality.checkpoints.layouts import our_names, with_settings
+from locality.checkpoints.reading import read_state
+from locality.checkpoints.run_state import classes_of, latest_state
+from locality.checkpoints.where import SUFFIXES, Source, kind_of, refuse_entry, source
+from locality.data.config import Preprocessing
+from locality.errors import UserError, naming, saying
+from locality.files import read_json, read_yaml
+from locality.machine import hub_asked_once
+from locality.models import factory
+from locality.models.config import unlike
+from locality.models.factory import published
+from locality.models.variants import identify, name_today
+from locality.settings import from_dict
+
+_log = logging.getLogger("locality")
+
+# What others call the weights in a repository on the hub, and in a folder.
+_HUB_FILES = (WEIGHTS, "pytorch_model.bin")
+_FOREIGN_WEIGHTS = (*_HUB_FILES, "pytorch_model.pth")
+
+AN_EXPORTED_GRAPH = "is an exported graph, which can only be run; give the model it was made from"
+
+
+def read(
+    what: Path | str,
+    variant: str | None = None,
+    entry: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    like: Any = None,
+) -> Checkpoint:
+    """A model at rest, from wherever it is.
+
+    Args:
+        what: a run folder, a folder or file of weights of any layout, the name of public weights,
+            "timm/" and the name of a model of timm's with its weights, or a repository on the
+            Hugging Face hub ("user/name").
+        variant: the name of the architecture, where the weights alone cannot tell it; refused
+            where they tell another.
+        entry: which state dict to take from a training checkpoint that holds several.
+        settings: fields of the model's configuration that stand above what `what` says.
+        like: the configuration of the model they are for, in place of `variant`; image size,
+            channels and classes may differ.
+
+    Raises:
+        FileNotFoundError: if `what` is a path that is not there.
+        UserError: if it cannot be opened, naming it and the cause.
+    """
+    path, name = Path(what), str(what)
+    kind = kind_of(what)
+    if kind == "graph":
+        raise UserError(f"{what} {AN_EXPORTED_GRAPH}")
+    if kind != "path":
+        refuse_entry(what, entry)
+    like = like if variant is None else factory.variant(variant).config
+    settings = our_names(settings)
+    if kind == "run":
+        found = _run(path)
+    elif kind == "path":
+        found = _weights(path, like, entry, settings)
+    elif kind == "public":
+        found = _public(name)
+    elif kind == "timm":
+        found = _timms(name)
+    else:
+        found = _from_hub(name)
+    if settings:
+        with naming(what):
+            config = with_settings(found.config, settings)
+            found = replace(found, config=config, name=identify(config)[0])
+    return found if variant is None else _confirmed(found, variant, what, settings)
+
+
+def _run(folder: Path) -> Checkpoint:
+    """The latest weights of a run, with how its images are prepared, its classes and its result.
+
+    The averaged weights if the run keeps an average, since those are what it was evaluated by.
+    """
+    content, state = read_yaml(folder / "config.yaml"), latest_state(folder)
+    classes = classes_of(folder)
+    result, environment = (
+        read_json(folder / name) if (folder / name).exists() else {}
+        for name in ("result.json", "environment.json")
+    )
+    with naming(f"run folder {folder}"):
+        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+            raise UserError("its config.yaml names no model")
+        model = content["model"]
+        name = name_today(str(model.get("name")), environment.get("locality"))
+        fields = {key: model.get(key) for key in ("img_size", "patch_size")}
+        fields = {key: value for key, value in fields.items() if value is not None}
+        fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})
+        config = factory.named(name, fields)
+    weights = state["model"] if state["ema"] is None else state["ema"]
+    preprocessing = _prepared_in_run(content, config.img_size)
+    return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
+
+
+PREPARED = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+"""What decides, beside the size, how images are prepared: a run's `input`, or timm's own words."""
+
+
+def _prepared_in_run(content: dict[str, Any], img_size: Any) -> Preprocessing:
+    given = (content.get("augment") or {}) | (content.get("input") or {})
+    if given.get("interpolation") in (None, "random"):  # the latter for training alone
+        given["interpolation"] = "bicubic"
+    fields = {name: given[name] for name in PREPARED if name in given}
+    return from_dict(Preprocessing, fields | {"img_size": img_size}, "input")
+
+
+def _weights(path: Path, like: Any, entry: str | None, settings: Mapping[str, Any]) -> Checkpoint:
+    """The weights of any known layout in a file or folder, recognised by their names.
+
+    What they do not tell is taken to be as in the published models, and the log says so.
+    """
+    folder = path.parent if path.name == WEIGHTS else path
+    if _is_ours(folder):
+        refuse_entry(path, entry)
+        return read_folder(folder)
+    path = _foreign_file(path) if path.is_dir() else path
+    state, metadata = read_state(path, entry)
+    if FORMAT in metadata:
+        return described(metadata[FORMAT], state, path)
+    shapes = "its tensors are named as those of a model, but have other shapes"
+    wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+    with naming(path), saying(shapes, *wrong):
+        layout = recognise(state)
+        config = layout.configuration(state, like, settings)
+        name, config = identify(config) if like is None else (None, config)
+        ours = layout.to_ours(state, config)
+    assumed = {
+        setting: value
+        for setting, value in layout.untold(config).items()
+        if like is None and setting not in settings
+    }
+    if assumed:
+        _log.warning(
+            f"{path}: these weights do not tell {layout.listed(assumed)}, which are assumed here; "
+            f"set what is otherwise (--set NAME=VALUE, or settings={{...}} in Python)"
+        )
+    return Checkpoint(config, ours, name, layout=layout.name)
+
+
+def _public(name: str) -> Checkpoint:
+    row = source(name)
+    like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
+    checkpoint = _weights(find_weights(row), like, None, {})
+    return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
+
+
+def _timms(name: str) -> Checkpoint:
+    config, state, data = published(name)
+    fields = {key: data[key] for key in PREPARED}
+    prepared = Preprocessing(data["input_size"][1:], **fields)
+    return Checkpoint(config, state, name, prepared)
+
+
+def _confirmed(
+    checkpoint: Checkpoint, model: str, what: Path | str, settings: Mapping[str, Any]
+) -> Checkpoint:
+    """The checkpoint under the name `model`, if that is its architecture."""
+    row = factory.variant(model)
+    if type(row.config) is not type(checkpoint.config):
+        raise UserError(f"{what} does not hold {model}, but a model of another family")
+    if differing := unlike(checkpoint.config, with_settings(row.config, settings)):
+        told = identify(checkpoint.config)[0]
+        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
+        raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")
+    return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
+
+
+def _is_ours(folder: Path) -> bool:
+    config = folder / CONFIG
+    return config.exists() and read_json(config).get("format") == FORMAT
+
+
+def _foreign_file(folder: Path) -> Path:
+    for name in _FOREIGN_WEIGHTS:
+        if (folder / name).exists():
+            return folder / name
+    raise FileNotFoundError(
+        f"{folder} holds no weights: there is no {' and no '.join(_FOREIGN_WEIGHTS)} in it"
+    )
+
+
+def _from_hub(name: str) -> Checkpoint:
+    try:
+        return read_folder(fetch(name))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"there is no file or folder {name}, and no model could be fetched from "
+            f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def home() -> Path:
+    """Where weights are kept: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
+    if "LOCALITY_HOME" in os.environ:
+        return Path(os.environ["LOCALITY_HOME"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "locality"
+
+
+def find_weights(row: Source) -> Path:
+    """The file of public weights: the user's own copy, the hub's cache, or a download.
+
+    Raises:
+        UserError: if it is nowhere and cannot be downloaded, saying which file is wanted and where
+            to put it.
+    """
+    folder = home() / "weights"
+    for suffix in SUFFIXES:
+        if (folder / f"{row.name}{suffix}").exists():
+            return folder / f"{row.name}{suffix}"
+    causes: list[Exception] = []
+    # What the hub's own cache has needs no network.
+    for offline in (True, False):
+        with contextlib.nullcontext() if offline else hub_asked_once():
+            for file in _HUB_FILES:
+                try:
+                    return Path(hf_hub_download(row.repo, file, local_files_only=offline))
+                except OSError as error:
+                    causes.append(error)
+                    if not offline and not isinstance(error, RemoteEntryNotFoundError):
+                        break  # nor can the other file be had
+    if row.url is not None and not constants.HF_HUB_OFFLINE:
+        try:
+            return _download(row, folder / f"{row.name}.pth")
+        except (OSError, RuntimeError) as error:
+            causes.append(error)
+    last = causes[-1]
+    reason = str(last.reason if isinstance(last, urllib.error.URLError) else last)
+    reason = reason.split("\n")[0].rstrip(". ") or type(last).__name__
+    wanted = f"{_HUB_FILES[0]} of https://huggingface.co/{row.repo}"
+    if row.url is not None:
+        wanted += f" or {row.url}"
+    raise UserError(
+        f"{row.name} could not be downloaded ({reason}); fetch {wanted} and put it at "
+        f"{folder / row.name}.safetensors (.pth and .bin are read too), or give its path as weights"
+    ) from causes[0]
+
+
+def _download(row: Source, path: Path) -> Path:
+    assert row.url is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A part of a file must never lie in its place, where it would be taken for the whole for ever.
+    # What came is compared with its hash where one is published, and read in any case.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        torch.hub.download_url_to_file(row.url, str(partial), hash_prefix=row.sha256)
+        try:
+            read_state(partial)
+        except UserError as error:
+            raise RuntimeError(f"what came from {row.url} is no sound weight file") from error
+        os.replace(partial, path)
+    return path
+
+
+def fetch(repository: str, **options: Any) -> Path:
+    """The folder of a saved model from the hub's cache, downloaded if need be.
+
+    Raises:
+        OSError: if it is neither there nor to be had.
+    """
+    wanted = [WEIGHTS, CONFIG, CARD]
+    with hub_asked_once():
+        return Path(snapshot_download(repository, allow_patterns=wanted, **options))

@@ -1,0 +1,362 @@
+"""Other people's layouts: ConViT's and DeiT's authors', timm's, Microsoft's and transformers'.
+
+ConViT and DeiT are called as timm calls a vision transformer's tensors. ConViT's gated layers split
+the projection in two, `attn.qk` and `attn.v`; ours is one, [q; k; v]. Their `attn.pos_proj` is a
+linear layer from (δ along the width, δ along the height, ‖δ‖²) to a score per head; our
+`attn.v_pos` is its weight with the columns in the paper's order (‖δ‖², δ₁, δ₂).
+
+CvT has the same tensors in Microsoft's code and in transformers, under other names. Both have one
+setting per stage where ours may have one per block, and some of their code has one meaning only.
+Microsoft's without weights of convolutions has average pooling in their place: with linear
+projections alone it cannot run, and transformers' can with neither.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locality.checkpoints.layouts import OURS, THEIR_SETTINGS, Layout, size_of
+from locality.checkpoints.reading import State, require_blocks, shorten
+from locality.errors import UserError
+from locality.layers.grid import mlp_ratio_of
+from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid
+
+# Where no gates tell the number of heads: the width of all published DeiTs' and CvTs', and of a
+# ConViT's without gates.
+_HEAD_DIM, _CONVIT_HEAD_DIM = 64, 48
+
+_RENAMES = (
+    (r"^patch_embed\.", "patch_embed.proj."),
+    (r"\.v_pos$", ".pos_proj.weight"),
+    (r"\.gating$", ".gating_param"),
+)
+
+
+def _heads(width: int, head_dim: int, settings: Mapping[str, Any]) -> int:
+    """How many heads `width` is divided between; 1 where that will be set."""
+    if "num_heads" in settings:
+        return 1
+    heads, rest = divmod(width, head_dim)
+    if rest:
+        raise UserError(
+            f"the number of heads cannot be told from a width of {width}; set num_heads, or give "
+            f"the model's name"
+        )
+    return heads
+
+
+class _ViT(Layout):
+    """What both layouts share: blocks whose attention is gated, if any, and then plain ones."""
+
+    holds = ViTConfig
+
+    def dropped(self, config: ViTConfig) -> dict[str, tuple[int, ...]]:
+        # The bias of `pos_proj` adds the same number to the score of every key, and the softmax
+        # cancels it. Where every block is gated no class token joins, and the first patch is read.
+        shapes: dict[str, tuple[int, ...]] = {
+            f"blocks.{index}.attn.pos_proj.bias": (config.num_heads,)
+            for index in range(config.gpsa_layers)
+        }
+        if not config.has_class_token:
+            shapes["cls_token"] = (1, 1, config.embed_dim)
+        return shapes
+
+    def write(self, name: str, tensor: Tensor, config: ViTConfig) -> dict[str, Tensor]:
+        if parts := _parts(name, config):
+            sizes = (2 * config.embed_dim, config.embed_dim)
+            # Copies, since formats that store each tensor once refuse two views of the same memory.
+            rows = (row.clone() for row in tensor.split(sizes))
+            return dict(zip(parts, rows, strict=True))
+        return {self.rename(name): tensor.flip(1) if name.endswith(".v_pos") else tensor}
+
+    def read(self, name: str, state: State, config: ViTConfig) -> Tensor:
+        if parts := _parts(name, config):
+            return torch.cat([state[part] for part in parts])
+        tensor = state[self.rename(name)]
+        return tensor.flip(1) if name.endswith(".v_pos") else tensor
+
+    def infer(self, state: State, settings: Mapping[str, Any]) -> ViTConfig:
+        """Where they are not set, images are taken to be square, and heads without gates 64 wide
+        (48 in a ConViT)."""
+        depth = require_blocks(state, "blocks.")
+        gated = [index for index in range(depth) if f"blocks.{index}.attn.gating_param" in state]
+        if gated != list(range(len(gated))):
+            raise UserError(
+                f"the gated layers have to be the first of the {depth} blocks; these weights have "
+                f"them at {gated}"
+            )
+        width, in_chans, patch_size, _ = self.told(state, "patch_embed.weight").shape
+        hidden = len(self.told(state, "blocks.0.mlp.fc1.weight"))
+        size, class_entry = size_of(state, patch_size, not gated, settings.get("img_size"))
+        if gated:
+            heads = len(state["blocks.0.attn.gating_param"])
+        else:
+            convit = not class_entry and width % _CONVIT_HEAD_DIM == 0
+            heads = _heads(width, _CONVIT_HEAD_DIM if convit else _HEAD_DIM, settings)
+        return ViTConfig(
+            embed_dim=width,
+            num_heads=heads,
+            depth=depth,
+            img_size=size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=self.classes(state),
+            mlp_ratio=mlp_ratio_of(width, hidden),
+            qkv_bias=f"blocks.0.attn.{'qk' if gated else 'qkv'}.bias" in state,
+            gpsa_layers=len(gated),
+            use_pos_embed="pos_embed" in state,
+            embed_class_token=class_entry,
+            class_token=False if len(gated) == depth else None,
+        )
+
+    def untold(self, config: ViTConfig) -> dict[str, Any]:
+        return {"num_heads": config.num_heads, "img_size": config.img_size}
+
+
+def _parts(name: str, config: ViTConfig) -> list[str]:
+    """The two that the projection of a gated layer is cut into; none for other tensors."""
+    found = re.fullmatch(r"blocks\.(\d+)\.attn\.qkv\.\w+", name)
+    gated = found and int(found[1]) < config.gpsa_layers
+    return [name.replace("qkv", part) for part in ("qk", "v")] if gated else []
+
+
+class _ConViT(_ViT):
+    def untold(self, config: ViTConfig) -> dict[str, Any]:
+        untold = {} if config.use_pos_embed else {"img_size": config.img_size}
+        if not config.gpsa_layers:
+            untold = super().untold(config)
+        pool = config.global_pool
+        return untold if pool == "token" else untold | {"global_pool": pool}
+
+    def to_ours(self, state: State, config: ViTConfig) -> dict[str, Tensor]:
+        self.require(config)
+        return super().to_ours(state, config)
+
+    def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
+        gated = config.gpsa_layers == config.depth
+        return {
+            "positional_attention": ("gpsa",) if config.gpsa_layers else ("gpsa", "psa", "conv"),
+            "embed_class_token": (False,) if config.use_pos_embed else (False, True),
+            "global_pool": ("token",) if gated else ("token", "avg"),
+            "has_class_token": (not gated,),
+        }
+
+    def require(self, config: ViTConfig) -> None:
+        super().require(config)
+        rows, columns = token_grid(config.img_size, config.patch_size)
+        if config.gpsa_layers and rows != columns:
+            raise UserError(
+                f"{self.title} code has square grids of patches only, and this model one of "
+                f"{rows}×{columns}; keep it in our own format"
+            )
+
+
+class _DeiT(_ViT):
+    def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
+        return {
+            "gpsa_layers": (0,),
+            "use_pos_embed": (True,),
+            "embed_class_token": (True,),
+            "global_pool": ("token",),
+        }
+
+
+CONVIT = _ConViT(
+    "convit",
+    "ConViT's authors' and timm's",
+    marks=(".patch_embed.proj.", ".attn.gating_param."),
+    absent=(".stage0.",),
+    renames=_RENAMES,
+)
+DEIT = _DeiT(
+    "deit",
+    "DeiT's authors' and timm's",
+    marks=(".patch_embed.proj.", ".blocks.0.attn.qkv.", ".cls_token."),
+    absent=(".attn.gating_param.", ".stage0."),
+    renames=_RENAMES,
+)
+
+
+@dataclass(frozen=True)
+class _CvT(Layout):
+    """A layout of CvTs.
+
+    Attributes:
+        activations, projections: the only ones that their code has.
+    """
+
+    activations: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ()
+
+    holds = CvTConfig
+
+    def infer(self, state: State, settings: Mapping[str, Any]) -> CvTConfig:
+        """Weights do not tell strides, padding and numbers of heads: they are taken to be the
+        paper's, with heads 64 wide, keys and values of stride 2, and embeddings that overlap by
+        half."""
+        stages = tuple(
+            self._infer_stage(state, f"stages.{index}.", settings)
+            for index in range(self._count(state, "stages."))
+        )
+        return CvTConfig(
+            stages,
+            num_classes=self.classes(state),
+            in_chans=self.told(state, "stages.0.embed.conv.weight").shape[1],
+            global_pool="token" if any(key.endswith("cls_token") for key in state) else "avg",
+        )
+
+    def _count(self, state: State, blocks: str) -> int:
+        return require_blocks(state, self.rename(blocks + "0.").removesuffix("0."))
+
+    def _infer_stage(self, state: State, stage: str, settings: Mapping[str, Any]) -> StageConfig:
+        width, _, kernel, _ = self.told(state, f"{stage}embed.conv.weight").shape
+        depth = self._count(state, f"{stage}blocks.")
+        ratios = tuple(
+            mlp_ratio_of(width, len(self.told(state, f"{stage}blocks.{index}.mlp.fc1.weight")))
+            for index in range(depth)
+        )
+        window = state.get(self.rename(f"{stage}blocks.0.attn.q.conv.weight"))
+        if window is None and "microsoft_avg" not in self.projections:
+            raise UserError(
+                f"these weights have no convolutions in their projections, and {self.title} "
+                f"code cannot run without"
+            )
+        overlapping = kernel % 2 == 1
+        stride = (kernel + 1) // 2 if overlapping else kernel
+        return StageConfig(
+            embed_dim=width,
+            num_heads=_heads(width, _HEAD_DIM, settings),
+            depth=depth,
+            embed_kernel=kernel,
+            embed_stride=stride,
+            embed_padding=stride // 2 if overlapping else 0,
+            mlp_ratio=ratios[0] if len(set(ratios)) == 1 else ratios,
+            projection="microsoft_avg" if window is None else "conv",
+            projection_kernel=3 if window is None else window.shape[-1],
+            qkv_bias=self.rename(f"{stage}blocks.0.attn.q.linear.bias") in state,
+        )
+
+    def untold(self, config: CvTConfig) -> dict[str, Any]:
+        """One value per stage where they differ."""
+        stages = config.stages
+        untold: dict[str, Any] = {
+            "num_heads": [stage.num_heads for stage in stages],
+            "embed_stride": [stage.embed_stride for stage in stages],
+            "embed_padding": [stage.embed_padding for stage in stages],
+            "kv_stride": [stage.kv_strides[0] for stage in stages],
+            "kv_padding": [stage.padding_of_keys for stage in stages],
+        }
+        if any(stage.projection != "conv" for stage in stages):
+            untold["projection_kernel"] = [stage.projection_kernel for stage in stages]
+        return {name: x if len(set(x)) > 1 else x[0] for name, x in untold.items()}
+
+    def accepted(self, config: CvTConfig) -> dict[str, tuple[Any, ...]]:
+        return {
+            "activation": self.activations,
+            "attention_scale": ("width",),
+            "projection": self.projections,
+            "use_pos_embed": (False,),
+            "global_pool": ("token" if config.has_class_token else "avg",),
+        }
+
+    def require(self, config: CvTConfig) -> None:
+        super().require(config)
+        for name in ("kv_strides", "mlp_ratios"):
+            if any(len(set(getattr(stage, name))) > 1 for stage in config.stages):
+                raise UserError(
+                    f"{self.title} code has the same {name[:-1]} in all blocks of a stage, and "
+                    f"this model has not"
+                )
+
+
+class _Transformers(_CvT):
+    def untold(self, config: CvTConfig) -> dict[str, Any]:
+        # The published weights were trained with the authors' activation, those trained by
+        # transformers with its own.
+        return super().untold(config) | {"activation": config.activation}
+
+    def accepted(self, config: CvTConfig) -> dict[str, tuple[Any, ...]]:
+        token = {"global_pool": ("token",), "has_class_token": (True,)}
+        return super().accepted(config) | token
+
+    def require(self, config: CvTConfig) -> None:
+        super().require(config)
+        for index, stage in enumerate(config.stages):
+            if stage.depth <= index:  # it looks up one of the stage's blocks by the stage's number
+                raise UserError(
+                    f"{self.title} code has {index + 1} blocks or more in stage {index + 1}, and "
+                    f"this model {stage.depth}"
+                )
+
+
+MICROSOFT = _CvT(
+    "cvt-microsoft",
+    "Microsoft's CvT",
+    marks=(".stage0.patch_embed.", ".attn.proj_q."),
+    renames=(
+        (r"^stages\.", "stage"),
+        (r"\bembed\.conv", "patch_embed.proj"),
+        (r"\bembed\.norm", "patch_embed.norm"),
+        (r"attn\.([qkv])\.conv", r"attn.conv_proj_\1.conv"),
+        (r"attn\.([qkv])\.norm", r"attn.conv_proj_\1.bn"),
+        (r"attn\.([qkv])\.linear", r"attn.proj_\1"),
+    ),
+    settings=THEIR_SETTINGS,
+    activations=("quick_gelu",),
+    projections=("conv", "microsoft_avg"),
+)
+_CONVOLVED = r"attention.attention.convolution_projection_\1.convolution_projection."
+TRANSFORMERS = _Transformers(
+    "cvt-transformers",
+    "transformers' CvT",
+    marks=(".cvt.encoder.stages.0.embedding.",),
+    renames=(
+        (r"^stages\.", "cvt.encoder.stages."),
+        (r"^norm\.", "layernorm."),
+        (r"^head\.", "classifier."),
+        (r"\.blocks\.", ".layers."),
+        (r"\bembed\.conv", "embedding.convolution_embeddings.projection"),
+        (r"\bembed\.norm", "embedding.convolution_embeddings.normalization"),
+        (r"norm1", "layernorm_before"),
+        (r"norm2", "layernorm_after"),
+        (r"attn\.proj", "attention.output.dense"),
+        (r"mlp\.fc1", "intermediate.dense"),
+        (r"mlp\.fc2", "output.dense"),
+        (r"attn\.q\.", "attn.query."),
+        (r"attn\.k\.", "attn.key."),
+        (r"attn\.v\.", "attn.value."),
+        (r"attn\.(\w+)\.conv", _CONVOLVED + "convolution"),
+        (r"attn\.(\w+)\.norm", _CONVOLVED + "normalization"),
+        (r"attn\.(\w+)\.linear", r"attention.attention.projection_\1"),
+    ),
+    settings={name: theirs.lower() for name, theirs in THEIR_SETTINGS.items()},
+    activations=("gelu",),
+    projections=("conv",),
+)
+
+LAYOUTS = {row.name: row for row in (OURS, CONVIT, DEIT, MICROSOFT, TRANSFORMERS)}
+"""Every layout that weights may come in, by name."""
+
+
+def recognise(state: State) -> Layout:
+    """The one layout whose names these tensors have.
+
+    Raises:
+        UserError: if there is none, or more than one.
+    """
+    found = [row for row in LAYOUTS.values() if row.recognises(state)]
+    if len(found) == 1:
+        return found[0]
+    titles = [row.title for row in found or LAYOUTS.values()]
+    if found:
+        raise UserError(f"these weights have names of more than one layout: {' and '.join(titles)}")
+    raise UserError(
+        f"these weights are of no model that is known here ({', '.join(titles)}); their first "
+        f"tensors are {shorten(state)}"
+    )
