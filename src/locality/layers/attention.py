@@ -1,10 +1,10 @@
-"""Self-attention, positional self-attention and gated positional self-attention.
+"""Self-attention, positional and gated positional self-attention, and the block around them.
 
 Shapes:  B batch · N tokens · C width · h heads · d = C/h head width · (H, W) token grid
 
-All three layers take tokens (B, N, C) and the grid the patches lie on, and return (B, N, C). With
-`attention_maps` they also show the attention they use, computed from the same weights in its
-explicit, quadratic form; the forward pass never materialises it.
+All three attention layers take tokens (B, N, C) and the grid the patches lie on, and return
+(B, N, C). With `attention_maps` they also show the attention they use, computed from the same
+weights in its explicit, quadratic form; the forward pass never materialises it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import register_notrace_module
+from timm.layers import DropPath, register_notrace_module
 from torch import Tensor, nn
 
 from locality import checks
@@ -27,7 +27,7 @@ from locality.layers.conv_init import (
     plain,
 )
 from locality.layers.cpu import Linear, attend, linear
-from locality.layers.grid import Grid, Window
+from locality.layers.grid import Grid, Window, hidden_width
 from locality.layers.position import (
     attend_to_positions,
     check_grid,
@@ -114,16 +114,9 @@ class _Attention(nn.Module):
 
     def _queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, N, C) → q, k of (B, h, N, d) and v of (B, h, N, d_v)."""
-        batch, tokens, _ = x.shape
-        if self.value_dim == self.head_dim:
-            qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-            return q, k, v
         sizes = [self.num_heads * width for width in (self.head_dim, self.head_dim, self.value_dim)]
-        q, k, v = (
-            part.reshape(batch, tokens, self.num_heads, -1).transpose(1, 2)
-            for part in self.qkv(x).split(sizes, dim=-1)
-        )
+        parts = self.qkv(x).split(sizes, dim=-1)
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         return q, k, v
 
     def _project(self, heads: Tensor) -> Tensor:
@@ -258,20 +251,18 @@ class GatedPositionalSelfAttention(_PositionedAttention):
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B, N, C) → (B, N', C_out) with N = H·W and as many N' as tokens ask; Eq. 7 on values.
 
-        What makes it fast: `attend` never forms the N×N matrix, `_attend_to_positions` costs
+        What makes it fast: `attend` never forms the N×N matrix, `attend_to_positions` costs
         O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
         """
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
         content = attend(self._asking(q, grid), k, v)  # softmax(QKᵀ/√d) V
-        position = self._attend_to_positions(v, grid)  # softmax(v_pos·r) V
+        factors = positional_factors(self.v_pos, grid, self.window)
+        rows, columns = (factor.to(v.dtype) for factor in factors)
+        position = attend_to_positions(rows, columns, v)  # softmax(v_pos·r) V
         # (1 - gate) * content + gate * position
         return self._project(gated_sum(content, position, gate))
-
-    def _attend_to_positions(self, v: Tensor, grid: Grid) -> Tensor:
-        rows, columns = positional_factors(self.v_pos, grid, self.window)
-        return attend_to_positions(rows.to(v.dtype), columns.to(v.dtype), v)
 
     def _asking(self, q: Tensor, grid: Grid) -> Tensor:
         """Of something per token, (B, h, N, …), what the tokens that ask have: (B, h, N', …)."""
@@ -342,10 +333,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         return layer
 
     def init_from_conv2d_(
-        self,
-        conv: nn.Conv2d,
-        locality_strength: float | None = None,
-        gating: float | None = None,
+        self, conv: nn.Conv2d, locality_strength: float | None = None, gating: float | None = None
     ) -> Tensor:
         """Initialise this layer, in place, as nearly as it can compute a given convolution.
 
@@ -375,3 +363,68 @@ class GatedPositionalSelfAttention(_PositionedAttention):
 def gated_sum(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
     """(1 − gate) · content + gate · position, in one pass over memory instead of three."""
     return torch.lerp(content, position, gate)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with an activation between them.
+
+    Args:
+        dim: token width C.
+        hidden: width between the layers.
+        act_layer: the activation.
+        drop: dropout after each layer.
+    """
+
+    def __init__(self, dim: int, hidden: int, act_layer: type[nn.Module], drop: float) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = Linear(dim, hidden), Linear(hidden, dim)
+        self.act, self.drop = act_layer(), nn.Dropout(drop)
+        plain(self.fc1)
+        plain(self.fc2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) → (..., C)."""
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); either branch may be dropped per sample.
+
+    Args:
+        dim: token width C.
+        attn: a module called as attn(tokens, grid).
+        mlp_ratio: hidden width of the MLP over C.
+        act_layer: activation between the MLP's two layers.
+        norm_eps: epsilon of both LayerNorms.
+        proj_drop: dropout inside the MLP.
+        drop_path: probability of dropping a branch (stochastic depth).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp_ratio: float = 4.0,
+        act_layer: type[nn.Module] = nn.GELU,
+        norm_eps: float = 1e-6,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer, proj_drop)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
+        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone: less work, equal values.
+
+        It attends to all tokens either way.
+        """
+        if class_token_only:
+            attended = self.attn(self.norm1(x), grid, class_token_only=True)
+            x = x[:, :1] + self.drop_path(attended)
+        else:
+            x = x + self.drop_path(self.attn(self.norm1(x), grid))
+        return x + self.drop_path(self.mlp(self.norm2(x)))

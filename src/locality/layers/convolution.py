@@ -19,11 +19,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from locality import checks
 from locality.errors import UserError
-from locality.layers.attention import (
-    AttentionMaps,
-    GatedPositionalSelfAttention,
-    prefix_length,
-)
+from locality.layers.attention import AttentionMaps, GatedPositionalSelfAttention, prefix_length
 from locality.layers.conv_init import plain
 from locality.layers.cpu import Linear
 from locality.layers.grid import (

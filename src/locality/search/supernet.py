@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from locality.errors import UserError
-from locality.layers.block import Block, hidden_width
+from locality.layers.attention import Block
 from locality.layers.convolution import BatchNorm
+from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
 from locality.search.space import Counts, SearchSpace
 from locality.training.objective import Objective
