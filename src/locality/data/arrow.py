@@ -34,7 +34,9 @@ from locality.errors import UserError, require, saying
 if TYPE_CHECKING:
     import datasets
 
-_SPLIT_NAMES = re.compile(r"^(train|val|valid|validation|dev|test)(?=$|[-_.])", re.IGNORECASE)
+# The first of them that there is.
+_VAL_NAMES = ("val", "validation", "valid", "dev", "test")
+_SPLIT_NAMES = re.compile(rf"^(train|{'|'.join(_VAL_NAMES)})(?=$|[-_.])", re.IGNORECASE)
 
 
 class ArrowSource(ImageSource):
@@ -106,8 +108,6 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
     folder = existing_folder(config.root)
     parts = _parts(folder)
     opened = {part: _read(files, part, folder) for part, files in parts.items()}
-    if "train" not in opened:
-        raise UserError(f"'{folder}' has no files whose name or folder begins with 'train'")
     hf, train = huggingface_datasets(), opened["train"]
     columns = (
         _column("image", config, train, hf.Image, ("image", "img")),
@@ -151,12 +151,10 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
             named.setdefault(match.group(1).lower(), []).append(path)
     if not named:
         return {"train": files}
-    parts = {"train": named["train"]} if "train" in named else {}
-    for name in ("val", "validation", "valid", "dev", "test"):
-        if name in named:
-            parts["val"] = named[name]
-            break
-    return parts
+    if "train" not in named:
+        raise UserError(f"'{folder}' has no files whose name or folder begins with 'train'")
+    val = [named[name] for name in _VAL_NAMES if name in named]
+    return {"train": named["train"]} | ({"val": val[0]} if val else {})
 
 
 def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
@@ -227,13 +225,12 @@ def _labels(
         raise UserError(f"{cells.null_count} rows of {part} in '{folder}' have no {column}")
     values = cells.to_numpy()
     if values.dtype == object:
-        numbers = {name: number for number, name in enumerate(classes)}
         if strange := sorted(set(values.tolist()) - set(classes)):
             raise UserError(
                 f"train and {part} in '{folder}' have different classes: "
                 f"only {part} has {some(strange)}"
             )
-        values = np.array([numbers[name] for name in values.tolist()], dtype=np.int64)
+        values = np.searchsorted(classes, values.astype(str))  # they are in sorted order
     if len(values) and not 0 <= values.min() <= values.max() < len(classes):
         raise UserError(
             f"{column} of {part} in '{folder}' goes from {values.min()} to {values.max()}, but "
@@ -316,16 +313,10 @@ def _row(source: FileSource, index: int) -> dict[str, Any]:
     return {"image": image, "label": int(source.labels[index])}
 
 
-def _shards(source: FileSource, shard_bytes: int) -> list[range]:
-    """The images, divided so that a shard ends once it holds `shard_bytes`."""
-    shards, start, size = [], 0, 0
-    for index in range(len(source)):
-        path = source.describe(index)
-        # A file that is gone is an error when its turn comes to be read.
-        size += os.path.getsize(path) if os.path.exists(path) else 0
-        if size >= shard_bytes:
-            shards.append(range(start, index + 1))
-            start, size = index + 1, 0
-    if start < len(source) or not shards:
-        shards.append(range(start, len(source)))
-    return shards
+def _shards(source: FileSource, shard_bytes: int) -> list[npt.NDArray[np.int64]]:
+    """The images, divided into shards of about `shard_bytes`."""
+    paths = [source.describe(index) for index in range(len(source))]
+    # A file that is gone is an error when its turn comes to be read.
+    sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in paths]
+    shard = np.cumsum([0, *sizes[:-1]]) // shard_bytes
+    return np.split(np.arange(len(paths)), np.flatnonzero(np.diff(shard)) + 1)

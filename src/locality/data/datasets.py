@@ -166,10 +166,9 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
         )
     if not any(listing.files):
         raise no_images(listing.root)
-    order = np.argsort([int(name) for name in listing.classes])
-    paths = [path for number in order for path in listing.files[number]]
-    labels = [int(listing.classes[number]) for number in order for _ in listing.files[number]]
-    source = FileSource(listing.root, paths, labels, config.decoding)
+    classes = sorted(listing.classes, key=int)
+    source = listing.source(classes, config.decoding)
+    source.labels = np.array([int(name) for name in classes])[source.labels]
     return [str(number) for number in range(_IMAGENET_CLASSES)], source.subset([]), source
 
 

@@ -220,7 +220,18 @@ def to_rgb(image: Image.Image, decoding: Decoding = AS_PUBLISHED) -> Image.Image
     with _damages():
         if decoding.exif:
             ImageOps.exif_transpose(image, in_place=True)
-        return _converted(image)
+        if image.mode == "RGB" and "transparency" not in image.info:
+            return image
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+            return _from_16_bits(image)
+        if image.mode in ("I", "F"):
+            raise BadImage(
+                "grey in 32 bits has no defined white; convert the image to 8 or 16 bits first"
+            )
+        if image.has_transparency_data:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
+        return image.convert("RGB")
 
 
 @contextlib.contextmanager
@@ -236,22 +247,6 @@ def _damages() -> Iterator[None]:
     except Exception as error:
         text = str(error) or type(error).__name__
         raise BadImage(f"the image is damaged ({text})") from error
-
-
-def _converted(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        return _from_16_bits(image)
-    if image.mode in ("I", "F"):
-        raise BadImage(
-            "grey in 32 bits has no defined white; convert the image to 8 or 16 bits first"
-        )
-    if image.has_transparency_data:
-        colours = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, colours).convert("RGB")
-    return image.convert("RGB")
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:

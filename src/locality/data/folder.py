@@ -120,15 +120,10 @@ def list_folder(root: Path | str) -> Listing:
     folder above. A link to nothing counts as a file, one that cannot be read.
     """
     root = Path(root)
-    listing = Listing(root, [], [])
     folders, files, _ = _entries(root)
-    listing.ignored += files
-    above = {_identity(root)}
+    listing = Listing(root, folders, [], files)
     for name in folders:
-        found: list[str] = []
-        _walk(root, name, above, found, listing)
-        listing.classes.append(name)
-        listing.files.append(sorted(found))
+        listing.files.append(sorted(_images(root, name, {_identity(root)}, listing)))
     return listing
 
 
@@ -324,9 +319,10 @@ def no_images(root: Path) -> UserError:
     )
 
 
-def _walk(
-    root: Path, relative: str, above: set[tuple[int, int]], found: list[str], listing: Listing
-) -> None:
+def _images(
+    root: Path, relative: str, above: set[tuple[int, int]], listing: Listing
+) -> Iterator[str]:
+    """The images anywhere below a folder; what else there is goes to `listing`."""
     folder = root / relative
     identity = _identity(folder)
     if identity in above:
@@ -335,11 +331,13 @@ def _walk(
     folders, files, others = _entries(folder)
     for name in files:
         path = os.path.join(relative, name)
-        known = os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
-        (found if known else listing.ignored).append(path)
+        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
+            yield path
+        else:
+            listing.ignored.append(path)
     listing.ignored += [os.path.join(relative, name) for name in others]
     for name in folders:
-        _walk(root, os.path.join(relative, name), above | {identity}, found, listing)
+        yield from _images(root, os.path.join(relative, name), above | {identity}, listing)
 
 
 def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:

@@ -15,10 +15,10 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,13 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.data.preprocessing import erasing, eval_transform, normalise, train_transform
+from locality.data.preprocessing import (
+    ImageTransform,
+    erasing,
+    eval_transform,
+    normalise,
+    train_transform,
+)
 from locality.data.sampling import (
     Indices,
     Stream,
@@ -90,10 +96,6 @@ class Loaded(NamedTuple):
     error: str | None = None
 
 
-class _Stop(Exception):
-    """Loading cannot go on; the message is for the user."""
-
-
 @dataclass(eq=False)
 class Batches(Dataset, ABC):
     """Numbers → batches of some images, as a loading process makes them.
@@ -112,6 +114,7 @@ class Batches(Dataset, ABC):
     rank: int
     world_size: int
     on_bad: OnBad
+    transform: ImageTransform = field(init=False)
 
     @abstractmethod
     def batch(self, number: int, skipped: list[Failure]) -> Batch | None:
@@ -122,7 +125,7 @@ class Batches(Dataset, ABC):
         with preserved_generators():
             try:
                 return Loaded(self.batch(number, skipped), tuple(skipped))
-            except _Stop as error:
+            except UserError as error:
                 return Loaded(None, error=str(error))
 
     def read(
@@ -134,12 +137,17 @@ class Batches(Dataset, ABC):
         except BadImage as error:
             failure = Failure(self.source.describe(index), str(error))
         if self.on_bad == "error":
-            raise _Stop(
+            raise UserError(
                 f"{failure.image}: {failure.reason}; repair or remove the file, or set "
                 f"on_bad_image to 'skip'"
             )
         skipped.append(failure)
         return None
+
+    def in_memory(self) -> torch.Tensor | None:
+        """All images, (n, 3, H, W) uint8, where the transform can take them as they are."""
+        pixels = self.source.pixels
+        return pixels if pixels is not None and self.transform.takes_tensors(pixels) else None
 
     def assembled(
         self,
@@ -181,51 +189,33 @@ class TrainBatches(Batches):
         step, micro = divmod(number, self.accumulate)
         positions = self.positions(step, micro)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
-        pixels: torch.Tensor | list[torch.Tensor] | None = self._from_memory(positions, indices)
-        if pixels is None:
-            pixels, indices = self._from_files(positions, indices, skipped)
-        batch = self.assembled(pixels, indices, positions, step, micro)
-        self._erase(batch.images, positions)
-        return batch
-
-    def _from_memory(self, positions: Indices, indices: Indices) -> torch.Tensor | None:
-        """The transformed images, (B, 3, H, W) uint8, where pixels and transform allow it."""
-        pixels = self.source.pixels
-        if pixels is None or not self.transform.takes_tensors(pixels):
-            return None
-        if self.transform.fixed:
-            return pixels[torch.from_numpy(indices)]
-        images = []
-        for index, seed in zip(indices.tolist(), self._seeds(positions), strict=True):
-            seed_generators(seed)
-            images.append(self.transform.from_tensor(pixels[index]))
-        return torch.stack(images)
-
-    def _from_files(
-        self, positions: Indices, indices: Indices, skipped: list[Failure]
-    ) -> tuple[list[torch.Tensor], Indices]:
-        """The transformed images and which they are; what could not be read joins `skipped`."""
-        images, used = [], []
-        for position, index, seed in zip(
-            positions.tolist(), indices.tolist(), self._seeds(positions), strict=True
-        ):
-            draw = partial(self._draw, seed) if self.transform.crop else None
-            image, index = self._readable(position, index, skipped, draw)
-            if draw is None:
-                # Seeded after reading, so that nothing a decoder draws can matter.
-                seed_generators(seed)
+        pixels = self.in_memory()
+        if pixels is not None and self.transform.fixed:
+            images: torch.Tensor | list[torch.Tensor] = pixels[torch.from_numpy(indices)]
+        else:
+            images = []
+            seeds = keys(self.seed, Stream.AUGMENT, positions).tolist()
+            order = zip(positions.tolist(), indices.tolist(), seeds, strict=True)
+            for place, (position, index, seed) in enumerate(order):
+                draw = partial(self._draw, seed) if self.transform.crop else None
+                image: Any = None if pixels is None else pixels[index]
+                if image is None:
+                    image, indices[place] = self._readable(position, index, skipped, draw)
+                if draw is None:
+                    # Seeded after reading, so that nothing a decoder draws can matter.
+                    seed_generators(seed)
                 images.append(self.transform(image))
-            else:
-                images.append(self.transform.after_crop(image))
-            used.append(index)
-        return images, np.array(used, dtype=np.int64)
+        batch = self.assembled(images, indices, positions, step, micro)
+        if self.erasing is not None:
+            seeds = keys(self.seed, Stream.ERASE, positions).tolist()
+            for image, seed in zip(batch.images, seeds, strict=True):
+                seed_generators(seed)
+                self.erasing(image)
+        return batch
 
     def _draw(self, seed: int, size: tuple[int, int]) -> Window:
         seed_generators(seed)
         return self.transform.draw(size)
-
-    def _seeds(self, positions: Indices) -> list[int]:
-        return keys(self.seed, Stream.AUGMENT, positions).tolist()
 
     def _readable(
         self, position: int, index: int, skipped: list[Failure], draw: Draw | None
@@ -238,18 +228,10 @@ class TrainBatches(Batches):
         for candidate in chain([index], others):
             if (image := self.read(candidate, skipped, draw)) is not None:
                 return image, candidate
-        raise _Stop(
+        raise UserError(
             f"{_REPLACEMENTS} images in a row could not be read; the last: "
             f"{skipped[-1].image}: {skipped[-1].reason}"
         )
-
-    def _erase(self, images: torch.Tensor, positions: Indices) -> None:
-        if self.erasing is None:
-            return
-        seeds = keys(self.seed, Stream.ERASE, positions).tolist()
-        for image, seed in zip(images, seeds, strict=True):
-            seed_generators(seed)
-            self.erasing(image)
 
 
 @dataclass(eq=False)
@@ -265,18 +247,15 @@ class EvalBatches(Batches):
 
     def batch(self, number: int, skipped: list[Failure]) -> Batch | None:
         indices = self.own[number * self.batch_size : (number + 1) * self.batch_size]
-        pixels = self.source.pixels
-        if pixels is not None and self.transform.takes_tensors(pixels):
+        if (pixels := self.in_memory()) is not None:
             return self.assembled(pixels[torch.from_numpy(indices)], indices, indices, number)
         images, used = [], []
         for index in indices.tolist():
             if (image := self.read(index, skipped)) is not None:
                 images.append(self.transform(image))
                 used.append(index)
-        if not images:
-            return None
         indices = np.array(used, dtype=np.int64)
-        return self.assembled(images, indices, indices, number)
+        return self.assembled(images, indices, indices, number) if used else None
 
 
 _OURS = (signal.SIGINT, signal.SIGTERM)
@@ -284,25 +263,18 @@ _OURS = (signal.SIGINT, signal.SIGTERM)
 _CAN_HOLD = hasattr(signal, "sigwaitinfo")
 
 
-class Loading(TypedDict, total=False):
-    """How images are loaded, whichever they are.
+class BatchLoader:
+    """Iterates over batches in order; every iteration starts at the first.
 
-    Attributes:
-        max_bad_images: how many different images may be skipped; 100 unless given.
+    Args:
+        batches: numbers → batches.
+        numbers: which, in order.
+        persistent: keep the workers from one iteration to the next.
+        max_bad_images: how many different images may be skipped.
         workers: loading processes; 0 loads in this one, and leaves its generators untouched.
         pin_memory: deliver page-locked tensors, for copying to a GPU.
         start_method: of the workers: "fork", "forkserver" or "spawn"; None is Python's default,
             on Linux fork.
-    """
-
-    max_bad_images: int
-    workers: int
-    pin_memory: bool
-    start_method: str | None
-
-
-class BatchLoader:
-    """Iterates over batches in order; every iteration starts at the first.
 
     Attributes:
         skipped: images left out because they cannot be decoded, name → reason, in the order met.
@@ -387,7 +359,7 @@ def train_loader(
     world_size: int = 1,
     accumulate: int = 1,
     on_bad_image: OnBad = "skip",
-    **loading: Unpack[Loading],
+    **loading: Any,
 ) -> BatchLoader:
     """The training batches of one process.
 
@@ -402,7 +374,7 @@ def train_loader(
         accumulate: micro-batches per optimiser step.
         on_bad_image: "skip" puts another image, chosen by position, in the place of one that
             cannot be decoded; "error" stops.
-        loading: see `Loading`.
+        loading: max_bad_images, workers, pin_memory, start_method; see `BatchLoader`.
 
     Raises:
         UserError: no images, a batch that cannot be divided evenly, and while iterating, an
@@ -419,15 +391,7 @@ def train_loader(
     if not 0 <= start_step <= stop_step:
         raise UserError(f"steps from {start_step} to {stop_step} are no range")
     batches = TrainBatches(
-        source,
-        preprocessing,
-        batch_size,
-        rank,
-        world_size,
-        on_bad_image,
-        augment,
-        seed,
-        accumulate,
+        source, preprocessing, batch_size, rank, world_size, on_bad_image, augment, seed, accumulate
     )
     numbers = range(start_step * accumulate, stop_step * accumulate)
     return BatchLoader(batches, numbers, persistent=False, **loading)
@@ -441,7 +405,7 @@ def eval_loader(
     rank: int = 0,
     world_size: int = 1,
     on_bad_image: OnBad = "error",
-    **loading: Unpack[Loading],
+    **loading: Any,
 ) -> BatchLoader:
     """The evaluation batches of one process: images rank, rank + world_size, … of the source.
 

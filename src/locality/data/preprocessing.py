@@ -29,28 +29,34 @@ Step = Callable[[Any], Any]
 
 
 class ImageTransform:
-    """Turns one image into a (3, H, W) uint8 tensor.
+    """Turns one image, or the window of it that `draw` chose, into a (3, H, W) uint8 tensor.
 
     Attributes:
         size: (H, W) of the result.
         steps: what is done to a PIL image, before it becomes a tensor.
-        fixed: nothing is done to an image that has this size already.
-        crop: timm's random crop, if that is the first step; `draw` and `after_crop` do its work in
-            two parts, so that no more of an image needs to be read than the crop takes.
+        crop: timm's random crop, where that comes first; `draw` chooses its windows, so that no
+            more of an image needs to be read than the crop takes.
+        on_tensors: to an image of this size, a tensor is the same as a PIL image.
+        fixed: nothing is done to an image of this size.
     """
 
-    def __init__(self, size: Size, steps: Sequence[Step], tensor_steps: Sequence[Step] | None):
+    def __init__(
+        self,
+        size: Size,
+        steps: Sequence[Step],
+        crop: RandomResizedCropAndInterpolation | None = None,
+        on_tensors: bool = False,
+        fixed: bool = False,
+    ) -> None:
         self.size = size
-        self.steps = list(steps)
-        self._image = transforms.Compose([*steps, MaybePILToTensor()])
-        self._tensor_steps = tensor_steps
-        self.fixed = tensor_steps is not None and not tensor_steps
-        first = self.steps[0] if self.steps else None
-        self.crop = first if isinstance(first, RandomResizedCropAndInterpolation) else None
-        self.after_crop = transforms.Compose([*self.steps[1:], MaybePILToTensor()])
+        self.steps = steps
+        self.crop = crop
+        self.on_tensors = on_tensors
+        self.fixed = fixed
+        self._all = transforms.Compose([*steps, MaybePILToTensor()])
 
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        return self._image(image)
+    def __call__(self, image: Image.Image | torch.Tensor) -> torch.Tensor:
+        return self._all(image)
 
     def draw(self, size: tuple[int, int]) -> Window:
         """What `crop` takes of an image of this (width, height); draws from Python's generator."""
@@ -63,14 +69,8 @@ class ImageTransform:
         return Window((left, top, left + width, top + height), self.size, mode.name)
 
     def takes_tensors(self, pixels: torch.Tensor) -> bool:
-        """Whether `from_tensor` may be used for images like `pixels`, (…, 3, H, W)."""
-        return self._tensor_steps is not None and tuple(pixels.shape[-2:]) == self.size
-
-    def from_tensor(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The same as calling with an image, without the detour, for uint8 (3, H, W) in memory."""
-        for step in self._tensor_steps or ():
-            pixels = step(pixels)
-        return pixels
+        """Whether images like `pixels`, (…, 3, H, W) uint8, need not become PIL images first."""
+        return self.on_tensors and tuple(pixels.shape[-2:]) == self.size
 
 
 def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> ImageTransform:
@@ -96,16 +96,18 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
     )
     for step in secondary.transforms:
         allow_black(step)
+    crop, *flips = primary.transforms
     if augment.crop == "resized":
-        return ImageTransform(size, [*primary.transforms, *secondary.transforms], None)
+        return ImageTransform(size, [*flips, *secondary.transforms], crop)
     # The crop is what differs; the flip behind it and the colour steps stay timm's.
-    flips = primary.transforms[1:]
     windows: list[Step] = []
     if augment.crop == "pad" and augment.pad > 0:
         windows = [transforms.RandomCrop(size, padding=augment.pad)]
     resize = eval_transform(replace(preprocessing, crop_pct=1.0)).steps
-    on_tensors = None if secondary.transforms else [*windows, *flips]
-    return ImageTransform(size, [*resize, *windows, *flips, *secondary.transforms], on_tensors)
+    steps = [*windows, *flips, *secondary.transforms]
+    return ImageTransform(
+        size, [*resize, *steps], on_tensors=not secondary.transforms, fixed=not steps
+    )
 
 
 def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
@@ -120,7 +122,8 @@ def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
         crop_mode=preprocessing.crop_mode,
         normalize=False,
     )
-    return ImageTransform(size, pipeline.transforms[:-1], [] if resized == size else None)
+    same = resized == size
+    return ImageTransform(size, pipeline.transforms[:-1], on_tensors=same, fixed=same)
 
 
 def erasing(augment: AugmentConfig) -> RandomErasing | None:
