@@ -36,9 +36,7 @@ REFERENCE = {
     "analysis": ["locality.analysis", "locality.analysis.measures"],
     "figures": ["locality.figures"],
     "search": ["locality.search"],
-    "runner": [
-        f"locality.runner.{module}" for module in ("runs", "executors", "schedule", "comparison")
-    ],
+    "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
     "papers": [f"locality.papers.{module}" for module in ("specs", "measures", "reproduce")],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")

@@ -16,8 +16,8 @@ from hypothesis import settings
 
 from locality.data import datasets
 from locality.papers.scales import SCALES, Scale
-from locality.runner.executors import Outcome, perform
-from locality.runner.runs import Run, content_folder
+from locality.runner.executors import perform
+from locality.runner.runs import Outcome, Run, content_folder
 from locality.training import RunConfig, recipe, replace
 
 # The same examples every time: a failure belongs to the change that it is seen with.

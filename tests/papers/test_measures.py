@@ -31,7 +31,7 @@ from locality.papers.records import (
     seeds_needed,
 )
 from locality.papers.specs import Claim
-from locality.runner.schedule import run_all
+from locality.runner.executors import run_all
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from locality.runner.comparison import (
     plan,
     train_and_tidy,
 )
-from locality.runner.schedule import run_all
+from locality.runner.executors import run_all
 from locality.settings import differences
 from locality.training import fitting
 from locality.training.fitting import Speed

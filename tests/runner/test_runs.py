@@ -9,7 +9,7 @@ import pytest
 from locality import settings
 from locality.errors import UserError
 from locality.runner import runs
-from locality.runner.runs import Run, content_folder, digest, waves, with_needs
+from locality.runner.runs import Run, content_folder, digest, with_needs
 from locality.training import replace, train
 
 
@@ -56,9 +56,6 @@ def test_needed_runs_come_first_and_once(tmp_path, tiny_config, tiny_run):
     student = Run("s", tiny_config(seed=1), tmp_path / "s", needs=(net, teacher))
     other = Run("o", tiny_config(seed=2), tmp_path / "o", needs=(student, net))
     assert with_needs([other, student]) == [net, teacher, student, other]
-    assert waves([net, teacher, student, other]) == [[net, teacher], [student], [other]]
-    assert waves([student]) == [[student]]
-    assert waves([]) == []
 
 
 def test_a_run_is_finished_by_the_result_of_its_own_configuration_alone(tmp_path, tiny_run):

@@ -160,7 +160,7 @@ def compare(arguments: Sequence[str]) -> int:
 
     from locality.report.choosing import build_choice
     from locality.runner import comparison
-    from locality.runner.schedule import run_all
+    from locality.runner.executors import run_all
 
     if options.pretrained:
         names, missing = comparison.available(names or comparison.PRETRAINED)

@@ -357,8 +357,8 @@ def demo(arguments: Sequence[str]) -> int | None:
 
     from locality.analysis.recording import record_missing
     from locality.report import build_report
+    from locality.runner.executors import run_all
     from locality.runner.runs import Run
-    from locality.runner.schedule import run_all
 
     root = Path(options.output)
     models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]

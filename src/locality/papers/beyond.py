@@ -36,7 +36,7 @@ from locality.papers.measures import (
 )
 from locality.papers.scales import FAMILIES, Scale
 from locality.papers.specs import REGISTRY, Column, Row, Table, experiment
-from locality.runner.runs import Run, train_images
+from locality.runner.runs import Run, image_counts
 from locality.training import load_run
 
 FRACTIONS = (0.05, 0.2, 1.0)
@@ -95,7 +95,7 @@ _FEW = FRACTIONS[0]
 
 def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
     """Runs on the second half of the classes, few images each, by where training starts."""
-    half = train_images(s.runs(role, seeds=(0,))[0].config)[1] // 2
+    half = image_counts(s.runs(role, seeds=(0,))[0].config)[2] // 2
     nets = s.runs(role, data__first_classes=half, keep_weights=False)
     new: dict[str, Any] = {"fraction": _FEW, "data__skip_classes": half}
     tuned = new | {"label": "fine-tuned to other classes"}

@@ -27,7 +27,7 @@ from locality.benchmark.measure import inference, interleave
 from locality.checkpoints import open_model
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
-from locality.runner.runs import Run, train_images
+from locality.runner.runs import Run, image_counts
 from locality.training import load_run
 from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.distributed import resolve_accelerator
@@ -343,7 +343,7 @@ def summed_rate(config: RunConfig) -> Quantity:
     """The sum over a run's steps of the learning rate of v_pos and λ."""
 
     def value() -> float:
-        plan = make_plan(config, train_images(config)[0])
+        plan = make_plan(config, image_counts(config)[0])
         peak = config.optim.peak_lr(config.engine.batch_size)
         start, end = config.schedule.warmup_lr, config.schedule.min_lr
         # A line up; then a cosine over the whole length, from where the line has got to.

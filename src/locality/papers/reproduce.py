@@ -19,9 +19,8 @@ from locality.papers.pages import Entry, page, to_csv
 from locality.papers.records import Record, make_record
 from locality.papers.scales import Scale, get_scale
 from locality.papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
-from locality.runner.executors import Executor, Outcome, threads_per_run
-from locality.runner.runs import Run, Timing, estimate_costs, with_needs
-from locality.runner.schedule import Workload, run_all
+from locality.runner.executors import Executor, run_all
+from locality.runner.runs import Outcome, Run, Workload, estimate_costs, threads_per_run, with_needs
 from locality.training.preview import span
 
 RUNS = "runs/reproduce"
@@ -241,8 +240,7 @@ def list_experiments(
     chosen = get_scale(scale, Path(runs) / scale)
     wanted = [(item, with_needs(item.build(chosen).runs)) for item in experiments().values()]
     every = with_needs(run for _, needed in wanted for run in needed)
-    timing: Timing = "one of a name" if hours else "none"
-    costs = estimate_costs(every, timing, threads_per_run(jobs=1))
+    costs = estimate_costs(every, "one of a name" if hours else "none", threads_per_run(jobs=1))
     rows = []
     for item, needed in wanted:
         finished = sum(run.is_finished() for run in needed)

@@ -18,7 +18,7 @@ from locality.errors import UserError, entry
 from locality.files import read_yaml
 from locality.models import variant
 from locality.papers.measures import Measure, Quantity, absent, computed, measured
-from locality.runner.runs import TRAIN, Run, content_folder, forward_macs, parameters, train_images
+from locality.runner.runs import TRAIN, Run, content_folder, forward_macs, image_counts, parameters
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
 from locality.training.config import ModelConfig
@@ -176,7 +176,7 @@ class Scale:
 
         def model() -> tuple[ModelConfig, int]:
             config = self.runs(role, seeds=(0,), **choices)[0].config
-            return config.model, train_images(config)[1]
+            return config.model, image_counts(config)[2]
 
         return counted(model)
 

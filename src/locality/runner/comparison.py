@@ -23,9 +23,15 @@ from locality.errors import UserError, one_line
 from locality.files import read_json, read_yaml, write_atomic
 from locality.machine import processors
 from locality.models.variants import PREFIX, variant
-from locality.runner.executors import threads_per_run, visible_gpus
-from locality.runner.runs import Run, content_folder, train_images
-from locality.runner.schedule import Workload
+from locality.runner.executors import visible_gpus
+from locality.runner.runs import (
+    Run,
+    Workload,
+    arithmetic_threads,
+    content_folder,
+    image_counts,
+    threads_per_run,
+)
 from locality.training import RunConfig, train
 from locality.training.distributed import resolve_accelerator
 from locality.training.fitting import fit, shorter_side, start_from
@@ -152,12 +158,8 @@ def _chosen(asked: Comparison, jobs: int, threads: int) -> dict[str, RunConfig]:
             f"{asked.minutes:g} minutes for {asked.count} runs are less than it takes to begin "
             f"them; give more --minutes, or fewer --seeds, --folds or --fractions"
         )
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with arithmetic_threads(threads):
         return {model: _fitted(recipe, given | start, minutes) for model, start in starts.items()}
-    finally:
-        torch.set_num_threads(before)
 
 
 def _fitted(recipe: str, given: Mapping[str, Any], minutes: float) -> RunConfig:
@@ -209,7 +211,7 @@ def summary(asked: Comparison, runs: Sequence[Run], jobs: int, threads: int | No
     """How long each model trains, and how many runs that makes in how much time."""
     lines = []
     for run in runs[: len(asked.models)]:  # one of each model, on all images
-        images = train_images(run.config)[0]
+        images = image_counts(run.config)[0]
         plan = make_plan(run.config, images)
         lines.append(
             f"{run.config.model.name}: {plan.steps:,} steps of {plan.batch_size} images, each of "

@@ -1,4 +1,4 @@
-"""Who carries runs out: processes on this machine, a cluster through submitit, or Ray.
+"""Many runs carried out, watched and resumed: by processes here, submitit or Ray.
 
 The contract between them and everybody else is the run folder. An executor is given runs, sees to
 it that each is performed once, and says of each whether it failed; results are read from folders.
@@ -7,17 +7,16 @@ it that each is performed once, and says of each whether it failed; results are 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,27 +24,13 @@ from typing import Any
 import torch
 
 from locality import checks
-from locality.errors import Interrupted, UserError, entry, require
-from locality.machine import processors
-from locality.runner.runs import Run
-from locality.training import RunConfig
+from locality.errors import Interrupted, UserError, entry, one_line, require
+from locality.runner.runs import Outcome, Run, RunsProgress, threads_per_run, with_needs
+from locality.training import RunConfig, replace
 from locality.training.distributed import launched_from_outside
 
 _POLL_SECONDS = 0.2
 _PARENT_POLL_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a run.
-
-    Attributes:
-        run: which one.
-        error: None if its folder holds a result, else one sentence saying why not.
-    """
-
-    run: Run
-    error: str | None = None
 
 
 def perform(run: Run) -> str | None:
@@ -56,18 +41,21 @@ def perform(run: Run) -> str | None:
     """
     log = log_file(run.folder)
     try:
-        with _printing_to(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            log.open("a", encoding="utf-8") as file,
+            contextlib.redirect_stdout(file),
+            contextlib.redirect_stderr(file),
+        ):
             run.load_task()(_on_one_device(run.config), run.folder)
-    except (UserError, FileNotFoundError, PermissionError) as error:
-        return " ".join(str(error).split())
-    except Interrupted as error:
-        return str(error)
+    except (UserError, FileNotFoundError, PermissionError, Interrupted) as error:
+        return one_line(error)
     except (KeyboardInterrupt, SystemExit):
         return "stopped at once; the same command resumes the run"
     except Exception as error:
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
-        return f"{type(error).__name__}: {' '.join(str(error).split())} (details in {log})"
+        return f"{type(error).__name__}: {one_line(error)} (details in {log})"
     return None if run.is_finished() else f"it ended without a result.json (output in {log})"
 
 
@@ -92,23 +80,12 @@ def _on_one_device(config: RunConfig) -> RunConfig:
     """
     if config.engine.devices or launched_from_outside():
         return config
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, devices=1))
+    return replace(config, {"engine.devices": 1})
 
 
 def log_file(folder: Path) -> Path:
     """Where the output of a run goes: beside its folder, which is training's own."""
     return folder.with_name(folder.name + ".log")
-
-
-@contextlib.contextmanager
-def _printing_to(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        path.open("a", encoding="utf-8") as file,
-        contextlib.redirect_stdout(file),
-        contextlib.redirect_stderr(file),
-    ):
-        yield
 
 
 def visible_gpus() -> list[str]:
@@ -119,16 +96,11 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def threads_per_run(jobs: int) -> int:
-    """This process's part of the processor for each of `jobs` runs at a time, at least 1."""
-    return max(1, processors() // jobs)
-
-
 class Executor:
     """Carries out runs that do not depend on each other, some of them at a time.
 
-    A backend says how runs become jobs (`submit`), whether one has ended (`is_done`) and how
-    (`error`), and what stops those going on (`cancel`).
+    A backend says how runs become jobs (`submit`), how one has ended (`error`) and, where jobs have
+    no `done()`, whether (`is_done`), and what stops those going on (`cancel`).
 
     Args:
         jobs: runs at a time.
@@ -145,7 +117,7 @@ class Executor:
         raise NotImplementedError
 
     def is_done(self, job: Any) -> bool:
-        raise NotImplementedError
+        return job.done()
 
     def error(self, job: Any) -> str | None:
         raise NotImplementedError
@@ -198,9 +170,6 @@ class LocalExecutor(Executor):
             worker.begin(run)
         return workers
 
-    def is_done(self, job: WorkerProcess) -> bool:
-        return job.has_ended()
-
     def error(self, job: WorkerProcess) -> str | None:
         self._idle.append(job)
         return job.error()
@@ -244,7 +213,7 @@ class WorkerProcess:
             child.close()
         self._connection.send(run)
 
-    def has_ended(self) -> bool:
+    def done(self) -> bool:
         """Whether the run has, or the process."""
         return self._connection.poll()
 
@@ -328,9 +297,6 @@ class SubmititExecutor(Executor):
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
         return self._executor.map_array(self._perform, runs)
 
-    def is_done(self, job: Any) -> bool:
-        return job.done()
-
     def error(self, job: Any) -> str | None:
         problem = job.exception()
         if problem is None:
@@ -404,10 +370,60 @@ def make_executor(
         UserError: for another name, less than one job, or a package that is not installed.
     """
     checks.integer("jobs", jobs, 1)
-    through_submitit = functools.partial(SubmititExecutor, logs=logs or Path("runs/submitit"))
-    made: dict[str, Callable[[int, int | None], Executor]] = {
-        "local": LocalExecutor,
-        "ray": RayExecutor,
-        "submitit": through_submitit,
-    }
+    submitit = functools.partial(SubmititExecutor, logs=logs or Path("runs/submitit"))
+    made: dict[str, Any] = {"local": LocalExecutor, "ray": RayExecutor, "submitit": submitit}
     return entry("executor", name, made)(jobs, threads)
+
+
+def run_all(
+    runs: Iterable[Run],
+    jobs: int = 2,
+    executor: str | Executor = "local",
+    threads: int | None = None,
+    quiet: bool = False,
+    ended: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Carry out runs and everything they need; finished ones are left alone, others resume.
+
+    A run that fails is an outcome with an error; the others go on.
+
+    Args:
+        runs: in any order; the same folder may come up more than once.
+        jobs: how many go on side by side.
+        executor: "local", "submitit", "ray", or an object with their `map`.
+        threads: processor threads per run; the machine's divided by `jobs` unless given.
+        quiet: show no progress.
+        ended: called with the outcome of each run that was not finished, while the others go on.
+
+    Returns:
+        one outcome per run given, in their order.
+    """
+    runs = list(runs)
+    everything = with_needs(runs)
+    if isinstance(executor, str):
+        logs = runs[0].folder.parent / "submitit" if runs else None
+        executor = make_executor(executor, jobs, threads, logs)
+    outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
+    waiting = [run for run in everything if run.folder not in outcomes]
+    with RunsProgress(waiting, quiet or not waiting) as progress:
+        while waiting:
+            later = {run.folder for run in waiting}
+            # What needs nothing that is still to be done goes on side by side.
+            wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
+            waiting = [run for run in waiting if run not in wave]
+            refused = [Outcome(run, reason) for run in wave if (reason := _failed(run, outcomes))]
+            ready = [run for run in wave if _failed(run, outcomes) is None]
+            for outcome in itertools.chain(refused, executor.map(ready)):
+                outcomes[outcome.run.folder] = outcome
+                progress.ended(outcome)
+                ended(outcome)
+    return [Outcome(run, outcomes[run.folder].error) for run in runs]
+
+
+def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
+    """Which of the runs that this one needs failed, and why."""
+    for needed in run.needs:
+        error = outcomes[needed.folder].error
+        if error is not None:
+            return f"it needs {needed.name}, which failed: {error}"
+    return None

@@ -1,36 +1,43 @@
-"""A training run as a request: its configuration, its folder, what it needs first; and its cost.
-
-Costs are images, multiply-accumulates, and hours on the machine at hand.
+"""A training run as a request: its configuration, its folder, what it needs first; what runs cost,
+in images, multiply-accumulates and hours on the machine at hand; and how far they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-import importlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pkgutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tqdm import tqdm
 
 from locality.data import open_data
 from locality.data.config import DATASETS, DataConfig
 from locality.errors import UserError
+from locality.files import read_rows
+from locality.machine import processors
 from locality.models import count_macs, count_parameters
 from locality.settings import flatten, from_yaml, to_dict, to_yaml
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.fitting import step_seconds, timed_images
 from locality.training.optim import make_plan
-from locality.training.preview import meta_model
+from locality.training.preview import meta_model, span
 from locality.training.runs import MAY_CHANGE, PATHS, RunFolder
 
 TRAIN = "locality.training:train"
 
+_WATCH_SECONDS = 1.0
 # Settings that change no number of a run.
 _LABELS = {"recipe"} | MAY_CHANGE
 
@@ -81,8 +88,20 @@ class Run:
 
     def load_task(self) -> Callable[[RunConfig, Path], object]:
         """The function that carries the run out."""
-        module, _, function = self.task.partition(":")
-        return getattr(importlib.import_module(module), function)
+        return pkgutil.resolve_name(self.task)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        run: which one.
+        error: None if its folder holds a result, else one sentence saying why not.
+    """
+
+    run: Run
+    error: str | None = None
 
 
 def digest(config: RunConfig, task: str = TRAIN) -> str:
@@ -135,19 +154,9 @@ def with_needs(runs: Iterable[Run]) -> list[Run]:
     return list(ordered.values())
 
 
-def waves(runs: Sequence[Run]) -> list[list[Run]]:
-    """Split runs into groups that can go on side by side, one group after the other.
-
-    Needed runs that are not among them (finished ones, say) are waited for by nobody.
-    """
-    depth: dict[Path, int] = {}
-    for run in runs:
-        needed = [depth[each.folder] for each in run.needs if each.folder in depth]
-        depth[run.folder] = max(needed, default=-1) + 1
-    groups: list[list[Run]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
-    for run in runs:
-        groups[depth[run.folder]].append(run)
-    return groups
+def threads_per_run(jobs: int) -> int:
+    """This process's part of the processor for each of `jobs` runs at a time, at least 1."""
+    return max(1, processors() // jobs)
 
 
 # Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
@@ -200,7 +209,7 @@ def estimate_costs(
         name = model.name if timing == "one of a name" else _architecture(model)
         like = timed.setdefault(name, (model, classes, batch))
         size = forward_macs(model, classes) / forward_macs(*like[:2])
-        return steps_rate(*like, threads) / size
+        return _steps_rate(_architecture(like[0]), *like[1:], threads) / size
 
     results = {run.folder: run.result() or {} for run in runs if run.is_finished()}
     known: dict[str, float] = {}
@@ -226,7 +235,7 @@ def _cost(
         macs = _STEP_FORWARDS * result["macs"] * images
         return RunCost(images, macs, result["seconds"], "measured")
     try:
-        there, evaluated, classes = _images(config)
+        there, evaluated, classes = image_counts(config)
         images = make_plan(config, there).images
         macs = _STEP_FORWARDS * forward_macs(config.model, classes) * images
         rate = known.get(_speed_key(config))
@@ -253,20 +262,14 @@ def _architecture(model: ModelConfig) -> str:
     return to_yaml(dataclasses.replace(model, weights=None))
 
 
-def train_images(config: RunConfig) -> tuple[int, int]:
-    """How many images a run trains on, and of how many classes.
+def image_counts(config: RunConfig) -> tuple[int, int, int]:
+    """How many images a run trains on and is evaluated on, and of how many classes.
 
     Datasets with a known size need not be there.
 
     Raises:
         UserError: if the dataset has no known size and cannot be opened.
     """
-    images, _, classes = _images(config)
-    return images, classes
-
-
-def _images(config: RunConfig) -> tuple[int, int, int]:
-    """How many images a run trains on and is evaluated on, and of how many classes."""
     data = config.data
     known = DATASETS[data.dataset].get("images")
     known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
@@ -301,24 +304,168 @@ def forward_macs(model: ModelConfig, classes: int) -> int:
     return _size(_architecture(model), classes)[1]
 
 
-def steps_rate(model: ModelConfig, classes: int, batch_size: int, threads: int) -> float:
+@cache
+def _steps_rate(architecture: str, classes: int, batch_size: int, threads: int) -> float:
     """Training images per second with so many threads, from a few steps on random images.
 
     A step that would take long here is timed on a part of its batch.
     """
-    macs = _STEP_FORWARDS * forward_macs(model, classes)
-    images = timed_images(batch_size, macs)
+    config = RunConfig(model=from_yaml(ModelConfig, architecture))
+    images = timed_images(batch_size, _STEP_FORWARDS * forward_macs(config.model, classes))
+    with arithmetic_threads(threads):
+        # The fastest: everything else is what the machine was doing besides.
+        return images / min(step_seconds(config, classes, images))
+
+
+@contextlib.contextmanager
+def arithmetic_threads(count: int) -> Iterator[None]:
+    """So many processor threads for torch in the block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(count)
     try:
-        return _steps_rate(_architecture(model), classes, images)
+        yield
     finally:
         torch.set_num_threads(before)
 
 
-@cache
-def _steps_rate(architecture: str, classes: int, images: int) -> float:
-    config = RunConfig(model=from_yaml(ModelConfig, architecture))
-    seconds = step_seconds(config, classes, images)
-    # The fastest: everything else is what the machine was doing besides.
-    return images / min(seconds)
+class Workload:
+    """What a set of runs asks for, before anything starts.
+
+    Attributes:
+        runs: all of them, each folder once, with everything they need.
+        costs: what each asks for in full.
+        jobs: how many go on side by side.
+
+    Args:
+        threads: processor threads per run; the machine's divided by `jobs` unless given.
+    """
+
+    def __init__(self, runs: Iterable[Run], jobs: int = 2, threads: int | None = None) -> None:
+        self.runs, self.jobs = with_needs(runs), jobs
+        self.costs = estimate_costs(self.runs, threads=threads or threads_per_run(jobs))
+
+    def __str__(self) -> str:
+        waiting = [run for run in self.runs if not run.is_finished()]
+        resumed = sum(run.is_started() for run in waiting)
+        costs = [self.costs[run.folder] for run in waiting]
+        problems = sum(cost.problem is not None for cost in costs)
+        finished = f"{len(self.runs)} runs: {len(self.runs) - len(waiting)} finished"
+        lines = [f"{finished}, {resumed} to resume, {len(waiting) - resumed} to start"]
+        if problems:
+            lines.append(f"{problems} of them cannot start; the table of runs says why")
+        if waiting:
+            seconds = sum(cost.seconds for cost in costs) / self.jobs
+            lines.append(
+                f"to do: {sum(cost.images for cost in costs):.3g} images, "
+                f"{sum(cost.macs for cost in costs):.3g} multiply-accumulates, "
+                f"about {span(seconds)} with {self.jobs} at a time "
+                f"({costs[0].basis} on this machine)"
+            )
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """One line per run: its name, state and cost."""
+        width = max((len(run.name) for run in self.runs), default=4)
+        lines = [f"{'run':{width}}  {'state':8}  {'images':>9}  {'MACs':>9}  {'time':>8}"]
+        for run in self.runs:
+            cost = self.costs[run.folder]
+            state = "finished" if run.is_finished() else "resume" if run.is_started() else "start"
+            if cost.problem is not None:
+                lines.append(f"{run.name:{width}}  cannot start: {cost.problem}")
+                continue
+            lines.append(
+                f"{run.name:{width}}  {state:8}  {cost.images:9.3g}  {cost.macs:9.2e}  "
+                f"{span(cost.seconds):>8}"
+            )
+        return "\n".join(lines)
+
+
+class RunsProgress:
+    """One bar over all runs, weighted by their cost, with the time left.
+
+    How far a run is, is read from its folder, so that it works wherever the run is computed. A
+    terminal gets a bar, a file gets a line per run that ends.
+    """
+
+    def __init__(self, runs: Sequence[Run], quiet: bool = False) -> None:
+        self._costs = estimate_costs([] if quiet else runs, timing="none")
+        self._total = sum(cost.macs for cost in self._costs.values())
+        self._ended: dict[Path, Outcome] = {}
+        self._started = time.monotonic()
+        # Steps that an earlier start has done already say nothing about today's speed.
+        self._before = self._work()
+        self._over = threading.Event()
+        self._bar = tqdm(
+            total=1.0,
+            bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}{postfix}",
+            desc=f"0/{len(runs)} runs",
+            disable=None if self._costs else True,  # None: without a terminal
+        )
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def __enter__(self) -> RunsProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._watcher.join()
+        self._bar.n = self._fraction()[0]
+        self._bar.close()
+
+    def ended(self, outcome: Outcome) -> None:
+        """A run has its result, or failed."""
+        if not self._costs:
+            return
+        self._ended[outcome.run.folder] = outcome
+        count = f"{len(self._ended)}/{len(self._costs)}"
+        if self._bar.disable:
+            done, left = self._fraction()
+            said = f"[{count}] {_say(outcome)} ({100 * done:.0f}%{left and ', ' + left})"
+            print(said, file=sys.stderr, flush=True)
+            return
+        failed = sum(each.error is not None for each in self._ended.values())
+        failures = f", {failed} failed" if failed else ""
+        self._bar.set_description_str(f"{count} runs{failures}", False)
+        if outcome.error is not None:
+            self._bar.write(_say(outcome), file=sys.stderr)
+
+    def _watch(self) -> None:
+        while not self._bar.disable and not self._over.wait(_WATCH_SECONDS):
+            self._bar.n, left = self._fraction()
+            self._bar.set_postfix_str(left)
+
+    def _work(self) -> float:
+        """Multiply-accumulates done so far."""
+        return sum(
+            cost.macs * (1.0 if folder in self._ended else done_fraction(folder, cost))
+            for folder, cost in self._costs.items()
+        )
+
+    def _fraction(self) -> tuple[float, str]:
+        """How much of the work is done, from 0 to 1, and how long the rest takes."""
+        work = self._work()
+        today = work - self._before
+        elapsed = time.monotonic() - self._started
+        left = ""
+        if today > 0 and work < self._total:
+            left = f"about {span(elapsed * (self._total - work) / today)} left"
+        return (work / self._total if self._total else 1.0), left
+
+
+def done_fraction(folder: Path, cost: RunCost) -> float:
+    """How much of a run is done, by the last evaluation in its folder, from 0 to 1."""
+    try:
+        return min(1.0, float(read_rows(folder / "metrics.csv")[-1]["images"]) / cost.images)
+    except (FileNotFoundError, IndexError, KeyError, TypeError, ValueError):
+        return 0.0  # not started, or a file that says nothing of it
+
+
+def _say(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return f"{outcome.run.name} failed: {outcome.error}"
+    result = outcome.run.result() or {}
+    top1, seconds = result.get("top1"), result.get("seconds")
+    parts = [f"{top1:.1f}% top-1"] if isinstance(top1, float) else []
+    parts += [f"in {span(seconds)}"] if isinstance(seconds, (int, float)) else []
+    return f"{outcome.run.name}: {' '.join(parts) or 'finished'}"

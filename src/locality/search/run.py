@@ -47,7 +47,7 @@ from locality.files import (
     write_atomic,
 )
 from locality.models import ImageClassifier, build, variant
-from locality.runner.runs import train_images
+from locality.runner.runs import image_counts
 from locality.search import evolution, supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality.search.evolution import Candidates, Score, Scores
@@ -76,7 +76,7 @@ _COLUMNS = ("step", "round", "by", "number", "shape", "top1", "val_loss", *_AXES
 def space_of(config: SearchConfig) -> SearchSpace:
     """The candidates of a search."""
     run = config.largest
-    return SearchSpace(meta_model(run, train_images(run)[1]).config)
+    return SearchSpace(meta_model(run, image_counts(run)[2]).config)
 
 
 def default_of(config: SearchConfig, space: SearchSpace) -> int:
@@ -339,7 +339,7 @@ def dry_run(config: SearchConfig) -> str:
     digits = space.digits(np.random.default_rng(0).integers(0, len(space), 2**14))
     inside, mean = space.fits(digits, fitting.limits).mean(), space.weigh("macs", digits).mean()
     least, most = space.bounds()
-    plans = [make_plan(run, train_images(run)[0]) for run in runs]
+    plans = [make_plan(run, image_counts(run)[0]) for run in runs]
     step = most.macs + least.macs + supernet.RANDOM_CANDIDATES * mean  # of one image
     held_out = round(plans[0].epoch_images * config.held_out / (1 - config.held_out))
     asked = 2 * config.evaluations + _PRUNING * (len(plans) - 2)

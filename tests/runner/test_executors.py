@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,10 +17,17 @@ from locality.runner.executors import (
     log_file,
     make_executor,
     perform,
+    run_all,
     visible_gpus,
 )
-from locality.runner.runs import Run, estimate_costs
-from locality.runner.schedule import RunsProgress, Workload, done_fraction, run_all
+from locality.runner.runs import (
+    Outcome,
+    Run,
+    RunsProgress,
+    Workload,
+    done_fraction,
+    estimate_costs,
+)
 from locality.training import load_run
 from locality.training.preview import span
 
@@ -48,9 +56,9 @@ def test_a_failing_run_fails_alone_and_says_why(tmp_path, tiny_run, failing, her
 
 
 def test_a_program_error_is_named_with_the_place_of_its_details(tmp_path, tiny_config, here):
-    run = Run("", tiny_config(), tmp_path / "run", task="locality.runner.runs:waves")
+    run = Run("", tiny_config(), tmp_path / "run", task="locality.runner.runs:with_needs")
     (outcome,) = run_all([run], executor=here, quiet=True)
-    assert outcome.error is not None and outcome.error.startswith("TypeError: waves() takes 1")
+    assert outcome.error is not None and outcome.error.startswith("TypeError: with_needs() takes 1")
     assert "Traceback" in log_file(run.folder).read_text()
 
 
@@ -59,6 +67,21 @@ def test_what_needs_a_failed_run_is_not_started(tmp_path, tiny_config, failing, 
     (outcome,) = run_all([student], executor=here, quiet=True)
     assert outcome.error is not None and outcome.error.startswith("it needs failing, which failed")
     assert here.performed == [failing]
+
+
+def test_what_needs_nothing_unfinished_goes_on_side_by_side(tmp_path, tiny_config, tiny_run):
+    class Waves:
+        seen: ClassVar = []
+
+        def map(self, runs):
+            self.seen.append(runs)
+            return map(Outcome, runs)
+
+    net, teacher = tiny_run(tmp_path), tiny_run(tmp_path, seed=9)
+    student = Run("s", tiny_config(seed=1), tmp_path / "s", needs=(net, teacher))
+    other = Run("o", tiny_config(seed=2), tmp_path / "o", needs=(student, net))
+    run_all([other, student], executor=Waves(), quiet=True)
+    assert Waves.seen == [[net, teacher], [student], [other]]
 
 
 def test_the_folder_of_another_configuration_is_refused(tmp_path, tiny_config, here):
@@ -116,12 +139,12 @@ def test_evaluations_take_time_too(tmp_path, tiny_config):
 def test_progress_reads_how_far_a_run_is_from_its_folder(tmp_path, tiny_run, here):
     run = tiny_run(tmp_path)
     cost = Workload([run]).costs[run.folder]
-    assert done_fraction(run, cost) == 0
+    assert done_fraction(run.folder, cost) == 0
     run_all([run], executor=here, quiet=True)
-    assert done_fraction(run, cost) == 1
+    assert done_fraction(run.folder, cost) == 1
     metrics = run.folder / "metrics.csv"
     metrics.write_text("".join(metrics.read_text().splitlines(True)[:-1]))
-    assert done_fraction(run, cost) == pytest.approx(2 / 3)
+    assert done_fraction(run.folder, cost) == pytest.approx(2 / 3)
 
 
 def test_progress_says_a_line_per_run_where_there_is_no_terminal(tmp_path, tiny_run, here, capsys):
@@ -229,7 +252,7 @@ def test_other_backends_give_the_same_numbers_bit_for_bit(
 KILLED = """
 import sys
 from pathlib import Path
-from locality.runner.schedule import run_all
+from locality.runner.executors import run_all
 from locality.runner.runs import Run
 from locality import settings
 from locality.training import RunConfig
