@@ -6,14 +6,8 @@ import torch
 
 from locality.models import variant
 from locality.search import SearchSpace
-from locality.search.evolution import (
-    LATENCY_BATCH,
-    POPULATION,
-    Candidates,
-    evolve,
-    measure_latency,
-    prune,
-)
+from locality.search.space import POPULATION, Candidates, evolve, prune
+from locality.search.supernet import LATENCY_BATCH, measure_latency
 
 SIX = SearchSpace(variant("cvt_pico").config.with_overrides(depth=(1, 2, 3)))
 

@@ -27,8 +27,8 @@ from locality.papers.scales import Scale
 from locality.papers.specs import Row, Table, experiment
 from locality.runner.runs import Run
 from locality.search.config import named, read_search
-from locality.search.evolution import Candidates
 from locality.search.run import Search, default_of, space_of
+from locality.search.space import Candidates
 from locality.training import RunConfig, replace, train
 
 SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagenet_nas"}

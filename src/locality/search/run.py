@@ -39,19 +39,12 @@ from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import inline_svg
-from locality.files import (
-    atomic_file,
-    read_json,
-    read_rows,
-    render,
-    write_atomic,
-)
+from locality.files import atomic_file, read_json, read_rows, render, write_atomic
 from locality.models import ImageClassifier, build, variant
 from locality.runner.runs import image_counts
-from locality.search import evolution, supernet
+from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
-from locality.search.evolution import Candidates, Score, Scores
-from locality.search.space import SearchSpace
+from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 from locality.settings import replace
 from locality.training import RunFolder, train
 from locality.training.distributed import create_fabric
@@ -66,7 +59,7 @@ _DROPPED, _PRUNING = 0.25, 64
 _AXES = {
     "parameters": "parameters",
     "macs": "multiply-accumulates per image",
-    "latency": f"milliseconds for {evolution.LATENCY_BATCH} images",
+    "latency": f"milliseconds for {supernet.LATENCY_BATCH} images",
 }
 _LATENCY = "latency.json"
 _AT_ONCE = 8  # candidates, before they are written down
@@ -101,7 +94,8 @@ class Search:
         self.path = self.place.path
         self.space = space_of(config)
         Candidates(self.space, None, config.limits)
-        self.writes = create_fabric(config.run.engine, "fp32").global_rank == 0
+        fabric = create_fabric(config.run.engine, "fp32")
+        self.device, self.writes = fabric.device, fabric.global_rank == 0
         self.quiet = quiet or not self.writes
         self.table = CsvTable(self.path / "candidates.csv", _COLUMNS)
         self.known: dict[tuple[int, int], Score] = {}
@@ -149,10 +143,10 @@ class Search:
                     f"its own, or --resume {self.path}, or another folder"
                 )
         write_atomic(file, settings.to_yaml(self.config))
-        device = create_fabric(self.config.run.engine, "fp32").device
-        self.place.note_start(self.config.run, 0, str(device), self.config.run.engine.precision)
+        run = self.config.run
+        self.place.note_start(run, 0, str(self.device), run.engine.precision)
         if not (self.path / _LATENCY).exists():
-            measured = evolution.measure_latency(self.space, device)
+            measured = supernet.measure_latency(self.space, self.device)
             write_atomic(self.path / _LATENCY, json.dumps(measured))
         self._weigh_latency()
         Candidates(self.space, None, self.config.limits)
@@ -163,12 +157,12 @@ class Search:
 
     def begin(self) -> None:
         """Open the data, and have what was measured before."""
-        self.device = create_fabric(self.config.run.engine, "fp32").device
         self.splits = open_data(self.config.largest.data, self.config.run.seed)
         self.held_out, train = self._loader(self.splits.val), self.splits.train
         count = min(self.config.calibration, len(train))
         evenly = np.linspace(0, len(train) - 1, count).astype(np.int64)
-        self.calibration = [batch.images.to(self.device) for batch in self._loader(train, evenly)]
+        calibrating = self._loader(train.subset(evenly))
+        self.calibration = [batch.images.to(self.device) for batch in calibrating]
         self._weigh_latency()
         if self.writes:
             self.table.cut(2**62)
@@ -179,8 +173,7 @@ class Search:
                 -float(row["val_loss"]),
             )
 
-    def _loader(self, source: ImageSource, chosen: Any = None) -> BatchLoader:
-        source = source if chosen is None else source.subset(chosen)
+    def _loader(self, source: ImageSource) -> BatchLoader:
         run, size = self.config.run, self.space.base.img_size
         return eval_loader(source, run.input.at(size), batch_size=64, workers=run.data.workers)
 
@@ -242,9 +235,7 @@ class Search:
         generator = np.random.default_rng([self.config.run.seed, self.round])
         scores = self.scores(candidates.random(generator, _PRUNING), "pruning")
         count = round(_DROPPED * self.space.blocks * len(self.space.options))
-        return Candidates(
-            self.space, evolution.prune(candidates, scores, count), self.config.limits
-        )
+        return Candidates(self.space, prune(candidates, scores, count), self.config.limits)
 
     def _searched(self, candidates: Candidates) -> dict[str, Scores]:
         """What each way of choosing has seen, with one budget."""
@@ -252,7 +243,7 @@ class Search:
         drawn = candidates.random(generator, self.config.evaluations)
         by_chance = self.scores(drawn, "random")
         ask = partial(self.scores, by="evolution")
-        evolved = evolution.evolve(candidates, ask, self.config.evaluations, generator, drawn)
+        evolved = evolve(candidates, ask, self.config.evaluations, generator, drawn)
         return {"evolution": evolved, "random": by_chance}
 
     def _finish(self, searched: Mapping[str, Scores]) -> dict[str, Any]:

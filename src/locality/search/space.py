@@ -1,4 +1,5 @@
-"""CvT's architecture search space (§4.2), and the cost of every candidate in closed form.
+"""CvT's architecture search space (§4.2), the cost of every candidate in closed form, and ways to
+choose among them: at random, by evolution, and by dropping options that lose.
 
 Each block chooses the stride of its keys and values, 1 or 2, and the ratio of its MLP, 2 or 4: 4¹³
 candidates for CvT-13. Costs are sums over blocks, so they need no model, and a million candidates
@@ -18,9 +19,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,18 @@ from locality.layers.grid import Grid, hidden_width
 from locality.models.config import CvTConfig, StageConfig, sides
 
 Counts = npt.NDArray[np.int64]
+Score = tuple[float, float]
+"""Top-1 on held-out images, then the loss with its sign turned: the higher the better."""
+Scores = dict[int, Score]
+
+POPULATION = 25
+"""How many the first generation has, and the best so far that the next ones are bred from."""
+_TOURNAMENT, _GENERATION = 5, 20
+# How many candidates are drawn before it is believed that no new one fits.
+_CHUNKS, _CHUNK = 256, 1024
 
 
-@dataclass(frozen=True, order=True)
-class Cost:
+class Cost(NamedTuple):
     """What an architecture costs.
 
     Attributes:
@@ -44,9 +52,6 @@ class Cost:
 
     parameters: int
     macs: int
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.parameters + other.parameters, self.macs + other.macs)
 
 
 def cost(config: CvTConfig, img_size: int | tuple[int, int] | None = None) -> Cost:
@@ -60,11 +65,11 @@ def cost(config: CvTConfig, img_size: int | tuple[int, int] | None = None) -> Co
     Raises:
         UserError: if the image is too small to survive the strides.
     """
-    total = _fixed_cost(config, img_size)
+    parts = [_fixed_cost(config, img_size)]
     for stage, grid, tokens in _stages(config, img_size):
-        for stride, ratio in zip(stage.kv_strides, stage.mlp_ratios, strict=True):
-            total += _block_cost(stage, grid, tokens, stride, ratio)
-    return total
+        for choice in zip(stage.kv_strides, stage.mlp_ratios, strict=True):
+            parts.append(_block_cost(stage, grid, tokens, *choice))
+    return Cost(*map(sum, zip(*parts, strict=True)))
 
 
 class SearchSpace:
@@ -102,18 +107,14 @@ class SearchSpace:
         self.options = list(itertools.product(kv_strides, mlp_ratios))
         self.depths = [stage.depth for stage in base.stages]
         self.blocks = sum(self.depths)
-        fixed = _fixed_cost(base, img_size)
         costs = [
             [_block_cost(stage, grid, tokens, *option) for option in self.options]
             for stage, grid, tokens in _stages(base, img_size)
             for _ in range(stage.depth)
         ]
+        fixed, table = _fixed_cost(base, img_size), np.array(costs)
         self.tables: dict[str, tuple[float, npt.NDArray[Any]]] = {
-            name: (
-                getattr(fixed, name),
-                np.array([[getattr(cost, name) for cost in row] for row in costs]),
-            )
-            for name in ("parameters", "macs")
+            name: (fixed[n], table[..., n]) for n, name in enumerate(Cost._fields)
         }
 
     def __len__(self) -> int:
@@ -121,11 +122,7 @@ class SearchSpace:
 
     def __getitem__(self, index: int) -> CvTConfig:
         """The candidate with this number."""
-        chosen = self.choices(index)
-        return self.base.with_overrides(
-            kv_stride=self._by_stage([stride for stride, _ in chosen]),
-            mlp_ratio=self._by_stage([ratio for _, ratio in chosen]),
-        )
+        return self._spelled_out(self.base, self.choices(index))
 
     def choices(self, index: int) -> list[tuple[int, float]]:
         """The stride and the ratio of every block of the candidate with this number."""
@@ -148,28 +145,28 @@ class SearchSpace:
         Raises:
             UserError: if it is not in the space.
         """
-        strides = [stride for stage in config.stages for stride in stage.kv_strides]
-        ratios = [ratio for stage in config.stages for ratio in stage.mlp_ratios]
-        choices = list(zip(strides, ratios, strict=True))
+        choices = [
+            choice
+            for stage in config.stages
+            for choice in zip(stage.kv_strides, stage.mlp_ratios, strict=True)
+        ]
         outside = [choice for choice in choices if choice not in self.options]
         if outside:
             raise UserError(
                 f"a block with (kv_stride, mlp_ratio) = {outside[0]} is not in this search space; "
                 f"its options are {self.options}"
             )
-        number = None
-        if len(choices) == self.blocks:
-            digits = [self.options.index(choice) for choice in choices]
-            number = int(self.numbers(np.array([digits]))[0])
-        spelled_out = {"kv_stride": self._by_stage(strides), "mlp_ratio": self._by_stage(ratios)}
-        if number is None or self[number] != config.with_overrides(**spelled_out):
+        alike = len(choices) == self.blocks and (
+            self._spelled_out(config, choices) == self._spelled_out(self.base, choices)
+        )
+        if not alike:
             raise UserError("this configuration differs from the search space's base elsewhere")
-        return number
+        digits = [self.options.index(choice) for choice in choices]
+        return int(self.numbers(np.array([digits]))[0])
 
     def cost(self, index: int) -> Cost:
         """What the candidate with this number costs."""
-        parameters, macs = self.costs(np.array([self._at(index)]))
-        return Cost(int(parameters[0]), int(macs[0]))
+        return Cost(*(int(found[0]) for found in self.costs(np.array([self._at(index)]))))
 
     def costs(self, indices: Counts) -> tuple[Counts, Counts]:
         """Parameters and multiply-accumulates of many candidates: (n,) → (n,), (n,)."""
@@ -190,7 +187,7 @@ class SearchSpace:
 
     def bounds(self) -> tuple[Cost, Cost]:
         """The least and the most that candidates cost, in each count by itself."""
-        counted = [self.tables[name] for name in ("parameters", "macs")]
+        counted = [self.tables[name] for name in Cost._fields]
         least, most = (
             Cost(*(int(fixed + pick(table, axis=1).sum()) for fixed, table in counted))
             for pick in (np.min, np.max)
@@ -228,9 +225,14 @@ class SearchSpace:
     def _places(self) -> Counts:
         return len(self.options) ** np.arange(self.blocks - 1, -1, -1, dtype=np.int64)
 
-    def _by_stage(self, values: list[Any]) -> list[tuple[Any, ...]]:
-        remaining = iter(values)
-        return [tuple(itertools.islice(remaining, depth)) for depth in self.depths]
+    def _spelled_out(self, config: CvTConfig, choices: list[tuple[int, float]]) -> CvTConfig:
+        """A configuration whose blocks take these choices, one after the other."""
+        remaining = iter(choices)
+        stages = [list(itertools.islice(remaining, depth)) for depth in self.depths]
+        return config.with_overrides(
+            kv_stride=[tuple(stride for stride, _ in stage) for stage in stages],
+            mlp_ratio=[tuple(ratio for _, ratio in stage) for stage in stages],
+        )
 
 
 def _stages(
@@ -281,3 +283,144 @@ def _block_cost(stage: StageConfig, grid: Grid, tokens: int, stride: int, ratio:
     macs += 2 * tokens * all_keys * width  # QKᵀ and its product with V, all heads
     macs += 2 * width * hidden * tokens
     return Cost(parameters, macs)
+
+
+def allowed(space: SearchSpace, options: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    """The options of every block: those given, or all."""
+    if options is None:
+        return [list(range(len(space.options)))] * space.blocks
+    if len(options) != space.blocks or not all(options):
+        raise UserError(f"options are given for {len(options)} blocks of {space.blocks}")
+    return [list(row) for row in options]
+
+
+class Candidates:
+    """Those candidates of a space that may be chosen.
+
+    Args:
+        space: all of them.
+        options: which of the space's options each block may take; all unless given.
+        limits: the most that a candidate may cost, by the names of the space's tables; one of a
+            table that the space does not have yet is no limit.
+
+    Raises:
+        UserError: if none fits.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        options: Sequence[Sequence[int]] | None = None,
+        limits: Mapping[str, float] = {},
+    ) -> None:
+        self.space = space
+        self.options = allowed(space, options)
+        self.limits = {name: most for name, most in limits.items() if name in space.tables}
+        for name, most in self.limits.items():
+            fixed, table = space.tables[name]
+            least = fixed + sum(table[b, row].min() for b, row in enumerate(self.options))
+            if least > most:
+                raise UserError(
+                    f"no candidate has {name} of {most:g} or less; the least is {least:g}"
+                )
+
+    def inside(self, digits: Counts) -> list[int]:
+        """The numbers of those that fit: (n, blocks) → at most n."""
+        return self.space.numbers(digits[self.space.fits(digits, self.limits)]).tolist()
+
+    def random(
+        self, generator: np.random.Generator, count: int, known: Collection[int] = ()
+    ) -> list[int]:
+        """Different ones that are not known yet, all alike likely; fewer where there are fewer."""
+        found: dict[int, None] = {}
+        for _ in range(_CHUNKS):
+            for number in self.inside(self._drawn(generator, _CHUNK)):
+                if len(found) < count and number not in known:
+                    found[number] = None
+            if len(found) == count:
+                break
+        return list(found)
+
+    def _drawn(self, generator: np.random.Generator, count: int) -> Counts:
+        return np.stack([generator.choice(row, count) for row in self.options], axis=1)
+
+    def bred(self, generator: np.random.Generator, count: int, ranked: Sequence[int]) -> Counts:
+        """Children of tournament winners: uniform crossover, then a block or so drawn anew.
+
+        Args:
+            generator: draws.
+            count: of children.
+            ranked: the numbers of their possible parents, the best first.
+        """
+        parents = self.space.digits(np.array(ranked))
+        one, other = (
+            parents[generator.integers(len(parents), size=(count, _TOURNAMENT)).min(axis=1)]
+            for _ in range(2)
+        )
+        crossed = np.where(generator.random(one.shape) < 0.5, one, other)
+        mutated = generator.random(one.shape) < 1 / self.space.blocks
+        return np.where(mutated, self._drawn(generator, count), crossed)
+
+
+def evolve(
+    candidates: Candidates,
+    evaluate: Callable[[Sequence[int]], Scores],
+    budget: int,
+    generator: np.random.Generator,
+    first: Sequence[int],
+) -> Scores:
+    """The scores of `budget` different candidates, each generation bred from the best so far.
+
+    Args:
+        candidates: what may be chosen.
+        evaluate: numbers → scores.
+        budget: how many to evaluate in all, the first ones included.
+        generator: draws; the same one and the same scores give the same candidates.
+        first: the first generation; as many of them as a population has.
+    """
+    scores = dict(evaluate(first[:POPULATION]))
+    while (wanted := min(_GENERATION, budget - len(scores))) > 0:
+        ranked = sorted(scores, key=lambda number: scores[number], reverse=True)[:POPULATION]
+        children = candidates.inside(candidates.bred(generator, 8 * wanted, ranked))
+        new = [number for number in dict.fromkeys(children) if number not in scores][:wanted]
+        new += candidates.random(generator, wanted - len(new), {*scores, *new})
+        if not new:
+            break
+        scores |= evaluate(new)
+    return scores
+
+
+def prune(candidates: Candidates, scores: Scores, count: int) -> list[list[int]]:
+    """The options of every block without the `count` that lose most.
+
+    An option is as good as the mean accuracy of the candidates within the limits that take it, and
+    loses what it is below its block's best. One that no such candidate took goes first. Every block
+    keeps its best option, and the options that remain leave a candidate within the limits.
+    """
+    digits = candidates.space.digits(np.array(list(scores)))
+    top1 = np.array([score[0] for score in scores.values()])
+    losses: dict[tuple[int, int], float] = {}
+    for block, row in enumerate(candidates.options):
+        taken = {option: digits[:, block] == option for option in row}
+        means = {o: top1[who].mean() if who.any() else -np.inf for o, who in taken.items()}
+        losses |= {(block, option): max(means.values()) - mean for option, mean in means.items()}
+    remaining = [list(row) for row in candidates.options]
+    for block, option in sorted(losses, key=lambda at: losses[at], reverse=True):
+        without = [row.copy() for row in remaining]
+        without[block].remove(option)
+        if (
+            count
+            and losses[block, option] > 0
+            and without[block]
+            and _feasible(candidates, without)
+        ):
+            remaining, count = without, count - 1
+    return remaining
+
+
+def _feasible(candidates: Candidates, options: Sequence[Sequence[int]]) -> bool:
+    try:
+        left = Candidates(candidates.space, options, candidates.limits)
+    except UserError:
+        return False
+    return bool(left.random(np.random.default_rng(0), 1))

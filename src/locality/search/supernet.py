@@ -9,7 +9,8 @@ BatchNorm's running statistics are of no candidate: `calibrate` takes them anew 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from locality.benchmark.measure import Work, interleave
 from locality.errors import UserError
 from locality.layers.attention import Block
 from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
-from locality.search.space import Counts, SearchSpace
+from locality.models.base import sides
+from locality.search.space import Counts, SearchSpace, allowed
 from locality.training.objective import Objective
 
 RANDOM_CANDIDATES = 2
 """Beside the largest and the smallest, in every step."""
+LATENCY_BATCH = 32
+_ROUNDS, _CHECKED = 10, 8
 
 
 class Supernet(nn.Module):
@@ -87,15 +92,6 @@ class Supernet(nn.Module):
         with _strides(blocks.values(), [stride for stride, _ in choices]):
             ratios = [ratio for _, ratio in choices]
             return functional_call(self.model, _hidden_units(blocks, ratios), (images,))
-
-
-def allowed(space: SearchSpace, options: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """The options of every block: those given, or all."""
-    if options is None:
-        return [list(range(len(space.options)))] * space.blocks
-    if len(options) != space.blocks or not all(options):
-        raise UserError(f"options are given for {len(options)} blocks of {space.blocks}")
-    return [list(row) for row in options]
 
 
 def extract(model: ImageClassifier, space: SearchSpace, index: int) -> ImageClassifier:
@@ -172,6 +168,61 @@ def calibrate(model: ImageClassifier, images: Iterable[Tensor]) -> None:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()
+
+
+@torch.inference_mode()
+def measure_latency(space: SearchSpace, device: torch.device) -> dict[str, Any]:
+    """What every block takes with each option, timed here and now.
+
+    Returns:
+        milliseconds for a batch: "blocks", (blocks, options), and "fixed", what the whole of a
+        model takes beside its blocks; and what the sum of them is off by on whole candidates, as
+        fractions: "median_error" and "largest_error".
+    """
+    size = sides(space.base.img_size)
+    images = torch.randn(LATENCY_BATCH, space.base.in_chans, *size, device=device)
+    count = len(space.options)
+    table, rests = np.empty((space.blocks, count)), []
+    for option in range(count):
+        model = _model(space, int(space.numbers(np.full((1, space.blocks), option))[0]), device)
+        work = {"": partial(model, images)} | _block_calls(model, images)
+        milliseconds = _milliseconds(work, device)
+        table[:, option] = milliseconds[1:]
+        rests.append(milliseconds[0] - sum(milliseconds[1:]))
+    fixed = max(0.0, float(np.mean(rests)))
+    whole = np.unique(np.random.default_rng(0).integers(0, len(space), _CHECKED))
+    calls = {str(n): partial(_model(space, int(n), device), images) for n in whole}
+    predicted = fixed + table[np.arange(space.blocks), space.digits(whole)].sum(axis=1)
+    errors = np.abs(predicted / np.array(_milliseconds(calls, device)) - 1)
+    return {
+        "fixed": fixed,
+        "blocks": table.tolist(),
+        "median_error": float(np.median(errors)),
+        "largest_error": float(errors.max()),
+    }
+
+
+def _model(space: SearchSpace, number: int, device: torch.device) -> ImageClassifier:
+    return build(space[number]).to(device).eval()
+
+
+def _block_calls(model: ImageClassifier, images: torch.Tensor) -> dict[str, Work]:
+    """Each block on what it is given in a forward pass, as a piece of work."""
+    given: dict[str, Any] = {}
+    hooks = [
+        block.register_forward_pre_hook(lambda _, inputs, name=name: given.update({name: inputs}))
+        for name, block in blocks_of(model).items()
+    ]
+    model(images)
+    for hook in hooks:
+        hook.remove()
+    return {name: partial(block, *given[name]) for name, block in blocks_of(model).items()}
+
+
+def _milliseconds(work: Mapping[str, Work], device: torch.device) -> list[float]:
+    """The fastest of a few calls each: everything else is what the machine was doing besides."""
+    timing = interleave(dict(work), device, _ROUNDS, warmup=1)
+    return [1000 * min(timing.seconds[label]) for label in work]
 
 
 class Sandwich(Objective):
