@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from locality.data import datasets
-from locality.papers.scales import SCALES, Scale
+from locality.papers.specs import SCALES, Scale
 from locality.runner.executors import perform
 from locality.runner.runs import Outcome, Run, content_folder
 from locality.training import RunConfig, recipe, replace

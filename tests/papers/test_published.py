@@ -25,7 +25,7 @@ def test_every_number_stands_in_one_place_only():
 def test_every_number_has_a_protocol_and_percentages_are_percentages():
     for item in PUBLISHED:
         assert item.protocol, item
-        if item.unit == "%":
+        if item.metric not in ("parameters", "flops", "speed", "heads", "embed_dim", "image_size"):
             assert -100 < item.value < 100, item
 
 

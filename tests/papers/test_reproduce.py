@@ -30,8 +30,7 @@ from locality.papers.pages import (
 )
 from locality.papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
-from locality.papers.scales import SCALES, get_scale
-from locality.papers.specs import REGISTRY, Experiment, Row, Table
+from locality.papers.specs import REGISTRY, SCALES, Experiment, Row, Table, get_scale
 from locality.runner.runs import TRAIN, with_needs
 from locality.training.config import ScheduleConfig
 from locality.training.optim import create_schedule, make_plan
@@ -254,6 +253,8 @@ def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
     for name in ("convit/table-3", "convit"):
         with pytest.raises(UserError, match=r"the same runs with fraction 0\.1 as without"):
             reproduce(name, "digits", tmp_path, plan_only=True, fraction=0.1)
+    with pytest.raises(UserError, match=r"is on 0\.05, 0\.1 and 1 of the data"):
+        reproduce("beyond/initialisations", "digits", tmp_path, plan_only=True, fraction=0.3)
 
 
 @pytest.mark.parametrize("name", ["fashion", "fashion14"])

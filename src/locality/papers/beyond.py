@@ -11,9 +11,10 @@ ResNet whose convolutions become gated attention exactly (`locality.models.initi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from locality.analysis.measures import positional_focus
+from locality.errors import UserError
 from locality.figures.charts import percent
 from locality.layers import ImageAttention
 from locality.layers.conv_init import window_offsets
@@ -34,8 +36,7 @@ from locality.papers.measures import (
     measured,
     summed_rate,
 )
-from locality.papers.scales import FAMILIES, Scale
-from locality.papers.specs import REGISTRY, Column, Row, Table, experiment
+from locality.papers.specs import FAMILIES, REGISTRY, Column, Row, Scale, Table, experiment
 from locality.runner.runs import Run, image_counts
 from locality.training import load_run
 
@@ -51,8 +52,10 @@ def _rows(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> tuple[Row, ...]
     )
 
 
-def _of_the_data(parts: Iterable[str]) -> dict[str, Column]:
-    return {part: Column(f"{part} of the data") for part in parts}
+def _by_fraction(of: Callable[[float], dict[str, tuple[Run, ...]]], *fractions: float) -> Table:
+    """Top-1 on parts of the data of the runs that each asks for, by label."""
+    found = {percent(fraction): of(fraction) for fraction in fractions}
+    return Table(_rows(found), {part: Column(f"{part} of the data") for part in found})
 
 
 # e⁻⁴ of positional attention on each neighbour of a head's centre, 2% of content; both may move.
@@ -86,8 +89,7 @@ def _with_convolutions(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
 @experiment("beyond/trained-convolutions")
 def trained_convolutions(s: Scale) -> Table:
     """Against random convolutions, twice the training, the net itself, and DeiT."""
-    found = {percent(fraction): _with_convolutions(s, fraction) for fraction in FRACTIONS}
-    return Table(_rows(found), _of_the_data(found))
+    return _by_fraction(partial(_with_convolutions, s), *FRACTIONS)
 
 
 _FEW = FRACTIONS[0]
@@ -128,7 +130,10 @@ def converged(s: Scale) -> Table:
 
 
 def _fractions(s: Scale) -> list[float]:
-    return [fraction for fraction in (0.05, 0.1, 1.0) if fraction in s.fractions]
+    found = [fraction for fraction in (0.05, 0.1, 1.0) if fraction in s.fractions]
+    if not found:
+        raise UserError("this experiment is on 0.05, 0.1 and 1 of the data; give one of these")
+    return found
 
 
 @contextmanager
@@ -176,10 +181,6 @@ def _gates_and_moves(run: Run) -> dict[str, float]:
 
 
 _ATTENTION = Measure("gates and moves of a transformed network", _gates_and_moves)
-GATES = {
-    "gate": Measure("mean gate", lambda run: _ATTENTION(run)["gate"], kept=False),
-    "left": Measure("heads that left", lambda run: _ATTENTION(run)["left"], kept=False),
-}
 
 
 _FINE_TUNING = 0.2  # of the steps
@@ -204,16 +205,19 @@ def _transformed_runs(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
 @experiment("beyond/transformed")
 def transformed(s: Scale) -> Table:
     """Fine-tuned, against the ResNet trained on as long, and ConViT from scratch for the sum."""
-    found = {percent(fraction): _transformed_runs(s, fraction) for fraction in _fractions(s)}
-    *_, whole = found.values()
+    fractions = _fractions(s)
+    table = _by_fraction(partial(_transformed_runs, s), *fractions)
+    whole = _transformed_runs(s, fractions[-1])
     rows = []
-    for row in _rows(found):
-        gated = row.label in REGISTRY["beyond/transformed"].rows
-        taken = ROBUSTNESS | (GATES if gated else {})
-        cells = {name: measured(whole[row.label], measure) for name, measure in taken.items()}
+    for row in table.rows:
+        runs = whole[row.label]
+        cells = {name: measured(runs, measure) for name, measure in ROBUSTNESS.items()}
+        if row.label in REGISTRY["beyond/transformed"].rows:
+            heads = measured(runs, _ATTENTION)
+            cells |= {name: combined(itemgetter(name), heads) for name in ("gate", "left")}
         rows.append(Row(row.label, {**row.cells, **cells}))
     values = {"part": f"{_FINE_TUNING:.0%}"}
-    return Table(tuple(rows), _of_the_data(found), values=values)
+    return Table(tuple(rows), table.columns, values=values)
 
 
 def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
@@ -229,8 +233,7 @@ def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
 @experiment("beyond/initialisations")
 def initialisations(s: Scale) -> Table:
     """Five ways to start a ConViT, and three to start a DeiT, on parts of the data."""
-    found = {percent(fraction): _initialised(s, fraction) for fraction in _fractions(s)}
-    return Table(_rows(found), _of_the_data(found))
+    return _by_fraction(partial(_initialised, s), *_fractions(s))
 
 
 FACTORS = (1.0, 3.0, 10.0, 30.0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import pairwise
+from statistics import linear_regression
 from typing import Any
 
 from torch import nn
@@ -29,15 +30,24 @@ from locality.papers.measures import (
     absent,
     combined,
     computed,
-    least_step,
     masked_top1,
     ratio,
     relative_gain,
-    slope,
     top1_at,
 )
-from locality.papers.scales import FAMILIES, FRACTIONS, Scale
-from locality.papers.specs import REGISTRY, Figure, Panel, Row, Series, Table, experiment, shaded
+from locality.papers.specs import (
+    FAMILIES,
+    FRACTIONS,
+    REGISTRY,
+    Figure,
+    Panel,
+    Row,
+    Scale,
+    Series,
+    Table,
+    experiment,
+    shaded,
+)
 from locality.runner.runs import Run
 from locality.training import replace
 
@@ -76,11 +86,16 @@ def table_2(s: Scale) -> Table:
     if s.fractions != FRACTIONS:
         return Table(tuple(rows))
     top1 = {family: [row.cells[f"{family}-S/top1"] for row in rows] for family in FAMILIES}
-    named = {f"{family}'s least step": least_step(found) for family, found in top1.items()}
+    named = {
+        f"{family}'s least step": combined(lambda *v: min(b - a for a, b in pairwise(v)), *found)
+        for family, found in top1.items()
+    }
     scarcity = [-math.log10(fraction) for fraction in FRACTIONS]
     for m in (TOP1, TOP5):
         gaps = [row.cells[f"gap/{m.name}"] for row in rows]
-        named[f"slope of {m.name}"] = slope(scarcity, gaps)
+        named[f"slope of {m.name}"] = combined(
+            lambda *v: linear_regression(scarcity, v).slope, *gaps, unit=gaps[0].unit
+        )
     classical = published.value("convit/text", BEST_CONVOLUTIONAL, "top1").value
     named["over convolutional nets"] = (
         top1["ConViT"][FRACTIONS.index(0.1)] - classical
@@ -248,14 +263,16 @@ def figure_2a(s: Scale) -> Figure:
     """Accuracy against the fraction of the data, and the relative improvement."""
     rows, table = table_2(s).rows, published.rows("convit/table-2")
     parts, label = [100 * fraction for fraction in s.fractions], "training images (%)"
-    columns = {family: f"{family}-S/top1" for family in FAMILIES}
-    here = {f: [row.cells[column] for row in rows] for f, column in columns.items()}
-    there = {
-        f: [computed(partial(float, table[row.label][column].value)) for row in rows]
-        for f, column in columns.items()
+    cells: dict[str, Mapping[str, Mapping[str, Quantity]]] = {
+        "Here": {row.label: row.cells for row in rows},
+        "Published": {
+            row: {column: computed(partial(float, of.value)) for column, of in table[row].items()}
+            for row in map(percent, s.fractions)
+        },
     }
     panels, gains = [], []
-    for title, found in (("Here", here), ("Published", there)):
+    for title, by_row in cells.items():
+        found = {f: [row[f"{f}-S/top1"] for row in by_row.values()] for f in FAMILIES}
         series = tuple(
             Series(f"{family}-S", over(parts, curve), family.lower())
             for family, curve in found.items()
@@ -351,14 +368,11 @@ def figure_11(s: Scale) -> Figure:
         return tuple(s.measured(measure, f"{family}-{size}", **choices) for family in FAMILIES)
 
     def panel(title: str, x_label: str, found: Mapping[str, tuple[Quantity, ...]]) -> Panel:
-        families = (
-            shaded(
-                {f"{family}, {label}": pair[index] for label, pair in found.items()},
-                dashed=family == "DeiT",
-            )
-            for index, family in enumerate(FAMILIES)
+        series = tuple(
+            Series(f"{family}, {label}", each, f"depth:{n / len(found)}", family == "DeiT")
+            for n, (label, pair) in enumerate(found.items())
+            for family, each in zip(FAMILIES, pair, strict=True)
         )
-        series = tuple(series for pair in zip(*families, strict=True) for series in pair)
         return Panel(title, x_label, "top-1 (%)", series)
 
     by_size = {size: both(LEARNING_CURVE, size, seeds=s.seeds_of(size)) for size in sizes}
@@ -392,11 +406,7 @@ def figure_12(s: Scale) -> Figure:
     deit = Series("DeiT", _with_gpsa(s, LEARNING_CURVE, 0), "deit")
     rows = REGISTRY["convit/table-3"].rows
     by_row = {label: s.measured(LEARNING_CURVE, **row, **s.small) for label, row in rows.items()}
-    named = {"a": "convit", "e": "deit"}
-    ingredients = tuple(
-        dataclasses.replace(each, colour=named.get(each.label[0], each.colour))
-        for each in shaded(by_row)
-    )
+    ingredients = shaded(by_row, {"a: ConViT": "convit", "e: DeiT": "deit"})
     panels = (
         Panel("Number of GPSA layers", "epochs", "top-1 (%)", (deit, *shaded(by_count))),
         Panel("Ingredients", "epochs", "top-1 (%)", ingredients),

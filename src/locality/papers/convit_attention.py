@@ -4,7 +4,7 @@ its architecture."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -20,19 +20,11 @@ from locality.layers.conv_init import corner_heads
 from locality.models import ImageClassifier, build
 from locality.models.variants import variant
 from locality.papers.convit import taught
-from locality.papers.measures import (
-    TRAJECTORY,
-    Quantity,
-    absent,
-    combined,
-    computed,
-    summed_rate,
-)
-from locality.papers.scales import FAMILIES, Scale
-from locality.papers.specs import Figure, Panel, Series, experiment
+from locality.papers.measures import TRAJECTORY, Quantity, absent, combined, computed, summed_rate
+from locality.papers.specs import FAMILIES, Figure, Panel, Scale, Series, experiment
 
 _AVERAGED_IMAGES = 100
-_SHOWN_IMAGES = 3
+_OTHER_IMAGES = range(1, 4)
 
 
 # -- nonlocality and gates over training -----------------------------------------------------------
@@ -280,10 +272,9 @@ def _maps_figure(
     return Figure(draw=draw, drawn=runs, named=named, values={"last": layers[1] + 1})
 
 
-@experiment("convit/figure-7")
-def figure_7(s: Scale) -> Figure:
-    """One image."""
-    return _maps_figure(s, "Ti", images=[0])
+# One image, and others.
+experiment("convit/figure-7")(partial(_maps_figure, size="Ti", images=[0]))
+experiment("convit/figure-16")(partial(_maps_figure, size="Ti", images=_OTHER_IMAGES))
 
 
 @experiment("convit/figure-15")
@@ -308,12 +299,6 @@ def figure_15(s: Scale) -> Figure:
     return Figure(draw=draw, drawn=runs, named=named, values=values)
 
 
-@experiment("convit/figure-16")
-def figure_16(s: Scale) -> Figure:
-    """Other images than Fig. 7."""
-    return _maps_figure(s, "Ti", images=range(1, 1 + _SHOWN_IMAGES))
-
-
 @experiment("convit/figure-17")
 def figure_17(s: Scale) -> Figure:
     """As Fig. 16, with what the paper says of the maps."""
@@ -335,4 +320,4 @@ def figure_17(s: Scale) -> Figure:
         "mixed": mixed(lambda w: pstdev(w.gates[1, -1]) - pstdev(w.gates[-1, -1])),
         "varied": both(lambda deit, convit: varied(convit) - varied(deit)),
     }
-    return _maps_figure(s, "S", range(1, 1 + _SHOWN_IMAGES), named)
+    return _maps_figure(s, "S", _OTHER_IMAGES, named)

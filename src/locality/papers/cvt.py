@@ -30,12 +30,12 @@ from locality.papers.measures import (
     kept,
     measured,
 )
-from locality.papers.scales import Scale, counted
-from locality.papers.specs import REGISTRY, Column, Figure, Row, Table, experiment
+from locality.papers.specs import REGISTRY, Column, Figure, Row, Scale, Table, counted, experiment
 from locality.runner.runs import Run
 from locality.training import recipe, replace
 from locality.training.config import ModelConfig
 from locality.training.evaluation import evaluate_opened, evaluate_run
+from locality.training.recipes import adjusted
 
 OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
 """The rows of Table 3 that are trained from scratch at 224 pixels."""
@@ -68,11 +68,7 @@ def table_3(s: Scale) -> Table:
 
 
 def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
-    accuracies = {
-        "top1": TOP1,
-        "real": _top1_on(s, "imagenet_real"),
-        "v2": _top1_on(s, "imagenet_v2"),
-    }
+    accuracies = {name: _top1_on(s, dataset) for name, dataset in _METRICS.items()} | {"top1": TOP1}
     if row in OURS:
         seeds = s.few_seeds if row == "DeiT-B" else s.seeds
         cells = s.counted(row)
@@ -125,12 +121,10 @@ def _peer_top1(s: Scale, row: str, dataset: str) -> Quantity:
         return absent("timm does not have these weights")
 
     def read() -> float:
-        data = _labelled(s, dataset)
-        name = published.PEERS[row]
+        data, name = _labelled(s, dataset), published.PEERS[row]
         s.root.mkdir(parents=True, exist_ok=True)
-        return kept(
-            s.root / "peers.json", f"{name} on {dataset}", lambda: _evaluate_public(name, data)
-        )
+        path, what = s.root / "peers.json", f"{name} on {dataset}"
+        return kept(path, what, lambda: _evaluate_public(name, data))
 
     return computed(read)
 
@@ -151,18 +145,17 @@ def _evaluate_public(name: str, data: DataConfig) -> float:
 def pretrained(s: Scale, role: str, seed: int) -> Run:
     """The run that pre-trains a model on ImageNet-22k."""
     model = s.models[role][0]
-    config = recipe("cvt_22k", model=model, seed=seed)
-    config = replace(config, {"data.root": s.root_of("imagenet22k")})
+    chosen = {"model.name": model, "seed": seed, "data.root": s.root_of("imagenet22k")}
+    config = adjusted("cvt_22k", chosen)
     return s.run(config, f"{model} on ImageNet-22k seed {seed}")
 
 
 def tuned(s: Scale, start: Run, target: str) -> Run:
     """The run that fine-tunes what another has trained, at 384 pixels."""
     model, seed = start.config.model.name, start.config.seed
-    config = recipe(
-        "finetune_384", model=model, weights=str(start.folder), dataset=target, seed=seed
-    )
-    config = replace(config, {"data.root": s.root_of(target)})
+    chosen = {"model.name": model, "model.weights": str(start.folder), "seed": seed}
+    place = {"data.dataset": target, "data.root": s.root_of(target)}
+    config = adjusted("finetune_384", chosen | place)
     return s.run(config, f"{model} at 384 px on {target} seed {seed}", (start,))
 
 
@@ -171,10 +164,9 @@ def fine_tuned(s: Scale, row: str, measure: Measure) -> Quantity:
     role, _, rest = row.partition("↑")
     if not s.transfer or role not in s.models:
         return absent(f"scale '{s.name}' has no images of 384 pixels to fine-tune on")
-    starts = (
-        [pretrained(s, role, seed) for seed in s.seeds] if rest.endswith("22k") else s.runs(role)
-    )
-    return measured(tuple(tuned(s, start, "imagenet") for start in starts), measure)
+    large = rest.endswith("22k")
+    starts = [pretrained(s, role, seed) for seed in s.seeds] if large else s.runs(role)
+    return measured((tuned(s, start, "imagenet") for start in starts), measure)
 
 
 @experiment("cvt/table-4")
@@ -191,9 +183,8 @@ def table_4(s: Scale) -> Table:
             )
         if not s.transfer:
             return absent(f"scale '{s.name}' has nothing larger to pre-train on")
-        return measured(
-            tuple(tuned(s, pretrained(s, role, seed), target) for seed in s.seeds), TOP1
-        )
+        starts = (pretrained(s, role, seed) for seed in s.seeds)
+        return measured((tuned(s, start, target) for start in starts), TOP1)
 
     rows = tuple(
         Row(row, {target: cell(row, target) for target in targets})

@@ -12,9 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -136,15 +134,19 @@ class Quantity:
         return combined(lambda value: number - value, self, unit=self.unit)
 
 
-def measured(runs: tuple[Run, ...], measure: Measure) -> Quantity:
+def why_missing(run: Run, failures: Failures) -> str | None:
+    """Why a run has no result; None if it has one."""
+    return failures.get(run.folder) or (None if run.is_finished() else "not run yet")
+
+
+def measured(runs: Iterable[Run], measure: Measure) -> Quantity:
     """A measure of the finished ones of some runs that differ in their seed alone."""
+    taken = tuple((run, measure) for run in runs)
 
     def evaluate(failures: Failures) -> Values:
         found, problems = {}, {}
-        for run in runs:
-            reason = failures.get(run.folder)
-            if reason is None and not run.is_finished():
-                reason = "not run yet"
+        for run, _ in taken:
+            reason = why_missing(run, failures)
             if reason is None:
                 try:
                     found[run.config.seed] = measure(run)
@@ -158,7 +160,7 @@ def measured(runs: tuple[Run, ...], measure: Measure) -> Quantity:
             raise Empty(next(iter(problems.values())) if common else sentences[0])
         return Values(found, tuple(sentences))
 
-    return Quantity(evaluate, measure.unit, tuple((run, measure) for run in runs))
+    return Quantity(evaluate, measure.unit, taken)
 
 
 def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
@@ -217,21 +219,6 @@ def relative_gain(convit: Quantity, deit: Quantity) -> Quantity:
 def ratio(first: Quantity, second: Quantity) -> Quantity:
     """How many times the second the first is."""
     return combined(operator.truediv, first, second, unit="times")
-
-
-def least_step(parts: Sequence[Quantity]) -> Quantity:
-    """The least difference from one to the next; above 0 where they always rise."""
-    return combined(lambda *v: min(b - a for a, b in pairwise(v)), *parts, unit=parts[0].unit)
-
-
-def slope(places: Sequence[float], parts: Sequence[Quantity]) -> Quantity:
-    """How much the line through quantities at some places rises from a place to the next unit."""
-    return combined(lambda *v: linear_regression(places, v).slope, *parts, unit=parts[0].unit)
-
-
-def all_runs(quantities: Iterable[Quantity]) -> list[Run]:
-    """The runs of some quantities, each folder once."""
-    return list({run.folder: run for item in quantities for run in item.runs}.values())
 
 
 def of_result(*names: str, per: float = 1.0) -> Measure:

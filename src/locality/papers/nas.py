@@ -23,8 +23,7 @@ from locality.papers.measures import (
     measured,
     of_result,
 )
-from locality.papers.scales import Scale
-from locality.papers.specs import Row, Table, experiment
+from locality.papers.specs import Row, Scale, Table, experiment
 from locality.runner.runs import Run
 from locality.search.config import named, read_search
 from locality.search.run import Search, default_of, space_of
@@ -119,31 +118,24 @@ def nas(s: Scale) -> Table:
         start = {"model.weights": str(searches[-1].folder)}
         config = replace(scratch(default, seed).config, start)
         found.append(s.run(config, f"found seed {seed}", (searches[-1],), f"{_TASK}train_found"))
+    chance = zip(alike[: len(s.seeds)], s.seeds, strict=True)
     groups = {
         "default": [scratch(default, seed) for seed in s.seeds],
         "found": found,
-        "random, same cost": [
-            scratch(*each) for each in zip(alike[: len(s.seeds)], s.seeds, strict=True)
-        ],
+        "random, same cost": [scratch(*each) for each in chance],
     }
+    taken = {"parameters": PARAMETERS, "flops": of_result("macs", per=1e9), "top1": TOP1}
     rows = [
-        Row(
-            label,
-            {
-                "parameters": measured(tuple(runs), PARAMETERS),
-                "flops": measured(tuple(runs), of_result("macs", per=1e9)),
-                "top1": measured(tuple(runs), TOP1),
-            },
-        )
+        Row(label, {name: measured(runs, measure) for name, measure in taken.items()})
         for label, runs in groups.items()
     ]
     for way in ("evolution", "random"):
-        best = measured(tuple(searches), of_result("best", way))
+        best = measured(searches, of_result("best", way))
         rows.append(Row(f"best by {way}", {"held_out": best}))
     candidates = [
-        measured(tuple(scratch(number, seed) for seed in s.few_seeds), TOP1) for number in ranked
+        measured((scratch(number, seed) for seed in s.few_seeds), TOP1) for number in ranked
     ]
-    inside = measured(tuple(searches[: len(s.few_seeds)]), _supernet_top1(ranked))
+    inside = measured(searches[: len(s.few_seeds)], _supernet_top1(ranked))
     agreement = combined(lambda one, *others: kendall(one, others), inside, *candidates, unit="")
     rows.append(Row("supernet and from scratch", {"tau": agreement}))
     rows.append(Row("two seeds from scratch", {"tau": _between_seeds(candidates)}))

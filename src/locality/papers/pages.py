@@ -13,9 +13,11 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +25,11 @@ import yaml
 
 from locality.errors import UserError
 from locality.files import csv_text, render, write_page
+from locality.papers import records
 from locality.papers.published import COMPUTED
-from locality.papers.records import (
-    DEFINITION,
-    FAILS,
-    HOLDS,
-    LEAST_SEEDS,
-    MOST_SEEDS,
-    NOT_RUN,
-    REDEFINED,
-    UNDECIDED,
-    UNTESTABLE,
-    VERDICTS,
-    Record,
-    corrected,
-    judge,
-    seeds_needed,
-)
+from locality.papers.records import Record
 from locality.papers.specs import papers_order
 
-MARKS = {HOLDS: "✓", FAILS: "✗", UNDECIDED: "?", NOT_RUN: "–", UNTESTABLE: "∅"}
 EMPTY = "—"
 SCALES = ("fashion14", "fashion", "digits")
 """The scales of the page of results, the best evidence first."""
@@ -63,17 +50,13 @@ def number(value: float, column: Record, signed: bool = False) -> str:
     return f"{value:{sign}.{digits}f}".replace("-", "−")
 
 
-class Notes:
-    """Footnotes, each reason once."""
+Notes = dict[str, int]
+"""Footnotes and their numbers, each reason once."""
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
 
-    def mark(self, text: str) -> str:
-        """The mark of a note, added if it is new."""
-        if text not in self.texts:
-            self.texts.append(text)
-        return f"[{self.texts.index(text) + 1}]"
+def _mark(notes: Notes, text: str) -> str:
+    """The mark of a note, added if it is new."""
+    return f"[{notes.setdefault(text, len(notes) + 1)}]"
 
 
 def filled(record: Record, notes: Notes) -> tuple[list[str], list[list[str]]]:
@@ -81,60 +64,55 @@ def filled(record: Record, notes: Notes) -> tuple[list[str], list[list[str]]]:
 
     A column has the paper's and our numbers where the paper prints any, ours alone elsewhere.
     """
-    printed = [
-        any(cell is not None and cell["paper"] is not None for cell in cells)
-        for cells in zip(*(row["cells"] for row in record["rows"]), strict=True)
-    ]
-    columns = list(zip(record["columns"], printed, strict=True))
-    compared = record["comparable"]
-    titles = [""]
-    for column, both in columns:
+    columns = []
+    for column, cells in zip(
+        record["columns"], zip(*(row["cells"] for row in record["rows"]), strict=True), strict=True
+    ):
+        both = any(cell and cell["paper"] for cell in cells)
+        columns.append((column, (both, True, both and record["comparable"])))
+    titles, usual = [""], usual_n(record)
+    for column, shown in columns:
         name = column["name"]
-        titles += [f"{name}, paper", f"{name}, here"] if both else [name]
-        titles += ["here − paper"] if both and compared else []
+        here = f"{name}, here" if shown[0] else name
+        titles += compress((f"{name}, paper", here, "here − paper"), shown)
     lines = []
     for row in record["rows"]:
         line = [row["label"]]
-        for cell, (column, both) in zip(row["cells"], columns, strict=True):
-            line += [_papers(cell, column, notes)] if both else []
-            line.append(_ours(cell, column, usual_n(record), notes))
-            line += [_difference(cell, column)] if both and compared else []
+        for cell, (column, shown) in zip(row["cells"], columns, strict=True):
+            line += compress(_texts(cell, column, usual, notes), shown)
         lines.append(line)
     return titles, lines
 
 
-def _papers(cell: Record | None, column: Record, notes: Notes) -> str:
-    if cell is None or cell["paper"] is None:
-        return ""
+def _texts(
+    cell: Record | None, column: Record, usual: int | None, notes: Notes
+) -> tuple[str, str, str]:
+    """The paper's number, ours, and how far that is above the paper's."""
+    if cell is None:
+        return "", "", ""
     printed = cell["paper"]
+    paper = "" if printed is None else _papers(printed, column, notes)
+    if cell["empty"] is not None:
+        return paper, f"{EMPTY} {_mark(notes, cell['empty'])}", ""
+    text = number(cell["mean"], column)
+    if cell["half_width"] is not None:
+        text += f" ± {cell['half_width']:.{column['digits']}f}"
+    if cell["n"] not in (1, usual):
+        text += f" (n = {cell['n']})"
+    for reason in dict.fromkeys(problem.partition(": ")[2] for problem in cell["problems"]):
+        text += f" {_mark(notes, f'other seeds: {reason}')}"
+    above = printed and number(cell["mean"] - printed["value"], column, signed=True)
+    return paper, text, above or ""
+
+
+def _papers(printed: Record, column: Record, notes: Notes) -> str:
     note = printed["note"]
     if note == COMPUTED or (column["unit"] == "%" and not column["signed"]):
         value = number(printed["value"], column)
     else:
         # As printed: a table that says 10 says neither 10.0 nor 10.00.
         value = f"{printed['value']:{'+' if column['signed'] else ''}g}".replace("-", "−")
-    return value if note in ("", COMPUTED) else f"{value} {notes.mark(f'paper: {note}')}"
-
-
-def _ours(cell: Record | None, column: Record, n: int | None, notes: Notes) -> str:
-    if cell is None:
-        return ""
-    if cell["empty"] is not None:
-        return f"{EMPTY} {notes.mark(cell['empty'])}"
-    text = number(cell["mean"], column)
-    if cell["half_width"] is not None:
-        text += f" ± {cell['half_width']:.{column['digits']}f}"
-    if cell["n"] not in (1, n):
-        text += f" (n = {cell['n']})"
-    for reason in dict.fromkeys(problem.partition(": ")[2] for problem in cell["problems"]):
-        text += f" {notes.mark(f'other seeds: {reason}')}"
-    return text
-
-
-def _difference(cell: Record | None, column: Record) -> str:
-    if cell is None or cell["paper"] is None or cell["empty"] is not None:
-        return ""
-    return number(cell["mean"] - cell["paper"]["value"], column, signed=True)
+    return value if note in ("", COMPUTED) else f"{value} {_mark(notes, f'paper: {note}')}"
 
 
 def usual_n(record: Record) -> int | None:
@@ -201,28 +179,26 @@ def shown_claims(found: Sequence[tuple[Record, Record]]) -> list[Record]:
     together = {
         id(claim): verdict
         for claims in tested.values()
-        for claim, verdict in zip(claims, corrected(claims), strict=True)
+        for claim, verdict in zip(claims, records.corrected(claims), strict=True)
     }
     lines = []
     for record, claim in found:
         measured = claim["empty"] is None
-        alone = judge(claim)[0] if measured else claim["verdict"]
+        alone = records.judge(claim)[0] if measured else claim["verdict"]
         verdict = together.get(id(claim), alone)
         several = measured and not claim.get("exact") and claim["n"] > 1
+        by_seed = claim.get("by_seed", {}).values() if several else ()
         lines.append(
-            {
-                "text": claim["text"],
-                "where": claim["where"],
+            claim
+            | {
                 "name": record["name"],
                 "anchor": _anchor(record),
                 "scale": record["scale"],
                 "evidence": _evidence(claim),
-                "seeds": " ".join(
-                    map(_signed, claim.get("by_seed", {}).values() if several else ())
-                ),
+                "seeds": " ".join(map(_signed, by_seed)),
                 "alone": alone,
                 "verdict": verdict,
-                "mark": MARKS[verdict],
+                "mark": records.MARKS[verdict],
             }
         )
     return lines
@@ -242,9 +218,9 @@ def _evidence(claim: Record) -> str:
     if claim["expects"] == "equal":
         notes.append(f"wanted within ± {claim['margin']:g}")
     # One seed has no scatter to judge by.
-    if claim["half_width"] is not None and judge(claim)[0] == UNDECIDED:
-        needed = seeds_needed(claim)
-        notes.append(f"{needed or f'more than {MOST_SEEDS}'} seeds would decide it")
+    if claim["half_width"] is not None and records.judge(claim)[0] == records.UNDECIDED:
+        needed = records.seeds_needed(claim)
+        notes.append(f"{needed or f'more than {records.MOST_SEEDS}'} seeds would decide it")
     return f"{text} {claim['unit']}" + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -264,7 +240,7 @@ class Entry:
 
     def claims(self) -> list[tuple[Record, Record]]:
         """Each claim once, with the first record that tests it as well as any."""
-        today = [record for record in self.records if record.get("definition") == DEFINITION]
+        today = [each for each in self.records if each.get("definition") == records.DEFINITION]
         where = {claim["text"]: claim["where"] for record in today for claim in record["claims"]}
         found: dict[str, tuple[Record, Record]] = {}
         for record in self.records:
@@ -281,14 +257,14 @@ class Entry:
 def _earlier(record: Record) -> str:
     """What a record of an earlier definition means otherwise; "" where it means the same."""
     made_by = record.get("definition", 1)
-    return "" if made_by == DEFINITION else REDEFINED.get(record["name"], "")
+    return "" if made_by == records.DEFINITION else records.REDEFINED.get(record["name"], "")
 
 
 def _weight(claim: Record) -> int:
     """How much a scale says of a claim, whatever it says: tested by enough seeds, run, not run."""
     if claim["empty"] is not None:
-        return 0 if claim["verdict"] == UNTESTABLE else 1
-    return 3 if claim.get("exact") or claim["n"] >= LEAST_SEEDS else 2
+        return 0 if claim["verdict"] == records.UNTESTABLE else 1
+    return 3 if claim.get("exact") or claim["n"] >= records.LEAST_SEEDS else 2
 
 
 def _content(record: Record) -> int:
@@ -299,7 +275,7 @@ def _content(record: Record) -> int:
     else:
         # What is counted on the models is the same whether anything was run or not.
         shown = bool(made["finished"]) or not made["runs"]
-    return 1 + min(len(made.get("seeds", ())), LEAST_SEEDS) if shown else 0
+    return 1 + min(len(made.get("seeds", ())), records.LEAST_SEEDS) if shown else 0
 
 
 def section(
@@ -315,27 +291,19 @@ def section(
     record, notes = entry.best, Notes()
     headings, lines = filled(record, notes) if record["kind"] == "table" else ([], [])
     folders = {each["scale"]: f"{links[each['scale']]}/" if links else "" for each in entry.records}
-    files = {
-        scale: {
-            kind: f"{folder}{record['name'].replace('/', '-')}.{kind}"
-            for kind in ("csv", "json", "html")
-        }
-        for scale, folder in folders.items()
-    }
-    picture = {path.rpartition(".")[2]: path for path in record.get("files", [])}
     return {
-        "name": record["name"],
-        "title": record["title"],
         "anchor": _anchor(record),
         "seeds": usual_n(record),
         "headings": headings,
         "lines": lines,
-        "notes": notes.texts,
-        "picture": {kind: folders[record["scale"]] + path for kind, path in picture.items()},
+        "notes": list(notes),
+        "pictures": {
+            Path(name).suffix: folders[record["scale"]] + name for name in record.get("files", [])
+        },
         "remark": " ".join(remarks.get((record["scale"], record["name"]), "").split()),
         "record": record,
         "earlier": _earlier(record),
-        "files": files,
+        "folders": folders,
     }
 
 
@@ -349,16 +317,12 @@ def page(kind: str, entry: Entry) -> str:
 def _rendered(kind: str, claims: Sequence[Record], **content: Any) -> str:
     content["papers"] = [claim for claim in claims if claim["where"]]
     content["ours"] = [claim for claim in claims if not claim["where"]]
-    content |= {"known_verdicts": VERDICTS, "untestable": UNTESTABLE, "decisive": (HOLDS, FAILS)}
-
-    def cell(text: str) -> str:
-        return text.replace("|", "\\|")
-
-    text = render("locality.papers", f"results.{kind}", filters={"cell": cell}, **content)
+    content["known_verdicts"], content["untestable"] = list(records.MARKS), records.UNTESTABLE
+    content["decisive"] = records.HOLDS, records.FAILS
+    filters = {"cell": lambda text: text.replace("|", "\\|")}
+    text = render("locality.papers", f"results.{kind}", filters, **content)
     # Blocks that have nothing to say leave empty lines.
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
-    return text.strip() + "\n"
+    return re.sub("\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def _anchor(record: Record) -> str:
@@ -394,20 +358,20 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
     remarks: dict[tuple[str, str], str] = {}
     links, abouts = {}, {}
     for folder in folders:
-        records = read_records(folder)
-        scale, names = records[0]["scale"], {record["name"] for record in records}
-        abouts[scale] = records[0]["scale_about"]
+        found = read_records(folder)
+        scale, names = found[0]["scale"], {record["name"] for record in found}
+        abouts[scale] = found[0]["scale_about"]
         links[scale] = Path(os.path.relpath(folder, place)).as_posix()
         path = folder / "remarks.yaml"
         said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
         if unknown := sorted(set(said) - names):
             raise UserError(f"{path} has remarks on {', '.join(unknown)}, which has no results")
         remarks |= {(scale, name): text for name, text in said.items()}
-        for record in records:
+        for record in found:
             entries.setdefault(record["name"], []).append(record)
     ordered = [Entry(entries[name]) for name in sorted(entries, key=papers_order)]
-    claims = shown_claims([found for entry in ordered for found in entry.claims()])
-    rules = [inspect.getdoc(rule) or "" for rule in (judge, corrected)]
+    claims = shown_claims([each for entry in ordered for each in entry.claims()])
+    rules = [inspect.getdoc(rule) or "" for rule in (records.judge, records.corrected)]
     return _rendered(
         kind,
         claims,

@@ -4,7 +4,7 @@ Never a measurement of ours.
 
 A number is found by the table or figure it stands in, its row, and what it measures:
 
-    value("convit/table-2", "5%", "ConViT-S/top1")  →  Published(…, value=47.8, unit="%", …)
+    value("convit/table-2", "5%", "ConViT-S/top1")  →  Published(…, value=47.8, …)
 
 Numbers from running text stand under "text". Where a paper contradicts itself both numbers are
 here, and `note` says so.
@@ -28,8 +28,8 @@ class Published:
         place: "convit/table-2", "cvt/text".
         row: which line of it, in the paper's words.
         metric: what was measured: "top1", "top5", "parameters", "flops", "speed", …
-        value: as printed.
-        unit: "%" (also for differences in accuracy, in points), "M", "G", "images/s", "".
+        value: as printed: per cent (points of differences), parameters in millions, FLOPs in
+            billions, images per second.
         protocol: how it was obtained.
         note: what it contradicts, or what else has to be known.
     """
@@ -38,15 +38,8 @@ class Published:
     row: str
     metric: str
     value: float
-    unit: str
     protocol: str = ""
     note: str = ""
-
-
-# Everything else is in per cent.
-_UNITS = {"parameters": "M", "flops": "G", "speed": "images/s"} | dict.fromkeys(
-    ("heads", "embed_dim", "image_size"), ""
-)
 
 
 _FILE = read_yaml(Path(__file__).with_suffix(".yaml"))
@@ -59,10 +52,8 @@ def _read() -> Iterator[Published]:
             notes = table.get("notes", {}).get(row, {})
             for metric, number in zip(table["columns"], numbers, strict=True):
                 if number is not None:
-                    unit, note = _UNITS.get(metric, "%"), notes.get(metric, "")
-                    yield Published(
-                        table["place"], row, metric, number, unit, table["protocol"], note
-                    )
+                    note = notes.get(metric, "")
+                    yield Published(table["place"], row, metric, number, table["protocol"], note)
 
 
 COMPUTED = "computed from the table"
@@ -75,7 +66,7 @@ def _differences(printed: Iterable[Published]) -> Iterator[Published]:
     def less(place: str, row: str, metric: str, first: str, second: str, of: str) -> Published:
         one, other = at[place, row, first], at[place, of, second]
         difference = round(one.value - other.value, 2)
-        return Published(place, row, metric, difference, "%", one.protocol, COMPUTED)
+        return Published(place, row, metric, difference, one.protocol, COMPUTED)
 
     for row in "abcdfg":
         for part in ("full", "10%"):

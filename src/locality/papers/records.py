@@ -8,11 +8,9 @@ as what a record keeps of it: `expects` ("above" or "equal"), `margin`, and, if 
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,9 @@ from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, holm, mean_curve, two_sided_t
 from locality.files import read_yaml
 from locality.papers import published
-from locality.papers.measures import Empty, Failures, Quantity, Untestable, Values
+from locality.papers.measures import Empty, Failures, Quantity, Untestable, Values, why_missing
 from locality.papers.published import Published
-from locality.papers.scales import Scale
-from locality.papers.specs import Claim, Experiment, Figure, Panel, Series, Spec, Table
+from locality.papers.specs import Claim, Experiment, Figure, Panel, Scale, Series, Spec, Table
 from locality.runner.runs import Run
 
 Record = dict[str, Any]
@@ -40,7 +37,8 @@ FAILS = "does not hold"
 UNDECIDED = "cannot tell"
 NOT_RUN = "not run"
 UNTESTABLE = "not testable at this scale"
-VERDICTS = (HOLDS, FAILS, UNDECIDED, NOT_RUN, UNTESTABLE)
+MARKS = {HOLDS: "✓", FAILS: "✗", UNDECIDED: "?", NOT_RUN: "–", UNTESTABLE: "∅"}
+"""Every verdict, and how a page marks it."""
 
 LEAST_SEEDS = 3
 LEVEL = 0.05
@@ -101,12 +99,16 @@ def _cell(
         return None
     names = ("value", "protocol", "note")
     paper = None if printed is None else {name: getattr(printed, name) for name in names}
+    return {"paper": paper} | _evaluated(quantity, failures, _measured)
+
+
+def _evaluated(quantity: Quantity, failures: Failures, shown: Callable[[Values], Record]) -> Record:
+    """What a record shows of a quantity's values, or why there are none."""
     try:
         values = quantity.evaluate(failures)
     except Empty as error:
-        return {"paper": paper, "empty": str(error)}
-    rest = {"problems": list(values.problems), "empty": None}
-    return {"paper": paper} | _measured(values) | rest
+        return {"empty": str(error)}
+    return shown(values) | {"problems": list(values.problems), "empty": None}
 
 
 def _panel(panel: Panel, failures: Failures) -> Record:
@@ -116,19 +118,15 @@ def _panel(panel: Panel, failures: Failures) -> Record:
 
 def _series(series: Series, failures: Failures) -> Record:
     line = {name: value for name, value in vars(series).items() if name != "quantity"}
-    try:
-        values = series.quantity.evaluate(failures)
-    except Empty as error:
-        return line | {"empty": str(error)}
-    found = mean_curve(list(values.by_seed.values()))
-    return line | {"empty": None} | found | {"problems": list(values.problems)}
+    return line | _evaluated(
+        series.quantity, failures, lambda values: mean_curve(list(values.by_seed.values()))
+    )
 
 
 def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
     """For a drawing: what is missing for it."""
     for run in spec.drawn:
-        reason = failures.get(run.folder) or (None if run.is_finished() else "not run yet")
-        if reason is not None:
+        if reason := why_missing(run, failures):
             return f"{run.name}: {reason}"
     return None
 
@@ -224,9 +222,9 @@ def corrected(claims: Sequence[Record]) -> list[str]:
     alone = [judge(claim) for claim in claims]
     tested = [i for i, claim in enumerate(claims) if not claim.get("exact")]
     verdicts = [verdict for verdict, _ in alone]
-    decided = holm([alone[index][1] for index in tested], LEVEL)
-    for index in itertools.compress(tested, map(operator.not_, decided)):
-        verdicts[index] = UNDECIDED
+    rejected = holm([alone[index][1] for index in tested], LEVEL)
+    for index, sure in zip(tested, rejected, strict=True):
+        verdicts[index] = verdicts[index] if sure else UNDECIDED
     return verdicts
 
 

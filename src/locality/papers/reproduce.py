@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import save
@@ -17,8 +18,7 @@ from locality.papers import beyond, convit, convit_attention, cvt, nas  # noqa: 
 from locality.papers.measures import Failures, Measure
 from locality.papers.pages import Entry, page, to_csv
 from locality.papers.records import Record, make_record
-from locality.papers.scales import Scale, get_scale
-from locality.papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
+from locality.papers.specs import REGISTRY, Experiment, Figure, Scale, Spec, get_scale, papers_order
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, Workload, estimate_costs, threads_per_run, with_needs
 from locality.training.preview import span
@@ -90,18 +90,22 @@ def reproduce(
     Raises:
         UserError: for a name or scale that does not exist, with the nearest.
     """
-    chosen = _scale(scale, Path(runs), data, seeds, fraction)
+    chosen = get_scale(scale, Path(runs) / scale, data) if isinstance(scale, str) else scale
+    if seeds is not None:
+        checks.integer("seeds", seeds, 1)
+        every = tuple(range(seeds))
+        chosen = dataclasses.replace(chosen, seeds=every, few_seeds=every)
     items = find(name)
     specs = {item.name: item.build(chosen) for item in items}
-    wanted = with_needs(run for spec in specs.values() for run in spec.runs)
     if fraction is not None:
-        whole = _scale(scale, Path(runs), data, seeds, None)
-        same = [item.name for item in items if item.build(whole).runs == specs[item.name].runs]
-        if same:
+        chosen = _of_one_fraction(chosen, fraction)
+        whole, specs = specs, {item.name: item.build(chosen) for item in items}
+        if same := [each for each, spec in specs.items() if spec.runs == whole[each].runs]:
             raise UserError(
                 f"{same[0]} has the same runs with fraction {fraction:g} as without; leave it out, "
                 f"or name one that compares fractions, such as convit/table-2"
             )
+    wanted = with_needs(run for spec in specs.values() for run in spec.runs)
     if plan_only:
         plan = Workload(wanted, jobs, threads)
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
@@ -121,25 +125,11 @@ def reproduce(
     return records
 
 
-def _scale(
-    scale: str | Scale,
-    runs: Path,
-    data: Mapping[str, str] | None,
-    seeds: int | None,
-    fraction: float | None,
-) -> Scale:
-    chosen = get_scale(scale, runs / scale, data) if isinstance(scale, str) else scale
-    if fraction is not None:
-        if fraction not in chosen.fractions:
-            given = ", ".join(f"{each:g}" for each in chosen.fractions)
-            raise UserError(f"fraction is {fraction:g}; scale '{chosen.name}' has {given}")
-        chosen = dataclasses.replace(chosen, fractions=(fraction,))
-    if seeds is None:
-        return chosen
-    if seeds < 1:
-        raise UserError(f"seeds is {seeds}; give at least 1")
-    every = tuple(range(seeds))
-    return dataclasses.replace(chosen, seeds=every, few_seeds=every)
+def _of_one_fraction(scale: Scale, fraction: float) -> Scale:
+    if fraction not in scale.fractions:
+        given = ", ".join(f"{each:g}" for each in scale.fractions)
+        raise UserError(f"fraction is {fraction:g}; scale '{scale.name}' has {given}")
+    return dataclasses.replace(scale, fractions=(fraction,))
 
 
 def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str], list[Run]]:
@@ -147,11 +137,9 @@ def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str],
     failures: dict[Path, str] = {}
     ready: list[Run] = []
     for run in wanted:
-        reason = None if run.is_finished() else scale.missing_data(run)
-        needed = next((each.folder for each in run.needs if each.folder in failures), None)
-        if reason is None and needed is not None:
-            reason = failures[needed]
-        if reason is not None:
+        reasons = [] if run.is_finished() else [scale.missing_data(run)]
+        reasons += [failures.get(each.folder) for each in run.needs]
+        if reason := next(filter(None, reasons), None):
             failures[run.folder] = reason
         else:
             ready.append(run)
@@ -187,7 +175,7 @@ def write_experiment(
         the record, which is also what the .json file holds.
     """
     record = make_record(item, spec, scale, failures)
-    target = folder / item.file_name
+    target = folder / item.name.replace("/", "-")
     if isinstance(spec, Figure):
         figure = draw(record["panels"]) if any(map(filled, record.get("panels", ()))) else None
         files = [] if figure is None else save(figure, target)
@@ -243,11 +231,9 @@ def list_experiments(
     costs = estimate_costs(every, "one of a name" if hours else "none", threads_per_run(jobs=1))
     rows = []
     for item, needed in wanted:
-        finished = sum(run.is_finished() for run in needed)
-        status = "needs no runs" if not needed else "finished" if finished == len(needed) else (
-            f"{finished} of {len(needed)} runs" if finished else "not run"
-        )  # fmt: skip
-        left = sum(costs[run.folder].seconds for run in needed if not run.is_finished())
+        waiting = [run for run in needed if not run.is_finished()]
+        finished = len(needed) - len(waiting)
+        state = f"{finished} of {len(needed)} runs" if finished else "not run"
         rows.append(
             {
                 "name": item.name,
@@ -255,8 +241,8 @@ def list_experiments(
                 "scale": scale,
                 "runs": len(needed),
                 "finished": finished,
-                "seconds": left if hours else None,
-                "status": status,
+                "seconds": sum(costs[run.folder].seconds for run in waiting) if hours else None,
+                "status": state if waiting else "finished" if needed else "needs no runs",
             }
         )
     return rows
@@ -265,11 +251,9 @@ def list_experiments(
 def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
     """What `list_experiments` returned, as lines."""
     width = max(len(row["name"]) for row in rows)
-    lines = []
-    for row in rows:
-        left = "" if row["seconds"] is None else span(row["seconds"])
-        lines.append(
-            f"{row['name']:{width}}  {row['runs']:4} runs  {left:>8}  {row['status']:18}"
-            f"  {row['title']}"
-        )
-    return "\n".join(lines)
+    return "\n".join(
+        f"{row['name']:{width}}  {row['runs']:4} runs  "
+        f"{'' if row['seconds'] is None else span(row['seconds']):>8}  {row['status']:18}"
+        f"  {row['title']}"
+        for row in rows
+    )
