@@ -63,7 +63,7 @@ class Candidate:
 
     def over_runs(self, name: str) -> Estimate:
         """One of the numbers of `result.json`."""
-        return self._estimate([float(run.result[name]) for run in self.runs])
+        return estimate([float(run.result[name]) for run in self.runs], self.shared)
 
     @property
     def passes(self) -> float:
@@ -79,16 +79,14 @@ class Candidate:
     @property
     def calibration_error(self) -> Estimate:
         """Expected calibration error, in percentage points."""
-        return self._estimate([100 * found.calibration()[1] for found in self.predictions])
+        errors = [100 * found.calibration()[1] for found in self.predictions]
+        return estimate(errors, self.shared)
 
     def accuracy_of(self, classes: int) -> list[float | None]:
         """Of the images of each class, how many per cent are called so, over all runs."""
         rows = zip(*(found.per_class() for found in self.predictions), strict=True)
         counts = [(sum(n["right"] for n in of), sum(n["images"] for n in of)) for of in rows]
         return [100 * right / images if images else None for right, images in counts[:classes]]
-
-    def _estimate(self, values: Sequence[float]) -> Estimate:
-        return estimate(values, shared=self.shared)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from locality.analysis.runs import INCIDENTAL, RunGroup, differing
+from locality.analysis.runs import INCIDENTAL, RecordedRun, RunGroup, differing
 from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.figures.charts import percent
 from locality.models import VARIANTS
@@ -30,9 +31,14 @@ class GroupPair:
     second: RunGroup
 
     @property
+    def runs(self) -> list[list[RecordedRun]]:
+        """Of both groups."""
+        return [self.first.at(self.fraction), self.second.at(self.fraction)]
+
+    @property
     def images(self) -> int:
         """How many training images that is."""
-        return int(self.first.at(self.fraction)[0].result["train_images"])
+        return int(self.runs[0][0].result["train_images"])
 
     @property
     def sides(self) -> list[tuple[RunGroup, Estimate]]:
@@ -48,19 +54,13 @@ class GroupPair:
     @property
     def equally_large(self) -> bool:
         """Whether both models learn equally many parameters, within a few per cent."""
-        one, other = (
-            int(each.at(self.fraction)[0].result["parameters"])
-            for each in (self.first, self.second)
-        )
+        one, other = (int(runs[0].result["parameters"]) for runs in self.runs)
         return abs(one - other) <= _EQUAL_SIZE * max(one, other)
 
     def other_differences(self) -> list[str]:
         """Settings beside the model's in which runs of the same seed differ, by dotted name."""
         incidental = INCIDENTAL - {"data.subset_seed"}  # which images, at one fraction
-        first, second = (
-            {run.seed: flatten(run.config) for run in each.at(self.fraction)}
-            for each in (self.first, self.second)
-        )
+        first, second = ({run.seed: flatten(run.config) for run in runs} for runs in self.runs)
         pairs = [[first[seed], second[seed]] for seed in first if seed in second]
         names = dict.fromkeys(name for pair in pairs for name in differing(pair))
         return [n for n in names if not n.startswith("model.") and n not in incidental]
@@ -69,17 +69,12 @@ class GroupPair:
 def compare(groups: Sequence[RunGroup]) -> Iterator[GroupPair]:
     """Every ConViT against the DeiT that the table of variants compares it with, on one data set,
     at every fraction that both have."""
-    for first in groups:
-        for second in groups:
-            if (first.family, second.family) != ("convit", "deit"):
-                continue
-            named = VARIANTS[first.model].baseline, VARIANTS[second.model].baseline
-            if first.dataset == second.dataset and (
-                named[0] == second.model or named[1] == first.model
-            ):
-                for fraction in first.fractions:
-                    if fraction in second.fractions:
-                        yield GroupPair(fraction, first, second)
+    for first, second in product(groups, repeat=2):
+        if (first.family, second.family) == ("convit", "deit") and first.dataset == second.dataset:
+            one, other = VARIANTS[first.model].baseline, VARIANTS[second.model].baseline
+            if one == second.model or other == first.model:
+                shared = [part for part in first.fractions if part in second.fractions]
+                yield from (GroupPair(fraction, first, second) for fraction in shared)
 
 
 def with_interval(found: Estimate, sign: bool = False) -> str:

@@ -11,13 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from locality import __version__, checks
-from locality.analysis.pictures import (
-    DECADES,
-    LayerPicture,
-    Pictures,
-    data_address,
-    load_pictures,
-)
+from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_address, load_pictures
 from locality.analysis.recording import MISTAKES, MOST_MISTAKES, recorded_trajectory
 from locality.analysis.runs import RecordedRun, RunGroup, differing, group, read_runs
 from locality.analysis.statistics import estimate
@@ -73,13 +67,12 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         for layer in (measures.get("before") or {"layers": []})["layers"]
         for gate in layer["gates"] or []
     }
-    settings = differing([_settings(one.runs[0]) for one in groups])
-    shared = _settings(runs[0])
+    several = len(runs) > 1
     apart = differing([_settings(run) for run in runs])
     return {
         "title": comparing.headline(groups, comparisons),
-        "kind": "run" if len(runs) == 1 else "experiment" if len(fractions) > 1 else "comparison",
-        "one": single_run(runs[0]) if len(runs) == 1 else None,
+        "kind": "run" if not several else "experiment" if len(fractions) > 1 else "comparison",
+        "one": None if several else single_run(runs[0]),
         "fractions": fractions,
         "datasets": sorted({one.dataset for one in groups}),
         "comparisons": [(each, comparing.sentence(each)) for each in comparisons],
@@ -88,10 +81,10 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "families": {one.family for one in groups},
         # Of five classes or fewer, the five most probable ones are all.
         "top5": any(len(RunFolder(run.folder).classes()) > 5 for run in runs),
-        "accuracy": charts.chart(charts.draw_accuracy, groups) if len(runs) > 1 else None,
-        "learning": _panels("Learning curves", fractions, charts.draw_learning, groups)
-        if len(runs) > 1
-        else [],
+        "accuracy": charts.chart(charts.draw_accuracy, groups) if several else None,
+        "learning": _panels(
+            "Learning curves", fractions if several else [], charts.draw_learning, groups
+        ),
         "gates": [
             panel
             for one in groups
@@ -106,8 +99,8 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "first_gate": first_gates.pop() if len(first_gates) == 1 else None,
         "galleries": _galleries(groups),
         "decades": DECADES,
-        "shared": {name: value for name, value in shared.items() if name not in apart},
-        "differing": settings,
+        "shared": {n: value for n, value in _settings(runs[0]).items() if n not in apart},
+        "differing": differing([_settings(one.runs[0]) for one in groups]),
         "rows": [
             _row(one, fraction) for fraction in fractions for one in groups if one.at(fraction)
         ],
@@ -323,10 +316,9 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
             "label": predictions.classes[predictions.labels[row]],
             "says": predictions.classes[predictions.predicted[row]],
             "confidence": predictions.confidence[row],
-            "image": None if taken is None else data_address(taken.images[place]),
-            "map": None
-            if taken is None
-            else data_address(maps.coloured(taken.layers[-1].mixed[place, 0], from_even=True)),
+            "image": taken and data_address(taken.images[place]),
+            "map": taken
+            and data_address(maps.coloured(taken.layers[-1].mixed[place, 0], from_even=True)),
         }
         for place, row in enumerate(predictions.mistakes(MOST_MISTAKES))
         if taken is None or place < len(taken.images)
