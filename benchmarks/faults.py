@@ -39,7 +39,7 @@ from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunConfig, recipe, replace, train
 from locality.training.loop import Loop
-from locality.training.preview import preview
+from locality.training.preview import Preview
 from locality.training.runs import RunFolder
 
 PHASES = ("step", "evaluate", "save")
@@ -335,7 +335,7 @@ def survey(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # What is imported late is imported here, not in every process.
     importlib.import_module("torch._dynamo")
-    preview(configuration("convit_nano", 0, 1, 1))
+    Preview(configuration("convit_nano", 0, 1, 1))
     rng = random.Random(seed)
     cases = [
         (model, workers, accumulate)

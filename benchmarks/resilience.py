@@ -27,9 +27,8 @@ from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace
 from locality.training.distributed import Interruption, create_fabric
-from locality.training.engine import build_components
-from locality.training.loop import Loop
-from locality.training.preview import build_model, preview
+from locality.training.loop import Components, Loop
+from locality.training.preview import Preview, build_model
 from locality.training.recorder import Counts, Recorder
 
 
@@ -38,10 +37,10 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
     changes["engine.tensorboard"] = False
     config = replace(recipe("digits", model=model), changes)
-    seen = preview(config)
+    seen = Preview(config)
     run = RunFolder(folder)
     run.prepare(config)
-    parts = build_components(fabric, seen, build_model(config, len(seen.splits.classes)))
+    parts = Components(fabric, seen, build_model(config, len(seen.splits.classes)))
     return Loop(fabric, seen, parts, Recorder(run, seen, Counts(), quiet=True), Interruption())
 
 
@@ -111,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=["convit_nano", "deit_nano"])
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     given = parser.parse_args(arguments)
-    fabric = create_fabric(recipe("digits").engine, "fp32")
+    fabric = create_fabric(recipe("digits").engine)
     fabric.launch()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         rows = [measure(fabric, model, given.pairs, Path(folder) / model) for model in given.models]

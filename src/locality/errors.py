@@ -167,9 +167,12 @@ class Interrupted(RunFailed):
             143 after SIGTERM).
     """
 
-    def __init__(self, signum: int, step: int, exit_code: int | None = None) -> None:
-        name = signal.Signals(signum).name
-        super().__init__(f"stopped by {name} after step {step}; the same command resumes the run")
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(signum, step)
         self.signum = signum
         self.step = step
-        self.exit_code = 128 + signum if exit_code is None else exit_code
+        self.exit_code = 128 + signum
+
+    def __str__(self) -> str:
+        name = signal.Signals(self.signum).name
+        return f"stopped by {name} after step {self.step}; the same command resumes the run"

@@ -32,8 +32,8 @@ from locality.papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.specs import REGISTRY, SCALES, Experiment, Row, Table, get_scale
 from locality.runner.runs import TRAIN, with_needs
-from locality.training.config import ScheduleConfig
-from locality.training.optim import create_schedule, make_plan
+from locality.training.config import ScheduleConfig, make_plan
+from locality.training.objective import create_schedule
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
@@ -476,7 +476,7 @@ def test_the_summed_rate_is_that_of_the_schedule():
     for name, steps in (("digits", 500), ("fashion", 1500)):
         config = get_scale(name, Path("runs")).runs("ConViT-S", seeds=(0,))[0].config
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optim.lr)
-        schedule = create_schedule(optimizer, config.schedule, make_plan(config, 1346))
+        schedule = create_schedule(optimizer, make_plan(config, 1346))
         total = 0.0
         for step in range(steps):
             schedule.step_update(step)

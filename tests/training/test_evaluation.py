@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.data import ArraySource, Preprocessing, eval_loader
-from locality.training import evaluate
-from locality.training.distributed import EvaluationStopped
+from locality.training import Interrupted, evaluate
 
 IMAGES, CLASSES = 50, 7
 PLAIN = Preprocessing(4, crop_pct=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -104,10 +103,10 @@ def test_an_evaluation_can_be_stopped_between_batches(source: ArraySource, logit
     def stop() -> None:
         calls.append(1)
         if len(calls) == 2:
-            raise EvaluationStopped(15)
+            raise Interrupted(15, 3)
 
     model = Lookup(logits).train()
-    with pytest.raises(EvaluationStopped):
+    with pytest.raises(Interrupted):
         evaluate(model, loader(source), stop=stop)
     assert len(calls) == 2
     assert model.training

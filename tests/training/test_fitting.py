@@ -106,9 +106,9 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(
 
 
 def test_speed_is_measured_on_the_run_itself(tmp_path: Path) -> None:
-    from locality.training.preview import preview
+    from locality.training.preview import Preview
 
-    measured = measure(preview(tiny()))
+    measured = measure(Preview(tiny()))
     assert 0 < measured.loading < 1 and 0 < measured.computing < 1
     assert measured.training == measured.loading + measured.computing
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from locality.models import build
 from locality.training import OptimConfig
-from locality.training.optim import create_optimizer
+from locality.training.objective import create_optimizer
 
 # Golden on purpose: a change of the arithmetic anywhere in a model, its initialisation, its
 # parameter groups or the optimiser moves these, and no theorem says where they should be.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,11 @@ import torch
 from locality.errors import UserError
 from locality.models import build
 from locality.training import OptimConfig, ScheduleConfig
-from locality.training.config import EngineConfig, RunConfig
-from locality.training.optim import (
+from locality.training.config import EngineConfig, RunConfig, make_plan
+from locality.training.objective import (
     check_optimizer,
     create_optimizer,
     create_schedule,
-    make_plan,
     parameter_groups,
 )
 
@@ -25,14 +25,14 @@ from locality.training.optim import (
 def test_every_parameter_is_in_exactly_one_group(name: str) -> None:
     with torch.device("meta"):
         model = build(name)
-    groups = parameter_groups(model, 0.05)
+    groups = parameter_groups(model, OptimConfig())
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
 
 
-def spared(name: str, **options: bool) -> set[str]:
+def spared(name: str, **options: Any) -> set[str]:
     model = build(name)
-    undecayed = parameter_groups(model, 0.05, **options)[1]["params"]
+    undecayed = parameter_groups(model, OptimConfig(**options))[1]["params"]
     chosen = {id(parameter) for parameter in undecayed}
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
@@ -60,9 +60,9 @@ def test_a_factor_multiplies_the_rate_of_positions_and_gates_at_every_step() -> 
     schedule = ScheduleConfig(steps=100, warmup=10)
     optimizer = create_optimizer(model, factor, 64)
     plan = make_plan(RunConfig(optim=factor, schedule=schedule, engine=EngineConfig(64)), 1000)
-    scheduler = create_schedule(optimizer, schedule, plan)
+    scheduler = create_schedule(optimizer, plan)
     plain = create_optimizer(model, OptimConfig(lr=1e-2), 64)
-    usual = create_schedule(plain, schedule, plan)
+    usual = create_schedule(plain, plan)
     for step in (0, 5, 50, 99):
         scheduler.step_update(step)
         usual.step_update(step)
@@ -77,7 +77,7 @@ def test_a_factor_multiplies_the_rate_of_positions_and_gates_at_every_step() -> 
 
 def test_frozen_parameters_are_in_no_group() -> None:
     model = build("convit_nano", freeze_gpsa=True)
-    grouped = {id(p) for group in parameter_groups(model, 0.05) for p in group["params"]}
+    grouped = {id(p) for group in parameter_groups(model, OptimConfig()) for p in group["params"]}
     frozen = {id(p) for p in model.parameters() if not p.requires_grad}
     assert frozen and not grouped & frozen
 
@@ -105,7 +105,9 @@ def test_fused_and_plain_updates_agree() -> None:
     one, other = build("convit_nano"), build("convit_nano")
     other.load_state_dict(one.state_dict())
     fused = create_optimizer(one, OptimConfig("adamw", lr=1e-3), 64)
-    plain = torch.optim.AdamW(parameter_groups(other, 0.05), lr=1e-3, foreach=False, fused=False)
+    plain = torch.optim.AdamW(
+        parameter_groups(other, OptimConfig()), lr=1e-3, foreach=False, fused=False
+    )
     for optimizer, model in ((fused, one), (plain, other)):
         for number, parameter in enumerate(model.parameters()):
             torch.manual_seed(number)
@@ -129,7 +131,7 @@ def rates(schedule: ScheduleConfig) -> list[float]:
     config = RunConfig(optim=OptimConfig(lr=1e-2), schedule=schedule, engine=EngineConfig(64))
     plan = make_plan(config, 1000)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-    scheduler = create_schedule(optimizer, schedule, plan)
+    scheduler = create_schedule(optimizer, plan)
     found = []
     for step in range(plan.steps):
         scheduler.step_update(step)
@@ -157,7 +159,7 @@ def test_the_rate_is_a_function_of_the_step_alone() -> None:
     schedule = ScheduleConfig(steps=50, warmup=5)
     config = RunConfig(optim=OptimConfig(lr=1e-2), schedule=schedule)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
-    scheduler = create_schedule(optimizer, schedule, make_plan(config, 1000))
+    scheduler = create_schedule(optimizer, make_plan(config, 1000))
     scheduler.step_update(37)
     assert optimizer.param_groups[0]["lr"] == rates(schedule)[37]
 
@@ -168,7 +170,7 @@ def test_layer_decay_multiplies_once_more_for_every_layer_below_the_classifier(n
         model = build(name)
     rates = {
         id(parameter): group.get("lr_scale", 1.0)
-        for group in parameter_groups(model, 0.05, layer_decay=0.5)
+        for group in parameter_groups(model, OptimConfig(layer_decay=0.5))
         for parameter in group["params"]
     }
     by_name = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}

@@ -15,7 +15,7 @@ from locality.errors import UserError
 from locality.training import Interrupted, NonFiniteLoss, RunFolder, distributed
 from locality.training.loop import Loop
 from locality.training.objective import Objective
-from locality.training.preview import preview
+from locality.training.preview import Preview
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
@@ -118,12 +118,12 @@ def test_a_batch_that_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(UserError, match="divided evenly between 3"):
-        preview(tiny())
+        Preview(tiny())
 
 
 def test_mixing_needs_pairs_in_every_process() -> None:
     with pytest.raises(UserError, match="even number of images"):
-        preview(tiny(augment__mixup=0.8, engine__devices=2, engine__batch_size=6))
+        Preview(tiny(augment__mixup=0.8, engine__devices=2, engine__batch_size=6))
 
 
 def test_torchrun_and_slurm_decide_how_many_processes_there_are(

@@ -12,7 +12,8 @@ from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.models import build
 from locality.training import RECIPES, RunConfig, recipe, replace
-from locality.training.optim import create_schedule, make_plan
+from locality.training.config import make_plan
+from locality.training.objective import create_schedule
 from locality.training.recipes import describe
 
 IMAGENET = 1_281_167
@@ -37,7 +38,7 @@ def test_the_deit_recipe_is_the_published_one() -> None:
     plan = make_plan(config, 102_400)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([parameter], lr=config.optim.peak_lr(1024))
-    schedule = create_schedule(optimizer, config.schedule, plan)
+    schedule = create_schedule(optimizer, plan)
     rates = [schedule._get_lr(step)[0] for step in (plan.steps // 2, plan.steps - 1)]
     # Half of the way down at half time, and only at the very end at the floor.
     assert rates == pytest.approx([(1e-3 + 1e-5) / 2, 1e-5], rel=1e-3)

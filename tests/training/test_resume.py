@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.plugins import MixedPrecision
 
 from locality.checkpoints.run_state import latest_state
-from locality.training import EngineConfig, RunConfig, engine, replace
-from locality.training.distributed import _FABRIC_PRECISION
+from locality.training import RunConfig, loop, preview, replace
 from locality.training.loop import Loop
 
 from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
@@ -68,18 +65,16 @@ def test_resuming_is_exact_whatever_is_on(
 
 @pytest.fixture
 def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `engine.precision fp16-mixed` asks of Fabric on a GPU, on a processor, which can do it.
+    """What `engine.precision fp16-mixed` is on a GPU, on a processor, which can do it.
 
     The scale begins where gradients overflow and grows every other step, so that much happens.
     """
 
-    def create(engine: EngineConfig, precision: str) -> Fabric:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=2)
-        kind = _FABRIC_PRECISION["fp16-mixed"]
-        plugin = MixedPrecision(kind, "cpu", scaler)  # type: ignore[arg-type]
-        return Fabric(accelerator="cpu", devices=1, plugins=plugin)
+    def scaler(device: str, enabled: bool) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device, 2.0**19, growth_interval=2, enabled=enabled)
 
-    monkeypatch.setattr(engine, "create_fabric", create)
+    monkeypatch.setattr(preview, "choose_precision", lambda *_: "fp16-mixed")
+    monkeypatch.setattr(loop, "GradScaler", scaler)
 
 
 @pytest.mark.usefixtures("half_precision")

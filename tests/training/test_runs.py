@@ -19,7 +19,7 @@ from locality.models import count_parameters
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
-from locality.training.preview import build_model, preview
+from locality.training.preview import Preview, build_model
 from locality.training.recorder import Counts, Recorder
 
 from .conftest import tiny, train, train_interrupted
@@ -292,7 +292,7 @@ def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path: Path) -> None:
     (tmp_path / "timing.csv").write_text(
         "step,seconds,images_per_second,eval_seconds,peak_memory_mb\n10,5.0,20,1,100\n"
     )
-    seen = preview(tiny(schedule__steps=20))
+    seen = Preview(tiny(schedule__steps=20))
     recorder = Recorder(RunFolder(tmp_path), seen, Counts(step=18, evaluated=10), True)
     assert recorder.seconds == pytest.approx(9.0)
     for step in (19, 20):

@@ -18,7 +18,7 @@ from locality.training import distributed, dry_run, recipe, replace
 from locality.training.distributed import choose_precision, resolve_accelerator
 from locality.training.fitting import Speed
 from locality.training.loop import seed_pass
-from locality.training.preview import preview
+from locality.training.preview import Preview
 from locality.training.recorder import Counts, CsvTable, Progress, Recorder
 from locality.training.runs import RunFolder
 
@@ -91,7 +91,7 @@ def test_a_closed_terminal_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) 
 def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    seen = preview(tiny(schedule__steps=120))
+    seen = Preview(tiny(schedule__steps=120))
     recorder = Recorder(RunFolder(tmp_path), seen, Counts())
     for step in range(1, 41):
         recorder.stepped(Counts(step=step, seen=16), 60.0 if step < 6 else 2.0)
@@ -120,7 +120,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recorder = Recorder(
-        RunFolder(tmp_path), preview(tiny(engine__tensorboard=True)), Counts(), True
+        RunFolder(tmp_path), Preview(tiny(engine__tensorboard=True)), Counts(), True
     )
     row = {"step": 5, "epoch": 1, "images": 80, "lr": 0.1, "train_loss": 1.5, "train_top1": None}
     recorder.evaluated(row | {"top1": 30.0, "top5": 70.0, "val_loss": 2.5}, 9, 1.0)
@@ -132,26 +132,25 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
 
 
 def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locality.training.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = RunFolder(tmp_path)
-    Recorder(run, preview(tiny(engine__tensorboard=True)), Counts(), True)
+    Recorder(run, Preview(tiny(engine__tensorboard=True)), Counts(), True)
     assert not run.tensorboard.exists()
 
 
 def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    assert choose_precision("bf16-mixed", cpu, 1) == "bf16-mixed"
-    assert choose_precision("fp32", cpu, 1e12) == "fp32"
-    assert choose_precision("fp16-mixed", torch.device("cuda"), 1) == "fp16-mixed"
+    assert choose_precision("bf16-mixed", "cpu", 1) == "bf16-mixed"
+    assert choose_precision("fp32", "cpu", 1e12) == "fp32"
+    assert choose_precision("fp16-mixed", "cuda", 1) == "fp16-mixed"
     for elsewhere in ("cpu", "mps"):
         with pytest.raises(UserError, match="fp16-mixed, which needs an NVIDIA GPU"):
-            choose_precision("fp16-mixed", torch.device(elsewhere), 1e12)
+            choose_precision("fp16-mixed", elsewhere, 1e12)
     for fast in (True, False):
         monkeypatch.setattr(distributed, "has_fast_bf16", lambda fast=fast: fast)
-        assert choose_precision("auto", cpu, 1e11) == ("bf16-mixed" if fast else "fp32")
-        assert choose_precision("auto", cpu, 1e6) == "fp32"
-    assert choose_precision("auto", torch.device("mps"), 1e12) == "fp32"
+        assert choose_precision("auto", "cpu", 1e11) == ("bf16-mixed" if fast else "fp32")
+        assert choose_precision("auto", "cpu", 1e6) == "fp32"
+    assert choose_precision("auto", "mps", 1e12) == "fp32"
 
 
 def test_mixed_precision_trains(tmp_path: Path) -> None:
@@ -205,7 +204,7 @@ def test_the_slower_of_loader_and_model_is_the_bottleneck() -> None:
 @pytest.mark.parametrize("mode", ["fp32", "bf16-mixed"])
 def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
     config = replace(recipe("digits"), {"engine.precision": mode})
-    seen = preview(config)
+    seen = Preview(config)
     model = build("convit_nano", num_classes=10).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -230,7 +229,7 @@ def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
 def test_gradient_checkpointing_keeps_fewer_activations() -> None:
     config = recipe("digits")
     less = replace(config, {"engine.grad_checkpointing": True})
-    assert preview(less).activation_bytes < 0.5 * preview(config).activation_bytes
+    assert Preview(less).activation_bytes < 0.5 * Preview(config).activation_bytes
 
 
 def test_a_dry_run_refuses_what_training_would_refuse(tmp_path: Path) -> None:

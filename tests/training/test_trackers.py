@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from locality.errors import UserError
-from locality.training.preview import preview
+from locality.training.preview import Preview
 from locality.training.recorder import Counts, Recorder
 from locality.training.runs import RunFolder
 
@@ -44,7 +44,7 @@ def test_weights_and_biases_keep_a_run_offline(
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
-    recorder = Recorder(run, preview(tiny(engine__tracker="wandb")), Counts(), True)
+    recorder = Recorder(run, Preview(tiny(engine__tracker="wandb")), Counts(), True)
     row = {"step": 5, "epoch": 1, "images": 80, "lr": 0.1, "train_loss": 1.5, "train_top1": None}
     recorder.evaluated(row | {"top1": 30.25, "top5": 70.0, "val_loss": 2.5}, 9, 1.0)
     recorder.close()
@@ -62,4 +62,4 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install 'mlflow-skinny'"):
-        preview(tiny(engine__tracker="mlflow"))
+        Preview(tiny(engine__tracker="mlflow"))

@@ -37,11 +37,9 @@ from locality.data import open_data
 from locality.errors import UserError
 from locality.files import parse_json, read_text, write_atomic
 from locality.models import ImageClassifier
-from locality.training.config import RunConfig
+from locality.training.config import RunConfig, make_plan
 from locality.training.evaluation import Collector, evaluate_run
-from locality.training.optim import make_plan
-from locality.training.preview import initial_model, load_run
-from locality.training.recorder import Moment
+from locality.training.preview import Preview, initial_model, load_run
 from locality.training.runs import RunFolder
 
 MEASURES = "measures.json"
@@ -146,21 +144,20 @@ class OverTraining:
         checks.number("measure_every", self.every, 0, above=True)
         checks.integer("measure_images", self.images, 1)
 
-    def observe(self, moment: Moment) -> None:
+    def observe(self, folder: Path, run: Preview, step: int, model: ImageClassifier) -> None:
         """Measure the model and write the result down."""
         started = time.perf_counter()
-        if moment.folder not in self._seen:
-            _cut(moment.folder)
-            chosen = sample(moment.val, moment.config.input.at(moment.model.img_size), self.images)
-            device = next(moment.model.parameters()).device
-            self._seen[moment.folder] = chosen.images.to(device)
-        measured = measure_model(moment.model, self._seen[moment.folder])
+        if folder not in self._seen:
+            _cut(folder)
+            chosen = sample(run.splits.val, run.config.input.at(model.img_size), self.images)
+            self._seen[folder] = chosen.images.to(next(model.parameters()).device)
+        measured = measure_model(model, self._seen[folder])
         entry = {
-            "step": moment.step,
-            "epoch": moment.epoch,
+            "step": step,
+            "epoch": run.plan.epoch(step),
             "seconds": round(time.perf_counter() - started, 4),
         }
-        with (moment.folder / HISTORY).open("a", encoding="utf-8") as file:
+        with (folder / HISTORY).open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry | measured, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -27,10 +27,9 @@ from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.runner.runs import Run, image_counts
 from locality.training import load_run
-from locality.training.config import RunConfig, ScheduleConfig
+from locality.training.config import RunConfig, ScheduleConfig, make_plan
 from locality.training.distributed import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
-from locality.training.optim import make_plan
 
 MEASURED = "experiments.json"
 """Where the measures of a run are kept, in its folder, so that none is taken twice."""

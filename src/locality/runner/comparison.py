@@ -33,9 +33,9 @@ from locality.runner.runs import (
     threads_per_run,
 )
 from locality.training import RunConfig, train
+from locality.training.config import make_plan
 from locality.training.distributed import resolve_accelerator
 from locality.training.fitting import fit, shorter_side, start_from
-from locality.training.optim import make_plan
 from locality.training.preview import build_model, span
 from locality.training.recipes import adjusted
 from locality.training.runs import RunFolder

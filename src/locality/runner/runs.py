@@ -29,9 +29,8 @@ from locality.files import read_rows
 from locality.machine import processors
 from locality.models import count_macs, count_parameters
 from locality.settings import flatten, from_yaml, to_dict, to_yaml
-from locality.training.config import ModelConfig, RunConfig
+from locality.training.config import ModelConfig, RunConfig, make_plan
 from locality.training.fitting import step_seconds, timed_images
-from locality.training.optim import make_plan
 from locality.training.preview import meta_model, span
 from locality.training.runs import MAY_CHANGE, PATHS, RunFolder
 

@@ -47,9 +47,9 @@ from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_searc
 from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 from locality.settings import replace
 from locality.training import RunFolder, train
+from locality.training.config import make_plan
 from locality.training.distributed import create_fabric
 from locality.training.evaluation import evaluate
-from locality.training.optim import make_plan
 from locality.training.preview import meta_model, span
 from locality.training.recorder import CsvTable
 from locality.training.runs import MAY_CHANGE
@@ -94,7 +94,7 @@ class Search:
         self.path = self.place.path
         self.space = space_of(config)
         Candidates(self.space, None, config.limits)
-        fabric = create_fabric(config.run.engine, "fp32")
+        fabric = create_fabric(config.run.engine)
         self.device, self.writes = fabric.device, fabric.global_rank == 0
         self.quiet = quiet or not self.writes
         self.table = CsvTable(self.path / "candidates.csv", _COLUMNS)
@@ -358,7 +358,7 @@ def dry_run(config: SearchConfig) -> str:
 
 def _rate(config: SearchConfig, space: SearchSpace, macs: float) -> float:
     """Multiply-accumulates per second here, of a supernet's step with so many for each image."""
-    device = create_fabric(config.run.engine, "fp32").device
+    device = create_fabric(config.run.engine).device
     model = build(space.base).to(device).train()
     batch = int(min(config.run.engine.batch_size, max(2, 2e10 // (3 * macs))))
     images = torch.randn(batch, 3, *model.img_size, device=device)

@@ -3,7 +3,7 @@
 Two runs with equal values do the same arithmetic. The groups mirror what a person thinks about:
 which model, which data, how images are changed, which optimiser, how long, which loss, which
 machine. `locality.training.recipes` fills them in; `locality.settings` writes and reads
-them as YAML.
+them as YAML. What a run's schedule comes to in steps is its `Plan`.
 """
 
 from __future__ import annotations
@@ -257,22 +257,6 @@ class EngineConfig:
         checks.settings(self, "engine.")
         if self.ema_warmup and self.ema_decay is None:
             raise UserError("engine.ema_warmup is set but engine.ema_decay is not")
-        self.micro_batch(max(1, self.devices) * self.num_nodes)
-
-    def micro_batch(self, world_size: int) -> int:
-        """Images per process and micro-batch when `world_size` processes share an update.
-
-        Raises:
-            UserError: if the batch cannot be divided evenly.
-        """
-        parts = self.accumulate * world_size
-        if self.batch_size % parts:
-            raise UserError(
-                f"engine.batch_size is {self.batch_size}, which cannot be divided evenly between "
-                f"{world_size} process(es) (engine.devices) × {self.accumulate} pass(es) "
-                f"(engine.accumulate); choose a multiple of {parts}"
-            )
-        return self.batch_size // parts
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -337,11 +321,7 @@ class RunConfig:
             raise UserError(
                 f"input.mean has {len(self.input.mean)} values; give one per colour channel, 3"
             )
-        if self.mixes and self.engine.micro_batch(1) % 2:
-            raise UserError(
-                f"mixup and cutmix mix pairs, so engine.batch_size / engine.accumulate has to be "
-                f"even, not {self.engine.micro_batch(1)}"
-            )
+        self.micro_batch(max(1, self.engine.devices) * self.engine.num_nodes)
         peak = self.optim.peak_lr(self.engine.batch_size)
         for name in ("min_lr", "warmup_lr"):
             if getattr(self.schedule, name) > peak:
@@ -351,10 +331,27 @@ class RunConfig:
                     f"lower it or raise optim.lr"
                 )
 
-    @property
-    def mixes(self) -> bool:
-        """Whether batches go through mixup or cutmix."""
-        return (self.augment.mixup > 0 or self.augment.cutmix > 0) and self.augment.mixup_prob > 0
+    def micro_batch(self, world_size: int) -> int:
+        """Images per process and micro-batch when `world_size` processes share an update.
+
+        Raises:
+            UserError: if the batch cannot be divided evenly, or into pairs where these are mixed.
+        """
+        engine, augment = self.engine, self.augment
+        parts = engine.accumulate * world_size
+        if engine.batch_size % parts:
+            raise UserError(
+                f"engine.batch_size is {engine.batch_size}, which cannot be divided evenly between "
+                f"{world_size} process(es) (engine.devices) × {engine.accumulate} pass(es) "
+                f"(engine.accumulate); choose a multiple of {parts}"
+            )
+        images = engine.batch_size // parts
+        if images % 2 and (augment.mixup or augment.cutmix) and augment.mixup_prob:
+            raise UserError(
+                f"mixup and cutmix mix pairs, so each process needs an even number of images per "
+                f"pass, not {images}; change engine.batch_size or engine.accumulate"
+            )
+        return images
 
     @classmethod
     def upgraded(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -369,3 +366,90 @@ class RunConfig:
         if old.get("interpolation") not in (None, "random"):
             moved["interpolation"] = augment.pop("interpolation")
         return {**values, "input": moved, "augment": augment}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's length and schedule, all in steps (updates of the weights).
+
+    Step numbers count finished updates: 0 is before the first, `steps` after the last.
+
+    Attributes:
+        schedule: how often things are due, in its own unit.
+        steps: updates in all.
+        epoch_images: images that count as one epoch.
+        batch_size: images per update.
+        unit: updates per epoch or step that the schedule counts in.
+        warmup, cooldown: updates at the start and the end of the learning-rate schedule.
+        patience: updates without a better evaluation after which to stop; None never does.
+    """
+
+    schedule: ScheduleConfig
+    steps: int
+    epoch_images: float
+    batch_size: int
+    unit: float
+    warmup: int
+    cooldown: int
+    patience: float | None
+
+    @property
+    def images(self) -> int:
+        """Images shown in all."""
+        return self.steps * self.batch_size
+
+    def epoch(self, step: int) -> float:
+        """Epochs finished after `step` updates."""
+        return step * self.batch_size / self.epoch_images
+
+    def due(self, step: int, every: float) -> bool:
+        """Whether `step` is the last, or the nearest to a multiple of `every` of the schedule's."""
+        gap = max(1.0, every * self.unit)
+        return step == self.steps or (step > 0 and round(round(step / gap) * gap) == step)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the model is evaluated after `step` updates."""
+        return self.due(step, self.schedule.eval_every)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is written after `step` updates."""
+        if self.patience is not None and self.evaluates(step):
+            return True  # it may become the best
+        return self.due(step, self.schedule.save_every or self.schedule.eval_every)
+
+    def looks(self, step: int, every: float | None) -> bool:
+        """Whether what looks at the weights from the first to the last does so after `step`."""
+        return every is not None and (step == 0 or self.due(step, every))
+
+
+def make_plan(config: RunConfig, train_images: int) -> Plan:
+    """The plan of a run on a training set of `train_images` images (the fraction kept).
+
+    Raises:
+        UserError: if there is nothing to train on, or a run of no step.
+    """
+    if train_images < 1:
+        raise UserError(f"dataset '{config.data.dataset}' has no images to train on")
+    schedule, batch = config.schedule, config.engine.batch_size
+    # With constant_images an epoch is a pass over the whole set, so that a fraction f of it is
+    # passed 1/f times (ConViT Table 2).
+    fraction = config.data.fraction if schedule.constant_images else 1.0
+    epoch_images = train_images / fraction
+    unit = 1.0 if schedule.unit == "steps" else epoch_images / batch
+    steps = round(schedule.length * unit)
+    if steps < 1:
+        raise UserError(
+            f"schedule.epochs is {schedule.length:g}, less than one step of {batch} images with "
+            f"{train_images} training images; train longer or lower engine.batch_size"
+        )
+    cooldown = round(schedule.cooldown * unit)
+    return Plan(
+        schedule=schedule,
+        steps=steps,
+        epoch_images=epoch_images,
+        batch_size=batch,
+        unit=unit,
+        warmup=min(round(schedule.warmup * unit), steps - cooldown),
+        cooldown=min(cooldown, steps - 1),
+        patience=None if schedule.patience is None else schedule.patience * unit,
+    )

@@ -14,13 +14,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import (
-    ClusterEnvironment,
     LightningEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
@@ -33,7 +33,6 @@ from locality.training.config import EngineConfig
 
 # How Fabric calls what `engine.strategy` says.
 _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
-_FABRIC_PRECISION = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "fp16-mixed": "16-mixed"}
 
 # So long a process may take to end by itself, even on a crowded machine; one that waits for a lost
 # GPU would never end.
@@ -62,16 +61,14 @@ def resolve_accelerator(wanted: str) -> str:
     Raises:
         UserError: if the one asked for is not there.
     """
-    available = {"cpu": True, "cuda": torch.cuda.is_available()}
-    available["mps"] = torch.backends.mps.is_available()
-    if wanted == "auto":
-        return next(name for name in ("cuda", "mps", "cpu") if available[name])
-    if not available[wanted]:
+    there = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
+    there.append("cpu")
+    if wanted != "auto" and wanted not in there:
         raise UserError(
             f"engine.accelerator is '{wanted}', which this machine does not have; "
-            f"available: {', '.join(name for name in available if available[name])}"
+            f"available: {', '.join(there)}"
         )
-    return wanted
+    return there[0] if wanted == "auto" else wanted
 
 
 def launched_from_outside() -> bool:
@@ -97,7 +94,7 @@ def layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
     return engine.devices or there, engine.num_nodes
 
 
-def choose_precision(wanted: str, device: torch.device, macs_per_image: float) -> str:
+def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> str:
     """Resolve "auto" to "fp32" or "bf16-mixed", and refuse "fp16-mixed" without a GPU of NVIDIA's.
 
     bfloat16 where the hardware multiplies it natively: GPUs from Ampere on, processors with
@@ -105,23 +102,23 @@ def choose_precision(wanted: str, device: torch.device, macs_per_image: float) -
 
     Args:
         wanted: "auto", or a choice already made.
-        device: where training happens.
+        device_type: where training happens: "cpu", "cuda" or "mps".
         macs_per_image: multiply-accumulates of one image's forward pass.
 
     Raises:
         UserError: for "fp16-mixed" elsewhere.
     """
-    if wanted == "fp16-mixed" and device.type != "cuda":
+    if wanted == "fp16-mixed" and device_type != "cuda":
         raise UserError(
-            f"precision is fp16-mixed, which needs an NVIDIA GPU, and this is for {device.type}; "
+            f"precision is fp16-mixed, which needs an NVIDIA GPU, and this is for {device_type}; "
             f"give auto, fp32 or bf16-mixed"
         )
     if wanted != "auto":
         return wanted
     fast = False
-    if device.type == "cuda":
+    if device_type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu":
+    elif device_type == "cpu":
         fast = has_fast_bf16() and macs_per_image >= _WORTHWHILE_MACS
     return "bf16-mixed" if fast else "fp32"
 
@@ -137,13 +134,8 @@ def has_fast_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def create_fabric(engine: EngineConfig, precision: str) -> Fabric:
-    """Lightning Fabric for the devices, processes and precision of a run.
-
-    Args:
-        engine: the settings.
-        precision: resolved.
-    """
+def create_fabric(engine: EngineConfig) -> Fabric:
+    """Lightning Fabric for the devices and processes of a run."""
     device_type = resolve_accelerator(engine.accelerator)
     devices, nodes = layout(engine, device_type)
     strategy: Any = "auto"
@@ -161,32 +153,16 @@ def create_fabric(engine: EngineConfig, precision: str) -> Fabric:
         # Read when CUDA starts; without it cuBLAS may choose another algorithm each time.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    return Fabric(
-        accelerator=device_type,
-        devices=devices,
-        num_nodes=nodes,
-        strategy=strategy,
-        precision=_FABRIC_PRECISION[precision],  # type: ignore[arg-type]
-    )
+    return Fabric(accelerator=device_type, devices=devices, num_nodes=nodes, strategy=strategy)
 
 
-def _environment(fabric: Fabric) -> ClusterEnvironment | None:
-    return getattr(fabric.strategy, "cluster_environment", None)
-
-
-def waited_for(fabric: Fabric) -> bool:
-    """Whether other processes exist already and would wait for this one."""
-    environment = _environment(fabric)
-    external = environment is not None and environment.creates_processes_externally
-    return external and fabric.world_size > 1
-
-
-def exit_code(fabric: Fabric, wanted: int | None) -> int | None:
+def exit_code(fabric: Fabric, wanted: int) -> int:
     """`wanted`, but 0 in processes that Fabric has started by repeating the command line.
 
     It watches those, and kills all processes at any other exit code, the first one included.
     """
-    repeated = isinstance(_environment(fabric), LightningEnvironment) and fabric.local_rank > 0
+    environment = getattr(fabric.strategy, "cluster_environment", None)
+    repeated = isinstance(environment, LightningEnvironment) and fabric.local_rank > 0
     return 0 if repeated else wanted
 
 
@@ -221,10 +197,6 @@ def children_taken_over(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
     return children
 
 
-class EvaluationStopped(Exception):
-    """An evaluation was asked to stop, by the signal whose number it carries."""
-
-
 class Interruption:
     """Remembers the first signal that came.
 
@@ -256,8 +228,7 @@ class Interruption:
             raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def forwarded_to_children() -> Iterator[None]:
+def forwarded_to_children() -> AbstractContextManager[None]:
     """Within the block, pass signals on to the processes this one has started, and live on."""
 
     def forward(signum: int, _: FrameType | None) -> None:
@@ -265,20 +236,17 @@ def forwarded_to_children() -> Iterator[None]:
             if child.pid is not None:
                 os.kill(child.pid, signum)
 
-    with _handled(forward):
-        yield
+    return _handled(forward)
 
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Within the block, `handler` gets the signals that are not ignored (by nohup, say)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    main = threading.current_thread() is threading.main_thread()  # the only one that may
     before = {
         signum: signal.signal(signum, handler)
         for signum in SIGNALS
-        if signal.getsignal(signum) not in (signal.SIG_IGN, None)
+        if main and signal.getsignal(signum) not in (signal.SIG_IGN, None)
     }
     try:
         yield
@@ -297,19 +265,32 @@ class Processes:
 
     def __init__(self, fabric: Fabric, interruption: Interruption) -> None:
         self.alone = fabric.world_size == 1
-        self._device = fabric.device
-        self._world_size = fabric.world_size
+        self._fabric = fabric
         self._interruption = interruption
 
-    def new_total(self) -> Tensor:
-        """Zeros to add `measured` to."""
-        return torch.zeros(2, dtype=exact(self._device), device=self._device)
+    def share(self, total: Tensor) -> Callable[[], tuple[float, float, int]]:
+        """Add up what was `measured` of a step, and signals, over all processes.
 
-    def share(self, total: Tensor) -> StepTotals:
-        """Add up a step's totals and signals over all processes; the result arrives later."""
+        Returns:
+            what waits for the sums, which a GPU copies without waiting for what is queued after
+            them: the loss of all micro-batches, right answers, and the signal to stop or 0.
+        """
         if not self.alone:
             total = self.sum(torch.cat((total, total.new_tensor(self._flags()))))
-        return StepTotals(total, self._interruption)
+        arrived = None
+        if total.is_cuda:
+            pinned = torch.empty_like(total, device="cpu", pin_memory=True)
+            total = pinned.copy_(total, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+
+        def values() -> tuple[float, float, int]:
+            if arrived is not None:
+                arrived.synchronize()
+            loss_sum, right, *flags = total.tolist()
+            return loss_sum, right, _signal_of(flags) if flags else self._interruption.signum
+
+        return values
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` added up over all processes, in place."""
@@ -317,27 +298,21 @@ class Processes:
             torch.distributed.all_reduce(tensor)
         return tensor
 
-    def stop_if_asked(self) -> None:
-        """Leave an evaluation, on all processes alike, if a signal has come to any of them.
-
-        Raises:
-            EvaluationStopped: with the signal's number.
-        """
-        signum = self._interruption.signum
-        if not self.alone:
-            flags = torch.tensor(self._flags(), device=self._device)
-            signum = signal_of(self.sum(flags).tolist())
-        if signum:
-            raise EvaluationStopped(signum)
+    def signal(self) -> int:
+        """The signal that has come to any process, or 0; all have to ask."""
+        if self.alone:
+            return self._interruption.signum
+        flags = torch.tensor(self._flags(), device=self._fabric.device)
+        return _signal_of(self.sum(flags).tolist())
 
     def gather(self, known: dict[str, str]) -> None:
         """Add to `known` what the other processes know."""
         if self.alone:
             return
-        gathered: list[dict[str, str] | None] = [None] * self._world_size
+        gathered: list[dict[str, str]] = [{}] * self._fabric.world_size
         torch.distributed.all_gather_object(gathered, known)
         for other in gathered:
-            known.update(other or {})
+            known.update(other)
 
     def equalise(self, buffers: list[Tensor]) -> None:
         """Give `buffers` the first process's values everywhere."""
@@ -349,28 +324,8 @@ class Processes:
         return [float(self._interruption.signum == signum) for signum in SIGNALS]
 
 
-class StepTotals:
-    """A step's totals on their way to the processor.
-
-    From a GPU they are copied without waiting for what is queued after them.
-    """
-
-    def __init__(self, total: Tensor, interruption: Interruption) -> None:
-        self._interruption = interruption
-        self._arrived = None
-        if total.is_cuda:
-            pinned = torch.empty_like(total, device="cpu", pin_memory=True)
-            total = pinned.copy_(total, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-        self._total = total
-
-    def values(self) -> tuple[float, float, int]:
-        """Loss summed over all micro-batches, right answers, and the signal to stop or 0."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        loss_sum, right, *flags = self._total.tolist()
-        return loss_sum, right, signal_of(flags) if flags else self._interruption.signum
+def _signal_of(counts: list[float]) -> int:
+    return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
 
 
 def measured(loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
@@ -384,11 +339,6 @@ def measured(loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
     right = (logits.argmax(dim=1) == labels).sum()
     kind = exact(loss.device)
     return torch.stack((loss.detach().to(kind), right.to(kind)))
-
-
-def signal_of(counts: list[float]) -> int:
-    """The signal that came to any process, 0 if none did."""
-    return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)
 
 
 def exact(device: torch.device) -> torch.dtype:

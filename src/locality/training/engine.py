@@ -1,7 +1,7 @@
 """A training run from beginning to end: check, lock, start the processes, train, write the result.
 
-`train` is the whole of it. Lightning Fabric finds the devices, starts the processes and wraps the
-model for precision and data parallelism; the loop is ours (`locality.training.loop`).
+`train` is the whole of it. Lightning Fabric finds the devices, starts the processes and makes the
+model data parallel; the loop is ours (`locality.training.loop`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ import atexit
 import contextlib
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from lightning_fabric import Fabric
-from timm.utils import ModelEmaV3
-from torch.amp import GradScaler
 
+from locality import settings
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data.checking import ImageRecord, verify
 from locality.errors import Interrupted, NonFiniteLoss, UserError
 from locality.files import write_atomic
-from locality.models import ImageClassifier
-from locality.training.config import RunConfig
+from locality.training.config import Plan, RunConfig
 from locality.training.distributed import (
     Interruption,
     children_taken_over,
@@ -33,19 +31,9 @@ from locality.training.distributed import (
     end_processes,
     exit_code,
     forwarded_to_children,
-    waited_for,
 )
 from locality.training.loop import Components, Loop
-from locality.training.objective import class_weights, load_teacher, objective_class
-from locality.training.optim import create_optimizer, create_schedule
-from locality.training.preview import (
-    Preview,
-    build_model,
-    check_memory,
-    preview,
-    span,
-    starting_model,
-)
+from locality.training.preview import Preview, build_model, check_memory, starting_model
 from locality.training.recorder import Counts, Observer, Recorder
 from locality.training.runs import RunFolder
 
@@ -79,33 +67,36 @@ def train(
         DamagedCheckpoint: if there are checkpoints and none is whole.
         CheckpointNotSaved: if the disk is full.
     """
-    run = RunFolder(folder)
-    status = ""
+    fabric = create_fabric(config.engine)
+    within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
+    with forwarded_to_children() if within else contextlib.nullcontext():
+        outcome = fabric.launch(partial(_train_here, config, RunFolder(folder), quiet, observer))
+    if isinstance(outcome, dict):
+        return outcome
+    if fabric.global_rank > 0:
+        # The same on every rank, and the first one says it.
+        raise SystemExit(exit_code(fabric, getattr(outcome, "exit_code", 1)))
+    raise outcome
+
+
+def _train_here(
+    config: RunConfig, run: RunFolder, quiet: bool, observer: Observer | None, fabric: Fabric
+) -> dict[str, Any] | Exception:
+    """One process's part: what is in result.json, or what every process is to raise."""
+    atexit.register(end_processes, fabric)
     try:
-        fabric, prepared = _prepare(config, run)
-    except (UserError, OSError) as error:
-        fabric, prepared = create_fabric(config.engine, "fp32"), None
-        if not waited_for(fabric):
-            raise
-        # The other processes were started by torchrun or srun and wait to hear about it.
-        status = str(error)
-    try:
-        within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
-        given = None if config.engine.strategy == "ddp_spawn" else prepared
-        with forwarded_to_children() if within else contextlib.nullcontext():
-            outcome = fabric.launch(
-                partial(_train_here, config, folder, quiet, observer, status, given)
-            )
+        return _run(config, run, quiet, observer, fabric)
+    except BaseException as error:
+        # Its traceback holds the model, which holds the process group.
+        _forget_locals(error)
+        children_taken_over(fabric)
+        if isinstance(error, _OnEveryRank):
+            return error.args[0]
+        if isinstance(error, (Interrupted, NonFiniteLoss, DamagedCheckpoint)):
+            return error
+        raise
     finally:
         run.lock.release()
-    if "signum" in outcome:
-        raise Interrupted(outcome["signum"], outcome["step"], exit_code(fabric, None))
-    if "raised" in outcome:
-        if fabric.global_rank > 0:
-            # The same on every rank, and the first one says it.
-            raise SystemExit(exit_code(fabric, 1))
-        raise outcome["raised"]
-    return outcome
 
 
 def _forget_locals(error: BaseException | None) -> None:
@@ -115,185 +106,103 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _prepare(config: RunConfig, run: RunFolder) -> tuple[Fabric, Preview]:
-    """Check and build what comes before the processes; the first process takes the folder."""
-    seen = preview(config, resumes=run.has_begun())
-    fabric = create_fabric(config.engine, seen.precision)
-    if fabric.global_rank == 0:
-        if config.engine.strategy != "ddp_fork":  # whose processes must be the first to use a GPU
-            check_memory(seen)
-        run.prepare(config)
-        if run.result() is None:
-            run.check_space(seen.checkpoint_bytes, best=seen.plan.patience is not None)
-    return fabric, seen
-
-
-def _train_here(
-    config: RunConfig,
-    folder: Path | str,
-    quiet: bool,
-    observer: Observer | None,
-    status: str,
-    prepared: Preview | None,
-    fabric: Fabric,
-) -> dict[str, Any]:
-    """One process's part; what it returns says how it ended."""
-    atexit.register(end_processes, fabric)
-    run = RunFolder(folder)
-    try:
-        status = fabric.broadcast(status)
-        if status:
-            return {"raised": UserError(status)}
-        run.lock.join()
-        result = run.result()
-        if result is not None:
-            if fabric.is_global_zero and not quiet:
-                print(f"run {run.path} is finished: top-1 {result['top1']:.2f}%")
-            return result
-        seen = preview(config, resumes=run.has_begun()) if prepared is None else prepared
-        with Interruption().listening() as interruption:
-            return _run(fabric, run, seen, interruption, quiet, observer)
-    except BaseException as error:
-        # Its traceback holds the model, which holds the process group.
-        _forget_locals(error)
-        children_taken_over(fabric)
-        if isinstance(error, Interrupted):
-            return {"signum": error.signum, "step": error.step}
-        if isinstance(error, (NonFiniteLoss, DamagedCheckpoint, _Refused)):
-            return {"raised": error}  # raised on every rank alike
-        raise
-    finally:
-        run.lock.release()
-
-
 def _run(
-    fabric: Fabric,
-    run: RunFolder,
-    seen: Preview,
-    interruption: Interruption,
-    quiet: bool,
-    observer: Observer | None,
+    config: RunConfig, run: RunFolder, quiet: bool, observer: Observer | None, fabric: Fabric
 ) -> dict[str, Any]:
-    config = seen.config
-    state, notes = _last_state(fabric, run)
-    fingerprint, looked = _by_first(fabric, partial(_look_at_images, run, seen, state))
-    # A resumed run takes its weights from the checkpoint, wherever they once came from.
+    told, own = _by_first(fabric, partial(_begin, config, run))
+    if isinstance(told, dict):
+        if fabric.is_global_zero and not quiet:
+            print(f"run {run.path} is finished: top-1 {told['top1']:.2f}%")
+        return told
+    checkpoint, fingerprint, notes = told
+    seen, state = own or _follow(config, run, checkpoint)
     classes = len(seen.splits.classes)
-    if state is None:
-        model, changes = starting_model(config, classes)
-        notes += changes
-    else:
-        model = build_model(config, classes)
-    parts = build_components(fabric, seen, model)
-    at = Counts() if state is None else parts.load(state)
-    recorder = Recorder(run if fabric.is_global_zero else None, seen, at, quiet, observer)
-    try:
-        loop = Loop(fabric, seen, parts, recorder, interruption, at, fingerprint)
-        if fabric.is_global_zero:
-            run.note_start(config, at.step, str(fabric.device), seen.precision)
-            resumed = [f"resumed after step {at.step:,}"] if at.step else []
-            said = [f"run {run.path}, seed {config.seed}", *str(seen).splitlines()]
-            said += [f"note    {note}" for note in (*resumed, *notes, *looked)]
-            recorder.say("\n  ".join(said))
-        row = loop.run()
-        return _finish(fabric, run, seen, recorder, at.step, row)
-    finally:
-        recorder.close()
+    with Interruption().listening() as interruption:
+        # A resumed run takes its weights from the checkpoint, wherever they once came from.
+        if state is None:
+            model, changes = starting_model(config, classes)
+            notes += changes
+        else:
+            model = build_model(config, classes)
+        parts = Components(fabric, seen, model)
+        at = Counts() if state is None else parts.load(state)
+        folder = run if fabric.is_global_zero else None
+        with contextlib.closing(Recorder(folder, seen, at, quiet, observer)) as recorder:
+            loop = Loop(fabric, seen, parts, recorder, interruption, at, fingerprint)
+            if fabric.is_global_zero:
+                run.note_start(config, at.step, str(fabric.device), seen.precision)
+                resumed = [f"resumed after step {at.step:,}"] if at.step else []
+                said = [f"run {run.path}, seed {config.seed}", *str(seen).splitlines()]
+                said += [f"note    {note}" for note in (*resumed, *notes)]
+                recorder.say("\n  ".join(said))
+            return fabric.broadcast(recorder.finished(loop.run()))
 
 
-class _Refused(UserError):
-    """What every rank raises alike."""
+class _OnEveryRank(Exception):
+    """Carries what every rank raises alike."""
 
 
-def _by_first(fabric: Fabric, work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0, on every rank; so is what it raises for the user."""
-    outcome: Any = None
+def _by_first(fabric: Fabric, work: Callable[[], tuple[Any, T | None]]) -> tuple[Any, T | None]:
+    """What `work` returns on rank 0: the first of two on every rank, the second on that alone.
+
+    What it raises for the user is raised on every rank.
+    """
+    told, own = None, None
     if fabric.is_global_zero:
         try:
-            outcome = work()
-        except UserError as error:
-            outcome = _Refused(str(error))
-        except DamagedCheckpoint as error:
-            outcome = error
-    outcome = fabric.broadcast(outcome)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+            told, own = work()
+        except (UserError, OSError, DamagedCheckpoint) as error:
+            told = error
+    told = fabric.broadcast(told)
+    if isinstance(told, Exception):
+        raise _OnEveryRank(told) from told
+    return told, own
 
 
-def _last_state(fabric: Fabric, run: RunFolder) -> tuple[dict[str, Any] | None, list[str]]:
-    """The checkpoint to go on from, on every rank, and what is to be said about it.
-
-    Rank 0 decides which one is whole; the others read the same file.
-
-    Raises:
-        DamagedCheckpoint: if there are checkpoints and none is whole; on every rank.
-    """
-    state = None
-
-    def load() -> tuple[str, list[str]]:
-        nonlocal state
-        state, name, passed_over = run.checkpoints.load()
-        notes = [f"{reason}; going on from the one before it" for reason in passed_over]
-        if state is None and run.metrics_file.exists():
-            notes.append(f"{run.path} has measurements and no checkpoint: starting again")
-        elif state is not None and not run.metrics_file.exists():
-            notes.append(f"{run.metrics_file} is missing: the curve begins here")
-        return name, notes
-
-    name, notes = _by_first(fabric, load)
-    if name and state is None:
-        state = read_checkpoint(run.checkpoints.path / name)
-    return state, notes
+_Opened = tuple[Preview, dict[str, Any] | None]
 
 
-def build_components(fabric: Fabric, seen: Preview, model: ImageClassifier) -> Components:
-    """Model, optimiser, schedule, average and loss of a run, on their device."""
-    config, engine = seen.config, seen.config.engine
-    classes = len(seen.splits.classes)
-    if engine.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    model = model.to(fabric.device)
-    ema = None
-    if engine.ema_decay is not None:
-        ema = ModelEmaV3(model, decay=engine.ema_decay, use_warmup=engine.ema_warmup)
-    optimizer = create_optimizer(model, config.optim, engine.batch_size)
-    schedule = create_schedule(optimizer, config.schedule, seen.plan)
-    teacher = None
-    if config.objective.teacher is not None:
-        with fabric.rank_zero_first(local=True):
-            teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
-    labels = seen.splits.train.labels if config.objective.class_weights else None
-    weights = None if labels is None else class_weights(labels, classes).to(fabric.device)
-    kind = objective_class(config.objective)
-    objective = kind(config.objective, config.augment, classes, teacher, fabric.autocast, weights)
-    called: Any = objective.trained(model)
-    called = torch.compile(called) if engine.compile else called
-    forward = fabric.setup_module(called)
-    model.train()
-    scaler = getattr(fabric.strategy.precision, "scaler", None) or GradScaler(enabled=False)
-    return Components(model, forward, optimizer, schedule, ema, objective, scaler)
+def _begin(config: RunConfig, run: RunFolder) -> tuple[Any, _Opened | None]:
+    """Check everything and take the folder, on rank 0.
 
-
-def _look_at_images(
-    run: RunFolder, seen: Preview, state: dict[str, Any] | None
-) -> tuple[str, list[str]]:
-    """The fingerprint of the images, and what is to be said about them.
+    Returns:
+        the result of a finished run, or the name of the checkpoint to go on from ("" for none),
+        the fingerprint of the images and what is to be said; and the run with its last state.
 
     Raises:
-        UserError: if the run cannot go on with them.
+        UserError: if the run cannot work as configured, or cannot go on with its images.
+        DamagedCheckpoint: if there are checkpoints and none is whole.
     """
-    record, notes = ImageRecord.of(seen.splits), []
+    seen = Preview(config, resumes=run.has_begun())
+    check_memory(seen)
+    run.prepare(config)
+    result = run.result()
+    if result is not None:
+        return result, None
+    run.check_space(seen.checkpoint_bytes, best=seen.plan.patience is not None)
+    state, checkpoint, passed_over = run.checkpoints.load()
+    notes = [f"{reason}; going on from the one before it" for reason in passed_over]
+    if state is None and run.metrics_file.exists():
+        notes.append(f"{run.path} has measurements and no checkpoint: starting again")
+    elif state is not None and not run.metrics_file.exists():
+        notes.append(f"{run.metrics_file} is missing: the curve begins here")
+    splits, record = seen.splits, ImageRecord.of(seen.splits)
     if state is not None:
-        notes = _same_images(run, seen, state, record)
-    elif seen.config.data.on_bad(training=False) == "error":
-        notes = [note for note in [verify(seen.splits.val)] if note]
+        notes += _same_images(run, seen, state, record)
+    elif config.data.on_bad(training=False) == "error":
+        notes += [note for note in [verify(splits.val)] if note]
     write_atomic(run.images_file, record.table)
-    run.write_json(run.classes_file, seen.splits.classes)
-    classes = seen.splits.classes
-    counts = np.bincount(seen.splits.train.labels, minlength=len(classes)).tolist()
-    run.write_json(run.counts_file, dict(zip(classes, counts, strict=True)))
-    return record.fingerprint, notes
+    run.write_json(run.classes_file, splits.classes)
+    counts = np.bincount(splits.train.labels, minlength=len(splits.classes)).tolist()
+    run.write_json(run.counts_file, dict(zip(splits.classes, counts, strict=True)))
+    return (checkpoint, record.fingerprint, notes), (seen, state)
+
+
+def _follow(config: RunConfig, run: RunFolder, checkpoint: str) -> _Opened:
+    """What the other ranks open when the first one has found that it is there."""
+    run.lock.join()
+    seen = Preview(config, resumes=run.has_begun())
+    return seen, read_checkpoint(run.checkpoints.path / checkpoint) if checkpoint else None
 
 
 def _same_images(
@@ -329,39 +238,97 @@ def _same_images(
     return [changed]
 
 
-def _finish(
-    fabric: Fabric,
-    run: RunFolder,
-    seen: Preview,
-    recorder: Recorder,
-    step: int,
-    row: dict[str, Any],
-) -> dict[str, Any]:
-    """Write result.json, after `step` steps of which `row` is kept; the same on every rank."""
-    result: dict[str, Any] = {}
-    if fabric.is_global_zero:
-        config, seconds = seen.config, recorder.seconds
-        result = {
-            "model": config.model.name,
-            "recipe": config.recipe,
-            "dataset": config.data.dataset,
-            "fraction": config.data.fraction,
-            "seed": config.seed,
-            "steps": step,
-            "best_step": row["step"],
-            "top1": row["top1"],
-            "top5": row["top5"],
-            "val_loss": row["val_loss"],
-            "parameters": seen.parameters,
-            "macs": seen.macs,
-            "train_images": len(seen.splits.train),
-            "val_images": len(seen.splits.val),
-            "seconds": round(seconds, 3),
-            "images_per_second": round(step * seen.plan.batch_size / seconds, 1)
-            if seconds
-            else None,
-        }
-        run.write_json(run.result_file, result)
-        at = f" at step {row['step']}" if row["step"] < step else ""
-        recorder.say(f"finished in {span(seconds)}: top-1 {row['top1']:.2f}%{at}")
-    return fabric.broadcast(result)
+# -- the learning-rate range test (Smith, 2017) that fastai and Lightning call `lr_find` --------
+
+STEPS = 200
+LOWEST, HIGHEST = 1e-6, 1.0
+"""Of `optim.lr`, from the first step to the last."""
+
+_SMOOTHING = 0.9
+_NEAR, _DIVERGED = 1.01, 4.0  # times the least loss
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """The loss of steps at rising learning rates.
+
+    Attributes:
+        rates: `optim.lr` of each step.
+        losses: of each step's images, before its update.
+        smoothed: the moving average of them.
+    """
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+
+    @property
+    def suggested(self) -> float:
+        """A tenth of the highest rate at which the smoothed loss was least, or near it.
+
+        fastai's `minimum`, and of a loss that has hardly fallen before it diverges not its noise.
+        """
+        least = _NEAR * min(self.smoothed)
+        return self.rates[max(np.flatnonzero(np.array(self.smoothed) <= least))] / 10
+
+
+def lr_find(config: RunConfig) -> RangeTest:
+    """Train as `config` says while the learning rate rises exponentially, and keep no weights.
+
+    Ends after `STEPS` steps, or when the loss diverges. On one device.
+
+    Raises:
+        UserError: if the run cannot work as configured, or has several processes.
+        NonFiniteLoss: if the first loss is not finite.
+    """
+    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "max_bad_losses": 0}
+    config = settings.replace(config, {f"engine.{name}": value for name, value in alone.items()})
+    seen = Preview(config)
+    seen.plan = _Uninterrupted(**vars(seen.plan) | {"steps": STEPS, "patience": None})
+    fabric = create_fabric(config.engine)
+    if fabric.world_size > 1:
+        raise UserError("a learning-rate range test is one process; start it without a launcher")
+    check_memory(seen)
+    fabric.launch()
+    model, _ = starting_model(config, len(seen.splits.classes))
+    parts = Components(fabric, seen, model)
+    rates = np.geomspace(LOWEST, HIGHEST, STEPS)
+    scaled = rates * config.optim.peak_lr(config.engine.batch_size) / config.optim.lr
+
+    def rise(step: int) -> None:
+        for group in parts.optimizer.param_groups:
+            group["lr"] = scaled[step].item() * group.get("lr_scale", 1.0)
+
+    parts.schedule = rise
+    losses = _Losses(seen)
+    try:
+        Loop(fabric, seen, parts, losses, Interruption()).run()
+    except NonFiniteLoss:
+        if not losses.losses:
+            raise
+    return RangeTest(rates[: len(losses.losses)].tolist(), losses.losses, losses.smoothed)
+
+
+class _Uninterrupted(Plan):
+    """A plan without evaluations and checkpoints."""
+
+    def due(self, step: int, every: float) -> bool:
+        return False
+
+
+class _Losses(Recorder):
+    """Writes nothing, and remembers the loss of every step, up to where it diverges."""
+
+    def __init__(self, seen: Preview) -> None:
+        super().__init__(None, seen, Counts(), quiet=True)
+        self.losses: list[float] = []
+        self.smoothed: list[float] = []
+        self._sum = self._average = 0.0
+
+    def stepped(self, at: Counts, seconds: float) -> None:
+        self.losses.append((at.loss_sum - self._sum) / self._seen.plan.batch_size)
+        self._sum = at.loss_sum
+        self._average += (1 - _SMOOTHING) * (self.losses[-1] - self._average)
+        self.smoothed.append(self._average / (1 - _SMOOTHING**at.step))
+        if self.smoothed[-1] > _DIVERGED * min(self.smoothed):
+            raise NonFiniteLoss("the loss has diverged")

@@ -111,7 +111,7 @@ def evaluate_opened(
     )
     # Only an open choice depends on the model's cost.
     macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
-    chosen = choose_precision(precision, device, macs)
+    chosen = choose_precision(precision, device.type, macs)
     with autocast(device.type, chosen):
         result = evaluate(
             model.to(device), loader, device, label_sets=splits.val.label_sets, seen=seen
@@ -129,7 +129,7 @@ def evaluate(
     all_sum: Callable[[Tensor], Tensor] | None = None,
     rounds: int | None = None,
     stop: Callable[[], None] | None = None,
-    channels_last: bool = False,
+    layout: torch.memory_format = torch.preserve_format,
     seen: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy in per cent, mean cross entropy, and the number of images.
@@ -145,11 +145,8 @@ def evaluate(
         all_sum: adds up a tensor over all processes.
         rounds: batches of the process that has most, so that all meet equally often.
         stop: called before every batch, in step over all processes; may raise to stop.
-        channels_last: memory layout of the images.
+        layout: in memory, of the images.
         seen: called with every batch of this process, and its logits.
-
-    Raises:
-        EvaluationStopped: from `stop`.
     """
     was_training = model.training
     model.eval()
@@ -162,9 +159,7 @@ def evaluate(
             batch = next(batches, None)
             if batch is None:
                 continue
-            images = batch.images.to(device, non_blocking=True)
-            if channels_last:
-                images = images.to(memory_format=torch.channels_last)
+            images = batch.images.to(device, non_blocking=True, memory_format=layout)
             targets = batch.targets.to(device, non_blocking=True)
             logits = model(images).float()
             if seen is not None:

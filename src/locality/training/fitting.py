@@ -31,8 +31,8 @@ from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.config import RunConfig
 from locality.training.distributed import autocast, launched_from_outside, resolve_accelerator
-from locality.training.optim import create_optimizer
-from locality.training.preview import Preview, check_memory, meta_model, preview, span
+from locality.training.objective import create_optimizer
+from locality.training.preview import Preview, check_memory, meta_model, span
 from locality.training.recipes import adjusted
 from locality.training.runs import RunFolder
 
@@ -99,8 +99,21 @@ def measure(seen: Preview) -> Speed:
     steps = step_seconds(
         config, len(seen.splits.classes), images, seen.precision, seconds=_TIMED_SECONDS
     )
+    batches = iter(
+        train_loader(
+            seen.splits.train,
+            config.augment,
+            config.input.at(seen.img_size),
+            batch_size=_LOADED,
+            seed=config.seed,
+            stop_step=2,
+        )
+    )
+    next(batches)  # the first reads libraries too
+    started = time.perf_counter()
+    next(batches)
     return Speed(
-        _loading_seconds(seen),
+        (time.perf_counter() - started) / _LOADED,
         sum(steps) / len(steps) / images / seen.world_size,
         config.data.workers * seen.world_size,
         seen.device_type == "cpu",
@@ -145,24 +158,6 @@ def step_seconds(
         loss.item()  # a GPU has finished when its result is here
         taken.append(time.perf_counter() - started)
     return taken[1:]
-
-
-def _loading_seconds(seen: Preview) -> float:
-    config = seen.config
-    batches = iter(
-        train_loader(
-            seen.splits.train,
-            config.augment,
-            config.input.at(seen.img_size),
-            batch_size=_LOADED,
-            seed=config.seed,
-            stop_step=2,
-        )
-    )
-    next(batches)  # the first reads libraries too
-    started = time.perf_counter()
-    next(batches)
-    return (time.perf_counter() - started) / _LOADED
 
 
 @dataclass(frozen=True)
@@ -219,7 +214,7 @@ def dry_run(
     if images_per_second is not None:
         checks.number("images_per_second", images_per_second, 0, above=True)
     run = None if folder is None else RunFolder(folder)
-    seen = preview(config, resumes=run is not None and run.has_begun())
+    seen = Preview(config, resumes=run is not None and run.has_begun())
     if run is not None:
         run.check(config)
     check_memory(seen)
@@ -298,7 +293,7 @@ def fit(name: str, given: Mapping[str, Any], minutes: float) -> Fit:
 
     asked = given.keys() & set(_MODEL)
     taken, *larger = [{}] if tuned or asked else _sizes(side)
-    seen = preview(at(taken), splits)
+    seen = Preview(at(taken), splits)
     if seen.world_size > 1 and launched_from_outside():
         raise UserError(
             "several processes would choose different settings; choose them in one, `locality "
@@ -318,7 +313,7 @@ def fit(name: str, given: Mapping[str, Any], minutes: float) -> Fit:
         why = f"the largest that sees every image {_PASSES} times in {minutes:g} minutes here"
     chosen |= taken
     if taken in larger:
-        seen = preview(at({}), splits)
+        seen = Preview(at({}), splits)
         speed = measure(seen)
     most = images * (_MOST_PASSES_FINETUNED if tuned else _MOST_PASSES)
     batch = seen.config.engine.batch_size

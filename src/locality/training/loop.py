@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -24,39 +23,62 @@ from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, Stream, eval_loader, keys, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, UserError
 from locality.models import ImageClassifier
-from locality.training.distributed import (
-    EvaluationStopped,
-    Interruption,
-    Processes,
-    measured,
-)
+from locality.training.distributed import Interruption, Processes, measured
 from locality.training.evaluation import Collector, evaluate
-from locality.training.objective import Objective
+from locality.training.objective import (
+    class_weights,
+    create_optimizer,
+    create_schedule,
+    load_teacher,
+    objective_class,
+)
 from locality.training.preview import Preview
 from locality.training.recorder import Counts, Recorder
 
 
-@dataclass
 class Components:
-    """What a run computes with.
+    """What a run computes with, on its device.
+
+    Args:
+        fabric: devices and processes.
+        run: what it is to do.
+        model: its model.
 
     Attributes:
         model: the bare model; its weights are the run's.
-        forward: the same model as training calls it: compiled, precise, synchronised.
+        forward: the same model as training calls it: compiled and synchronised.
         optimizer: the bare optimiser.
-        schedule: its learning rate as a function of the step.
+        schedule: sets its learning rates for a step.
         ema: the averaged weights, if the run keeps them.
         objective: the loss.
         scaler: of the gradients, for half precision; changes nothing in the others.
     """
 
-    model: ImageClassifier
-    forward: Any
-    optimizer: torch.optim.Optimizer
-    schedule: Scheduler
-    ema: ModelEmaV3 | None
-    objective: Objective
-    scaler: GradScaler
+    def __init__(self, fabric: Fabric, run: Preview, model: ImageClassifier) -> None:
+        config, engine, classes = run.config, run.config.engine, len(run.splits.classes)
+        if engine.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        self.model = model.to(fabric.device)
+        self.ema: ModelEmaV3 | None = None
+        if engine.ema_decay is not None:
+            self.ema = ModelEmaV3(model, decay=engine.ema_decay, use_warmup=engine.ema_warmup)
+        self.optimizer = create_optimizer(model, config.optim, engine.batch_size)
+        schedule = create_schedule(self.optimizer, run.plan)
+        self.schedule: Callable[[int], None] = schedule.step_update
+        teacher = weights = None
+        if config.objective.teacher is not None:
+            with fabric.rank_zero_first(local=True):
+                teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
+        if config.objective.class_weights:
+            weights = class_weights(run.splits.train.labels, classes).to(fabric.device)
+        self.objective = objective_class(config.objective)(
+            config.objective, config.augment, classes, teacher, run.autocast, weights
+        )
+        called: Any = self.objective.trained(model)
+        called = torch.compile(called) if engine.compile else called
+        self.forward: Any = fabric.setup_module(called)
+        model.train()
+        self.scaler = GradScaler(run.device_type, enabled=run.precision == "fp16-mixed")
 
     def state(self) -> dict[str, Any]:
         """What of them a checkpoint keeps."""
@@ -130,6 +152,7 @@ class Loop:
     ) -> None:
         self.fabric = fabric
         self.config, self.plan, self.splits = run.config, run.plan, run.splits
+        self.autocast = run.autocast
         self.parts = parts
         self.recorder = recorder
         self.at = Counts() if at is None else at
@@ -189,12 +212,14 @@ class Loop:
                     return at.best or at.row
                 if batches is None:
                     batches = iter(self._train_loader())
-                signum = self._step(batches)
-                if signum:
-                    self._stop(signum)
-        except EvaluationStopped as stopped:
-            self._stop(int(stopped.args[0]))
-            raise AssertionError("unreachable") from stopped
+                if signum := self._step(batches):
+                    raise Interrupted(signum, at.step)
+        except Interrupted:
+            self._keep()
+            # Nobody leaves before the checkpoint is on disk: whoever started the processes may end
+            # them all when the first is gone.
+            self.fabric.barrier()
+            raise
         except UserError:
             # An image that cannot be read; the step it was for has changed nothing.
             if self.processes.alone:
@@ -206,8 +231,9 @@ class Loop:
     def _step(self, batches: Iterator[Batch]) -> int:
         """One update, and the signal that asks to stop, or 0."""
         parts, engine, at, device = self.parts, self.config.engine, self.at, self.fabric.device
-        parts.schedule.step_update(at.step)
-        alone, total = self.processes.alone, self.processes.new_total()
+        parts.schedule(at.step)
+        alone = self.processes.alone
+        total: Any = 0
         before = self._remembered_buffers()
         started = time.perf_counter()
         for micro in range(engine.accumulate):
@@ -218,21 +244,21 @@ class Loop:
                 self._restore(before)
                 raise
             seed_pass(self.config.seed, self.fabric.global_rank, at.step, micro, device)
-            images = batch.images.to(device, non_blocking=True)
-            images = images.to(memory_format=self.layout)
+            images = batch.images.to(device, non_blocking=True, memory_format=self.layout)
             labels = batch.targets.to(device, non_blocking=True)
             images, targets = parts.objective.mix(images, labels)
             with self.fabric.no_backward_sync(parts.forward, enabled=not last and not alone):
-                logits = parts.forward(images)
+                with self.autocast():
+                    logits = parts.forward(images)
                 loss = parts.objective.loss(logits, targets, images)
-                total += measured(loss, logits, targets)
+                total = measured(loss, logits, targets) + total
                 if last:
                     # Asked for before the backward pass, whose results the check does not need.
                     reading = self.processes.share(total)
-                self.fabric.backward(loss / engine.accumulate)
+                self.fabric.backward(parts.scaler.scale(loss / engine.accumulate))
         if at.step == 0:
             self._name_the_unreached()
-        loss_sum, right, signum = reading.values()
+        loss_sum, right, signum = reading()
         mean = loss_sum / (engine.accumulate * self.fabric.world_size)
         parts.scaler.unscale_(parts.optimizer)
         if not math.isfinite(mean):
@@ -328,7 +354,7 @@ class Loop:
         # Running statistics differ between processes; rank 0's are the ones that are saved.
         self.processes.equalise(list(model.buffers()))
         collector = Collector(len(self.splits.val), self.fabric.device)
-        with self.fabric.autocast():
+        with self.autocast():
             found = evaluate(
                 model,
                 self._eval_loader,
@@ -336,8 +362,8 @@ class Loop:
                 label_sets=self.splits.val.label_sets,
                 all_sum=self.processes.sum,
                 rounds=self._eval_rounds,
-                stop=self.processes.stop_if_asked,
-                channels_last=self.config.engine.channels_last,
+                stop=self._stop_if_asked,
+                layout=self.layout,
                 seen=collector,
             )
         self.processes.sum(collector.table)
@@ -362,6 +388,10 @@ class Loop:
             self.recorder.keep_best()
             self.recorder.keep_predictions(collector)
 
+    def _stop_if_asked(self) -> None:
+        if signum := self.processes.signal():
+            raise Interrupted(signum, self.at.step)
+
     def _no_longer_improves(self) -> bool:
         at, patience = self.at, self.plan.patience
         if patience is None or at.evaluated != at.step or at.step - at.best["step"] < patience:
@@ -385,13 +415,6 @@ class Loop:
         if self._saved != self.at.step:
             self._save()
         self.recorder.wait_until_saved()
-
-    def _stop(self, signum: int) -> None:
-        self._keep()
-        # Nobody leaves before the checkpoint is on disk: whoever started the processes may end
-        # them all when the first is gone.
-        self.fabric.barrier()
-        raise Interrupted(signum, self.at.step)
 
     def _evaluated_model(self) -> ImageClassifier:
         """The weights that the run is evaluated by: averaged ones if it keeps an average."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,12 @@ from locality.checkpoints import load, load_weights
 from locality.checkpoints.where import kind_of
 from locality.data import DataSplits, open_data
 from locality.data.folder import some
-from locality.errors import UserError, naming, saying
+from locality.errors import UserError, naming, require, saying
 from locality.models import ImageClassifier, build, count_macs, count_parameters
-from locality.training.config import RunConfig
-from locality.training.distributed import (
-    autocast,
-    choose_precision,
-    layout,
-    resolve_accelerator,
-)
-from locality.training.objective import check_teacher, objective_class
-from locality.training.optim import Plan, check_optimizer, make_plan
+from locality.training.config import Plan, RunConfig, make_plan
+from locality.training.distributed import autocast, choose_precision, layout, resolve_accelerator
+from locality.training.objective import check_optimizer, check_teacher, objective_class
 from locality.training.runs import RunFolder
-from locality.training.trackers import check_tracker
 
 
 def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
@@ -103,20 +95,19 @@ def initial_model(folder: Path | str) -> ImageClassifier:
     return starting_model(run.config(), len(run.classes()))[0].eval()
 
 
-def check_weights(weights: str | None) -> None:
-    """Check that what `model.weights` names is there, or is a known name, without loading it.
-
-    Raises:
-        UserError: if it is neither.
-    """
-    if weights is not None:
-        with saying("model.weights", FileNotFoundError), naming("model.weights"):
-            kind_of(weights)
+# What `engine.tracker` needs, and how it is installed.
+_TRACKERS = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
-@dataclass(frozen=True)
 class Preview:
-    """What is known of a run before its first step.
+    """What is known of a run before its first step: all that can be checked is.
+
+    The data are opened and the model is built on the meta device.
+
+    Args:
+        config: the run.
+        splits: its data, if they are open already.
+        resumes: it goes on from a checkpoint, and no longer needs the weights it started from.
 
     Attributes:
         config: the run.
@@ -131,21 +122,45 @@ class Preview:
         buffers: bytes of the model's buffers.
         img_size: of the images, (H, W).
         notes: what is worth knowing about the data before training on it.
+
+    Raises:
+        UserError: if the run cannot work as it is configured.
     """
 
-    config: RunConfig
-    splits: DataSplits
-    plan: Plan
-    device_type: str
-    world_size: int
-    micro_batch: int
-    precision: str
-    parameters: int
-    trainable: int
-    macs: int
-    buffers: int
-    img_size: tuple[int, int]
-    notes: list[str]
+    def __init__(
+        self, config: RunConfig, splits: DataSplits | None = None, resumes: bool = False
+    ) -> None:
+        # Whatever is wrong with the settings shows before a large dataset is read.
+        check_optimizer(config.optim)
+        check_teacher(config.objective)
+        objective_class(config.objective)
+        if tracker := config.engine.tracker:
+            require(f"engine.tracker={tracker}", _TRACKERS[tracker], tracker)
+        if config.model.weights is not None and not resumes:
+            with saying("model.weights", FileNotFoundError), naming("model.weights"):
+                kind_of(config.model.weights)
+        meta_model(config, num_classes=1)
+        self.config = config
+        self.splits = open_data(config.data, config.seed) if splits is None else splits
+        if not len(self.splits.val):
+            raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
+        self.plan = make_plan(config, len(self.splits.train))
+        self.notes = look_at_classes(self.splits, self.plan)
+        model = meta_model(config, len(self.splits.classes))
+        self.device_type = resolve_accelerator(config.engine.accelerator)
+        devices, nodes = layout(config.engine, self.device_type)
+        self.world_size = devices * nodes
+        self.micro_batch = config.micro_batch(self.world_size)
+        self.macs = count_macs(model)
+        self.precision = choose_precision(config.engine.precision, self.device_type, self.macs)
+        self.parameters = count_parameters(model)
+        self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+        self.img_size = model.img_size
+
+    def autocast(self) -> torch.autocast:
+        """The block in which the model computes in the run's precision."""
+        return autocast(self.device_type, self.precision)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -218,58 +233,6 @@ def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], A
     total = sum(storage.nbytes() for storage in kept.values())
     del loss
     return total
-
-
-def preview(config: RunConfig, splits: DataSplits | None = None, resumes: bool = False) -> Preview:
-    """Open the data and build the model on the meta device, checking all that can be checked.
-
-    Args:
-        config: the run.
-        splits: its data, if they are open already.
-        resumes: it goes on from a checkpoint, and no longer needs the weights it started from.
-
-    Raises:
-        UserError: if the run cannot work as it is configured.
-    """
-    # Whatever is wrong with the settings shows before a large dataset is read.
-    check_optimizer(config.optim)
-    check_teacher(config.objective)
-    objective_class(config.objective)
-    check_tracker(config.engine.tracker)
-    if not resumes:
-        check_weights(config.model.weights)
-    meta_model(config, num_classes=1)
-    splits = open_data(config.data, config.seed) if splits is None else splits
-    if not len(splits.val):
-        raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
-    plan = make_plan(config, len(splits.train))
-    notes = look_at_classes(splits, plan)
-    model = meta_model(config, len(splits.classes))
-    device_type = resolve_accelerator(config.engine.accelerator)
-    devices, nodes = layout(config.engine, device_type)
-    world_size = devices * nodes
-    micro_batch = config.engine.micro_batch(world_size)
-    if config.mixes and micro_batch % 2:
-        raise UserError(
-            f"mixup and cutmix mix pairs, so each process needs an even number of images per pass, "
-            f"not {micro_batch}; change engine.batch_size or engine.accumulate"
-        )
-    macs = count_macs(model)
-    return Preview(
-        config=config,
-        splits=splits,
-        plan=plan,
-        device_type=device_type,
-        world_size=world_size,
-        micro_batch=micro_batch,
-        precision=choose_precision(config.engine.precision, torch.device(device_type), macs),
-        parameters=count_parameters(model),
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        macs=macs,
-        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
-        img_size=model.img_size,
-        notes=notes,
-    )
 
 
 def look_at_classes(splits: DataSplits, plan: Plan) -> list[str]:

@@ -72,9 +72,7 @@ def digits(model: str = "convit_nano", fraction: float = 1.0, seed: int = 0) -> 
         input=Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
         augment=AugmentConfig(crop="pad", pad=1, hflip=0.0),
         optim=OptimConfig("adamw", lr=2e-3, weight_decay=0.05),
-        schedule=ScheduleConfig(
-            steps=1500, warmup=100, warmup_lr=1e-6, min_lr=1e-5, eval_every=150
-        ),
+        schedule=ScheduleConfig(steps=1500, warmup=100, eval_every=150),
         engine=EngineConfig(batch_size=64),
     )
 
@@ -123,9 +121,7 @@ def convit_cifar(
         input=Preprocessing(crop_pct=1.0),
         augment=dataclasses.replace(DEIT_AUGMENT, crop="pad", pad=4, repeats=1),
         optim=OptimConfig("adamw", lr=1e-3, lr_batch=512, weight_decay=0.05),
-        schedule=ScheduleConfig(
-            epochs=200, steps=None, warmup=10, warmup_lr=1e-6, min_lr=1e-5, eval_every=5
-        ),
+        schedule=ScheduleConfig(epochs=200, steps=None, warmup=10, eval_every=5),
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=256),
     )
@@ -175,14 +171,7 @@ def deit_300(model: str = "convit_small", seed: int = 0) -> RunConfig:
         optim=OptimConfig(
             "adamw", lr=5e-4, lr_batch=512, weight_decay=0.05, eps=1e-8, decay_positions=True
         ),
-        schedule=ScheduleConfig(
-            epochs=300,
-            steps=None,
-            warmup=5,
-            warmup_lr=1e-6,
-            min_lr=1e-5,
-            eval_every=1,
-        ),
+        schedule=ScheduleConfig(epochs=300, steps=None, warmup=5, eval_every=1),
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=1024),
     )
@@ -276,9 +265,7 @@ def cvt_300(model: str = "cvt_13", seed: int = 0) -> RunConfig:
             lr_batch=256,
             weight_decay=0.05 if model.startswith("cvt_13") else 0.1,
         ),
-        schedule=ScheduleConfig(
-            epochs=300, steps=None, warmup=5, warmup_lr=1e-6, min_lr=1e-5, eval_every=1
-        ),
+        schedule=ScheduleConfig(epochs=300, steps=None, warmup=5, eval_every=1),
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=2048, channels_last=True),
     )
@@ -388,9 +375,7 @@ def photos(model: str = "convit_mini", seed: int = 0) -> RunConfig:
         input=Preprocessing(crop_pct=1.0),
         augment=_PHOTO_AUGMENT,
         optim=OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05),
-        schedule=ScheduleConfig(
-            steps=2000, warmup=200, warmup_lr=1e-6, min_lr=1e-5, eval_every=200
-        ),
+        schedule=ScheduleConfig(steps=2000, warmup=200, eval_every=200),
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=32),
     )

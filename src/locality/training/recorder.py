@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import resource
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from lightning_fabric.loggers import TensorBoardLogger
 from safetensors.torch import save
 
-from locality.data import ImageSource
 from locality.errors import printable, saying
 from locality.files import atomic_file, csv_text, read_rows, write_atomic
 from locality.models import ImageClassifier
+from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
 from locality.training.evaluation import Collector
 from locality.training.preview import Preview, span
 from locality.training.runs import RunFolder
-from locality.training.trackers import Tracker, open_trackers, tagged
 
 
 @dataclass
@@ -55,18 +56,21 @@ class Counts:
 
 # One row per evaluation. Everything in metrics.csv repeats exactly; what depends on the day and
 # the machine is in timing.csv.
-METRICS = (
-    "step",
-    "epoch",
-    "images",
-    "lr",
-    "train_loss",
-    "train_top1",
-    "top1",
-    "top5",
-    "val_loss",
-)
+METRICS = ("step", "epoch", "images", "lr", "train_loss", "train_top1", "top1", "top5", "val_loss")
 TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_mb")
+# What trackers call them.
+_TAGS = {
+    "train_loss": "loss/train",
+    "val_loss": "loss/val",
+    "train_top1": "top1/train",
+    "top1": "top1/val",
+    "top5": "top5/val",
+    "lr": "lr",
+    "images_per_second": "images_per_second",
+}
+PROJECT = "locality"
+# What MLflow's server takes at a time.
+_PARAMETERS = 100
 _SECONDS_BETWEEN_LINES = 30.0
 # The first steps pay for allocations and compilation: the median of so many does not show them.
 _MEASURED_STEPS = 20
@@ -176,26 +180,6 @@ class Progress:
                 self._bar.close()
 
 
-@dataclass(frozen=True)
-class Moment:
-    """A run between two steps.
-
-    Attributes:
-        folder: of the run.
-        config: its configuration.
-        step, epoch: how far it is.
-        model: the weights it would be evaluated by now; an observer leaves them as they are.
-        val: its validation images.
-    """
-
-    folder: Path
-    config: RunConfig
-    step: int
-    epoch: float
-    model: ImageClassifier
-    val: ImageSource
-
-
 class Observer(Protocol):
     """What `train` shows the model to, before the first step, now and then, and after the last.
 
@@ -208,8 +192,8 @@ class Observer(Protocol):
 
     every: float
 
-    def observe(self, moment: Moment) -> None:
-        """Look at the model."""
+    def observe(self, folder: Path, run: Preview, step: int, model: ImageClassifier) -> None:
+        """Look at the model by which the run in `folder` would be evaluated after `step` steps."""
 
 
 class Recorder:
@@ -231,19 +215,16 @@ class Recorder:
         quiet: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self._run, self._config, self._plan = run, seen.config, seen.plan
-        self._splits = seen.splits
-        self._observer = observer
+        self._run, self._seen, self._observer = run, seen, observer
         self._progress = Progress(seen.plan.steps, at.step, quiet or run is None)
         self.say = self._progress.say
         # Time is kept by evaluation. What a resumed run repeats no part of, the steps between its
         # last evaluation and its checkpoint, counts as having gone at the speed of the others.
         evaluated = max(at.evaluated, 0)
         self._timed_seconds, self._timed_steps, self._step = 0.0, evaluated, at.step
-        self._stepping, self._steps = 0.0, 0
-        self._recent: deque[float] = deque(maxlen=_MEASURED_STEPS)
+        self._since: list[float] = []  # seconds of the steps since the last evaluation
         self._skipped = 0
-        self._trackers: list[Tracker] = []
+        self._trackers: list[Any] = []
         if run is None:
             return
         self._metrics = CsvTable(run.metrics_file, METRICS)
@@ -266,24 +247,23 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
-        if self._run is not None:
-            self._run.checkpoints.check()
+        if self._run is None:
+            return
+        self._run.checkpoints.check()
         self._timed_seconds += seconds
         self._timed_steps += 1
         self._step = at.step
-        self._stepping += seconds
-        self._steps += 1
-        self._recent.append(seconds)
+        self._since.append(seconds)
         if self._progress.wants_update(at.step):
             seen = max(1, at.seen)
             loss, top1 = at.loss_sum / seen, 100 * at.right / seen
-            pace = statistics.median(self._recent)
+            pace = statistics.median(self._since[-_MEASURED_STEPS:])
             self._progress.update(at.step, loss, top1, self.images_per_second(), pace)
 
     def images_per_second(self) -> float:
         """Training speed since the last evaluation."""
-        images = self._steps * self._plan.batch_size
-        return images / self._stepping if self._stepping else 0.0
+        images = len(self._since) * self._seen.plan.batch_size
+        return images / sum(self._since) if self._since else 0.0
 
     def evaluated(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """An evaluation on `images` images was finished in `seconds`."""
@@ -298,20 +278,23 @@ class Recorder:
         }
         self._metrics.append(row)
         self._timing.append(timing)
+        found = row | timing
+        tagged = {tag: found[name] for name, tag in _TAGS.items() if found[name] is not None}
         for tracker in self._trackers:
-            tracker.log_metrics(tagged(row | timing), row["step"])
+            tracker.log_metrics(tagged, row["step"])
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         self.say(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}top-1 {row['top1']:.2f}%, "
             f"top-5 {row['top5']:.2f}%, loss {row['val_loss']:.3f} on {images} images, "
             f"{timing['images_per_second']:.0f} images/s"
         )
-        self._stepping, self._steps = 0.0, 0
+        self._since.clear()
 
     def keep_predictions(self, collector: Collector) -> None:
         """Write down what the model that is kept says of the validation images."""
         if self._run is not None:
-            collector.write(self._run.predictions_file, self._splits.val, self._splits.classes)
+            splits = self._seen.splits
+            collector.write(self._run.predictions_file, splits.val, splits.classes)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, and write the list of unreadable images if there are any.
@@ -319,7 +302,8 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the one before could not be written.
         """
-        assert self._run is not None
+        if self._run is None:
+            return
         self._run.checkpoints.start(state)
         skipped = state["progress"]["skipped"]
         if len(skipped) > self._skipped:
@@ -354,16 +338,48 @@ class Recorder:
         """
         if self._run is None:
             return
-        if self._plan.looks(step, self._plan.snapshot_every):
+        plan = self._seen.plan
+        if plan.looks(step, plan.schedule.snapshot_every):
             self._run.snapshots.mkdir(exist_ok=True)
             weights = {name: value.contiguous() for name, value in model.state_dict().items()}
             with atomic_file(self._run.snapshots / f"step-{step:08d}.safetensors") as file:
                 file.write(save(weights, metadata={"step": str(step)}))
-        if self._observer is not None and self._plan.looks(step, self._observer.every):
-            epoch = self._plan.epoch(step)
-            self._observer.observe(
-                Moment(self._run.path, self._config, step, epoch, model, self._splits.val)
-            )
+        if self._observer is not None and plan.looks(step, self._observer.every):
+            self._observer.observe(self._run.path, self._seen, step, model)
+
+    def finished(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Write result.json, of which `row` is the evaluation that is kept; its content.
+
+        On other ranks than the first it is empty.
+        """
+        if self._run is None:
+            return {}
+        seen, config = self._seen, self._seen.config
+        result = {
+            "model": config.model.name,
+            "recipe": config.recipe,
+            "dataset": config.data.dataset,
+            "fraction": config.data.fraction,
+            "seed": config.seed,
+            "steps": self._step,
+            "best_step": row["step"],
+            "top1": row["top1"],
+            "top5": row["top5"],
+            "val_loss": row["val_loss"],
+            "parameters": seen.parameters,
+            "macs": seen.macs,
+            "train_images": len(seen.splits.train),
+            "val_images": len(seen.splits.val),
+            "seconds": round(self.seconds, 3),
+            "images_per_second": None,
+        }
+        if self.seconds:
+            images = self._step * seen.plan.batch_size
+            result["images_per_second"] = round(images / self.seconds, 1)
+        self._run.write_json(self._run.result_file, result)
+        at = f" at step {row['step']}" if row["step"] < self._step else ""
+        self.say(f"finished in {span(self.seconds)}: top-1 {row['top1']:.2f}%{at}")
+        return result
 
     def close(self) -> None:
         """Finish writing; end the bar and the logs.
@@ -383,3 +399,78 @@ def peak_memory_mb() -> int:
         return round(torch.cuda.max_memory_allocated() / 1e6)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(kilobytes / (1e6 if sys.platform == "darwin" else 1e3))
+
+
+def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Any]:
+    """TensorBoard, where it is wanted and installed, and the tracker of `engine.tracker`.
+
+    All are given the same figures, as Fabric's loggers take them. A resumed run goes on in the log
+    that it began; what it repeats, it repeats bit for bit.
+
+    Args:
+        run: where the run is written.
+        config: its configuration, which the tracker is told.
+        evaluated: step of the last evaluation of what is resumed; 0 for none.
+
+    Raises:
+        UserError: if the tracker refuses, as for want of a login.
+    """
+    trackers: list[Any] = []
+    if config.engine.tensorboard and find_spec("tensorboard"):
+        purge = evaluated + 1 if evaluated else None
+        board = TensorBoardLogger(run.tensorboard, name="", version="", purge_step=purge)
+        trackers.append(board)
+    if config.engine.tracker is not None:
+        kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
+        # Each package has errors of its own.
+        with saying(f"{config.engine.tracker} cannot log this run", Exception):
+            trackers.append(kind(run.path, flatten(to_dict(config))))
+    return trackers
+
+
+def _identity(path: Path) -> str:
+    """The same for a run that is resumed, another for every other run folder of this machine."""
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+
+
+class _WeightsAndBiases:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        import wandb
+
+        named = {"project": PROJECT, "name": path.name, "id": _identity(path)}
+        self._run = wandb.init(**named, resume="allow", dir=path, config=settings)
+        # Its own steps never go back; a resumed run's may.
+        self._run.define_metric("*", step_metric="step")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def finalize(self, status: str) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client, identity = MlflowClient(), _identity(path)
+        known = self._client.get_experiment_by_name(PROJECT)
+        experiment = known.experiment_id if known else self._client.create_experiment(PROJECT)
+        begun = self._client.search_runs([experiment], f"tags.run_folder = '{identity}'")
+        if begun:
+            self._id = begun[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        tags = {"run_folder": identity}
+        self._id = self._client.create_run(experiment, tags=tags, run_name=path.name).info.run_id
+        params = [Param(name, str(value)) for name, value in settings.items()]
+        for first in range(0, len(params), _PARAMETERS):
+            self._client.log_batch(self._id, params=params[first : first + _PARAMETERS])
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def finalize(self, status: str) -> None:
+        self._client.set_terminated(self._id)

@@ -237,7 +237,8 @@ class FolderLock:
     The first process of a run proves that nobody is there by locking the file for itself alone
     (`claim`). It then shares the lock, which all its processes hold (`join`), so that a run whose
     launcher was killed still keeps others out while one of its processes lives. The system
-    releases the lock when the last of them is gone, however it ended.
+    releases the lock when the last of them is gone, however it ended. The process in which this
+    was made counts as the run's main one.
 
     Args:
         path: the lock file; it stays when the lock is released.
@@ -245,6 +246,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._main = os.getpid()
         self._file: IO[str] | None = None
 
     def claim(self, patience: float = LEFTOVER_SECONDS) -> None:
@@ -260,12 +262,10 @@ class FolderLock:
         deadline = time.monotonic() + patience
         while not self._try(fcntl.LOCK_EX):
             if self._holder_lives() or time.monotonic() > deadline:
-                message = self._in_use()
-                self.release()
-                raise UserError(message)
+                self._refuse()
             time.sleep(0.05)
         self._file.truncate(0)
-        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)
+        json.dump({"pid": self._main, "host": socket.gethostname()}, self._file)
         self._file.flush()
         self._share()
 
@@ -288,9 +288,7 @@ class FolderLock:
         # Turning an exclusive lock into a shared one lets go of it for an instant. Whoever gets
         # in between holds it exclusively, and this fails.
         if not self._try(fcntl.LOCK_SH):
-            message = self._in_use()
-            self.release()
-            raise UserError(message)
+            self._refuse()
 
     def _try(self, kind: int) -> bool:
         assert self._file is not None
@@ -320,9 +318,10 @@ class FolderLock:
         here = holder.get("host") == socket.gethostname()
         return here and isinstance(pid, int) and psutil.pid_exists(pid)
 
-    def _in_use(self) -> str:
+    def _refuse(self) -> None:
         holder = self._holder()
-        return (
+        self.release()
+        raise UserError(
             f"run folder {self.path.parent} is in use by another run (process {holder.get('pid')} "
             f"on {holder.get('host')} or what is left of it); wait for it, end it, or choose "
             f"another folder"
