@@ -312,20 +312,19 @@ class StageConfig:
     drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True)
 
     def __post_init__(self) -> None:
-        for name in _PER_BLOCK:  # lists come from YAML and JSON
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in _PER_BLOCK:
+            given = getattr(self, name)
+            if isinstance(given, (list, tuple)):  # lists come from YAML and JSON
+                object.__setattr__(self, name, tuple(given))
+                if len(given) != self.depth:
+                    raise UserError(
+                        f"{name}={given} has {len(given)} values for depth={self.depth}; "
+                        f"give one number or one per block"
+                    )
         checks.settings(self)
         checks.heads(self.embed_dim, self.num_heads)
         # More padding than that would make tokens of nothing but padding.
         checks.integer("embed_padding", self.embed_padding, 0, self.embed_kernel - 1)
-        for name in _PER_BLOCK:
-            given = getattr(self, name)
-            if isinstance(given, tuple) and len(given) != self.depth:
-                raise UserError(
-                    f"{name}={given} has {len(given)} values for depth={self.depth}; "
-                    f"give one number or one per block"
-                )
         check_window(self.projection_kernel)
         if self.kv_padding is not None:
             checks.integer("kv_padding", self.kv_padding, 0, self.projection_kernel // 2)
@@ -425,8 +424,8 @@ class CvTConfig(Architecture):
         for stage in reversed(self.stages):
             if stage.projection != "linear":
                 side = max(side, stage.projection_kernel - 2 * stage.padding_of_keys)
-            needed = (side - 1) * stage.embed_stride + stage.embed_kernel - 2 * stage.embed_padding
-            side = max(1, needed)
+            side = (side - 1) * stage.embed_stride + stage.embed_kernel - 2 * stage.embed_padding
+            side = max(1, side)
         return side
 
     def grids(self, size: Sequence[int]) -> list[Grid]:

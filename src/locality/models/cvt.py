@@ -197,15 +197,12 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         names, reads_token = set(), self.config.global_pool == "token" and self.num_prefix_tokens
         for name, module in self.named_modules():
             if isinstance(module, Stage):
-                names |= {
-                    f"{name}.blocks.{i}.attn.k.linear.bias" for i in range(len(module.blocks))
-                }
+                attentions = [f"{name}.blocks.{i}.attn" for i in range(len(module.blocks))]
+                names |= {f"{attention}.k.linear.bias" for attention in attentions}
                 if module.cls_token is None:
-                    names |= {
-                        f"{name}.blocks.{i}.attn.k.norm.bias" for i in range(len(module.blocks))
-                    }
+                    names |= {f"{attention}.k.norm.bias" for attention in attentions}
                 elif reads_token:
-                    query = f"{name}.blocks.{len(module.blocks) - 1}.attn.q"
+                    query = f"{attentions[-1]}.q"
                     names |= {f"{query}.conv.weight", f"{query}.norm.weight", f"{query}.norm.bias"}
         return names & {name for name, _ in self.named_parameters()}
 

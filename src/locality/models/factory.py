@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -62,12 +61,12 @@ class TimmConfig:
     @property
     def classifier(self) -> str:
         """The module that makes the logits."""
-        return f"model.{get_pretrained_cfg(self.name).classifier}"
+        return f"model.{_own(self.name).classifier}"
 
     @property
     def stem(self) -> str:
         """The module that reads the image."""
-        return f"model.{get_pretrained_cfg(self.name).first_conv}"
+        return f"model.{_own(self.name).first_conv}"
 
     def embeddings(self) -> dict[str, Grid]:
         """None that is known here."""
@@ -85,7 +84,7 @@ class TimmConfig:
             UserError: for a name that timm does not have.
         """
         name = name.removeprefix(PREFIX)
-        cfg = get_pretrained_cfg(name) or PretrainedCfg()
+        cfg = _own(name)
         return cls(name, num_classes=cfg.num_classes, img_size=cfg.input_size[1:])
 
     def with_overrides(self, **fields: Any) -> TimmConfig:
@@ -101,6 +100,10 @@ class TimmConfig:
                 raise UserError(f"{name} is {value!r}; timm's models take plain values here")
         settings = tuple((dict(self.settings) | fields).items())
         return dataclasses.replace(self, settings=settings, **own)
+
+
+def _own(name: str) -> PretrainedCfg:
+    return get_pretrained_cfg(name) or PretrainedCfg()
 
 
 def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]:
@@ -127,7 +130,7 @@ class TimmModel(ImageClassifier):
     def __init__(self, config: TimmConfig) -> None:
         super().__init__(config, 0)
         settings: dict[str, Any] = dict(config.settings)
-        if get_pretrained_cfg(config.name).fixed_input_size:
+        if _own(config.name).fixed_input_size:
             settings |= {"img_size": config.img_size}
         try:
             self.model: Any = timm.create_model(
@@ -248,15 +251,10 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
         model: any of our models.
         img_size: pixels, a number or (height, width); the model's own unless given.
     """
-    memo = {
-        id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False)
-        if isinstance(tensor, nn.Parameter)
-        else tensor.to("meta")
-        for tensor in (*model.parameters(), *model.buffers())
-    }
-    meta = copy.deepcopy(model, memo).eval()
-    size = model.img_size if img_size is None else sides(img_size)
-    images = torch.empty(1, model.in_chans, *size, device="meta")
+    with torch.device("meta"):
+        meta = build(model.config).eval()
+        size = model.img_size if img_size is None else sides(img_size)
+        images = torch.empty(1, model.in_chans, *size)
     # The plain backend is made of counted products; the fused ones are opaque to the counter.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         meta.forward_head(meta.forward_features(images))
