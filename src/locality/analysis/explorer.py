@@ -47,7 +47,7 @@ TOLERANCE = 0.02
 """Largest error of an attention score: every attention shown is within e^±0.04 of the true one."""
 MAX_MEGABYTES = 29.0
 """What the data of one model may take before the tolerance is loosened."""
-_LOOSEST = 0.2  # e^±0.4 would say little; larger data is written as it is
+_LOOSER = (0.04, 0.08, 0.16, 0.2)  # e^±0.4 would say little; larger data is written as it is
 _MOST_MODELS = 4
 _RANK_GUESS = 80  # heads are hardly ever wider than 64
 _TRIALS = 6
@@ -136,13 +136,11 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[s
     """One model on all images: what the page says of it, and its attention, image by image."""
     # In double precision no attention vanishes, so that every score can be read off its logarithm.
     model = copy.deepcopy(subject.module()).double()
-    tolerance = TOLERANCE
-    while True:
+    for tolerance in (TOLERANCE, *_LOOSER):
         seen = [_pack(model, image, tolerance) for image in batch.split(1)]
         blobs = [base64.b64encode(zlib.compress(packed, 9)).decode() for packed, _, _ in seen]
-        if sum(map(len, blobs)) <= MAX_MEGABYTES * 1e6 or tolerance >= _LOOSEST:
+        if sum(map(len, blobs)) <= MAX_MEGABYTES * 1e6:
             break
-        tolerance = min(2 * tolerance, _LOOSEST)
     layers = seen[0][1]
     for layer, found in zip(layers, measure_model(model, batch)["layers"], strict=True):
         layer |= {name: found[name] for name in _MEASURED}
@@ -236,27 +234,28 @@ def factorise(content: Tensor, tolerance: float) -> Factors:
     queries, keys = left * values.sqrt(), right * values.sqrt()
     largest = queries.square().sum(1).max() + keys.square().sum(1).max()
     # Rounding moves each factor by up to half a step; errors of many components partly cancel.
-    step = tolerance / max(float(largest) ** 0.5, 1e-9)
-    best: Factors | None = None
+    step = 2 * tolerance / max(float(largest) ** 0.5, 1e-9)
     for _ in range(_TRIALS):
         found, error = _quantised(scores, queries, keys, step)
-        if error <= tolerance and (best is None or found.step > best.step):
-            best = found
+        if error <= tolerance:
+            return found
         # The error grows about in proportion to the step: aim at just below the tolerance.
-        step *= min(2.0, 0.95 * tolerance / max(error, 1e-12))
-    if best is None:
-        raise ValueError(
-            f"scores that span {float(scores.max() - scores.min()):.0f} cannot be kept to "
-            f"±{tolerance:g} in 16 bits; allow a larger tolerance"
-        )
-    return best
+        step *= 0.95 * tolerance / error
+    raise ValueError(
+        f"scores that span {float(scores.max() - scores.min()):.0f} cannot be kept to "
+        f"±{tolerance:g} in 16 bits; allow a larger tolerance"
+    )
 
 
 def _quantised(scores: Tensor, queries: Tensor, keys: Tensor, step: float) -> tuple[Factors, float]:
     """Factors in units of `step`, and the largest error of the scores they give."""
     # The step as the reader of the packed form will know it.
     step = float(np.float32(step))
-    found = Factors(_rounded(queries, step), _rounded(keys, step), step)
+    asking, asked = (
+        (factor.T / step).round().clamp(_SMALLEST, _LARGEST).numpy().astype(np.int16)
+        for factor in (queries, keys)
+    )
+    found = Factors(asking, asked, step)
     product = torch.from_numpy(found.queries.T.astype(np.float64) @ found.keys) * step**2
     return found, float((product - scores).abs().max())
 
@@ -270,8 +269,3 @@ def _decompose(scores: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor
             return left, values, right
     left, values, right = torch.linalg.svd(scores, full_matrices=False)
     return left, values, right.T
-
-
-def _rounded(factor: Tensor, step: float) -> Integers:
-    """(N, r) in units of `step`, transposed, as int16."""
-    return (factor.T / step).round().clamp(_SMALLEST, _LARGEST).numpy().astype(np.int16)

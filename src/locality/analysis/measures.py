@@ -4,8 +4,8 @@ Shapes:  B images · h heads · Nq queries · Nk keys · (H, W) token grid, rows
 
 An attention map is (B, h, Nq, Nk) with rows that sum to one. `prefix_tokens` rows and columns come
 before the patches (class tokens; the columns of a coarser key grid have them too). Distances are in
-units of query tokens. Everything returned is one number per image and head, (B, h), so that
-means and variances over images, heads or layers are the caller's to take.
+units of query tokens. What a map gives is one number per image and head, (B, h), so that means and
+variances over images, heads or layers are the caller's to take, such as `measure_model`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def infer_key_stride(query_grid: Grid, key_grid: Grid) -> Stride:
     Raises:
         ValueError: if no stride does.
     """
-
     strides = [-(-queries // keys) for queries, keys in zip(query_grid, key_grid, strict=True)]
     made = [-(-queries // stride) for queries, stride in zip(query_grid, strides, strict=True)]
     if made != list(key_grid):
@@ -52,12 +51,11 @@ def infer_key_stride(query_grid: Grid, key_grid: Grid) -> Stride:
 
 
 def token_distances(
-    query_grid: Grid,
-    key_grid: Grid | None = None,
-    key_stride: Stride | None = None,
-    dtype: torch.dtype = torch.float64,
+    query_grid: Grid, key_grid: Grid | None = None, key_stride: Stride | None = None
 ) -> Tensor:
     """Distances ‖δ‖ between the centres of queries and keys, in units of query tokens: (Nq, Nk).
+
+    In double precision.
 
     Args:
         query_grid: where the queries lie.
@@ -65,20 +63,18 @@ def token_distances(
         key_stride: the stride of the convolution that made the keys. A kernel of odd width s with
             padding (s − 1)/2 centres key j on query stride·j, so that is where it lies. Inferred
             from the two grids unless given.
-        dtype: of the result.
     """
     key_grid = key_grid or query_grid
     stride = key_stride or infer_key_stride(query_grid, key_grid)
-    queries = _places(query_grid, (1, 1), dtype)
-    keys = _places(key_grid, stride, dtype)
+    queries = _places(query_grid, (1, 1))
+    keys = _places(key_grid, stride)
     # Not torch.cdist: its matrix-product path loses half the digits.
     return (keys[None] - queries[:, None]).square().sum(dim=-1).sqrt()
 
 
-def _places(grid: Grid, stride: Stride, dtype: torch.dtype) -> Tensor:
-    rows, columns = (
-        torch.arange(length, dtype=dtype) * step for length, step in zip(grid, stride, strict=True)
-    )
+def _places(grid: Grid, stride: Stride) -> Tensor:
+    axes = zip(grid, stride, strict=True)
+    rows, columns = (torch.arange(length, dtype=torch.float64) * step for length, step in axes)
     return torch.cartesian_prod(rows, columns).view(-1, 2)
 
 
@@ -128,7 +124,7 @@ def nonlocality(
     key_grid = key_grid or query_grid
     _check_shape(attention, query_grid, key_grid, prefix_tokens)
     patches, mass = patch_attention(attention, prefix_tokens)
-    away = token_distances(query_grid, key_grid, key_stride, torch.float64).to(patches)
+    away = token_distances(query_grid, key_grid, key_stride).to(patches)
     looked = (patches * away).sum(dim=-1)
     # 0/0 for a row that gave everything to the class token: nan, which the mean leaves out.
     return (looked if mass is None else looked / mass).nanmean(dim=-1)

@@ -153,8 +153,7 @@ def close_up(preprocessing: Preprocessing, image: Image.Image) -> npt.NDArray[np
     The same part of it as the model is given, and never fewer pixels.
     """
     height, width = preprocessing.size
-    most = min(_SHARPEST / max(height, width), min(image.size) / max(height, width))
-    factor = max(1, int(most))
+    factor = max(1, min(_SHARPEST, *image.size) // max(height, width))
     return _pixels(eval_transform(preprocessing.at((factor * height, factor * width))), image)
 
 

@@ -45,9 +45,9 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     model where all have the same."""
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     step = 0.7 / max(1, len(groups))
-    for number, one in enumerate(groups):
+    shifts = [(number - (len(groups) - 1) / 2) * step for number in range(len(groups))]
+    for one, shift in zip(groups, shifts, strict=True):
         look = look_of(one.family)
-        shift = (number - (len(groups) - 1) / 2) * step
         for fraction in one.fractions:
             x = fractions.index(fraction) + shift
             values = list(one.top1(fraction).values())
@@ -78,8 +78,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     if len(fractions) > 1:
         axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     else:
-        places = [(number - (len(groups) - 1) / 2) * step for number in range(len(groups))]
-        axes.set_xticks(places, [fill(one.label, 60 // len(groups)) for one in groups])
+        axes.set_xticks(shifts, [fill(one.label, 60 // len(groups)) for one in groups])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
     # With two seeds an interval may reach beyond what an accuracy can be.
     low, high = axes.get_ylim()
@@ -217,7 +216,7 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
                 [each.mean for each in found],
                 yerr=widths or None,
                 label=f"{one.label}, {stage} training",
-                **{"markersize": 5, "capsize": 2, "elinewidth": 1} | look_of(one.family) | look,
+                **look_of(one.family) | {"markersize": 5, "capsize": 2, "elinewidth": 1} | look,
             )
     seen = [run.measures["after"]["layers"] for one in measured for run in one.at(fraction)[:1]]
     if seen and (everywhere := uniform_nonlocality(seen[0])) is not None:

@@ -73,7 +73,7 @@ def drawn(figure: Figure, form: str = "png", **options: Any) -> bytes:
     """A figure on white, as the content of a PNG or SVG file."""
     buffer = io.BytesIO()
     with settings():
-        figure.savefig(buffer, format=form, **({"facecolor": "white"} | options))
+        figure.savefig(buffer, format=form, **{"facecolor": "white", **options})
     return buffer.getvalue()
 
 
