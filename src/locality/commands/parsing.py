@@ -138,7 +138,7 @@ class Parser(_JsonArgumentParser):
             group, dot, setting = name.partition(".")
             if everything or not dot or name in _FIRST:
                 shown += _row(f"--{name}", _explained(action, everything))
-            elif not name.endswith("."):
+            else:
                 rest.setdefault(group, []).append(setting)
         titles = {each.title or "": each._group_actions for each in self._action_groups}
         about = {a.dest.partition(".")[0]: title for title, of in titles.items() for a in of}

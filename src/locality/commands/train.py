@@ -87,8 +87,9 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         UserError: for an unknown recipe or setting, or a value that does not fit.
     """
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
+    arguments = with_aliases(arguments, ALIASES | moved)
     flags = ("--recipe", "--config", "--resume", "--output")
-    (names, files, *places), words = taken(with_aliases(arguments, ALIASES | moved), *flags)
+    (names, files, resumed, outputs), words = taken(arguments, *flags)
     given: dict[str, Any] = {}
     if words and not words[0].startswith("-"):
         word = words.pop(0)
@@ -97,7 +98,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         if word not in names or (word in OWN_IMAGES and Path(word).is_dir()):
             given = images_at(Path(word))
             names = names or ["photos"]
-    run = _run_to_resume(*places, names + files)
+    run = _run_to_resume(resumed, outputs, names + files)
     # jsonargparse has an option of this name, which would print what this parser has alone.
     printing = "--print_config" in words
     words = [word for word in words if word != "--print_config"]
@@ -135,7 +136,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     parser.set_defaults(values)
     options = parser.read(words)
     options.print_config, options.fit = printing, None
-    options.output = next(reversed(places[1]), None) if run is None else str(run)
+    options.output = next(reversed(outputs), None) if run is None else str(run)
     if not options.dry_run:
         parser.refuse("images_per_second", "is for the hours that --dry_run estimates")
     else:
