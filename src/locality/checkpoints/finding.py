@@ -35,8 +35,8 @@ from locality.checkpoints.reading import read_state
 from locality.checkpoints.run_state import classes_of, latest_state
 from locality.checkpoints.where import SUFFIXES, Source, kind_of, refuse_entry, source
 from locality.data.config import Preprocessing
-from locality.errors import UserError, naming, saying
-from locality.files import read_json, read_yaml
+from locality.errors import UserError, naming, require, saying
+from locality.files import open_file, read_json, read_yaml
 from locality.machine import hub_asked_once
 from locality.models import factory
 from locality.models.config import unlike
@@ -50,7 +50,8 @@ _log = logging.getLogger("locality")
 _HUB_FILES = (WEIGHTS, "pytorch_model.bin")
 _FOREIGN_WEIGHTS = (*_HUB_FILES, "pytorch_model.pth")
 
-AN_EXPORTED_GRAPH = "is an exported graph, which can only be run; give the model it was made from"
+# Protocol Buffers hold no more.
+_LARGEST_GRAPH = 2 << 30
 
 
 def read(
@@ -81,7 +82,7 @@ def read(
     path, name = Path(what), str(what)
     kind = kind_of(what)
     if kind == "graph":
-        raise UserError(f"{what} {AN_EXPORTED_GRAPH}")
+        raise no_model(read_graph(path)[2])
     if kind != "path":
         refuse_entry(what, entry)
     like = like if variant is None else factory.variant(variant).config
@@ -223,6 +224,35 @@ def _from_hub(name: str) -> Checkpoint:
             f"there is no file or folder {name}, and no model could be fetched from "
             f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
         ) from error
+
+
+def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
+    """A session that runs an ONNX graph, what describes it, without weights, and its name.
+
+    Raises:
+        UserError: if it is no graph that this library exported, or ONNX Runtime is not installed.
+    """
+    open_file(path, _LARGEST_GRAPH).close()
+    require("running an ONNX graph", "locality[export]", "onnxruntime")
+    import onnxruntime
+
+    # The runtime has a class for each cause, and no common one.
+    with saying(f"{path} is not a sound ONNX graph", Exception):
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    metadata = session.get_modelmeta().custom_metadata_map
+    if FORMAT not in metadata:
+        raise UserError(
+            f"{path} does not say how its images are prepared; it was not exported by this library"
+        )
+    held = described(metadata[FORMAT], {}, path)
+    return session, held, held.name or path.stem
+
+
+def no_model(graph: str) -> UserError:
+    """The error for the graph of this name, where a model is needed."""
+    return UserError(
+        f"{graph} is an exported graph, which can only be run; give the model that it was made from"
+    )
 
 
 def home() -> Path:

@@ -19,14 +19,12 @@ from PIL import Image
 from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
-from locality.checkpoints.finding import AN_EXPORTED_GRAPH, fetch, read
+from locality.checkpoints.finding import fetch, no_model, read, read_graph
 from locality.checkpoints.format import (
-    FORMAT,
     INPUT,
     OUTPUT,
     Checkpoint,
     check_classes,
-    described,
     read_folder,
     write_folder,
 )
@@ -35,8 +33,7 @@ from locality.checkpoints.reading import check_finite, check_keys
 from locality.checkpoints.where import is_run_folder, kind_of, source
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
-from locality.errors import UserError, naming, require, saying
-from locality.files import open_file
+from locality.errors import UserError, naming
 from locality.models import factory
 from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import unlike
@@ -46,9 +43,6 @@ from locality.models.initialisations import trained_conv, transform
 State = dict[str, Tensor]
 
 _log = logging.getLogger("locality")
-
-# Protocol Buffers hold no more.
-_LARGEST_GRAPH = 2 << 30
 
 # How Pillow calls images of so many channels.
 _MODES = {1: "L", 3: "RGB"}
@@ -141,7 +135,7 @@ class Classifier:
             UserError: if there is none.
         """
         if self.model is None:
-            raise UserError(f"{self.name} {AN_EXPORTED_GRAPH}")
+            raise no_model(self.name)
         return self.model
 
 
@@ -188,25 +182,13 @@ def load(
 
 
 def _open_graph(path: Path) -> Classifier:
-    open_file(path, _LARGEST_GRAPH).close()
-    require("running an ONNX graph", "locality[export]", "onnxruntime")
-    import onnxruntime
-
-    # The runtime has a class for each cause, and no common one.
-    with saying(f"{path} is not a sound ONNX graph", Exception):
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    metadata = session.get_modelmeta().custom_metadata_map
-    if FORMAT not in metadata:
-        raise UserError(
-            f"{path} does not say how its images are prepared; it was not exported by this library"
-        )
-    held = described(metadata[FORMAT], {}, path)
+    session, held, name = read_graph(path)
 
     def logits(images: Tensor) -> Tensor:
         return torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
     prepared = _fitting(held.preprocessing, held.config.img_size, held.config.in_chans)
-    return Classifier(held.name or path.stem, logits, prepared, held.classes)
+    return Classifier(name, logits, prepared, held.classes)
 
 
 def _fitting(
