@@ -316,10 +316,8 @@ def _parts(config: DataConfig) -> list[Any]:
 def open_torchvision(config: DataConfig) -> Opened:
     """A dataset that torchvision has a reader for, see `datasets.yaml`."""
     parts = _parts(config)
-    # Older versions of torchvision do not know the flowers' names.
-    classes = getattr(parts[0], "classes", [f"class {n}" for n in range(1, 103)])
     return (
-        list(classes),
+        list(parts[0].classes),
         _source(parts[:-1], f"{config.dataset} train", config),
         _source(parts[-1:], f"{config.dataset} test", config),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ Size = tuple[int, int]
 Step = Callable[[Any], Any]
 
 
+@dataclass(frozen=True)
 class ImageTransform:
     """Turns one image, or the window of it that `draw` chose, into a (3, H, W) uint8 tensor.
 
@@ -40,23 +41,16 @@ class ImageTransform:
         fixed: nothing is done to an image of this size.
     """
 
-    def __init__(
-        self,
-        size: Size,
-        steps: Sequence[Step],
-        crop: RandomResizedCropAndInterpolation | None = None,
-        on_tensors: bool = False,
-        fixed: bool = False,
-    ) -> None:
-        self.size = size
-        self.steps = steps
-        self.crop = crop
-        self.on_tensors = on_tensors
-        self.fixed = fixed
-        self._all = transforms.Compose([*steps, MaybePILToTensor()])
+    size: Size
+    steps: Sequence[Step]
+    crop: RandomResizedCropAndInterpolation | None = None
+    on_tensors: bool = False
+    fixed: bool = False
 
-    def __call__(self, image: Image.Image | torch.Tensor) -> torch.Tensor:
-        return self._all(image)
+    def __call__(self, image: Any) -> torch.Tensor:
+        for step in self.steps:
+            image = step(image)
+        return MaybePILToTensor()(image)
 
     def draw(self, size: tuple[int, int]) -> Window:
         """What `crop` takes of an image of this (width, height); draws from Python's generator."""
