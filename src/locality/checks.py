@@ -129,9 +129,12 @@ def settings(config: Any, group: str = "") -> None:
     for field in dataclasses.fields(config):
         hint, value, name = hints[field.name], getattr(config, field.name), group + field.name
         types = typing.get_args(hint) or (hint,)
-        if typing.get_origin(hint) is Literal:
-            one_of(name, value, types)
-        elif field.metadata and not (value is None and type(None) in types):
+        if value is None and type(None) in types:
+            continue
+        choices = [each for each in (hint, *types) if typing.get_origin(each) is Literal]
+        if choices:
+            one_of(name, value, typing.get_args(choices[0]))
+        elif field.metadata:
             for each in value if isinstance(value, tuple) else (value,):
                 if int in types:
                     integer(name, each, field.metadata["low"], field.metadata["high"])

@@ -137,6 +137,7 @@ WAYS = {
     "data check photos": "",
     "data pack photos packed": "workers dataset",
     "reproduce all": "json list",
+    "reproduce all --finished": "json list dry_run jobs threads executor",
     "reproduce --list": ("dry_run finished output seeds fraction jobs threads executor data quiet"),
     "demo": "",
     "recipes": "",

@@ -61,6 +61,8 @@ def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
     assert len(find("all")) == len(CONVIT) + len(CVT) + len(BEYOND)
     with pytest.raises(UserError, match="did you mean convit/table-3"):
         find("convit/tabel-3")
+    with pytest.raises(UserError, match="unknown dataset 'imagnet'; did you mean imagenet"):
+        get_scale("imagenet", Path("runs"), {"imagnet": "photos"})
     with pytest.raises(UserError, match="unknown scale 'digit'; did you mean digits"):
         get_scale("digit", Path("runs"))
 

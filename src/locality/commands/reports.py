@@ -91,6 +91,8 @@ def reproduce(arguments: Sequence[str]) -> None:
         parser.refuse(own, "does nothing beside --list")
     else:
         parser.refuse("json", "is for --list")
+    if options.finished:
+        parser.refuse("dry_run jobs threads executor", "does nothing beside --finished")
 
     from locality.papers import reproduce as papers
 

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from locality.data.config import DATASETS
 from locality.errors import UserError, entry
 from locality.files import read_yaml
 from locality.models import variant
@@ -242,9 +243,12 @@ def get_scale(name: str, root: Path, data: Mapping[str, str] | None = None) -> S
         data: dataset → its folder, for those that have one.
 
     Raises:
-        UserError: if there is none of that name, with the nearest.
+        UserError: if there is no scale or dataset of a name, with the nearest.
     """
-    return dataclasses.replace(entry("scale", name, SCALES), root=Path(root), data=data or {})
+    scale = entry("scale", name, SCALES)
+    for dataset in data or {}:
+        entry("dataset", dataset, DATASETS)
+    return dataclasses.replace(scale, root=Path(root), data=data or {})
 
 
 @dataclass(frozen=True)
