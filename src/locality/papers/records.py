@@ -217,7 +217,9 @@ def corrected(claims: Sequence[Record]) -> list[str]:
 
     In order of their p-values, the k-th of m claims is decided if it and all before it have
     p < 0.05 / (m − k + 1). The chance that even one verdict among them is wrong is then below 5%.
-    Claims that need no seeds are not among the m.
+    Claims that need no seeds are not among the m. This takes the number of seeds as fixed
+    beforehand: tables that were given more after a first look, all their cells alike (from 8 to 12
+    or 20), are somewhat likelier to be decided than that.
     """
     alone = [judge(claim) for claim in claims]
     tested = [i for i, claim in enumerate(claims) if not claim.get("exact")]
