@@ -13,8 +13,8 @@ import hashlib
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from pathlib import Path
 from typing import IO, Any
 
@@ -180,7 +180,8 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.saved_step: int | None = None
-        self._saving: futures.Future[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
 
     def save(self, packed: Packed) -> None:
         """Make a packed state the last checkpoint.
@@ -260,9 +261,14 @@ class CheckpointFolder:
             CheckpointNotSaved: if the checkpoint before it could not be.
         """
         self.wait()
-        thread = futures.ThreadPoolExecutor(1)
-        self._saving = thread.submit(self.save, pack(state))
-        thread.shutdown(wait=False)
+        self._thread = threading.Thread(target=self._save_apart, args=(pack(state),))
+        self._thread.start()
+
+    def _save_apart(self, packed: Packed) -> None:
+        try:
+            self.save(packed)
+        except Exception as error:  # handed over to the thread that trains
+            self._failure = error
 
     def wait(self) -> None:
         """Return when nothing is being saved.
@@ -270,8 +276,11 @@ class CheckpointFolder:
         Raises:
             CheckpointNotSaved: if the checkpoint could not be.
         """
-        if self._saving is not None:
-            futures.wait([self._saving])
+        if self._thread is not None:
+            # A future has its result before its thread has ended, and a process that is forked in
+            # between, as loading workers are, can wait for ever.
+            self._thread.join()
+            self._thread = None
         self.check()
 
     def check(self) -> None:
@@ -280,9 +289,9 @@ class CheckpointFolder:
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be saved.
         """
-        if self._saving is not None and self._saving.done():
-            saved, self._saving = self._saving, None
-            saved.result()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
 
 def classes_of(folder: Path | str) -> list[str]:
