@@ -89,7 +89,7 @@ def application(classifier: Classifier) -> FastAPI:
     page = render(
         "locality.report",
         "serve.html",
-        name=classifier.name,
+        title=classifier.name,
         size=classifier.preprocessing.size,
         megabytes=MEGABYTES,
         version=__version__,

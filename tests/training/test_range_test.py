@@ -10,8 +10,8 @@ import pytest
 
 from locality.cli import main
 from locality.files import read_rows
-from locality.training.engine import HIGHEST, LOWEST, STEPS, RangeTest, lr_find
 from locality.training.loop import Loop
+from locality.training.range_test import HIGHEST, LOWEST, STEPS, RangeTest, lr_find
 
 from .conftest import TINY_MODEL, tiny
 

@@ -17,7 +17,7 @@ from locality.analysis.statistics import estimate, mean_curve
 from locality.figures.style import CONVIT, FAINT, INK, colour_of, look_of, new_figure, settings
 
 if TYPE_CHECKING:
-    from locality.training.engine import RangeTest
+    from locality.training.range_test import RangeTest
 
 PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside each other elsewhere
 

@@ -411,8 +411,9 @@ def run_all(
             # What needs nothing that is still to be done goes on side by side.
             wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
             waiting = [run for run in waiting if run not in wave]
-            refused = [Outcome(run, reason) for run in wave if (reason := _failed(run, outcomes))]
-            ready = [run for run in wave if _failed(run, outcomes) is None]
+            lacking = {run.folder: _failed(run, outcomes) for run in wave}
+            refused = [Outcome(run, reason) for run in wave if (reason := lacking[run.folder])]
+            ready = [run for run in wave if lacking[run.folder] is None]
             for outcome in itertools.chain(refused, executor.map(ready)):
                 outcomes[outcome.run.folder] = outcome
                 progress.ended(outcome)
