@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from locality.analysis.statistics import two_sided_t
@@ -153,7 +154,7 @@ def test_holm_decides_in_order_and_stops_at_the_first_that_is_too_large():
 
 def test_how_many_seeds_would_decide():
     """The first number of seeds at which t · s / √n falls below the mean."""
-    found = decided(Claim("x", "", run_of(fixed(s0=-0.5, s1=1.5, s2=0.5, s3=-0.1, s4=1.1))), {})
+    found = decided(claim(run_of(fixed(s0=-0.5, s1=1.5, s2=0.5, s3=-0.1, s4=1.1))), {})
     assert found["verdict"] == UNDECIDED
     needed = seeds_needed(found)
     deviation = math.sqrt((1 + 1 + 0.36 + 0.36) / 4)
@@ -167,20 +168,59 @@ def run_of(quantity):
     return dataclasses.replace(quantity, measures=((object(), object()),))
 
 
+def claim(*quantities):
+    """That each of some quantities is above 0."""
+    return Claim("x", "", {f"part {n}": each for n, each in enumerate(quantities, 1)})
+
+
+def test_a_claim_about_several_numbers_holds_if_each_does():
+    clear = run_of(fixed(s0=2.0, s1=2.1, s2=1.9, s3=2.2))
+    less_clear = run_of(fixed(s0=0.2, s1=0.5, s2=0.6, s3=0.3))
+    found = decided(claim(clear, less_clear, clear), {})
+    assert (found["verdict"], found["part"], found["parts"]) == (HOLDS, "part 2", 3)
+    assert judge(found)[1] == judge(decided(claim(less_clear), {}))[1]  # nothing to correct for
+    noisy = run_of(fixed(s0=1.0, s1=-0.5, s2=1.4, s3=-0.3))
+    found = decided(claim(clear, less_clear, noisy), {})
+    assert (found["verdict"], found["part"]) == (UNDECIDED, "part 3")
+
+
+def test_a_claim_about_several_numbers_fails_if_one_does_corrected_for_their_number():
+    clear = run_of(fixed(s0=2.0, s1=2.1, s2=1.9, s3=2.2))
+    below = run_of(fixed(s0=-0.2, s1=-0.5, s2=-0.6, s3=-0.3))
+    found = decided(claim(clear, below), {})
+    assert (found["verdict"], found["part"]) == (FAILS, "part 2")
+    assert judge(found)[1] == pytest.approx(2 * judge(decided(claim(below), {}))[1])
+    # Alone it would be told, at p = 0.022; not as one of four.
+    assert decided(claim(clear, clear, clear, below), {})["verdict"] == UNDECIDED
+
+
+def test_noise_alone_does_not_speak_against_a_claim_about_several_numbers():
+    """The least of five numbers without any effect is below 0 in almost every seed."""
+    noise = np.random.default_rng(0).standard_normal((200, 5, 5))
+    verdicts = [
+        decided(
+            claim(*(run_of(fixed(**{f"s{n}": v for n, v in enumerate(part)})) for part in each)), {}
+        )
+        for each in noise
+    ]
+    wrong = sum(found["verdict"] != UNDECIDED for found in verdicts)
+    assert wrong <= 15  # 5% of 200 are 10; the least by seed is below it in 174
+
+
 def test_a_claim_without_runs_was_not_run_and_one_that_no_run_decides_is_untestable(
     tmp_path, tiny_run
 ):
     waiting = measured((tiny_run(tmp_path),), Measure("x", lambda run: 1.0))
-    found = decided(Claim("x", "", waiting - absent("no such model")), {})
+    found = decided(claim(waiting - absent("no such model")), {})
     assert (found["verdict"], found["empty"]) == (UNTESTABLE, "no such model")
-    found = decided(Claim("x", "", waiting), {})
+    found = decided(claim(waiting), {})
     assert (found["verdict"], found["empty"]) == (NOT_RUN, "not run yet")
 
 
 def test_an_estimate_is_students_t_over_seeds():
-    found = decided(Claim("x", "", run_of(fixed(s0=1.0, s1=2.0, s2=3.0))), {})
+    found = decided(claim(run_of(fixed(s0=1.0, s1=2.0, s2=3.0))), {})
     assert found["mean"] == 2.0 and found["by_seed"] == {"0": 1.0, "1": 2.0, "2": 3.0}
     # t(0.975, 2) = 4.3027 times s/√n = 1/√3.
     assert found["half_width"] == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert found["verdict"] == UNDECIDED
-    assert decided(Claim("x", "", computed(lambda: 2.0)), {})["verdict"] == HOLDS
+    assert decided(claim(computed(lambda: 2.0)), {})["verdict"] == HOLDS

@@ -83,8 +83,8 @@ def test_every_experiment_can_be_built_at_every_scale(built):
         assert spec.about.endswith("."), name
         for claim in spec.claims:
             assert claim.margin is None or claim.margin > 0
-            ours = name.startswith("beyond/") or name == "cvt/nas"
-            assert bool(claim.where) != ours, claim.text
+            if name != "cvt/nas":  # which asks the paper's question and ours
+                assert bool(claim.where) != name.startswith("beyond/"), claim.text
 
 
 def test_the_papers_claims_are_many_and_each_stands_once(built):

@@ -35,9 +35,12 @@ class Estimate:
         return None if self.half_width is None else self.mean + self.half_width
 
     def p_value(self, at: float = 0.0) -> float:
-        """The two-sided p-value of "the mean is `at`"; 1 where one value says nothing of spread."""
+        """The two-sided p-value of "the mean is `at`"; 1 where one value says nothing of spread.
+
+        Values that are all alike have no spread for Student's t: then it is the sign test's.
+        """
         if not self.half_width:
-            return float(self.half_width is None or self.mean == at)
+            return 1.0 if self.half_width is None or self.mean == at else 2.0 ** (1 - self.n)
         freedom = self.n - 1
         t = (self.mean - at) / self.half_width * two_sided_t(freedom)
         return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))

@@ -60,13 +60,15 @@ def table_1(s: Scale) -> Table:
     rows = []
     for size in s.sizes:
         for role in (f"DeiT-{size}", f"ConViT-{size}"):
-            speed = s.measured(INFERENCE_SPEED, role, seeds=s.seeds[:1])
+            speed = s.measured(INFERENCE_SPEED, role, seeds=s.seeds_of(size))
             top = {m.name: s.measured(m, role, seeds=s.seeds_of(size)) for m in (TOP1, TOP5)}
             rows.append(Row(role, {**s.counted(role), "speed": speed, **top}))
-    named = {
-        f"{role}'s speed": s.measured(INFERENCE_SPEED, role) for role in ("DeiT-S", "ConViT-S")
-    }
-    named |= {role: s.measured(TOP1, role, seeds=s.few_seeds) for role in ("ConViT-S+", "DeiT-B")}
+    named = {}
+    for role in ("ConViT-S+", "DeiT-B"):
+        named[role] = s.measured(TOP1, role, seeds=s.few_seeds)
+        named[f"{role}'s parameters"] = s.counted(role)["parameters"]
+    for role in ("DeiT-S", "ConViT-S", "ConViT-S+", "DeiT-B"):
+        named[f"{role}'s speed"] = s.measured(INFERENCE_SPEED, role, seeds=s.few_seeds)
     return Table(tuple(rows), named=named)
 
 
@@ -87,14 +89,17 @@ def table_2(s: Scale) -> Table:
         return Table(tuple(rows))
     top1 = {family: [row.cells[f"{family}-S/top1"] for row in rows] for family in FAMILIES}
     named = {
-        f"{family}'s least step": combined(lambda *v: min(b - a for a, b in pairwise(v)), *found)
+        f"{family}'s step, {percent(lower)} to {percent(upper)}": more - fewer
         for family, found in top1.items()
+        for (lower, fewer), (upper, more) in pairwise(zip(FRACTIONS, found, strict=True))
     }
     scarcity = [-math.log10(fraction) for fraction in FRACTIONS]
     for m in (TOP1, TOP5):
         gaps = [row.cells[f"gap/{m.name}"] for row in rows]
         named[f"slope of {m.name}"] = combined(
-            lambda *v: linear_regression(scarcity, v).slope, *gaps, unit=gaps[0].unit
+            lambda *v: linear_regression(scarcity, v).slope,
+            *gaps,
+            unit=f"{gaps[0].unit} per tenfold fewer images",
         )
     classical = published.value("convit/text", BEST_CONVOLUTIONAL, "top1").value
     named["over convolutional nets"] = (
@@ -163,7 +168,7 @@ def table_4(s: Scale) -> Table:
     for role in ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+"):
         plain, hard = s.measured(TOP1, role), taught(s, TOP1, role)
         rows.append(Row(role, {"none": plain, "hard": hard, "gain": hard - plain}))
-    return Table(tuple(rows))
+    return Table(tuple(rows), named={"ConViT-S": s.measured(TOP1, "ConViT-S")})
 
 
 @experiment("convit/table-5")
@@ -196,7 +201,8 @@ def table_6(s: Scale) -> Table:
         cells["none"] = s.measured(TOP1, role)
         rows.append(Row(f"first {layers} layers (paper: {printed})", cells, printed))
     half = combined(lambda whole: whole / 2, cells["none"])
-    return Table(tuple(rows), named={"half of it": half})
+    quarter = combined(lambda whole: whole / 4, cells["none"])
+    return Table(tuple(rows), named={"half of it": half, "quarter of it": quarter})
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -383,6 +389,10 @@ def figure_11(s: Scale) -> Figure:
         panel("Size of the model", "epochs", by_size),
         panel("Fraction of the data", "fraction of training (%)", by_fraction),
     ]
+    named = {
+        name: relative_gain(*both(BEST_TOP1, size, seeds=s.few_seeds))
+        for name, size in (("smallest", sizes[0]), ("largest", sizes[-1]))
+    }
     if s.comparable:
         cifar: dict[str, Any] = {
             "data__dataset": "cifar100",
@@ -392,10 +402,9 @@ def figure_11(s: Scale) -> Figure:
         }
         lines = {size: both(LEARNING_CURVE, size, **cifar) for size in sizes}
         panels.insert(0, panel("CIFAR-100 at 224 px", "epochs", lines))
-    named = {
-        name: relative_gain(*both(BEST_TOP1, size, seeds=s.few_seeds))
-        for name, size in (("smallest", sizes[0]), ("largest", sizes[-1]))
-    }
+        reached = top1_at("after 1,000 epochs", lambda schedule: 1000.0)
+        named["ConViT-Ti+ on CIFAR-100"] = s.measured(reached, "ConViT-Ti+", **cifar)
+        named["ConViT-Ti+ at the end"] = s.measured(TOP1, "ConViT-Ti+", **cifar)
     return Figure(tuple(panels), named=named)
 
 

@@ -3,10 +3,10 @@ its architecture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class Watched:
     Attributes:
         far: nonlocality, (layers, snapshots).
         grown: how much each layer's has from before the first step to the end, (layers,).
+        fallen_early: how much it has fallen early in training, (layers,).
         by_head: nonlocality, (layers, snapshots, heads).
         gates: σ(λ), (gated layers, snapshots, heads).
         mean_gates: over heads, (gated layers, snapshots).
@@ -51,11 +52,7 @@ class Watched:
         self.gates = np.array(gates)
         self.mean_gates = np.array([[fmean(heads) for heads in layer] for layer in gates])
         self.early = found["early"]
-
-    @property
-    def fallen_early(self) -> float:
-        """The least that any layer's nonlocality has fallen early in training."""
-        return min(self.far[:, 0] - self.far[:, self.early])
+        self.fallen_early = self.far[:, 0] - self.far[:, self.early]
 
     @property
     def half(self) -> int:
@@ -74,6 +71,16 @@ def _watched(*trajectories: Quantity, unit: str = "tokens") -> Callable[..., Qua
         return combined(lambda *found: function(*map(Watched, found)), *trajectories, unit=unit)
 
     return number
+
+
+def _by_layer(
+    watched: Callable[..., Quantity],
+    layers: Iterable[int],
+    name: str,
+    of_all: Callable[[Watched], np.ndarray],
+) -> dict[str, Quantity]:
+    """Each of some layers' own of the numbers of all, under "name, layer 1" and so on."""
+    return {f"{name}, layer {n + 1}": watched(lambda w, n=n: of_all(w)[n]) for n in layers}
 
 
 def _unless_out_of_reach(s: Scale, quantity: Quantity) -> Quantity:
@@ -118,7 +125,7 @@ def _gate_panels(s: Scale, size: str) -> tuple[Panel, ...]:
 @experiment("convit/figure-5")
 def figure_5(s: Scale) -> Figure:
     """Eq. 8 by layer, from snapshots."""
-    gated = s.architecture("ConViT-S").gpsa_layers
+    layers, gated = s.architecture("DeiT-S").depth, s.architecture("ConViT-S").gpsa_layers
     found = {role: s.measured(TRAJECTORY, role) for role in ("DeiT-S", "ConViT-S")}
     deit, convit = map(_watched, found.values())
 
@@ -127,16 +134,18 @@ def figure_5(s: Scale) -> Figure:
         return watched.grown[layer] - fmean(watched.grown[1 : gated - 1])
 
     named = {
-        "fallen early": deit(lambda w: w.fallen_early),
         "first": deit(lambda w: -w.grown[0]),
         "climbed": deit(lambda w: w.far[-1, -1] - w.far[-1, w.early]),
         "last": deit(lambda w: w.far[-1, -1] - w.far[0, -1]),
-        "least step": deit(lambda w: min(np.diff(w.far[:, -1]))),
-        "gated": convit(lambda w: min(w.grown[:gated])),
         "first gated": convit(lambda w: above_middle(w, 0)),
         "last gated": convit(lambda w: above_middle(w, gated - 1)),
-        "second gated": convit(lambda w: min(np.delete(w.grown[:gated], 1)) - w.grown[1]),
+        **_by_layer(deit, range(layers), "early fall", lambda w: w.fallen_early),
+        **_by_layer(deit, range(1, layers), "step", lambda w: np.diff(w.far[:, -1], prepend=0)),
+        **_by_layer(convit, range(gated), "gated growth", lambda w: w.grown),
     }
+    if gated > 3:  # of three, the second alone is between first and last
+        others = (0, *range(2, gated))
+        named |= _by_layer(convit, others, "above the second", lambda w: w.grown - w.grown[1])
     if s.comparable:
         ends = (each(lambda w: fmean(w.far[:gated, -1])) for each in (deit, convit))
         named |= zip(("DeiT's end", "ConViT's end"), ends, strict=True)
@@ -148,12 +157,14 @@ def figure_5(s: Scale) -> Figure:
 def figure_6(s: Scale) -> Figure:
     """σ(λ) of every head, layer by layer."""
     gate = _watched(s.measured(TRAJECTORY, "ConViT-S"), unit="of attention")
-    near_0 = gate(lambda w: 0.1 - max(w.mean_gates[-w.half :, -1]))
+    gated = s.architecture("ConViT-S").gpsa_layers
+    deeper = range(gated - max(1, gated // 2), gated)
+    near_0 = _by_layer(gate, deeper, "below 0.1", lambda w: 0.1 - w.mean_gates[:, -1])
     named = {
-        "fallen": gate(lambda w: min(w.mean_gates[:, 0] - w.mean_gates[:, -1])),
-        "near 0": _unless_out_of_reach(s, near_0),
+        **_by_layer(gate, range(gated), "fall", lambda w: w.mean_gates[:, 0] - w.mean_gates[:, -1]),
+        **{name: _unless_out_of_reach(s, each) for name, each in near_0.items()},
         "first half": gate(lambda w: w.above_deeper(w.mean_gates[:, -1])),
-        "spread": gate(lambda w: w.above_deeper([pstdev(heads) for heads in w.gates[:, -1]])),
+        "spread": gate(lambda w: w.above_deeper([stdev(heads) for heads in w.gates[:, -1]])),
     }
     return Figure(_gate_panels(s, "S"), named=named)
 
@@ -161,12 +172,13 @@ def figure_6(s: Scale) -> Figure:
 @experiment("convit/figure-10")
 def figure_10(s: Scale) -> Figure:
     """The two trajectories, and where they end."""
+    layers = s.architecture("DeiT-S").depth
     found = {"no": s.measured(TRAJECTORY, "DeiT-S"), "hard": taught(s, TRAJECTORY, "DeiT-S")}
     named: dict[str, Quantity] = {}
     for label, trajectory in found.items():
         watched = _watched(trajectory)
         named |= {
-            f"{label}, fallen early": watched(lambda w: w.fallen_early),
+            **_by_layer(watched, range(layers), f"{label}, early fall", lambda w: w.fallen_early),
             f"{label}, late": watched(lambda w: fmean(w.far[:, -1] - w.far[:, w.early])),
             f"{label}, end": watched(lambda w: fmean(w.far[:, -1])),
         }
@@ -187,9 +199,9 @@ def figure_13(s: Scale) -> Figure:
         watched = _watched(trajectory)
         named[f"{role}, first"] = watched(lambda w: w.grown[0])
         named[f"{role}, mean"] = watched(lambda w: fmean(w.grown))
-        named[f"{role}, gated"] = watched(lambda w: min(w.grown[: len(w.gates)]))
-    gated = (named[f"ConViT-{size}, gated"] for size in ("Ti", "B"))
-    named["gated"] = combined(min, *gated, unit="tokens")
+        if role.startswith("ConViT"):
+            gated = range(s.architecture(role).gpsa_layers)
+            named |= _by_layer(watched, gated, f"gated growth, {role}", lambda w: w.grown)
     panels = tuple(_nonlocality_panel(s, *each) for each in found.items())
     return Figure(panels, named=named)
 
@@ -202,11 +214,10 @@ def figure_14(s: Scale) -> Figure:
         trajectory = s.measured(TRAJECTORY, f"ConViT-{size}", seeds=s.few_seeds)
         layers = _watched(trajectory, unit="layers")(lambda w: int(sum(w.mean_gates[:, -1] > 0.1)))
         named[f"{size} layers"] = _unless_out_of_reach(s, layers)  # that still use position
-        named[f"{size} fallen"] = _watched(trajectory)(
-            lambda w: fmean(w.mean_gates[:, 0]) - fmean(w.mean_gates[:, -1])
-        )
-    both = (named["Ti fallen"], named["B fallen"])
-    named["fallen"] = combined(min, *both, unit="of attention")
+        if size != "S":
+            named[f"fall, ConViT-{size}"] = _watched(trajectory, unit="of attention")(
+                lambda w: fmean(w.mean_gates[:, 0]) - fmean(w.mean_gates[:, -1])
+            )
     return Figure((*_gate_panels(s, "Ti"), *_gate_panels(s, "B")), named=named)
 
 
@@ -231,12 +242,11 @@ def figure_4(s: Scale) -> Figure:
         return diagrams.draw_columns(columns | {"GPSA layer (Eq. 6–7)": layer})
 
     def positional() -> float:
-        parameters = skeleton("convit_small").named_parameters()
-        sizes = {name: tensor.numel() for name, tensor in parameters}
-        own = sum(n for name, n in sizes.items() if name.endswith(("v_pos", "gating")))
-        return 100 * own / sum(sizes.values())
+        layer = skeleton("convit_small").blocks[0].attn  # type: ignore[index, union-attr]
+        own = layer.v_pos.numel() + layer.gating.numel()
+        return 100 * own / (2 * layer.dim**2)
 
-    named = {"positional": computed(positional, "% of the parameters")}
+    named = {"positional": computed(positional, "% of those of W_qry and W_key")}
     return Figure(draw=draw, named=named)
 
 
@@ -306,18 +316,18 @@ def figure_17(s: Scale) -> Figure:
     deit, convit = (s.measured(TRAJECTORY, role) for role in ("DeiT-S", "ConViT-S"))
 
     def nearer(deit: Watched, convit: Watched) -> float:
-        gaps = deit.far[:, -1] - convit.far[:, -1]
+        gaps = abs(deit.far[:, -1] - convit.far[:, -1])
         return gaps[1] - gaps[gated - 1]
 
     def varied(watched: Watched) -> float:
         """How much further apart in distance the heads of a layer have come."""
-        return fmean(pstdev(of[-1]) - pstdev(of[0]) for of in watched.by_head[:gated])
+        return fmean(stdev(of[-1]) - stdev(of[0]) for of in watched.by_head[:gated])
 
     both = _watched(deit, convit)
     mixed = _watched(convit, unit="of attention")
     named = {
         "nearer": both(nearer),
-        "mixed": mixed(lambda w: pstdev(w.gates[1, -1]) - pstdev(w.gates[-1, -1])),
+        "mixed": mixed(lambda w: stdev(w.gates[1, -1]) - stdev(w.gates[-1, -1])),
         "varied": both(lambda deit, convit: varied(convit) - varied(deit)),
     }
     return _maps_figure(s, "S", _OTHER_IMAGES, named)

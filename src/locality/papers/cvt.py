@@ -53,6 +53,10 @@ def _built(name: str, img_size: int | None = None, **fields: Any) -> dict[str, Q
     return counted(lambda: (ModelConfig(name, img_size=img_size, overrides=fields), 1000))
 
 
+def _saved(full: Quantity, less: Quantity, what: str) -> Quantity:
+    return combined(lambda a, b: 100 * (1 - b / a), full, less, unit=f"% of the {what}")
+
+
 @experiment("cvt/table-2")
 def table_2(s: Scale) -> Table:
     """Counted on the models as built; needs no run and no data."""
@@ -64,7 +68,9 @@ def table_2(s: Scale) -> Table:
 def table_3(s: Scale) -> Table:
     """Our runs, fine-tuned ones, and other people's models with their public weights."""
     rows = published.rows("cvt/table-3")
-    return Table(tuple(Row(row, _table_3_cells(s, row)) for row in rows))
+    cvt, deit = _built("cvt_21"), _built("deit_base")
+    named = {f"fewer {metric}": _saved(deit[metric], cvt[metric], metric) for metric in cvt}
+    return Table(tuple(Row(row, _table_3_cells(s, row)) for row in rows), named=named)
 
 
 def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
@@ -262,12 +268,8 @@ for _name in ("cvt/table-5", "cvt/table-6", "cvt/table-8"):
 @experiment("cvt/table-7")
 def table_7(s: Scale) -> Table:
     """Keys and values squeezed or not."""
-    saved = combined(
-        lambda full, squeezed: 100 * (1 - squeezed / full),
-        *(_built("cvt_13", kv_stride=stride)["flops"] for stride in (1, 2)),
-        unit="% of the MACs",
-    )
-    return _changed(s, "cvt/table-7", saved=saved)
+    full, squeezed = (_built("cvt_13", kv_stride=stride)["flops"] for stride in (1, 2))
+    return _changed(s, "cvt/table-7", saved=_saved(full, squeezed, "MACs"))
 
 
 @experiment("cvt/figure-1")

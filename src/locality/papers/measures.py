@@ -95,10 +95,16 @@ class Values:
     Attributes:
         by_seed: seed → value.
         problems: why seeds are missing, one sentence each.
+        constant: it is the same for every seed, and `by_seed` has it for seed 0.
     """
 
     by_seed: dict[int, Any]
     problems: tuple[str, ...] = ()
+    constant: bool = False
+
+    def at(self, seed: int) -> Any:
+        """The value for a seed."""
+        return self.by_seed[0 if self.constant else seed]
 
     def estimate(self) -> Estimate:
         """Mean and 95% interval over seeds."""
@@ -177,23 +183,25 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
                 reasons.append(error)
         if reasons:  # what cannot be had is said before what was not run
             raise min(reasons, key=lambda error: not isinstance(error, Untestable))
-        seeds = set.intersection(*(set(each.by_seed) for each in values))
+        varied = [set(each.by_seed) for each in values if not each.constant]
+        seeds = set.intersection(*varied) if varied else {0}
         if not seeds:
             raise Empty("no seed is common to what it is computed from")
         return Values(
-            {seed: function(*(each.by_seed[seed] for each in values)) for seed in sorted(seeds)},
+            {seed: function(*(each.at(seed) for each in values)) for seed in sorted(seeds)},
             tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
+            constant=not varied,
         )
 
     return Quantity(evaluate, unit, tuple(taken for part in parts for taken in part.measures))
 
 
 def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
-    """A number that needs no run, such as the parameters of a model: that of seed 0."""
+    """A number that needs no run, such as the parameters of a model: the same for every seed."""
 
     def evaluate(_: Failures) -> Values:
         try:
-            return Values({0: function()})
+            return Values({0: function()}, constant=True)
         except (UserError, FileNotFoundError) as error:
             raise Empty(str(error)) from error
 
@@ -220,20 +228,20 @@ def ratio(first: Quantity, second: Quantity) -> Quantity:
     return combined(operator.truediv, first, second, unit="times")
 
 
-def of_result(*names: str, per: float = 1.0) -> Measure:
-    """A number of result.json, such as millions of parameters: `per` 1e6."""
+def of_result(*names: str, per: float = 1.0, unit: str = "points") -> Measure:
+    """A number of result.json, such as millions of parameters: `per` 1e6 and `unit` "M"."""
 
     def read(run: Run) -> float:
         found: Any = run.result() or {}
         return float(functools.reduce(operator.getitem, names, found)) / per
 
-    return Measure(names[-1], read, kept=False)
+    return Measure(names[-1], read, kept=False, unit=unit)
 
 
 TOP1 = of_result("top1")
 """Accuracy at the end, in per cent."""
 TOP5 = of_result("top5")
-PARAMETERS = of_result("parameters", per=1e6)
+PARAMETERS = of_result("parameters", per=1e6, unit="M")
 """In millions."""
 
 

@@ -221,6 +221,9 @@ def _evidence(claim: Record) -> str:
     if claim["half_width"] is not None and records.judge(claim)[0] == records.UNDECIDED:
         needed = records.seeds_needed(claim)
         notes.append(f"{needed or f'more than {records.MOST_SEEDS}'} seeds would decide it")
+    if claim.get("parts", 1) > 1:
+        text = f"{claim['part']}: {text}"
+        notes.append(f"{claim['parts']} of these have to hold")
     return f"{text} {claim['unit']}" + (f" ({', '.join(notes)})" if notes else "")
 
 

@@ -2,11 +2,13 @@
 
 There is one rule for all claims, and a correction for how many of them are asked. A claim is given
 as what a record keeps of it: `expects` ("above" or "equal"), `margin`, and, if it was measured,
-`mean`, `half_width`, `n`, and `exact` where it needs no run. No eye decides.
+`mean`, `half_width`, `n`, `exact` where it needs no run, and which of how many `parts` this is. No
+eye decides.
 """
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import json
 import math
@@ -132,20 +134,30 @@ def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
 
 
 def decided(claim: Claim, failures: Failures) -> Record:
-    """A claim with what it rests on, seed by seed, and its verdict taken alone."""
+    """A claim with what it rests on, seed by seed, and its verdict taken alone.
+
+    Of several parts that is the one that decides: the surest of those that speak against the claim
+    or, if none does, the least sure.
+    """
     content: Record = {
         "text": claim.text,
         "where": claim.where,
         "expects": "above" if claim.margin is None else "equal",
         "margin": claim.margin or 0.0,
-        "unit": claim.quantity.unit,
+        "unit": next(iter(claim.parts.values())).unit,
     }
     try:
-        values = claim.quantity.evaluate(failures)
+        parts = [
+            {"part": name, "exact": not quantity.runs} | _measured(quantity.evaluate(failures))
+            for name, quantity in claim.parts.items()
+        ]
     except Empty as error:
         verdict = UNTESTABLE if isinstance(error, Untestable) else NOT_RUN
         return content | {"verdict": verdict, "empty": str(error)}
-    content |= _measured(values) | {"exact": not claim.quantity.runs, "empty": None}
+    told = [content | part for part in parts]
+    against = [part for part in told if not _agrees(part)]
+    deciding = min(against, key=_p_value) if against else max(told, key=_p_value)
+    content = deciding | {"parts": len(parts), "empty": None}
     return content | {"verdict": judge(content)[0]}
 
 
@@ -195,16 +207,31 @@ def judge(claim: Record) -> tuple[str, float]:
     hold if the whole interval is outside. Everything else cannot be told, and neither can anything
     from fewer than three seeds. What is computed without training (a count of parameters, say)
     needs no seeds.
+
+    A claim about several numbers (every layer, say) holds if each of them does, and does not hold
+    if one of them does not at a p-value that is multiplied by their number. The number shown is
+    the one that decides: the surest of those against the claim or, if there is none, the least
+    sure.
     """
-    mean, bound = claim["mean"], _bound(claim)
-    holds = mean > 0 if claim["expects"] == "above" else abs(mean) < abs(bound)
-    verdict = HOLDS if holds else FAILS
-    if claim.get("exact"):
-        return verdict, 0.0
-    if claim["n"] < LEAST_SEEDS:
-        return UNDECIDED, 1.0
-    p = Estimate(mean, claim["half_width"], claim["n"]).p_value(bound)
+    verdict, p = HOLDS if _agrees(claim) else FAILS, _p_value(claim)
+    if verdict == FAILS:
+        p = min(1.0, p * claim.get("parts", 1))
     return (verdict if p < LEVEL else UNDECIDED), p
+
+
+def _agrees(claim: Record) -> bool:
+    """Whether the mean is where the claim has it, however sure that is."""
+    mean = claim["mean"]
+    return mean > 0 if claim["expects"] == "above" else abs(mean) < claim["margin"]
+
+
+def _p_value(claim: Record) -> float:
+    """How surely the mean is on its side of the bound."""
+    if claim.get("exact"):
+        return 0.0
+    if claim["n"] < LEAST_SEEDS:
+        return 1.0
+    return Estimate(claim["mean"], claim["half_width"], claim["n"]).p_value(_bound(claim))
 
 
 def _bound(claim: Record) -> float:
@@ -215,11 +242,11 @@ def _bound(claim: Record) -> float:
 def corrected(claims: Sequence[Record]) -> list[str]:
     """Verdicts on measured claims taken together: Holm's correction at the same level.
 
-    In order of their p-values, the k-th of m claims is decided if it and all before it have
-    p < 0.05 / (m − k + 1). The chance that even one verdict among them is wrong is then below 5%.
-    Claims that need no seeds are not among the m. This takes the number of seeds as fixed
-    beforehand: tables that were given more after a first look, all their cells alike (from 8 to 12
-    or 20), are somewhat likelier to be decided than that.
+    In order of their p-values, the k-th of a paper's m claims is decided if it and all before it
+    have p < 0.05 / (m − k + 1). The chance that even one of the verdicts on this paper is wrong is
+    then below 5%. Claims that need no seeds are not among the m. This takes the number of seeds as
+    fixed beforehand: tables that were given more after a first look, all their cells alike (from 8
+    to 12, 15, 20 or 24), are somewhat likelier to be decided than that.
     """
     alone = [judge(claim) for claim in claims]
     tested = [i for i, claim in enumerate(claims) if not claim.get("exact")]
@@ -237,10 +264,12 @@ def seeds_needed(claim: Record) -> int | None:
     """
     if claim["half_width"] is None:
         return None
-    root = math.sqrt(claim["n"])
-    deviation = claim["half_width"] / two_sided_t(claim["n"] - 1) * root
-    away = abs(claim["mean"] - _bound(claim))
-    for seeds in range(LEAST_SEEDS, MOST_SEEDS + 1):
-        if two_sided_t(seeds - 1) * deviation / math.sqrt(seeds) < away:
-            return seeds
-    return None
+    deviation = claim["half_width"] / two_sided_t(claim["n"] - 1) * math.sqrt(claim["n"])
+
+    def would_decide(seeds: int) -> bool:
+        half_width = two_sided_t(seeds - 1) * deviation / math.sqrt(seeds)
+        return judge(claim | {"n": seeds, "half_width": half_width})[0] != UNDECIDED
+
+    seeds = range(LEAST_SEEDS, MOST_SEEDS + 1)
+    found = bisect.bisect_left(seeds, True, key=would_decide)
+    return seeds[found] if found < len(seeds) else None

@@ -217,8 +217,8 @@ class Scale:
 def counted(model: Callable[[], tuple[ModelConfig, int]]) -> dict[str, Quantity]:
     """Millions of parameters and billions of multiply-accumulates of a model by its settings."""
     return {
-        "parameters": computed(lambda: parameters(*model()) / 1e6),
-        "flops": computed(lambda: forward_macs(*model()) / 1e9),
+        "parameters": computed(lambda: parameters(*model()) / 1e6, "M"),
+        "flops": computed(lambda: forward_macs(*model()) / 1e9, "G"),
     }
 
 
@@ -282,19 +282,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, in our words, and the quantity that decides it.
+    """What a paper says, in our words, and the quantities that decide it.
 
     Attributes:
         text: what it says; with the experiment's name, which claim it is at every scale.
         where: the section and page, table or figure that says it; "" for a question of our own.
-        quantity: what has to be above 0 or, with a margin, within ± the margin. Where a scale
-            cannot test the claim it is `absent`, which says why before anything runs.
-        margin: in the quantity's unit; None for a claim that something is above 0.
+        parts: by name, what has to be above 0 or, with a margin, within ± the margin, every one
+            of them; mostly one, without a name. Where a scale cannot test the claim it is
+            `absent`, which says why before anything runs.
+        margin: in the quantities' unit; None for a claim that something is above 0.
     """
 
     text: str
     where: str
-    quantity: Quantity
+    parts: Mapping[str, Quantity]
     margin: float | None = None
 
 
@@ -322,7 +323,7 @@ class Spec:
     @property
     def quantities(self) -> list[Quantity]:
         """All that it shows or decides by."""
-        return [*self.shown, *(claim.quantity for claim in self.claims)]
+        return [*self.shown, *(each for claim in self.claims for each in claim.parts.values())]
 
     @property
     def runs(self) -> list[Run]:
@@ -423,8 +424,9 @@ class Experiment:
         rows: of some tables: label → what `Scale.runs` is to be given.
         columns: of a table: metric → the fields of its `Column`.
         claims: text → what has to hold between cells, "row/column", and what `Spec.named` has:
-            "a/top1 > b/top1 - c/top1" or "a/top1 = b/top1 ± 1"; or {if: such a sentence, else: why
-            it cannot be tested without them}. Other claims on what is not there are not made.
+            "a/top1 > b/top1 - c/top1" or "a/top1 = b/top1 ± 1"; "every a > 0" of all that have
+            names like "a, layer 1"; or {if: such a sentence, else: why it cannot be tested without
+            them, where: a place of its own}. Other claims on what is not there are not made.
         each: claims made of every column, its metric in the place of {column}, its name of {name}.
     """
 
@@ -465,11 +467,25 @@ def _claims(
 ) -> Iterator[Claim]:
     for text, told in claims.items():
         told = {"if": told} if isinstance(told, str) else told
+        place = told.get("where", where)
         try:
-            yield Claim(text, where, *_compared(told.get("if", ""), known))
+            yield Claim(text, place, *_parted(told.get("if", ""), known))
         except KeyError:
             if "else" in told:
-                yield Claim(text, where, absent(told["else"]))
+                yield Claim(text, place, {"": absent(told["else"])})
+
+
+def _parted(holds: str, known: Mapping[str, Quantity]) -> tuple[dict[str, Quantity], float | None]:
+    """The parts of a claim, by name, and their margin."""
+    if not holds.startswith("every "):
+        quantity, margin = _compared(holds, known)
+        return {"": quantity}, margin
+    every, relation, rest = holds.removeprefix("every ").partition(" > ")
+    names = [name for name in known if name.startswith(f"{every}, ")]
+    if not names:
+        raise KeyError(every)
+    parts = {name: _compared(name + relation + rest, known)[0] for name in names}
+    return {name.removeprefix(f"{every}, "): part for name, part in parts.items()}, None
 
 
 def _compared(holds: str, known: Mapping[str, Quantity]) -> tuple[Quantity, float | None]:
