@@ -224,3 +224,16 @@ def test_an_estimate_is_students_t_over_seeds():
     assert found["half_width"] == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert found["verdict"] == UNDECIDED
     assert decided(claim(computed(lambda: 2.0)), {})["verdict"] == HOLDS
+
+
+def test_a_number_that_needs_no_run_goes_with_every_seed():
+    found = decided(claim(run_of(fixed(s0=2.0, s1=3.0, s2=4.0)) - computed(lambda: 1.0)), {})
+    assert found["by_seed"] == {"0": 1.0, "1": 2.0, "2": 3.0} and not found["exact"]
+    assert decided(claim(computed(lambda: 2.0) - computed(lambda: 1.0)), {})["exact"]
+
+
+def test_values_that_are_all_alike_have_the_p_value_of_the_sign_test():
+    """Three seeds that all count one layer more say little; t would be sure of it."""
+    found = decided(claim(run_of(fixed(s0=1, s1=1, s2=1))), {})
+    assert (judge(found), seeds_needed(found)) == ((UNDECIDED, 0.25), 6)
+    assert judge(decided(claim(run_of(fixed(s0=0, s1=0, s2=0))), {}))[1] == 1.0
