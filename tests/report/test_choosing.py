@@ -75,13 +75,13 @@ def sentence(found):
 
 
 def test_the_sentence_claims_no_more_than_the_numbers(compared):
-    clear = compared(convit_nano=190, deit_nano=110, cvt_nano=120)[1]
+    clear = compared(seeds=8, convit_nano=190, deit_nano=110, cvt_nano=120)[1]
     assert "ConViT has the highest accuracy" in sentence(clear)
     assert "is above CvT and DeiT: neither" in sentence(clear)
 
 
 def test_what_cannot_be_told_is_said(compared):
-    close = compared(convit_nano=190, deit_nano=100, cvt_nano=189)[1]
+    close = compared(seeds=8, convit_nano=190, deit_nano=100, cvt_nano=190)[1]
     assert "is above DeiT, but these runs cannot tell it from CvT" in sentence(close)
     assert "more images to evaluate on would" in sentence(close)
 

@@ -238,10 +238,13 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
 def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
     """A short name: the family where that is enough, else the model, else also the settings in
     which groups of one model differ."""
-    rivals = [other for other in others if other.model == run.model]
+    rivals = [other.settings() for other in others if other.model == run.model]
     if len(rivals) > 1:
-        names = differing([other.settings() for other in rivals])
-        return f"{run.model} ({_in_words(run.settings(), list(names))})"
+        names, telling = list(differing(rivals)), _telling(rivals)
+        shown = [*telling, *(name for name in names if name not in telling)]
+        shown = shown[: max(3, len(telling))]
+        rest = ", …" if len(shown) < len(names) else ""
+        return f"{run.model} ({_in_words(run.settings(), shown)}{rest})"
     alone = [other.family for other in others].count(run.family) == 1
     return FAMILY_NAMES[run.family] if alone and run.family in FAMILY_NAMES else run.model
 
@@ -253,13 +256,27 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: found for name, found in values.items() if len(set(map(repr, found))) > 1}
 
 
+def _telling(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Few settings by which all configurations can be told apart, the most telling first."""
+    values = differing(settings)
+
+    def told_apart(names: Sequence[str]) -> int:
+        return len({repr([values[name][n] for name in names]) for n in range(len(settings))})
+
+    chosen: list[str] = []
+    while told_apart(chosen) < told_apart(list(values)):
+        chosen.append(max(values, key=lambda name: told_apart([*chosen, name])))
+    return chosen
+
+
 def _in_words(settings: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Some settings, three at most: "lr=0.001, drop_rate=0.1"; of a teacher, that there is one."""
+    """Some settings: "lr=0.001, drop_rate=0.1"; of a teacher, that there is one. What a
+    configuration leaves to the model is not named."""
     parts = []
-    for name in names[:3]:
-        value = settings.get(name, "default")
+    for name in filter(settings.__contains__, names):
+        value = settings[name]
         if name == "objective.teacher":
             parts.append("distilled" if value else "no distillation")
         else:
             parts.append(f"{name.rsplit('.', 1)[-1]}={value}")
-    return ", ".join(parts) + (", …" if len(names) > 3 else "")
+    return ", ".join(parts) or "default"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill, shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,61 +42,94 @@ def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
 
 def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     """Final accuracy: means, intervals, and every seed. By fraction of the training images, or by
-    model where all have the same."""
+    model, one below the other, where all have the same."""
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
-    step = 0.7 / max(1, len(groups))
-    shifts = [(number - (len(groups) - 1) / 2) * step for number in range(len(groups))]
-    for one, shift in zip(groups, shifts, strict=True):
-        look = look_of(one.family)
+    looks = _looks(groups)
+    if len(fractions) == 1:
+        axes.figure.set_size_inches(PANEL[0], max(PANEL[1], 0.9 + 0.4 * len(groups)))  # type: ignore[union-attr]
+        for number, (one, look) in enumerate(zip(groups, looks, strict=True)):
+            _draw_seeds(axes, one, fractions[0], number, 0.2, look, across=True)
+        axes.set_yticks(range(len(groups)), [fill(one.label, 30) for one in groups], fontsize=8)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.margins(x=0.1)
+        axes.set_xlim(*_of_accuracies(axes.get_xlim()))
+        _finish(axes, f"top-1 accuracy (%), {part_of(*fractions)}", "", grid="x")
+        return
+    step = 0.7 / len(groups)
+    for number, (one, look) in enumerate(zip(groups, looks, strict=True)):
+        shift = (number - (len(groups) - 1) / 2) * step
         for fraction in one.fractions:
-            x = fractions.index(fraction) + shift
-            values = list(one.top1(fraction).values())
-            found = estimate(values)
-            seeds = np.full(len(values), x + step * 0.22)
-            axes.plot(seeds, values, **look, linestyle="none", markersize=3, alpha=0.45)
-            axes.errorbar(
-                [x],
-                [found.mean],
-                yerr=found.half_width,
-                **look,
-                markersize=7,
-                capsize=4,
-                elinewidth=1.6,
-                linestyle="none",
-                label=one.label if fraction == one.fractions[0] and len(fractions) > 1 else None,
-            )
-            axes.annotate(
-                f"{found.mean:.1f}",
-                (x, min(101, found.mean + (found.half_width or 0))),
-                annotation_clip=False,
-                xytext=(0, 5),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                fontsize=7,
-            )
-    if len(fractions) > 1:
-        axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
-    else:
-        axes.set_xticks(shifts, [fill(one.label, 60 // len(groups)) for one in groups])
+            label = one.label if fraction == one.fractions[0] else None
+            place = fractions.index(fraction) + shift
+            _draw_seeds(axes, one, fraction, place, step * 0.22, look, label)
+    axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
-    # With two seeds an interval may reach beyond what an accuracy can be.
-    low, high = axes.get_ylim()
-    axes.set_ylim(max(0, low), min(101, high))
-    x_label = "fraction of the training images" if len(fractions) > 1 else part_of(*fractions)
-    _finish(axes, x_label, "top-1 accuracy (%)")
+    axes.set_ylim(*_of_accuracies(axes.get_ylim()))
+    _finish(axes, "fraction of the training images", "top-1 accuracy (%)")
+
+
+def _draw_seeds(
+    axes: Axes,
+    one: RunGroup,
+    fraction: float,
+    place: float,
+    aside: float,
+    look: Mapping[str, Any],
+    label: str | None = None,
+    across: bool = False,
+) -> None:
+    """Mean and interval of a group's accuracy at a place of the other axis, its seeds aside."""
+
+    def point(at: float, value: float) -> tuple[float, float]:
+        return (value, at) if across else (at, value)
+
+    look = {**look, "linestyle": "none"}
+    values = list(one.top1(fraction).values())
+    found = estimate(values)
+    for value in values:
+        axes.plot(*point(place + aside, value), **look, markersize=3, alpha=0.45)
+    whiskers: dict[str, Any] = {"xerr" if across else "yerr": found.half_width, "label": label}
+    whiskers |= {"markersize": 7, "capsize": 4, "elinewidth": 1.6}
+    x, y = point(place, found.mean)
+    axes.errorbar(x, y, **whiskers, **look)
+    axes.annotate(
+        f"{found.mean:.1f}",
+        point(place, found.mean if across else min(101, found.mean + (found.half_width or 0))),
+        annotation_clip=False,
+        xytext=(0, 5),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=7,
+    )
+
+
+def _of_accuracies(limits: tuple[float, float]) -> tuple[float, float]:
+    """With two seeds an interval may reach beyond what an accuracy can be."""
+    return max(0, limits[0]), min(101, limits[1])
+
+
+def _looks(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+    """The family's colour; its marker for the first of them, others for those after it."""
+    looks, seen = [], dict[str, int]()
+    for one in groups:
+        look, number = look_of(one.family), seen.get(one.family, 0)
+        looks.append(look | ({"marker": "DvPX*"[(number - 1) % 5]} if number else {}))
+        seen[one.family] = number + 1
+    return looks
 
 
 def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> None:
-    """Validation accuracy over training: each seed thin, their mean thick."""
-    for one in groups:
-        colour = colour_of(one.family)
+    """Validation accuracy over training: each seed thin, their mean thick, with some markers."""
+    for one, look in zip(groups, _looks(groups), strict=True):
         curves = [curve for run in one.at(fraction) if len(curve := curve_of(run, "top1"))]
         for curve in curves:
-            axes.plot(*curve.T, color=colour, linewidth=0.8, alpha=0.35)
+            axes.plot(*curve.T, color=look["color"], linewidth=0.8, alpha=0.35)
         if curves:
             found = mean_curve([{"x": steps, "y": top1} for steps, top1 in (c.T for c in curves)])
-            axes.plot(found["x"], found["mean"], color=colour, linewidth=2.2, label=one.label)
+            axes.plot(
+                found["x"], found["mean"], linewidth=2.2, markevery=0.15, label=one.label, **look
+            )
     axes.set_title(part_of(fraction))
     _finish(axes, "step", "top-1 accuracy (%)")
 
@@ -203,7 +236,7 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
         "before": {"linestyle": "--", "linewidth": 1.2, "markerfacecolor": "none"},
         "after": {"linestyle": "-", "linewidth": 2},
     }
-    for one in measured:
+    for one, own in zip(measured, _looks(measured), strict=True):
         for stage, look in looks.items():
             values = _by_layer(one.at(fraction), stage, "nonlocality")
             if not values:
@@ -216,7 +249,7 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
                 [each.mean for each in found],
                 yerr=widths or None,
                 label=f"{one.label}, {stage} training",
-                **look_of(one.family) | {"markersize": 5, "capsize": 2, "elinewidth": 1} | look,
+                **own | {"markersize": 5, "capsize": 2, "elinewidth": 1} | look,
             )
     seen = [run.measures["after"]["layers"] for one in measured for run in one.at(fraction)[:1]]
     if seen and (everywhere := uniform_nonlocality(seen[0])) is not None:
@@ -249,11 +282,15 @@ def draw_candidates(axes: Axes, rows: Sequence[Mapping[str, str]], cost: str, ti
     _finish(axes, title, "top-1 on held-out images (%)")
 
 
-def _finish(axes: Axes, x_label: str, y_label: str) -> None:
+def _finish(axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] = "y") -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.grid(axis="y")
-    if axes.get_legend_handles_labels()[0]:
+    axes.grid(axis=grid)
+    lines, labels = axes.get_legend_handles_labels()
+    if any(len(label) > 30 for label in labels):  # which would cover the lines
+        wrapped = [fill(label, 60) for label in labels]
+        axes.figure.legend(lines, wrapped, loc="outside lower left", fontsize=7)
+    elif labels:
         axes.legend(loc="best", fontsize=8)
 
 
