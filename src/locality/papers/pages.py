@@ -205,7 +205,13 @@ def shown_claims(found: Sequence[tuple[Record, Record]]) -> list[Record]:
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.3g}".replace("-", "−")
+    return _short(value, "+", 3).replace("-", "−")
+
+
+def _short(value: float, sign: str, digits: int) -> str:
+    """With so many significant digits, without an exponent where the number is large."""
+    text = f"{value:{sign}.{digits}g}"
+    return f"{value:{sign},.0f}" if "e+" in text else text
 
 
 def _evidence(claim: Record) -> str:
@@ -213,7 +219,7 @@ def _evidence(claim: Record) -> str:
         return claim["empty"]
     text = _signed(claim["mean"])
     if claim["half_width"] is not None:
-        text += f" ± {claim['half_width']:.2g}"
+        text += f" ± {_short(claim['half_width'], '', 2)}"
     notes = [] if claim.get("exact") else [f"n = {claim['n']}"]
     if claim["expects"] == "equal":
         notes.append(f"wanted within ± {claim['margin']:g}")

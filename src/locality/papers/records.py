@@ -201,12 +201,13 @@ def judge(claim: Record) -> tuple[str, float]:
     """The verdict on a measured claim taken alone, and the p-value of what it rests on.
 
     A claim is about one number: a difference that should be above 0, or one that should be within
-    ± a margin of it. The number has a mean and a 95% interval over seeds (Student's t), differences
-    taken seed by seed. "Above 0" holds if the whole interval is above 0 and does not hold if the
-    whole interval is below; "within the margin" holds if the whole interval is inside and does not
-    hold if the whole interval is outside. Everything else cannot be told, and neither can anything
-    from fewer than three seeds. What is computed without training (a count of parameters, say)
-    needs no seeds.
+    ± a margin of it. Of a claim that names a value ("less than 10 points", "63% fewer") the number
+    is how far it is from there. The number has a mean and a 95% interval over seeds (Student's t),
+    differences taken seed by seed. "Above 0" holds if the whole interval is above 0 and does not
+    hold if the whole interval is below; "within the margin" holds if the whole interval is inside
+    and does not hold if the whole interval is outside. Everything else cannot be told, and neither
+    can anything from fewer than three seeds. What is computed without training (a count of
+    parameters, say) needs no seeds.
 
     A claim about several numbers (every layer, say) holds if each of them does, and does not hold
     if one of them does not at a p-value that is multiplied by their number. The number shown is
