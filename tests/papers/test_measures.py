@@ -204,7 +204,7 @@ def test_noise_alone_does_not_speak_against_a_claim_about_several_numbers():
         for each in noise
     ]
     wrong = sum(found["verdict"] != UNDECIDED for found in verdicts)
-    assert wrong <= 15  # 5% of 200 are 10; the least by seed is below it in 174
+    assert wrong <= 15  # 5% of 200 are 10; judged by the least in each seed, 174 would "not hold"
 
 
 def test_a_claim_without_runs_was_not_run_and_one_that_no_run_decides_is_untestable(

@@ -37,14 +37,14 @@ def compared(make_run):
 
     def make(seeds=3, fractions=(1.0,), fold=None, **models):
         place = f"runs{next(made)}"
-        for model, right in models.items():
+        for number, (model, right) in enumerate(models.items()):
             for seed in range(seeds):
                 for fraction in fractions:
                     count = int((right + seed % 2) * fraction**0.1)
                     changes = {"data.fold": (seed, fold)} if fold else {}
                     folder = make_run(
                         model, fraction, seed, f"{place}/{model}-{fraction}-{seed}", measured=False,
-                        top1=100 * count / IMAGES, predictions=answers(count, seed),
+                        top1=100 * count / IMAGES, predictions=answers(count, seed + 100 * number),
                         settings=changes | {"data.root": "photos"},
                     )  # fmt: skip
         runs = folder.parent
@@ -81,7 +81,7 @@ def test_the_sentence_claims_no_more_than_the_numbers(compared):
 
 
 def test_what_cannot_be_told_is_said(compared):
-    close = compared(seeds=8, convit_nano=190, deit_nano=100, cvt_nano=190)[1]
+    close = compared(seeds=8, convit_nano=190, deit_nano=100, cvt_nano=189)[1]
     assert "is above DeiT, but these runs cannot tell it from CvT" in sentence(close)
     assert "more images to evaluate on would" in sentence(close)
 

@@ -240,10 +240,10 @@ def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
     which groups of one model differ."""
     rivals = [other.settings() for other in others if other.model == run.model]
     if len(rivals) > 1:
-        names, telling = list(differing(rivals)), _telling(rivals)
-        shown = [*telling, *(name for name in names if name not in telling)]
-        shown = shown[: max(3, len(telling))]
-        rest = ", …" if len(shown) < len(names) else ""
+        values = differing(rivals)
+        telling = _telling(values)
+        shown = list(dict.fromkeys([*telling, *values]))[: max(3, len(telling))]
+        rest = ", …" if len(shown) < len(values) else ""
         return f"{run.model} ({_in_words(run.settings(), shown)}{rest})"
     alone = [other.family for other in others].count(run.family) == 1
     return FAMILY_NAMES[run.family] if alone and run.family in FAMILY_NAMES else run.model
@@ -256,15 +256,15 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: found for name, found in values.items() if len(set(map(repr, found))) > 1}
 
 
-def _telling(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Few settings by which all configurations can be told apart, the most telling first."""
-    values = differing(settings)
+def _telling(values: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Few of the differing settings, by which all configurations can be told apart; the most
+    telling first."""
 
-    def told_apart(names: Sequence[str]) -> int:
-        return len({repr([values[name][n] for name in names]) for n in range(len(settings))})
+    def told_apart(names: Iterable[str]) -> int:
+        return len(set(map(repr, zip(*(values[name] for name in names), strict=True))))
 
     chosen: list[str] = []
-    while told_apart(chosen) < told_apart(list(values)):
+    while told_apart(chosen) < told_apart(values):
         chosen.append(max(values, key=lambda name: told_apart([*chosen, name])))
     return chosen
 
@@ -273,7 +273,9 @@ def _in_words(settings: Mapping[str, Any], names: Sequence[str]) -> str:
     """Some settings: "lr=0.001, drop_rate=0.1"; of a teacher, that there is one. What a
     configuration leaves to the model is not named."""
     parts = []
-    for name in filter(settings.__contains__, names):
+    for name in names:
+        if name not in settings:
+            continue
         value = settings[name]
         if name == "objective.teacher":
             parts.append("distilled" if value else "no distillation")

@@ -54,14 +54,15 @@ class Watched:
         self.early = found["early"]
         self.fallen_early = self.far[:, 0] - self.far[:, self.early]
 
-    @property
-    def half(self) -> int:
-        """Of the gated layers; an odd one in the middle belongs to none."""
-        return max(1, len(self.gates) // 2)
-
     def above_deeper(self, values: Sequence[float]) -> float:
         """How much the mean over the first half of the gated layers is above the deeper half's."""
-        return fmean(values[: self.half]) - fmean(values[-self.half :])
+        half = _half(len(self.gates))
+        return fmean(values[:half]) - fmean(values[-half:])
+
+
+def _half(gated: int) -> int:
+    """Of so many gated layers; an odd one in the middle belongs to none."""
+    return max(1, gated // 2)
 
 
 def _watched(*trajectories: Quantity, unit: str = "tokens") -> Callable[..., Quantity]:
@@ -83,17 +84,16 @@ def _by_layer(
     return {f"{name}, layer {n + 1}": watched(lambda w, n=n: of_all(w)[n]) for n in layers}
 
 
-def _unless_out_of_reach(s: Scale, quantity: Quantity) -> Quantity:
-    """A quantity that needs gates near 0, where training is long enough for one to get there."""
-    (reach,) = (
-        summed_rate(s.runs("ConViT-S", seeds=s.seeds[:1])[0].config).evaluate({}).by_seed.values()
-    )
+def _unless_out_of_reach(s: Scale, named: dict[str, Quantity]) -> dict[str, Quantity]:
+    """Quantities that need gates near 0, where training is long enough for one to get there."""
+    reach = summed_rate(s.runs("ConViT-S", seeds=s.seeds[:1])[0].config).evaluate({}).at(0)
     if reach > 3.2:  # σ(1 − 3.2) = 0.1
-        return quantity
-    return absent(
+        return named
+    reason = absent(
         f"λ moves by at most about the sum of the learning rates, {reach:.2g} here, and starts 3.2 "
         f"away from σ(λ) = 0.1"
     )
+    return dict.fromkeys(named, reason)
 
 
 def _over_training(title: str, y_label: str, lines: list[Line], trajectory: Quantity) -> Panel:
@@ -158,11 +158,11 @@ def figure_6(s: Scale) -> Figure:
     """σ(λ) of every head, layer by layer."""
     gate = _watched(s.measured(TRAJECTORY, "ConViT-S"), unit="of attention")
     gated = s.architecture("ConViT-S").gpsa_layers
-    deeper = range(gated - max(1, gated // 2), gated)
+    deeper = range(gated - _half(gated), gated)
     near_0 = _by_layer(gate, deeper, "below 0.1", lambda w: 0.1 - w.mean_gates[:, -1])
     named = {
         **_by_layer(gate, range(gated), "fall", lambda w: w.mean_gates[:, 0] - w.mean_gates[:, -1]),
-        **{name: _unless_out_of_reach(s, each) for name, each in near_0.items()},
+        **_unless_out_of_reach(s, near_0),
         "first half": gate(lambda w: w.above_deeper(w.mean_gates[:, -1])),
         "spread": gate(lambda w: w.above_deeper([stdev(heads) for heads in w.gates[:, -1]])),
     }
@@ -209,15 +209,17 @@ def figure_13(s: Scale) -> Figure:
 @experiment("convit/figure-14")
 def figure_14(s: Scale) -> Figure:
     """As Fig. 6."""
-    named = {}
+    named, using = {}, {}
     for size in ("Ti", "S", "B"):
         trajectory = s.measured(TRAJECTORY, f"ConViT-{size}", seeds=s.few_seeds)
+        # How many still use position.
         layers = _watched(trajectory, unit="layers")(lambda w: int(sum(w.mean_gates[:, -1] > 0.1)))
-        named[f"{size} layers"] = _unless_out_of_reach(s, layers)  # that still use position
+        using[f"{size} layers"] = layers
         if size != "S":
             named[f"fall, ConViT-{size}"] = _watched(trajectory, unit="of attention")(
                 lambda w: fmean(w.mean_gates[:, 0]) - fmean(w.mean_gates[:, -1])
             )
+    named |= _unless_out_of_reach(s, using)
     return Figure((*_gate_panels(s, "Ti"), *_gate_panels(s, "B")), named=named)
 
 
