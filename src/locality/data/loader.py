@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.preprocessing import (
+    Images,
     ImageTransform,
     erasing,
     eval_transform,
@@ -151,7 +152,7 @@ class Batches(Dataset, ABC):
 
     def assembled(
         self,
-        pixels: torch.Tensor | Sequence[torch.Tensor],
+        pixels: Images,
         indices: Indices,
         positions: Indices,
         step: int,
@@ -189,22 +190,11 @@ class TrainBatches(Batches):
         step, micro = divmod(number, self.accumulate)
         positions = self.positions(step, micro)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
-        pixels = self.in_memory()
-        if pixels is not None and self.transform.fixed:
-            images: torch.Tensor | list[torch.Tensor] = pixels[torch.from_numpy(indices)]
+        seeds = keys(self.seed, Stream.AUGMENT, positions).tolist()
+        if (pixels := self.in_memory()) is not None:
+            images: Images = self._drawn(pixels[torch.from_numpy(indices)], seeds)
         else:
-            images = []
-            seeds = keys(self.seed, Stream.AUGMENT, positions).tolist()
-            order = zip(positions.tolist(), indices.tolist(), seeds, strict=True)
-            for place, (position, index, seed) in enumerate(order):
-                draw = partial(self._draw, seed) if self.transform.crop else None
-                image: Any = None if pixels is None else pixels[index]
-                if image is None:
-                    image, indices[place] = self._readable(position, index, skipped, draw)
-                if draw is None:
-                    # Seeded after reading, so that nothing a decoder draws can matter.
-                    seed_generators(seed)
-                images.append(self.transform(image))
+            images = self._read(positions, indices, seeds, skipped)
         batch = self.assembled(images, indices, positions, step, micro)
         if self.erasing is not None:
             seeds = keys(self.seed, Stream.ERASE, positions).tolist()
@@ -212,6 +202,31 @@ class TrainBatches(Batches):
                 seed_generators(seed)
                 self.erasing(image)
         return batch
+
+    def _drawn(self, pixels: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+        """Images that are in memory, transformed."""
+        if self.transform.fixed:
+            return pixels
+        drawn = []
+        for image, seed in zip(self.transform.padded(pixels), seeds, strict=True):
+            seed_generators(seed)
+            drawn.append(self.transform.drawn(image))
+        return torch.stack(drawn)
+
+    def _read(
+        self, positions: Indices, indices: Indices, seeds: Sequence[int], skipped: list[Failure]
+    ) -> list[torch.Tensor]:
+        """Images read and transformed; `indices` are put right where another takes a place."""
+        images = []
+        order = zip(positions.tolist(), indices.tolist(), seeds, strict=True)
+        for place, (position, index, seed) in enumerate(order):
+            draw = partial(self._draw, seed) if self.transform.crop else None
+            image, indices[place] = self._readable(position, index, skipped, draw)
+            if draw is None:
+                # Seeded after reading, so that nothing a decoder draws can matter.
+                seed_generators(seed)
+            images.append(self.transform(image))
+        return images
 
     def _draw(self, seed: int, size: tuple[int, int]) -> Window:
         seed_generators(seed)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from timm.data import create_transform
 from timm.data.random_erasing import RandomErasing
@@ -26,6 +27,8 @@ from locality.data.sources import Window
 
 Size = tuple[int, int]
 Step = Callable[[Any], Any]
+Images = torch.Tensor | Sequence[torch.Tensor]
+"""A batch (B, C, H, W), or its images one by one."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,40 @@ class ImageTransform:
 
     Attributes:
         size: (H, W) of the result.
-        steps: what is done to a PIL image, before it becomes a tensor.
+        resize: what gives every image this size, and leaves one that has it as it is.
+        pad: zeros on each side of that, out of which `steps` cut their window.
+        steps: what is done next, at random.
         crop: timm's random crop, where that comes first; `draw` chooses its windows, so that no
             more of an image needs to be read than the crop takes.
         on_tensors: to an image of this size, a tensor is the same as a PIL image.
-        fixed: nothing is done to an image of this size.
     """
 
     size: Size
-    steps: Sequence[Step]
+    resize: Sequence[Step] = ()
+    pad: int = 0
+    steps: Sequence[Step] = ()
     crop: RandomResizedCropAndInterpolation | None = None
     on_tensors: bool = False
-    fixed: bool = False
 
-    def __call__(self, image: Any) -> torch.Tensor:
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        for step in (*self.resize, transforms.Pad(self.pad)) if self.pad else self.resize:
+            image = step(image)
+        return self.drawn(image)
+
+    def drawn(self, image: Any) -> torch.Tensor:
+        """What `steps` make of an image that is resized and padded, PIL's or a tensor."""
         for step in self.steps:
             image = step(image)
         return MaybePILToTensor()(image)
+
+    def padded(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Images of this size, (B, 3, H, W) uint8, padded for `drawn`: all of a batch at once."""
+        return F.pad(pixels, [self.pad] * 4)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether nothing is done to an image of this size."""
+        return self.on_tensors and not (self.pad or self.steps)
 
     def draw(self, size: tuple[int, int]) -> Window:
         """What `crop` takes of an image of this (width, height); draws from Python's generator."""
@@ -92,16 +112,13 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
         allow_black(step)
     crop, *flips = primary.transforms
     if augment.crop == "resized":
-        return ImageTransform(size, [*flips, *secondary.transforms], crop)
+        return ImageTransform(size, steps=[*flips, *secondary.transforms], crop=crop)
     # The crop is what differs; the flip behind it and the colour steps stay timm's.
-    windows: list[Step] = []
-    if augment.crop == "pad" and augment.pad > 0:
-        windows = [transforms.RandomCrop(size, padding=augment.pad)]
-    resize = eval_transform(replace(preprocessing, crop_pct=1.0)).steps
+    pad = augment.pad if augment.crop == "pad" else 0
+    windows = [transforms.RandomCrop(size)] if pad else []
+    resize = eval_transform(replace(preprocessing, crop_pct=1.0)).resize
     steps = [*windows, *flips, *secondary.transforms]
-    return ImageTransform(
-        size, [*resize, *steps], on_tensors=not secondary.transforms, fixed=not steps
-    )
+    return ImageTransform(size, resize, pad, steps, on_tensors=not secondary.transforms)
 
 
 def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
@@ -116,8 +133,7 @@ def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
         crop_mode=preprocessing.crop_mode,
         normalize=False,
     )
-    same = resized == size
-    return ImageTransform(size, pipeline.transforms[:-1], on_tensors=same, fixed=same)
+    return ImageTransform(size, pipeline.transforms[:-1], on_tensors=resized == size)
 
 
 def erasing(augment: AugmentConfig) -> RandomErasing | None:
@@ -127,10 +143,8 @@ def erasing(augment: AugmentConfig) -> RandomErasing | None:
     return RandomErasing(augment.random_erasing, mode="pixel", max_count=1, device="cpu")
 
 
-def normalise(
-    pixels: torch.Tensor | Sequence[torch.Tensor], preprocessing: Preprocessing
-) -> torch.Tensor:
-    """(B, C, H, W) uint8 or a list of its images → float32, (x / 255 − mean) / std by channel."""
+def normalise(pixels: Images, preprocessing: Preprocessing) -> torch.Tensor:
+    """(B, C, H, W) uint8 → float32, (x / 255 − mean) / std by channel."""
     mean = torch.tensor(preprocessing.mean).view(-1, 1, 1)
     std = torch.tensor(preprocessing.std).view(-1, 1, 1)
     images = torch.empty((len(pixels), *pixels[0].shape), dtype=torch.float32)

@@ -1,0 +1,100 @@
+"""What a GPU owes to every family: the processor's numbers, one graph, little memory.
+
+Training needs no tests of its own: without `engine.accelerator` it takes the GPU wherever there is
+one, and so do all tests that train.
+"""
+
+import copy
+
+import pytest
+import timm
+import torch
+
+from locality.layers.position import positional_scores
+from locality.models import build
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+MODELS = {
+    "convit_tiny": {"img_size": 96},
+    "convit_micro": {},
+    "deit_tiny": {"img_size": 96},
+    "cvt_13": {"img_size": 96},
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return build(request.param, num_classes=10, drop_path_rate=0.0, **MODELS[request.param])
+
+
+@pytest.fixture(autouse=True)
+def exact_convolutions(monkeypatch):
+    """PyTorch's convolutions round to TF32 on a GPU unless told otherwise."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def images(model, count=4):
+    torch.manual_seed(1)
+    return torch.randn(count, 3, *model.img_size)
+
+
+def test_logits_and_gradients_are_the_processors(model):
+    there = copy.deepcopy(model).cuda()
+    x, chosen = images(model), torch.arange(4)
+    for each, device in ((model, "cpu"), (there, "cuda")):
+        torch.nn.functional.cross_entropy(each(x.to(device)), chosen.to(device)).backward()
+    pairs = zip(model.named_parameters(), there.parameters(), strict=True)
+    for (name, ours), theirs in pairs:
+        if ours.grad is not None:
+            scale = ours.grad.abs().max().clamp(min=1e-6)
+            assert (theirs.grad.cpu() - ours.grad).abs().max() < 1e-3 * scale, name
+    model.eval(), there.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(there(x.cuda()).cpu(), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(model, kind):
+    model, x = model.cuda().eval(), images(model).cuda()
+    with torch.no_grad():
+        expected = model(x)
+        with torch.autocast("cuda", dtype=kind):
+            rough = model(x)
+    assert rough.dtype == kind
+    assert (rough - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_in_half_precision_what_trains_is_finite(model):
+    model, x = model.cuda(), images(model).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_cuda_graphs_hold_all_of_it(model, agrees_when_compiled):
+    model = model.cuda().eval()
+    agrees_when_compiled(model, lambda model: images(model).cuda())
+
+
+def test_the_soft_bias_keeps_no_map_per_image():
+    """What the backward pass keeps, beside timm's ConViT of equal shape, at 384 pixels."""
+    ours = build("convit_tiny", img_size=384).cuda()
+    theirs = timm.create_model("convit_tiny", img_size=384).cuda()
+    x = torch.randn(8, 3, 384, 384, device="cuda")
+    peaks = []
+    for each in (ours, theirs):
+        each(x).sum().backward()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        each(x).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[0] < 0.5 * peaks[1]
+
+
+def test_positions_need_no_transfer():
+    """The scores are made where the parameters are."""
+    assert positional_scores(torch.randn(4, 3, device="cuda"), (5, 7)).is_cuda
