@@ -38,6 +38,7 @@ from locality.errors import UserError
 from locality.files import parse_json, read_text, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig, make_plan
+from locality.training.distributed import resolve_accelerator
 from locality.training.evaluation import Collector, evaluate_run
 from locality.training.preview import Preview, initial_model, load_run
 from locality.training.runs import RunFolder
@@ -211,7 +212,7 @@ def recorded_trajectory(folder: Path | str) -> Record | None:
 
 
 def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
-    """The measures of every snapshot of a run on the same validation images.
+    """The measures of every snapshot of a run on the same validation images, on a GPU if any.
 
     Args:
         folder: of the run.
@@ -234,15 +235,16 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
         )
     config = RunFolder(folder).config()
     splits = open_data(config.data, config.seed)
-    model = initial_model(folder)
+    device = torch.device(resolve_accelerator("auto"))
+    model = initial_model(folder).to(device)
     plan = make_plan(config, len(splits.train))
-    chosen = sample(splits.val, config.input.at(model.img_size), images)
+    chosen = sample(splits.val, config.input.at(model.img_size), images).images.to(device)
 
     def measured() -> Iterable[Record]:
         for file in files:
             model.load_state_dict(load_file(file))
             step = int(file.stem.partition("-")[2])
-            yield {"step": step, "epoch": plan.epoch(step)} | measure_model(model, chosen.images)
+            yield {"step": step, "epoch": plan.epoch(step)} | measure_model(model, chosen)
 
     return _collected(list(measured()))
 
