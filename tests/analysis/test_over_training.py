@@ -17,6 +17,7 @@ from locality.analysis.recording import (
 from locality.data import open_data
 from locality.errors import UserError
 from locality.training import RunConfig, load_run, recipe, replace, train
+from locality.training.distributed import resolve_accelerator
 
 STEPS = {"schedule.steps": 6, "schedule.warmup": 0, "schedule.eval_every": 3}
 
@@ -46,7 +47,9 @@ def test_the_last_record_is_that_of_the_finished_model(run):
     model, settings = load_run(run)
     val = open_data(settings.data, settings.seed).val
     chosen = sample(val, settings.input.at(model.img_size), 20)
-    assert read_history(run)[-1]["layers"] == measure_model(model, chosen.images)["layers"]
+    where = resolve_accelerator("auto")  # as training does
+    measured = measure_model(model.to(where), chosen.images.to(where))
+    assert read_history(run)[-1]["layers"] == measured["layers"]
 
 
 def test_snapshots_give_the_same_curves(run):

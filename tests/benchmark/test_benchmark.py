@@ -1,6 +1,8 @@
 """The benchmark measures what it says, and refuses to time models that disagree."""
 
 import json
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -45,10 +47,16 @@ def test_saved_activations_of_a_linear_layer_are_its_inputs():
     """y = W₂ relu(W₁ x): relu's output is kept once; the input and the weights are there anyway."""
     model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
     images = torch.randn(8, 10)
-    from contextlib import nullcontext
-
     loss_input = 8 * 5 * 4  # square() keeps the logits
     assert saved_activations(model, images, nullcontext) == 8 * 20 * 4 + loss_input
+
+
+def test_what_has_been_counted_is_let_go():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())  # which saves its own output
+    outputs = []
+    model.register_forward_hook(lambda *given: outputs.append(weakref.ref(given[2])))
+    saved_activations(model, torch.randn(2, 4), nullcontext)
+    assert outputs[0]() is None
 
 
 def test_peak_memory_sees_a_large_temporary():

@@ -97,4 +97,4 @@ def test_a_recipe_trains_evaluates_and_saves(name: str, images: Path, tmp_path: 
     assert result["val_images"] == 8
     assert result["train_images"] == (8 if name == "subset" else 16)
     assert np.isfinite(result["val_loss"])
-    assert latest_state(tmp_path / "run")["step"] == 2
+    assert latest_state(tmp_path / "run")["step"] == result["best_step"]

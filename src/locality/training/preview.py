@@ -221,14 +221,14 @@ def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], A
     known = {tensor.untyped_storage()._cdata for tensor in there}
     kept: dict[int, torch.UntypedStorage] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> None:
+        # The graph gets nothing: a tensor that it saves of its own output would keep both for good.
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
             # Holding on to the storage keeps its address from being used again.
             kept[storage._cdata] = storage
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda _: None), autocast():
         loss = model(images).float().square().mean()
     total = sum(storage.nbytes() for storage in kept.values())
     del loss
