@@ -221,14 +221,14 @@ def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], A
     known = {tensor.untyped_storage()._cdata for tensor in there}
     kept: dict[int, torch.UntypedStorage] = {}
 
-    def keep(tensor: Tensor) -> None:
+    def keep(tensor: Tensor) -> Any:
         # The graph gets nothing: a tensor that it saves of its own output would keep both for good.
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
             # Holding on to the storage keeps its address from being used again.
             kept[storage._cdata] = storage
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda _: None), autocast():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing), autocast():
         loss = model(images).float().square().mean()
     total = sum(storage.nbytes() for storage in kept.values())
     del loss
