@@ -33,6 +33,7 @@ from locality.papers.specs import papers_order
 EMPTY = "—"
 SCALES = ("fashion14", "fashion", "digits")
 """The scales of the page of results, the best evidence first."""
+_MANY_SEEDS = 24
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def shown_claims(found: Sequence[tuple[Record, Record]]) -> list[Record]:
         alone = records.judge(claim)[0] if measured else claim["verdict"]
         verdict = together.get(id(claim), alone)
         several = measured and not claim.get("exact") and claim["n"] > 1
-        by_seed = claim.get("by_seed", {}).values() if several else ()
+        by_seed = list(claim.get("by_seed", {}).values()) if several else []
         lines.append(
             claim
             | {
@@ -195,13 +196,22 @@ def shown_claims(found: Sequence[tuple[Record, Record]]) -> list[Record]:
                 "anchor": _anchor(record),
                 "scale": record["scale"],
                 "evidence": _evidence(claim),
-                "seeds": " ".join(map(_signed, by_seed)),
+                "seeds": _by_seed(by_seed),
                 "alone": alone,
                 "verdict": verdict,
                 "mark": records.MARKS[verdict],
             }
         )
     return lines
+
+
+def _by_seed(values: Sequence[float]) -> str:
+    """A claim's number for each seed, or of many seeds how many are above 0, and their range."""
+    if len(values) <= _MANY_SEEDS:
+        return " ".join(map(_signed, values))
+    above = sum(value > 0 for value in values)
+    low, high = _signed(min(values)), _signed(max(values))
+    return f"{above} of {len(values)} above 0, from {low} to {high}"
 
 
 def _signed(value: float) -> str:
@@ -388,7 +398,7 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
         opening={
             "scales": abouts,
             "rules": [rule.partition("\n\n")[2] for rule in rules],
-            "machines": _distinct(ordered, "processors"),
+            "machines": _distinct(ordered, "processors") + _distinct(ordered, "gpus"),
             "commits": [commit[:10] for commit in _distinct(ordered, "commits")],
         },
         sections=[section(entry, remarks, links) for entry in ordered],

@@ -189,7 +189,7 @@ def provenance(runs: Sequence[Run]) -> Record:
         "packages": distinct("packages"),
         "python": distinct("python"),
         "processors": distinct("processor"),
-        "gpus": [gpus for gpus in distinct("gpus") if gpus],
+        "gpus": list(dict.fromkeys(name for gpus in distinct("gpus") for name in gpus)),
         "threads": distinct("threads"),
         "first": min(times, default=None),
         "last": max(times, default=None),
