@@ -409,6 +409,24 @@ def test_several_scales_show_each_claim_once_and_the_best_evidence_first():
     assert [line["scale"] for line in shown_claims(entry.claims())] == ["fashion14", "fashion"]
 
 
+def test_few_seeds_are_listed_and_of_many_there_is_the_range():
+    record = record_of("fashion", [1.0])
+    (claim,) = record["claims"]
+
+    def seeds(values):
+        given = {
+            "by_seed": dict(enumerate(values)),
+            "n": len(values),
+            "half_width": 1.0,
+            "exact": False,
+        }
+        (line,) = shown_claims([(record, claim | given)])
+        return line["seeds"]
+
+    assert seeds([0.5, -2.0]) == "+0.5 −2"
+    assert seeds([*range(-9, 21)]) == "20 of 30 above 0, from −9 to +20"
+
+
 @pytest.mark.parametrize("row", ["b", "d", "f", "g"])
 def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
     rows = {label[0]: told for label, told in REGISTRY["convit/table-3"].rows.items()}

@@ -247,7 +247,8 @@ def corrected(claims: Sequence[Record]) -> list[str]:
     have p < 0.05 / (m − k + 1). The chance that even one of the verdicts on this paper is wrong is
     then below 5%. Claims that need no seeds are not among the m. This takes the number of seeds as
     fixed beforehand: tables that were given more after a first look, all their cells alike (from 8
-    to 12, 15, 20 or 24), are somewhat likelier to be decided than that.
+    to as many as 60 on digits, from 3 or 5 to as many as 53 on photographs), are somewhat likelier
+    to be decided than that.
     """
     alone = [judge(claim) for claim in claims]
     tested = [i for i, claim in enumerate(claims) if not claim.get("exact")]
