@@ -33,6 +33,8 @@ from locality.layers.grid import Grid
 
 Record = dict[str, Any]
 
+_PIXELS_AT_ONCE = 100_000  # of images on a GPU: 127 of 28×28
+
 
 def infer_key_stride(query_grid: Grid, key_grid: Grid) -> Stride:
     """The stride per axis that turns `query_grid` into `key_grid` with same padding: ⌈H/s⌉ keys.
@@ -207,9 +209,9 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
     Args:
         model: one of ours, or a timm ViT.
         images: (n, C, H, W), normalised as the model expects, on the model's device.
-        batch_size: how many images pass at a time; changes no number. Unless given, 128 on a GPU
-            and 8 on a processor, which keeps what is computed of a layer in its cache then: 64 take
-            twice the time there, and eight times the memory.
+        batch_size: how many images pass at a time; changes no number but by rounding. Unless given,
+            8, with which a processor keeps what is computed of a layer in its cache (64 take twice
+            the time, and eight times the memory), and more of small images on a GPU.
 
     Returns:
         {"images": n, "layers": [one record per attention layer, in depth order]}. A layer's record
@@ -234,8 +236,11 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
             collected[view.index][name].append(values.cpu().double())
         described.setdefault(view.index, _describe(view))
 
+    if batch_size is None:
+        pixels = images.shape[-2] * images.shape[-1]
+        batch_size = 8 if images.device.type == "cpu" else max(8, _PIXELS_AT_ONCE // pixels)
     with evaluating(model), capture(model, on_layer=reduce):
-        for batch in images.split(batch_size or (8 if images.device.type == "cpu" else 128)):
+        for batch in images.split(batch_size):
             model(batch)
     layers = []
     for index in sorted(described):

@@ -144,7 +144,7 @@ def erasing(augment: AugmentConfig) -> RandomErasing | None:
 
 
 def normalise(pixels: Images, preprocessing: Preprocessing) -> torch.Tensor:
-    """(B, C, H, W) uint8 → float32, (x / 255 − mean) / std by channel."""
+    """(B, C, H, W) uint8, or its images in a list → float32, (x / 255 − mean) / std by channel."""
     mean = torch.tensor(preprocessing.mean).view(-1, 1, 1)
     std = torch.tensor(preprocessing.std).view(-1, 1, 1)
     images = torch.empty((len(pixels), *pixels[0].shape), dtype=torch.float32)

@@ -33,7 +33,7 @@ from locality.papers.specs import papers_order
 EMPTY = "—"
 SCALES = ("fashion14", "fashion", "digits")
 """The scales of the page of results, the best evidence first."""
-_MANY_SEEDS = 24
+_MANY_SEEDS = 24  # a line of a table holds about so many numbers
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -406,8 +406,9 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
 
 
 def _distinct(entries: Sequence[Entry], key: str) -> list[str]:
-    """What the best records' runs were made with."""
-    return sorted({value for entry in entries for value in entry.best["provenance"][key]})
+    """What the best records' runs were made with; of GPUs a record has a list per machine."""
+    found = [value for entry in entries for value in entry.best["provenance"][key]]
+    return sorted({name for value in found for name in ([value] if key != "gpus" else value)})
 
 
 def write_results_pages(folders: Sequence[Path | str], page: Path | str) -> list[Path]:

@@ -189,7 +189,7 @@ def provenance(runs: Sequence[Run]) -> Record:
         "packages": distinct("packages"),
         "python": distinct("python"),
         "processors": distinct("processor"),
-        "gpus": list(dict.fromkeys(name for gpus in distinct("gpus") for name in gpus)),
+        "gpus": [gpus for gpus in distinct("gpus") if gpus],
         "threads": distinct("threads"),
         "first": min(times, default=None),
         "last": max(times, default=None),
@@ -246,7 +246,7 @@ def corrected(claims: Sequence[Record]) -> list[str]:
     In order of their p-values, the k-th of a paper's m claims is decided if it and all before it
     have p < 0.05 / (m − k + 1). The chance that even one of the verdicts on this paper is wrong is
     then below 5%. Claims that need no seeds are not among the m. This takes the number of seeds as
-    fixed beforehand: tables that were given more after a first look, all their cells alike (from 8
+    fixed beforehand: experiments given more after a first look, all their cells alike (from 8
     to as many as 60 on digits, from 3 or 5 to as many as 53 on photographs), are somewhat likelier
     to be decided than that.
     """
