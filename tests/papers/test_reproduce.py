@@ -414,12 +414,7 @@ def test_few_seeds_are_listed_and_of_many_there_is_the_range():
     (claim,) = record["claims"]
 
     def seeds(values):
-        given = {
-            "by_seed": dict(enumerate(values)),
-            "n": len(values),
-            "half_width": 1.0,
-            "exact": False,
-        }
+        given = {"by_seed": dict(enumerate(values)), "n": len(values), "half_width": 1.0}
         (line,) = shown_claims([(record, claim | given)])
         return line["seeds"]
 

@@ -8,9 +8,10 @@ from locality.models import build
 from locality.training import OptimConfig
 from locality.training.objective import create_optimizer
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
 # Golden on purpose: a change of the arithmetic anywhere in a model, its initialisation, its
 # parameter groups or the optimiser moves these, and no theorem says where they should be.
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 LOSSES = {
     "convit_nano": [
         2.318187081045,

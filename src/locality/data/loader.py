@@ -190,34 +190,36 @@ class TrainBatches(Batches):
         step, micro = divmod(number, self.accumulate)
         positions = self.positions(step, micro)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
-        seeds = keys(self.seed, Stream.AUGMENT, positions).tolist()
         if (pixels := self.in_memory()) is not None:
-            images: Images = self._drawn(pixels[torch.from_numpy(indices)], seeds)
+            images: Images = self._drawn(pixels[torch.from_numpy(indices)], positions)
         else:
-            images = self._read(positions, indices, seeds, skipped)
+            images = self._read(positions, indices, skipped)
         batch = self.assembled(images, indices, positions, step, micro)
         if self.erasing is not None:
-            seeds = keys(self.seed, Stream.ERASE, positions).tolist()
+            seeds = self._seeds(Stream.ERASE, positions)
             for image, seed in zip(batch.images, seeds, strict=True):
                 seed_generators(seed)
                 self.erasing(image)
         return batch
 
-    def _drawn(self, pixels: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+    def _seeds(self, stream: Stream, positions: Indices) -> list[int]:
+        return keys(self.seed, stream, positions).tolist()
+
+    def _drawn(self, pixels: torch.Tensor, positions: Indices) -> torch.Tensor:
         """Images that are in memory, transformed."""
         if self.transform.fixed:
             return pixels
-        drawn = []
+        drawn, seeds = [], self._seeds(Stream.AUGMENT, positions)
         for image, seed in zip(self.transform.padded(pixels), seeds, strict=True):
             seed_generators(seed)
             drawn.append(self.transform.drawn(image))
         return torch.stack(drawn)
 
     def _read(
-        self, positions: Indices, indices: Indices, seeds: Sequence[int], skipped: list[Failure]
+        self, positions: Indices, indices: Indices, skipped: list[Failure]
     ) -> list[torch.Tensor]:
         """Images read and transformed; `indices` are put right where another takes a place."""
-        images = []
+        images, seeds = [], self._seeds(Stream.AUGMENT, positions)
         order = zip(positions.tolist(), indices.tolist(), seeds, strict=True)
         for place, (position, index, seed) in enumerate(order):
             draw = partial(self._draw, seed) if self.transform.crop else None

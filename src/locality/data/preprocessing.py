@@ -37,8 +37,8 @@ class ImageTransform:
 
     Attributes:
         size: (H, W) of the result.
-        resize: what gives every image this size, and leaves one that has it as it is.
-        pad: zeros on each side of that, out of which `steps` cut their window.
+        prepare: what gives a PIL image this size, which one that has it keeps, and pads it.
+        pad: zeros on each side, out of which `steps` cut their window.
         steps: what is done next, at random.
         crop: timm's random crop, where that comes first; `draw` chooses its windows, so that no
             more of an image needs to be read than the crop takes.
@@ -46,19 +46,19 @@ class ImageTransform:
     """
 
     size: Size
-    resize: Sequence[Step] = ()
+    prepare: Sequence[Step] = ()
     pad: int = 0
     steps: Sequence[Step] = ()
     crop: RandomResizedCropAndInterpolation | None = None
     on_tensors: bool = False
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        for step in (*self.resize, transforms.Pad(self.pad)) if self.pad else self.resize:
+        for step in self.prepare:
             image = step(image)
         return self.drawn(image)
 
     def drawn(self, image: Any) -> torch.Tensor:
-        """What `steps` make of an image that is resized and padded, PIL's or a tensor."""
+        """What `steps` make of an image that is prepared, PIL's or a tensor."""
         for step in self.steps:
             image = step(image)
         return MaybePILToTensor()(image)
@@ -115,10 +115,12 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
         return ImageTransform(size, steps=[*flips, *secondary.transforms], crop=crop)
     # The crop is what differs; the flip behind it and the colour steps stay timm's.
     pad = augment.pad if augment.crop == "pad" else 0
-    windows = [transforms.RandomCrop(size)] if pad else []
-    resize = eval_transform(replace(preprocessing, crop_pct=1.0)).resize
-    steps = [*windows, *flips, *secondary.transforms]
-    return ImageTransform(size, resize, pad, steps, on_tensors=not secondary.transforms)
+    prepare = [*eval_transform(replace(preprocessing, crop_pct=1.0)).prepare]
+    steps = [*flips, *secondary.transforms]
+    if pad:
+        prepare.append(transforms.Pad(pad))
+        steps.insert(0, transforms.RandomCrop(size))
+    return ImageTransform(size, prepare, pad, steps, on_tensors=not secondary.transforms)
 
 
 def eval_transform(preprocessing: Preprocessing) -> ImageTransform:

@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +338,7 @@ def _rendered(kind: str, claims: Sequence[Record], **content: Any) -> str:
     content["ours"] = [claim for claim in claims if not claim["where"]]
     content["known_verdicts"], content["untestable"] = list(records.MARKS), records.UNTESTABLE
     content["decisive"] = records.HOLDS, records.FAILS
-    filters = {"cell": lambda text: text.replace("|", "\\|")}
+    filters = {"cell": lambda text: text.replace("|", "\\|"), "hardware": _hardware}
     text = render("locality.papers", f"results.{kind}", filters, **content)
     # Blocks that have nothing to say leave empty lines.
     return re.sub("\n{3,}", "\n\n", text).strip() + "\n"
@@ -390,6 +390,7 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
             entries.setdefault(record["name"], []).append(record)
     ordered = [Entry(entries[name]) for name in sorted(entries, key=papers_order)]
     claims = shown_claims([each for entry in ordered for each in entry.claims()])
+    made = [entry.best["provenance"] for entry in ordered]
     rules = [inspect.getdoc(rule) or "" for rule in (records.judge, records.corrected)]
     return _rendered(
         kind,
@@ -398,17 +399,16 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
         opening={
             "scales": abouts,
             "rules": [rule.partition("\n\n")[2] for rule in rules],
-            "machines": _distinct(ordered, "processors") + _distinct(ordered, "gpus"),
-            "commits": [commit[:10] for commit in _distinct(ordered, "commits")],
+            "machines": sorted({name for each in made for name in _hardware(each)}),
+            "commits": sorted({commit[:10] for each in made for commit in each["commits"]}),
         },
         sections=[section(entry, remarks, links) for entry in ordered],
     )
 
 
-def _distinct(entries: Sequence[Entry], key: str) -> list[str]:
-    """What the best records' runs were made with; of GPUs a record has a list per machine."""
-    found = [value for entry in entries for value in entry.best["provenance"][key]]
-    return sorted({name for value in found for name in ([value] if key != "gpus" else value)})
+def _hardware(made: Record) -> list[str]:
+    """The processors and GPUs of a record's provenance, which has a list of GPUs per machine."""
+    return [*made["processors"], *chain(*made["gpus"])]
 
 
 def write_results_pages(folders: Sequence[Path | str], page: Path | str) -> list[Path]:
