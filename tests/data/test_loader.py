@@ -36,6 +36,7 @@ SMALL = Preprocessing(8)
 PAD = AugmentConfig(crop="pad", pad=1)
 RICH = AugmentConfig(
     auto_augment="rand-m9-mstd0.5-inc1",
+    affine=10.0,
     random_erasing=0.5,
     interpolation="random",
     repeats=3,
@@ -195,7 +196,7 @@ def test_a_dataset_smaller_than_a_batch(digits):
 @pytest.mark.parametrize("hflip", [0.0, 0.5])
 @pytest.mark.parametrize("crop", ["pad", "none"])
 def test_the_short_way_through_memory_changes_nothing(digits, crop, hflip):
-    augment = AugmentConfig(crop=crop, pad=2, hflip=hflip, random_erasing=0.5)
+    augment = AugmentConfig(crop=crop, pad=2, hflip=hflip, affine=10.0, random_erasing=0.5)
     subset = digits.train.subset(range(20))
     fast = collect(subset, augment)
     subset.pixels = None

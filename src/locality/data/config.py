@@ -217,6 +217,8 @@ class AugmentConfig:
         color_jitter: strength of brightness, contrast and saturation jitter; timm leaves it out
             when `auto_augment` is set.
         auto_augment: timm's policy string, such as "rand-m9-mstd0.5-inc1".
+        affine: strength of random affine maps: rotation by up to this many degrees, and scale and
+            shear by up to as many percent. What lies outside the image is black.
         random_erasing: probability of erasing one rectangle with noise.
         interpolation: of the "resized" crop; "random" picks bilinear or bicubic; None is that of
             evaluation.
@@ -234,6 +236,7 @@ class AugmentConfig:
     hflip: float = checks.bounded(0.5, 0, 1)
     color_jitter: float = checks.bounded(0.0, 0)
     auto_augment: str | None = None
+    affine: float = checks.bounded(0.0, 0, 90)
     random_erasing: float = checks.bounded(0.0, 0, 1)
     interpolation: str | None = None
     mixup: float = checks.bounded(0.0, 0)

@@ -29,10 +29,12 @@ from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.preprocessing import (
     Images,
     ImageTransform,
+    affine_maps,
     erasing,
     eval_transform,
     normalise,
     train_transform,
+    warp,
 )
 from locality.data.sampling import (
     Indices,
@@ -194,6 +196,8 @@ class TrainBatches(Batches):
             images: Images = self._drawn(pixels[torch.from_numpy(indices)], positions)
         else:
             images = self._read(positions, indices, skipped)
+        if self.augment.affine:
+            images = warp(images, affine_maps(self._uniform(positions, 4), self.augment.affine))
         batch = self.assembled(images, indices, positions, step, micro)
         if self.erasing is not None:
             seeds = self._seeds(Stream.ERASE, positions)
@@ -204,6 +208,11 @@ class TrainBatches(Batches):
 
     def _seeds(self, stream: Stream, positions: Indices) -> list[int]:
         return keys(self.seed, stream, positions).tolist()
+
+    def _uniform(self, positions: Indices, count: int) -> torch.Tensor:
+        """(B, count) float32 numbers in [0, 1) of the affine maps."""
+        drawn = keys(self.seed, Stream.AFFINE, positions[:, None], np.arange(count))
+        return torch.from_numpy((drawn >> np.uint64(40)).astype(np.float32) / 2**24)
 
     def _drawn(self, pixels: torch.Tensor, positions: Indices) -> torch.Tensor:
         """Images that are in memory, transformed."""

@@ -145,8 +145,43 @@ def erasing(augment: AugmentConfig) -> RandomErasing | None:
     return RandomErasing(augment.random_erasing, mode="pixel", max_count=1, device="cpu")
 
 
+def affine_maps(uniform: torch.Tensor, strength: float) -> torch.Tensor:
+    """Random affine maps as `F.affine_grid` takes them.
+
+    Args:
+        uniform: (B, 4) in [0, 1): of rotation, of shear, and of the scales of both axes.
+        strength: largest rotation in degrees, and largest shear and change of scale in percent.
+
+    Returns:
+        (B, 2, 3) without translation: rotation @ shear @ scale.
+    """
+    angle, shear, *scale = (2 * uniform.T - 1) * strength
+    angle, zero = torch.deg2rad(angle), torch.zeros_like(angle)
+    cos, sin, shear = torch.cos(angle), torch.sin(angle), shear / 100
+    # A factor f and its inverse are equally likely, so that images do not shrink on average.
+    wide, high = (torch.exp(of / 100) for of in scale)
+    rows = (
+        (wide * cos, high * (shear * cos - sin), zero),
+        (wide * sin, high * (shear * sin + cos), zero),
+    )
+    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=1)
+
+
+def warp(pixels: Images, maps: torch.Tensor) -> torch.Tensor:
+    """(B, C, H, W) uint8, or its images in a list → float32, each seen through its map.
+
+    Angles keep on images that are not square. One call for a batch: torchvision's RandomAffine
+    takes 0.3 ms for an image of 8×8, a batch of 64 of them 0.2 ms this way.
+    """
+    images = pixels if isinstance(pixels, torch.Tensor) else torch.stack([*pixels])
+    height, width = images.shape[-2:]
+    aspect = torch.tensor([[1.0, height / width, 1.0], [width / height, 1.0, 1.0]])
+    grid = F.affine_grid(maps * aspect, [*images.shape], align_corners=False)
+    return F.grid_sample(images.float(), grid, align_corners=False)
+
+
 def normalise(pixels: Images, preprocessing: Preprocessing) -> torch.Tensor:
-    """(B, C, H, W) uint8, or its images in a list → float32, (x / 255 − mean) / std by channel."""
+    """(B, C, H, W) of 0 … 255, or its images in a list → float32, (x/255 − mean)/std by channel."""
     mean = torch.tensor(preprocessing.mean).view(-1, 1, 1)
     std = torch.tensor(preprocessing.std).view(-1, 1, 1)
     images = torch.empty((len(pixels), *pixels[0].shape), dtype=torch.float32)

@@ -47,6 +47,7 @@ class Stream(IntEnum):
     SUBSET = 5
     SPLIT = 6
     STEP = 7  # for training: mixup, dropout, drop path
+    AFFINE = 8
 
 
 def keys(seed: int, *words: int | npt.ArrayLike) -> Keys:

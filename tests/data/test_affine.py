@@ -1,0 +1,79 @@
+"""Random affine maps: what they do to an image, and how strong they are."""
+
+import math
+
+import pytest
+import torch
+
+from locality.data import AugmentConfig, Preprocessing, open_data, train_loader
+from locality.data.config import DataConfig
+from locality.data.preprocessing import affine_maps, warp
+
+MIDDLE = torch.full((1, 4), 0.5)
+
+
+def image(height=8, width=8):
+    return torch.randint(0, 256, (1, 3, height, width), generator=torch.Generator().manual_seed(0))
+
+
+def test_the_middle_of_every_range_is_the_identity():
+    pixels = image(6, 10).to(torch.uint8)
+    torch.testing.assert_close(
+        warp(pixels, affine_maps(MIDDLE, 30.0)), pixels.float(), atol=1e-3, rtol=0
+    )
+
+
+def test_a_quarter_turn_is_that_of_the_pixels():
+    uniform = MIDDLE.clone()
+    uniform[0, 0] = 1.0
+    pixels = image()
+    turned = warp(pixels, affine_maps(uniform, 90.0))
+    torch.testing.assert_close(turned, torch.rot90(pixels.float(), 1, (2, 3)), atol=2e-2, rtol=0)
+
+
+def test_a_turn_keeps_angles_where_images_are_not_square():
+    uniform = MIDDLE.clone()
+    uniform[0, 0] = 1.0
+    pixels = image(8, 16)
+    turned = warp(pixels, affine_maps(uniform, 90.0))
+    # The inner square is turned; what comes from above and below the image is black.
+    inner = torch.rot90(pixels[..., 4:12].float(), 1, (2, 3))
+    torch.testing.assert_close(turned[..., 4:12], inner, atol=2e-2, rtol=0)
+    assert turned[..., :4].abs().max() == turned[..., 12:].abs().max() == 0
+
+
+@pytest.mark.parametrize("strength", [5.0, 20.0])
+def test_strength_bounds_the_angle_and_the_area(strength):
+    maps = affine_maps(torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)), strength)
+    matrix = maps[:, :, :2]
+    angle = torch.atan2(matrix[:, 1, 0], matrix[:, 0, 0]).rad2deg()
+    area = torch.linalg.det(matrix).log()
+    assert 0.9 * strength < angle.abs().max() <= strength * 1.0001
+    assert area.abs().max() <= 2 * strength / 100 + 1e-5
+    assert abs(float(area.mean())) < 0.1 * strength / 100
+    assert maps[:, :, 2].abs().max() == 0
+
+
+def test_an_image_is_warped_by_its_position_alone():
+    digits = open_data(DataConfig("digits"), seed=0)
+    augment = AugmentConfig(crop="none", hflip=0.0, affine=15.0)
+    options = {"preprocessing": Preprocessing(8), "seed": 3, "stop_step": 2}
+    small, large = (
+        next(iter(train_loader(digits.train, augment, batch_size=size, **options)))
+        for size in (8, 32)
+    )
+    assert torch.equal(small.images, large.images[:8])
+    plain = next(
+        iter(
+            train_loader(
+                digits.train, AugmentConfig(crop="none", hflip=0.0), batch_size=8, **options
+            )
+        )
+    )
+    assert not torch.allclose(small.images, plain.images)
+
+
+def test_nan_and_negative_strengths_are_refused():
+    for strength in (-1.0, math.nan, 91.0):
+        with pytest.raises(ValueError, match="affine"):
+            AugmentConfig(affine=strength)
