@@ -222,3 +222,21 @@ def test_the_easiest_images_of_every_class(tmp_path):
     for wrong in ({"difficulty": str(file)}, {"difficulty": str(tmp_path / "none")}):
         with pytest.raises(UserError, match=r"data.difficulty: .*(has the shape|cannot be read)"):
             open_data(DataConfig("digits", fraction=0.25, **wrong), 0)
+
+
+def test_settings_are_chosen_on_images_that_no_split_reports_on():
+    chosen_on = open_data(DataConfig(part=(0, 0.25)), seed=0)
+    reported = [
+        open_data(DataConfig(part=(0.25, 1), split_seed=seed), seed=seed) for seed in range(3)
+    ]
+
+    def images(*sources):
+        return {pixels.numpy().tobytes() for source in sources for pixels in source.pixels}
+
+    apart = images(chosen_on.train, chosen_on.val)
+    for splits in reported:
+        assert not apart & images(splits.train, splits.val)
+        assert len(splits.train) + len(splits.val) + len(chosen_on.train) + len(
+            chosen_on.val
+        ) == len(open_data(DataConfig(), seed=0).train) + len(open_data(DataConfig(), seed=0).val)
+    assert images(reported[0].val) != images(reported[1].val)

@@ -53,6 +53,9 @@ class DataConfig:
         root: folder of the dataset; not used by `digits`, and `fashion_mnist` needs none where
             Debian's package is installed.
         download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).
+        part: which part of each class's images a run may use at all, for training or evaluation, as
+            two fractions of an order that is always the same: (0, 0.25) to choose settings on and
+            (0.25, 1) to report share no image, whatever the other settings.
         fraction: fraction of each class's training images to keep, in (0, 1].
         subset: "balanced" keeps a seeded random choice, nested from one fraction to the next;
             "sorted" keeps the first int(n · fraction) file names of each class, as the code that
@@ -95,6 +98,7 @@ class DataConfig:
     dataset: str = "digits"
     root: str | None = None
     download: bool = False
+    part: tuple[float, float] = (0.0, 1.0)
     fraction: float = checks.bounded(1.0, 0, 1, above=True)
     subset: Literal["balanced", "sorted"] = "balanced"
     difficulty: str | None = None
@@ -120,6 +124,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
         checks.settings(self)
+        _part("part", self.part)
         _part("train_part", self.train_part)
         if self.val_part is not None:
             _part("val_part", self.val_part)

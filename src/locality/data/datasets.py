@@ -43,6 +43,7 @@ from locality.errors import UserError, saying
 from locality.files import parse_json, read_text
 
 _IMAGENET_CLASSES = 1000
+_PART_SEED = 0  # of `DataConfig.part`: alike in all runs
 _VALIDATION_NUMBER = re.compile(r"_val_(\d{8})\.")
 
 
@@ -62,7 +63,9 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     """
     opener = pkgutil.resolve_name(f"locality.data.{DATASETS[config.dataset]['opener']}")
     limits = config.skip_classes, config.first_classes
-    classes, train, val = _some_classes(config, _split(config, *opener(config)), *limits)
+    classes, train, val = _some_classes(
+        config, _split(config, *_part_of(config, *opener(config))), *limits
+    )
     if config.val_part is not None:
         val = train.subset(class_part(train.labels, config.val_part, config.split_seed))
     if config.fold is not None:
@@ -82,6 +85,18 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
             kept = balanced_fraction(train.labels, config.fraction, chosen_by)
         train = train.subset(kept)
     return DataSplits(config.dataset, classes, train, val)
+
+
+def _part_of(
+    config: DataConfig, classes: list[str], *sources: ImageSource | None
+) -> tuple[Any, ...]:
+    """The part of every source's classes that the run may use."""
+    if config.part == (0.0, 1.0):
+        return classes, *sources
+    return classes, *(
+        source and source.subset(class_part(source.labels, config.part, _PART_SEED))
+        for source in sources
+    )
 
 
 def _some_classes(config: DataConfig, opened: Opened, skipped: int, count: int | None) -> Opened:
