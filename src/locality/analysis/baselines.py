@@ -1,0 +1,147 @@
+"""What the dumbest things that work reach on the same images: a number to read a model's beside.
+
+Chance, the nearest neighbour and logistic regression, all on pixels. Nothing is random and nothing
+is tuned, so two runs on the same images have the same baselines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from locality.data import DataSplits, Preprocessing, eval_loader
+from locality.data.sources import ImageSource
+from locality.errors import UserError
+
+LARGEST_SIDE = 32
+"""Pixels of the longer side that images are resized to, where theirs is longer."""
+
+MOST_IMAGES = 20_000
+"""Of larger sets every k-th image of each class is taken."""
+
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Predictions of each baseline for the validation images.
+
+    Attributes:
+        predictions: name → (n,) int64 classes.
+        targets: (n,) int64 classes.
+        train_images: how many images the baselines learnt from, of `all_train_images`.
+        all_train_images: how many there are to train on.
+    """
+
+    predictions: dict[str, Tensor]
+    targets: Tensor
+    train_images: int
+    all_train_images: int
+
+    @property
+    def top1(self) -> dict[str, float]:
+        """Name → accuracy in percent."""
+        return {
+            name: 100 * float((predicted == self.targets).double().mean())
+            for name, predicted in self.predictions.items()
+        }
+
+
+def pixel_baselines(splits: DataSplits, preprocessing: Preprocessing) -> Baselines:
+    """Chance, nearest neighbour and logistic regression on the images of a run.
+
+    Args:
+        splits: what the run trains on and is evaluated on.
+        preprocessing: how the run prepares images; the crop is the same, the size at most
+            `LARGEST_SIDE`.
+
+    Raises:
+        UserError: if there is nothing to train on or to evaluate on.
+    """
+    if not len(splits.train) or not len(splits.val):
+        raise UserError(f"{splits.name} has no images to train on or none to evaluate on")
+    height, width = preprocessing.size
+    scale = min(1.0, LARGEST_SIDE / max(height, width))
+    small = (max(1, round(scale * height)), max(1, round(scale * width)))
+    as_is = replace(preprocessing, img_size=small, mean=(0.0,) * 3, std=(1.0,) * 3)
+    train, labels = _pixels(splits.train, as_is)
+    val, targets = _pixels(splits.val, as_is)
+    if all(
+        torch.equal(images[:, 0], images[:, channel])
+        for images in (train, val)
+        for channel in (1, 2)
+    ):
+        train, val = train[:, :1], val[:, :1]  # grey: the channels say the same three times
+    train, val = train.flatten(1), val.flatten(1)
+    commonest = labels.bincount().argmax()
+    predictions = {
+        "chance": commonest.expand(len(targets)),
+        "nearest neighbour": labels[nearest_neighbours(train, val)],
+        "logistic regression": logistic_regression(train, labels, val, len(splits.classes)),
+    }
+    return Baselines(predictions, targets, len(train), len(splits.train))
+
+
+def _pixels(source: ImageSource, preprocessing: Preprocessing) -> tuple[Tensor, Tensor]:
+    """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `MOST_IMAGES`."""
+    if len(source) > MOST_IMAGES:
+        labels = torch.from_numpy(source.labels)
+        # Sorted by class, so that every k-th image leaves each class its share.
+        places = torch.arange(MOST_IMAGES) * len(source) // MOST_IMAGES
+        source = source.subset(labels.argsort(stable=True)[places].numpy())
+    loader = eval_loader(source, preprocessing, batch_size=_BATCH, on_bad_image="skip")
+    batches = list(loader)
+    return torch.cat([b.images for b in batches]), torch.cat([b.targets for b in batches])
+
+
+def nearest_neighbours(train: Tensor, val: Tensor) -> Tensor:
+    """The nearest row of `train`, in Euclidean distance, for each row of `val`.
+
+    Args:
+        train: (n, d).
+        val: (m, d).
+
+    Returns:
+        (m,) int64; of equally near ones the first.
+    """
+    # ‖v − t‖² = ‖v‖² − 2 v·t + ‖t‖², of which ‖v‖² is the same for every t.
+    lengths = train.square().sum(dim=1)
+    chunks = [(lengths - 2 * part @ train.T).argmin(dim=1) for part in val.split(_BATCH)]
+    return torch.cat(chunks)
+
+
+def logistic_regression(train: Tensor, labels: Tensor, val: Tensor, classes: int) -> Tensor:
+    """Classes that multinomial logistic regression predicts.
+
+    As scikit-learn's `LogisticRegression` at its defaults: the summed cross-entropy plus half of
+    the squared weights, the intercept left free, minimised by L-BFGS.
+
+    Args:
+        train: (n, d) of 0 … 1.
+        labels: (n,) classes.
+        val: (m, d).
+        classes: how many there are.
+
+    Returns:
+        (m,) int64.
+    """
+    weight = torch.zeros(classes, train.shape[1], requires_grad=True)
+    bias = torch.zeros(classes, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight, bias], max_iter=200, tolerance_grad=1e-4, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        fit = F.cross_entropy(F.linear(train, weight, bias), labels)
+        total = fit + weight.square().sum() / (2 * len(train))
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    with torch.no_grad():
+        return F.linear(val, weight, bias).argmax(dim=1)

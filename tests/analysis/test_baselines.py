@@ -1,0 +1,80 @@
+"""Baselines on pixels: equal to scikit-learn's, and the same for the same images."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+
+from locality.analysis import baselines
+from locality.analysis.baselines import logistic_regression, nearest_neighbours, pixel_baselines
+from locality.data import Preprocessing, open_data
+from locality.data.config import DataConfig
+from locality.data.sources import ArraySource, DataSplits
+from locality.errors import UserError
+
+DIGITS = Preprocessing(8, crop_pct=1.0)
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return open_data(DataConfig("digits", fraction=0.1), seed=0)
+
+
+@pytest.fixture(scope="module")
+def arrays(splits):
+    """Training pixels, their classes, validation pixels."""
+    pixels = [source.pixels[:, 0].flatten(1) / 255 for source in (splits.train, splits.val)]
+    return pixels[0], torch.from_numpy(splits.train.labels), pixels[1]
+
+
+def test_the_nearest_neighbour_is_scikit_learns(arrays):
+    train, labels, val = arrays
+    theirs = KNeighborsClassifier(1).fit(train, labels).predict(val)
+    assert np.array_equal(labels[nearest_neighbours(train, val)], theirs)
+
+
+def test_logistic_regression_is_scikit_learns(arrays):
+    train, labels, val = arrays
+    theirs = LogisticRegression(max_iter=1000, tol=1e-6).fit(train, labels).predict(val)
+    ours = logistic_regression(train, labels, val, 10).numpy()
+    assert (ours == theirs).mean() > 0.995
+
+
+def test_baselines_of_a_run(splits, arrays):
+    train, labels, val = arrays
+    found = pixel_baselines(splits, DIGITS)
+    assert found.train_images == found.all_train_images == len(train)
+    assert torch.equal(found.targets, torch.from_numpy(splits.val.labels))
+    expected = labels[nearest_neighbours(train, val)]
+    # The same pixels, but for the last bit of their scaling.
+    assert (found.predictions["nearest neighbour"] == expected).float().mean() > 0.995
+    assert 5 < found.top1["chance"] < 15
+    assert found.top1["nearest neighbour"] > 85
+    assert found.top1["logistic regression"] > 85
+    again = pixel_baselines(splits, DIGITS)
+    assert all(torch.equal(again.predictions[name], of) for name, of in found.predictions.items())
+
+
+def test_a_larger_set_is_sampled_with_all_its_classes(splits, monkeypatch):
+    monkeypatch.setattr(baselines, "MOST_IMAGES", 50)
+    found = pixel_baselines(splits, DIGITS)
+    assert (found.train_images, found.all_train_images) == (50, len(splits.train))
+    assert 4 <= found.targets.bincount(minlength=10).min() <= found.targets.bincount().max() <= 6
+    assert found.top1["nearest neighbour"] > 60
+
+
+def test_large_images_are_made_small():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (12, 96, 64, 3), dtype=np.uint8)
+    images[::2] //= 4
+    source = ArraySource(images, np.arange(12) % 2, "noise")
+    splits = DataSplits("noise", ["dark", "light"], source, source)
+    found = pixel_baselines(splits, Preprocessing((96, 64), crop_pct=1.0))
+    assert found.top1["logistic regression"] == found.top1["nearest neighbour"] == 100
+
+
+def test_no_images_are_refused(splits):
+    none = DataSplits("none", splits.classes, splits.train.subset([]), splits.val)
+    with pytest.raises(UserError, match="none has no images to train on"):
+        pixel_baselines(none, DIGITS)
