@@ -7,11 +7,19 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 from locality.analysis import baselines
-from locality.analysis.baselines import logistic_regression, nearest_neighbours, pixel_baselines
+from locality.analysis.baselines import (
+    compared,
+    logistic_regression,
+    nearest_neighbours,
+    pixel_baselines,
+    read_baselines,
+    record_baselines,
+)
 from locality.data import Preprocessing, open_data
 from locality.data.config import DataConfig
 from locality.data.sources import ArraySource, DataSplits
 from locality.errors import UserError
+from locality.training import train
 
 DIGITS = Preprocessing(8, crop_pct=1.0)
 
@@ -78,3 +86,38 @@ def test_no_images_are_refused(splits):
     none = DataSplits("none", splits.classes, splits.train.subset([]), splits.val)
     with pytest.raises(UserError, match="none has no images to train on"):
         pixel_baselines(none, DIGITS)
+
+
+def test_a_run_s_folder_keeps_its_baselines(tiny_run, tmp_path, monkeypatch):
+    runs = [tiny_run(tmp_path, model) for model in ("convit_nano", "deit_nano")]
+    for run in runs:
+        train(run.config, run.folder, quiet=True)
+    computed = []
+    monkeypatch.setattr(
+        baselines,
+        "pixel_baselines",
+        lambda *given: computed.append(given) or pixel_baselines(*given),
+    )
+    record_baselines(run.folder for run in runs)
+    record_baselines(run.folder for run in runs)
+    assert len(computed) == 1  # the same images, and nothing twice
+    config = runs[0].config
+    found = pixel_baselines(open_data(config.data, config.seed), DIGITS)
+    assert [read_baselines(run.folder) for run in runs] == [found.top1] * 2
+
+
+def test_damaged_baselines_are_named(tmp_path):
+    (tmp_path / "baselines.json").write_text('{"top1": {"chance": "x"}}')
+    with pytest.raises(UserError, match=r"baselines\.json"):
+        read_baselines(tmp_path)
+    assert read_baselines(tmp_path / "none") == {}
+
+
+def test_a_model_below_a_baseline_is_told_what_to_do():
+    found = {"chance": 10.0, "nearest neighbour": 90.0, "logistic regression": 88.0}
+    assert compared(91.0, found) == (
+        "on the same pixels: chance 10.0%, nearest neighbour 90.0%, logistic regression 88.0%"
+    )
+    assert "The model's 89.0% is below the nearest neighbour: train it longer" in (
+        compared(89.0, found)
+    )

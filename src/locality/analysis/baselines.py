@@ -6,15 +6,22 @@ is tuned, so two runs on the same images have the same baselines.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from locality.data import DataSplits, Preprocessing, eval_loader
+from locality import checks
+from locality.data import DataSplits, Preprocessing, eval_loader, open_data
 from locality.data.sources import ImageSource
 from locality.errors import UserError
+from locality.files import read_json, write_atomic
+from locality.training.preview import meta_model
+from locality.training.runs import RunFolder
 
 LARGEST_SIDE = 32
 """Pixels of the longer side that images are resized to, where theirs is longer."""
@@ -22,6 +29,8 @@ LARGEST_SIDE = 32
 MOST_IMAGES = 20_000
 """Of larger sets every k-th image of each class is taken."""
 
+BASELINES = "baselines.json"
+_SHAPE = {"top1": dict, "train_images": int, "all_train_images": int}
 _BATCH = 512
 
 
@@ -50,13 +59,16 @@ class Baselines:
         }
 
 
-def pixel_baselines(splits: DataSplits, preprocessing: Preprocessing) -> Baselines:
+def pixel_baselines(
+    splits: DataSplits, preprocessing: Preprocessing, workers: int = 0
+) -> Baselines:
     """Chance, nearest neighbour and logistic regression on the images of a run.
 
     Args:
         splits: what the run trains on and is evaluated on.
         preprocessing: how the run prepares images; the crop is the same, the size at most
             `LARGEST_SIDE`.
+        workers: processes that load images; 0 for this one.
 
     Raises:
         UserError: if there is nothing to train on or to evaluate on.
@@ -67,8 +79,8 @@ def pixel_baselines(splits: DataSplits, preprocessing: Preprocessing) -> Baselin
     scale = min(1.0, LARGEST_SIDE / max(height, width))
     small = (max(1, round(scale * height)), max(1, round(scale * width)))
     as_is = replace(preprocessing, img_size=small, mean=(0.0,) * 3, std=(1.0,) * 3)
-    train, labels = _pixels(splits.train, as_is)
-    val, targets = _pixels(splits.val, as_is)
+    train, labels = _pixels(splits.train, as_is, workers)
+    val, targets = _pixels(splits.val, as_is, workers)
     if all(
         torch.equal(images[:, 0], images[:, channel])
         for images in (train, val)
@@ -85,14 +97,76 @@ def pixel_baselines(splits: DataSplits, preprocessing: Preprocessing) -> Baselin
     return Baselines(predictions, targets, len(train), len(splits.train))
 
 
-def _pixels(source: ImageSource, preprocessing: Preprocessing) -> tuple[Tensor, Tensor]:
+def record_baselines(folders: Iterable[Path | str]) -> None:
+    """Write `baselines.json` into those run folders that have none: top-1 in percent by name.
+
+    Runs on the same images share the computation.
+
+    Args:
+        folders: of runs.
+
+    Raises:
+        OSError, UserError: if a run's images can no longer be read.
+    """
+    known: dict[str, str] = {}
+    for run in map(RunFolder, folders):
+        if (run.path / BASELINES).exists():
+            continue
+        config = run.config()
+        splits = open_data(config.data, config.seed)
+        preprocessing = config.input.at(meta_model(config, len(splits.classes)).img_size)
+        images = repr((config.data, config.seed, preprocessing))
+        if images not in known:
+            found = pixel_baselines(splits, preprocessing, config.data.workers)
+            record = {
+                "top1": found.top1,
+                "train_images": found.train_images,
+                "all_train_images": found.all_train_images,
+            }
+            known[images] = json.dumps(record) + "\n"
+        write_atomic(run.path / BASELINES, known[images])
+
+
+def read_baselines(folder: Path | str) -> dict[str, float]:
+    """Top-1 in percent of each baseline on a run's images; empty where none was recorded.
+
+    Raises:
+        UserError: if the file holds something else.
+    """
+    path = Path(folder) / BASELINES
+    if not path.exists():
+        return {}
+    record = read_json(path)
+    checks.shaped(str(path), record, _SHAPE)
+    checks.shaped(str(path), list(record["top1"].values()), [float])
+    return record["top1"]
+
+
+def compared(top1: float, baselines: Mapping[str, float]) -> str:
+    """Where a model stands beside the baselines and, below one of them, what to do."""
+    best = max(baselines, key=lambda name: baselines[name])
+    listed = ", ".join(f"{name} {value:.1f}%" for name, value in baselines.items())
+    said = f"on the same pixels: {listed}"
+    if top1 >= baselines[best]:
+        return said
+    return (
+        f"{said}. The model's {top1:.1f}% is below the {best}: train it longer, change the images "
+        f"more (augment.affine, augment.mixup), or start from weights (locality finetune)"
+    )
+
+
+def _pixels(
+    source: ImageSource, preprocessing: Preprocessing, workers: int
+) -> tuple[Tensor, Tensor]:
     """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `MOST_IMAGES`."""
     if len(source) > MOST_IMAGES:
         labels = torch.from_numpy(source.labels)
         # Sorted by class, so that every k-th image leaves each class its share.
         places = torch.arange(MOST_IMAGES) * len(source) // MOST_IMAGES
         source = source.subset(labels.argsort(stable=True)[places].numpy())
-    loader = eval_loader(source, preprocessing, batch_size=_BATCH, on_bad_image="skip")
+    loader = eval_loader(
+        source, preprocessing, batch_size=_BATCH, on_bad_image="skip", workers=workers
+    )
     batches = list(loader)
     return torch.cat([b.images for b in batches]), torch.cat([b.targets for b in batches])
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from locality import checks
+from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import (
     Pictures,
@@ -103,12 +104,12 @@ def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) 
 
 
 def record_missing(folders: Iterable[Path]) -> None:
-    """Measure those runs that have finished and were not measured yet; see `record`."""
-    for folder in folders:
-        run = RunFolder(folder)
-        files = folder / MEASURES, run.predictions_file
-        if run.result_file.exists() and not all(file.exists() for file in files):
-            record(folder)
+    """Measure those runs that have finished and were not measured yet, and their baselines."""
+    finished = [run for run in map(RunFolder, folders) if run.result_file.exists()]
+    for run in finished:
+        if not (run.path / MEASURES).exists() or not run.predictions_file.exists():
+            record(run.path)
+    record_baselines(run.path for run in finished)
 
 
 def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:

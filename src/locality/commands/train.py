@@ -52,7 +52,13 @@ def train(arguments: Sequence[str]) -> None:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
         return
-    training.train(config, folder, quiet=options.quiet, observer=observer)
+    result = training.train(config, folder, quiet=options.quiet, observer=observer)
+    if result:  # of the first process
+        from locality.analysis.baselines import compared, read_baselines, record_baselines
+
+        record_baselines([folder])
+        if not options.quiet:
+            say(compared(result["top1"], read_baselines(folder)))
     if options.record:
         from locality.analysis.recording import record
 
