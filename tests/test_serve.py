@@ -11,21 +11,28 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from urllib.parse import urlparse
 
+import anyio
 import psutil
 import pytest
+import torch
 import yaml
 from PIL import Image
 
 import locality
 from locality.checkpoints import open_model, save
 from locality.cli import main
+from locality.data import BadImage
 
-pytest.importorskip("fastapi")
+HTTPException = pytest.importorskip("fastapi").HTTPException
+bodies = pytest.importorskip("locality.serve.bodies")
+decoding = pytest.importorskip("locality.serve.decoding")
 pytestmark = pytest.mark.slow
 
 CLASSES = [f"digit <b>{number}</b>" for number in range(10)]
@@ -52,11 +59,15 @@ def lying():
     return whole[:12] + header + zlib.crc32(header).to_bytes(4, "big") + whole[33:]
 
 
-FORM = (
-    b'--b\r\nContent-Disposition: form-data; name="f"; filename="/etc/passwd"\r\n\r\nx\r\n--b--\r\n'
-)
+def form(*contents, filename='; filename="/etc/passwd"'):
+    """What `curl -F image=@FILE` sends, with as many files as there are contents."""
+    start = f'--b\r\nContent-Disposition: form-data; name="image"{filename}\r\n\r\n'.encode()
+    return b"".join(start + content + b"\r\n" for content in contents) + b"--b--\r\n"
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 PATHS = ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/file:///etc/passwd", "/predict/x")
-# Method, path, body → status, and a word of the sentence.
+# Method, path, body → status, and a word of the sentence; headers that are not usual.
 HOSTILE = [
     *(("GET", path, None, 404, "nothing here") for path in (*PATHS, "/docs", "/redoc")),
     ("POST", "/../predict", photo(), 404, "nothing here"),
@@ -64,7 +75,19 @@ HOSTILE = [
     ("POST", "/", bytes(50_000_000), 405, "POST an image"),
     ("POST", "/predict", b"", 422, "the file is empty"),
     ("POST", "/predict", b"/etc/passwd", 422, "not an image"),
-    ("POST", "/predict", FORM, 422, "not an image"),
+    ("POST", "/predict", form(b"x"), 422, "not an image"),
+    ("POST", "/predict", form(b"x"), 422, "not an image", FORM),
+    ("POST", "/predict", form(), 422, "0 files", FORM),
+    ("POST", "/predict", form(photo(), filename=""), 422, "0 files", FORM),
+    ("POST", "/predict", form(photo(), photo()), 422, "2 files", FORM),
+    ("POST", "/predict", form(photo()), 422, "0 files", {"Content-Type": "multipart/form-data"}),
+    ("POST", "/predict", b"--b\r\n" * 2_000_000, 422, "0 files", FORM),
+    ("GET", "/", None, 400, "'evil.example' is not known", {"Host": "evil.example"}),
+    ("GET", "/openapi.json", None, 400, "is not known", {"Host": "127.0.0.1.evil.example:80"}),
+    ("POST", "/predict", photo(), 400, "is not known", {"Host": "evil.example"}),
+    ("POST", "/predict", photo(), 403, "http://evil.example", {"Origin": "http://evil.example"}),
+    ("POST", "/attention", photo(), 403, "a page of null", {"Origin": "null"}),
+    ("POST", "/predict", photo(), 403, "a page of http://[", {"Origin": "http://["}),
     ("POST", "/predict", json.dumps({"path": "/etc/passwd"}).encode(), 422, "not an image"),
     ("POST", "/predict", b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not an image"),
     ("POST", "/predict", b"%!PS-Adobe-3.0 EPSF-3.0\n", 422, "not an image"),
@@ -106,13 +129,21 @@ def process(model, tmp_path_factory):
         assert not list(here.iterdir())  # nothing was written
 
 
-def request(address, method, path, body=None):
-    """Method, path and body of a request → status, the answer's content."""
+def checked(headers):
+    """Whether an answer has the headers that every one has."""
+    names = {name.lower(): value for name, value in headers}
+    assert "default-src 'none'" in names["content-security-policy"] and "server" not in names
+    assert names["x-content-type-options"] == "nosniff" and names["x-frame-options"] == "DENY"
+
+
+def request(address, method, path, body=None, headers=None, check=checked):
+    """Method, path, body and headers of a request → status, the answer's content."""
     place = urlparse(address)
     connection = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
     try:
-        connection.request(method, path, body)
+        connection.request(method, path, body, headers or {})
         answer = connection.getresponse()
+        check(answer.getheaders())
         return answer.status, answer.read()
     finally:
         connection.close()
@@ -139,6 +170,14 @@ def test_it_predicts_what_the_model_does(ask, model):
         assert told == pytest.approx(classifier.most_likely(row), rel=1e-4)
 
 
+def test_a_form_is_understood(ask, process):
+    origin = {"Origin": process.address}
+    for image in (photo(), photo((500, 300), "JPEG")):
+        plain = ask("POST", "/predict", image)
+        assert plain[0] == 200 and ask("POST", "/predict", form(image), FORM) == plain
+        assert ask("POST", "/predict", image, origin) == plain
+
+
 def test_photographs_are_turned_as_they_were_held(ask):
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
@@ -158,8 +197,8 @@ def test_the_description_names_what_is_answered(ask):
 
 
 def refused(ask, hostile):
-    method, path, body, wanted, word = hostile
-    status, answer = ask(method, path, body)
+    method, path, body, wanted, word, *headers = hostile
+    status, answer = ask(method, path, body, *headers)
     assert (status, word in json.loads(answer)["detail"]) == (wanted, True), (hostile[:2], answer)
 
 
@@ -168,11 +207,62 @@ def test_what_is_bad_gets_a_sentence(ask, hostile):
     refused(ask, hostile)
 
 
-def test_what_is_no_http_is_refused(process):
+def answers(connection):
+    """Status and content of what comes over a connection."""
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    checked(answer.getheaders())
+    return answer.status, json.loads(answer.read())["detail"]
+
+
+def connected(process):
     place = urlparse(process.address)
-    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+    return socket.create_connection((place.hostname, place.port), timeout=60)
+
+
+def test_what_is_no_http_is_refused(process):
+    with connected(process) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
-        assert b" 400 " in connection.recv(1000)
+        status, sentence = answers(connection)
+        assert status == 400 and "no request of HTTP/1.1" in sentence
+
+
+@pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_header_that_does_not_end(process, ask, before):
+    """Others are answered while a hundred are held, and each is told why it ends."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connected(process)) for _ in range(100)]
+        for connection in held:
+            connection.sendall(before)
+            if before:
+                http.client.HTTPResponse(connection).begin()
+            connection.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Le")
+        assert ask("POST", "/predict", photo())[0] == 200
+        if not before:
+            for connection in held:
+                status, sentence = answers(connection)
+                assert status == 408 and "header" in sentence
+
+
+def test_bodies_that_do_not_end(process, ask):
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            connection = stack.enter_context(connected(process))
+            connection.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\n")
+            connection.sendall(b"Content-Length: 1000\r\n\r\nx")
+        assert ask("POST", "/predict", photo())[0] == 200
+
+
+def test_weights_that_overflow(tmp_path):
+    net = locality.create_model("convit_nano")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1e30)
+    words = [sys.executable, "-m", "locality", "serve", str(save(net, tmp_path / "saved"))]
+    with answering([*words, "--port", "0"]) as started:
+        for path in ("/predict", "/attention"):
+            status, answer = request(started.address, "POST", path, photo())
+            assert status == 500 and "logits that are not finite" in json.loads(answer)["detail"]
 
 
 def test_a_third_hostile_eight_at_a_time(ask, process):
@@ -194,6 +284,104 @@ def test_a_third_hostile_eight_at_a_time(ask, process):
     assert max(memory[400:]) - max(memory[:200]) < 100e6
 
 
+def test_too_many_bytes_at_once(monkeypatch):
+    """What is refused is counted no longer, nor is what has been answered."""
+    monkeypatch.setattr(bodies, "_MOST_HELD", 100)
+    held = bodies.Bodies()
+
+    def sent(*pieces):
+        async def stream():
+            for piece in pieces:
+                yield bytes(piece)
+
+        return held.image(SimpleNamespace(headers={}, stream=stream))
+
+    async def ask():
+        for _ in range(2):
+            async with sent(50, 20) as data:
+                assert len(data) == 70
+                with pytest.raises(HTTPException, match="too many images at once"):
+                    await sent(20, 20).__aenter__()
+                async with sent(30):
+                    pass
+
+    anyio.run(ask)
+
+
+class TestDecoding:
+    """With something else in the place of the decoder, which the process imports by its name."""
+
+    @staticmethod
+    def decoded(*data):
+        async def all_of_them():
+            processes = anyio.CapacityLimiter(len(data))
+            found = {}
+
+            async def one(each):
+                try:
+                    found[each] = await decoding.decode(each, processes)
+                except Exception as error:
+                    found[each] = error
+
+            async with anyio.create_task_group() as tasks:
+                for each in data:
+                    tasks.start_soon(one, each)
+            return found
+
+        return anyio.run(all_of_them)
+
+    def test_what_takes_too_long_is_refused(self, monkeypatch):
+        before = psutil.Process().children()
+        monkeypatch.setattr(decoding, "SECONDS", 5)
+        monkeypatch.setattr(decoding, "_decode", time.sleep)
+        found = self.decoded(0, 1000)
+        assert found[0] is None
+        assert isinstance(found[1000], BadImage) and "more than 5 seconds" in str(found[1000])
+        after = [each for each in psutil.Process().children() if each not in before]
+        assert not psutil.wait_procs(after, 30)[1]
+
+    def test_a_process_that_is_killed(self, monkeypatch):
+        monkeypatch.setattr(decoding, "_decode", os._exit)
+        assert isinstance(self.decoded(1)[1], anyio.BrokenWorkerProcess)
+
+
+# Whatever it is to do with an image, it says so in a pipe, and then goes on for ever.
+STUCK = """
+import runpy, sys
+from locality.cli import main
+from locality.serve import application, decoding
+where, what, *words = sys.argv[1:]
+if where == "decoding":
+    decoding._decode = runpy.run_path  # of what is sent
+else:
+    application.explorer_page = lambda *_: runpy.run_path(what)
+sys.exit(main(words))
+"""
+
+
+@pytest.mark.parametrize("where", ["decoding", "looking"])
+def test_it_ends_while_it_is_busy(where, model, tmp_path):
+    pipe, script = tmp_path / "pipe", tmp_path / "stuck.py"
+    os.mkfifo(pipe)
+    script.write_text(f"import time\nopen({str(pipe)!r}, 'w').close()\ntime.sleep(1000)\n")
+    words = [sys.executable, "-c", STUCK, where, str(script)]
+    with contextlib.ExitStack() as stack:
+        started = stack.enter_context(
+            answering([*words, "serve", str(model), "--port", "0"], env=os.environ)
+        )
+        body = os.fsencode(script) if where == "decoding" else photo()
+        for start in (b"", b"POST / HTTP/1.1\r\nContent-Le", None):
+            connection = connected(started)
+            stack.callback(connection.close)
+            if start is None:
+                start = b"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+                start += b"%d\r\n\r\n" % len(body) + body
+            connection.sendall(start)
+        pipe.read_bytes()  # until it is busy
+        children = psutil.Process(started.pid).children()
+    assert not psutil.wait_procs(children, 30)[1]
+
+
 def test_a_port_that_is_taken(process, model, capsys):
     port = urlparse(process.address).port
     assert main(["serve", str(model), "--port", str(port)]) == 2
@@ -205,6 +393,11 @@ def test_a_port_that_is_taken(process, model, capsys):
     reason="the version that is installed is another one, and a Space is of what is installed",
 )
 class TestSpace:
+    @staticmethod
+    def framed(headers):
+        assert "frame-ancestors *" in headers["content-security-policy"]
+        assert "x-frame-options" not in headers
+
     def test_it_answers_from_its_own_folder(self, model, tmp_path, capsys):
         image, folder = tmp_path / "photo.png", tmp_path / "space"
         image.write_bytes(photo())
@@ -241,8 +434,12 @@ class TestSpace:
         assert used == f"{folder / 'locality' / '__init__.py'}\n"
         with answering([sys.executable, *words, "0"], **options) as started:
             assert started.address.startswith("http://0.0.0.0:")
-            assert b"Drop an image" in request(started.address, "GET", "/")[1]
-            status, answer = request(started.address, "POST", "/predict", image.read_bytes())
+            # Under any name, and in a frame, as a Space is.
+            place = {"Host": "me-it.hf.space", "Origin": "https://me-it.hf.space"}
+            framed = {"headers": place, "check": lambda headers: self.framed(dict(headers))}
+            assert b"Drop an image" in request(started.address, "GET", "/", **framed)[1]
+            sent = "POST", "/predict", image.read_bytes()
+            status, answer = request(started.address, *sent, **framed)
         told = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
         assert status == 200 and told == pytest.approx(wanted["classes"], rel=1e-5)
 

@@ -30,6 +30,10 @@ class UnknownSetting(UserError, TypeError):
     """A setting by a name that does not exist: to Python and timm, an unexpected argument."""
 
 
+class NonFiniteLogits(UserError):
+    """Logits of a model are infinite or not a number, so that they mean no class."""
+
+
 class RunFailed(RuntimeError):
     """A run had to stop; the message says why, what is kept, and what to do.
 

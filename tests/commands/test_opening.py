@@ -140,3 +140,18 @@ def test_runs_of_earlier_versions_prepare_images_as_they_did(given, tmp_path):
 def test_an_exported_graph_has_no_model_to_load(inputs):
     with pytest.raises(UserError, match="can only be run"):
         locality.load(inputs["graph"])
+
+
+@pytest.mark.parametrize("command", ["predict", "eval", "explore"])
+def test_weights_that_overflow_name_no_class(command, tmp_path, capsys):
+    model = locality.create_model("convit_nano")
+    with torch.no_grad():
+        model.head.bias.add_(1)
+        for parameter in model.parameters():
+            parameter.mul_(1e30)
+    saved, image = save(model, tmp_path / "saved"), tmp_path / "photo.png"
+    Image.radial_gradient("L").save(image)
+    assert main(COMMANDS[command](str(saved), str(image), str(tmp_path))) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and "logits that are not finite" in printed.err
+    assert "its largest weight is 1e+30, in" in printed.err

@@ -136,6 +136,7 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[s
     """One model on all images: what the page says of it, and its attention, image by image."""
     # In double precision no attention vanishes, so that every score can be read off its logarithm.
     model = copy.deepcopy(subject.module()).double()
+    subject.check_logits(subject.logits(batch.to(next(subject.module().parameters()))))
     for tolerance in (TOLERANCE, *_LOOSER):
         seen = [_pack(model, image, tolerance) for image in batch.split(1)]
         blobs = [base64.b64encode(zlib.compress(packed, 9)).decode() for packed, _, _ in seen]

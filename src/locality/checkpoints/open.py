@@ -33,7 +33,7 @@ from locality.checkpoints.reading import check_finite, check_keys
 from locality.checkpoints.where import is_run_folder, kind_of, source
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
-from locality.errors import UserError, naming
+from locality.errors import NonFiniteLogits, UserError, naming
 from locality.models import factory
 from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import unlike
@@ -92,9 +92,37 @@ class Classifier:
         )
 
     def __call__(self, images: Iterable[Image.Image]) -> Tensor:
-        """PIL images → probabilities (B, classes), each row summing to one; of none, none."""
+        """PIL images → probabilities (B, classes), each row summing to one; of none, none.
+
+        Raises:
+            UserError: as `prepare` and `check_logits`.
+        """
         batch = self.prepare(images)
-        return self.logits(batch).softmax(dim=-1) if len(batch) else torch.empty(0, 0)
+        if not len(batch):
+            return torch.empty(0, 0)
+        logits = self.logits(batch)
+        self.check_logits(logits)
+        return logits.softmax(dim=-1)
+
+    def check_logits(self, logits: Tensor) -> None:
+        """Refuse logits, (B, classes), that mean no class.
+
+        Raises:
+            NonFiniteLogits: if one is infinite or not a number.
+        """
+        wrong = int((~logits.isfinite()).any(dim=-1).sum())
+        if not wrong:
+            return
+        said = f"{self.name} gives {wrong} of {len(logits)} images logits that are not finite"
+        if self.model is not None:
+            state = self.model.state_dict()
+            largest = {name: float(each.abs().max()) for name, each in state.items()}
+            name = max(largest, key=largest.__getitem__)
+            said += f"; its largest weight is {largest[name]:.3g}, in {name}"
+        raise NonFiniteLogits(
+            f"{said}; the weights are damaged, or diverged in training, or are too large for fp16: "
+            f"give others, such as an earlier checkpoint"
+        )
 
     def prepare(self, images: Iterable[Image.Image]) -> Tensor:
         """PIL images as the model wants them, (B, C, H, W) normalised, on its device.

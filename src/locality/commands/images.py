@@ -249,6 +249,8 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add_model("model")
     parser.add("--host", "127.0.0.1", "address to listen at; 0.0.0.0 is every one of the machine")
     parser.add("--port", 8000, "port; 0 takes a free one", int)
+    hosts = "names that it is reached by beside this machine's own; '*' is any"
+    parser.add_argument("--hosts", nargs="+", default=None, help=hosts)
     parser.add("--export_space", None, "write a folder for a Hugging Face Space; answer nothing")
     options = parser.read(arguments)
 
@@ -256,17 +258,20 @@ def serve(arguments: Sequence[str]) -> None:
     check_given(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     if options.export_space is not None:
-        parser.refuse("host port", "does nothing beside --export_space")
+        parser.refuse("host port hosts", "does nothing beside --export_space")
         check_empty(Path(options.export_space))
         from locality.checkpoints.exporting import export_space
 
         given = options.variant, options.entry, read_settings(options)
         print(export_space(options.model, options.export_space, *given))
         return
-    from locality import serve as server
+    from locality.serve import server
+
+    def say_where(address: str) -> None:
+        print(address, flush=True)
 
     opened = open_given(options.model, options)
-    server.serve(opened, options.host, options.port, lambda address: print(address, flush=True))
+    server.serve(opened, options.host, options.port, say_where, options.hosts or ())
 
 
 def figure(arguments: Sequence[str]) -> int:

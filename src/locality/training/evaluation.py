@@ -85,7 +85,7 @@ def evaluate_opened(
 
     Raises:
         UserError: if it is an exported graph, the data has other classes, there is no such
-            precision or accelerator, or an image is damaged.
+            precision or accelerator, an image is damaged, or logits are not finite.
     """
     checks.one_of("precision", precision, get_args(Precision))
     checks.integer("batch_size", batch_size, 1)
@@ -112,9 +112,15 @@ def evaluate_opened(
     # Only an open choice depends on the model's cost.
     macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
     chosen = choose_precision(precision, device.type, macs)
+
+    def checked(batch: Batch, logits: Tensor) -> None:
+        opened.check_logits(logits)
+        if seen is not None:
+            seen(batch, logits)
+
     with autocast(device.type, chosen):
         result = evaluate(
-            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=seen
+            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=checked
         )
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 

@@ -1,0 +1,183 @@
+"""What is answered: a page, and the endpoints /predict and /attention.
+
+An image is the body of a request, and a request has nothing else: no file is named, none is
+written. A few images at a time are decoded, and one is looked at, so that memory does not grow with
+requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from base64 import b64encode
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+from anyio import BrokenWorkerProcess
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+from PIL import Image
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from locality import __version__
+from locality.analysis.explorer import explorer_page
+from locality.checkpoints.open import Classifier
+from locality.data.sources import BadImage
+from locality.errors import NonFiniteLogits, UserError
+from locality.files import render
+from locality.serve.bodies import MEGABYTES, Bodies
+from locality.serve.decoding import decode
+
+# So many images are decoded, or wait with their pixels to be looked at.
+_DECODED = 4
+
+_FILE = {"type": "string", "format": "binary"}
+_IMAGE = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "image/*": {"schema": _FILE},
+            "multipart/form-data": {"schema": {"type": "object", "properties": {"image": _FILE}}},
+        },
+    }
+}
+
+T = TypeVar("T")
+
+
+class Named(BaseModel):
+    """A class and its probability."""
+
+    name: str
+    probability: float
+
+
+class Prediction(BaseModel):
+    """The most likely classes of an image, best first."""
+
+    model: str
+    classes: list[Named]
+
+
+class Refusal(BaseModel):
+    """Why a request was not answered, in a sentence."""
+
+    detail: str
+
+
+def application(classifier: Classifier) -> FastAPI:
+    """The page at /, the endpoints /predict and /attention, and their description, /openapi.json.
+
+    Args:
+        classifier: which answers; a graph has no attention to show.
+    """
+    refused: dict[int | str, dict[str, Any]] = {
+        status: {"model": Refusal} for status in (408, 413, 422, 500, 503)
+    }
+    service = FastAPI(
+        title=f"locality: {classifier.name}",
+        version=__version__,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        responses=refused,
+    )
+    page = _page(classifier)
+    bodies = Bodies()
+    places, processes = anyio.Semaphore(_DECODED), anyio.CapacityLimiter(_DECODED)
+    # torch takes all processors for one image as it is.
+    one = anyio.CapacityLimiter(1)
+
+    async def answered(request: Request, answer: Callable[[Image.Image], T]) -> T:
+        async with bodies.image(request) as data, places:
+            try:
+                image = await decode(data, processes)
+                return await anyio.to_thread.run_sync(partial(answer, image), limiter=one)
+            except NonFiniteLogits as error:
+                raise HTTPException(500, str(error)) from None
+            except (BadImage, UserError) as error:
+                raise HTTPException(422, str(error)) from None
+            except BrokenWorkerProcess:
+                sentence = "the process that decoded the image was killed, most often for memory"
+                raise HTTPException(503, sentence) from None
+
+    @service.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def show() -> str:
+        return page
+
+    @service.post("/predict", openapi_extra=_IMAGE)
+    async def predict(request: Request) -> Prediction:
+        """The five most likely classes of the image in the body."""
+
+        def look(image: Image.Image) -> dict[str, float]:
+            return classifier.most_likely(classifier([image])[0])
+
+        found = await answered(request, look)
+        named = [Named(name=name, probability=share) for name, share in found.items()]
+        return Prediction(model=classifier.name, classes=named)
+
+    @service.post("/attention", openapi_extra=_IMAGE, response_class=HTMLResponse)
+    async def attention(request: Request) -> str:
+        """A page of the image in the body: attention of every layer and head, and gates."""
+        return await answered(
+            request, lambda image: explorer_page([classifier], [image], ["your image"])
+        )
+
+    @service.exception_handler(AnyHTTPException)
+    async def refuse(request: Request, error: AnyHTTPException) -> JSONResponse:
+        if error.status_code in (404, 405):
+            await bodies.drop(request)
+        sentence = {
+            404: "there is nothing here: / is a page, /predict and /attention take an image",
+            405: f"{request.method} is not answered here; POST an image to /predict or /attention",
+        }.get(error.status_code, error.detail)
+        return JSONResponse({"detail": sentence}, error.status_code, error.headers)
+
+    @service.exception_handler(Exception)
+    async def fail(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": "an error of the server, which its log shows"}, 500)
+
+    return service
+
+
+def _page(classifier: Classifier) -> str:
+    return render(
+        "locality.report",
+        "serve.html",
+        title=classifier.name,
+        size=classifier.preprocessing.size,
+        megabytes=MEGABYTES,
+        version=__version__,
+    )
+
+
+def content_policy(classifier: Classifier, framed: bool) -> str:
+    """The Content-Security-Policy of the page: nothing from elsewhere, no script but its own.
+
+    The explorer's page is in a frame of it, and what is in a frame without an address has the
+    policy of the page around.
+
+    Args:
+        classifier: which the page is of.
+        framed: whether other pages may show it in a frame.
+    """
+    explorer: dict[str, Any] = {"data": "", "blobs": [], "models": [], "version": ""}
+    both = _page(classifier) + render("locality.analysis", "explorer.html", **explorer)
+    scripts = [
+        b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in re.findall("<script>(.*?)</script>", both, re.DOTALL)
+    ]
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(f"'sha256-{script}'" for script in scripts),
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "connect-src": "'self' data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "*" if framed else "'none'",
+    }
+    return "; ".join(f"{what} {sources}" for what, sources in rules.items())
