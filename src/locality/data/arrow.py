@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import decode, decode_window, read_bytes
-from locality.data.folder import FileSource, existing_folder, open_folder, some
+from locality.data.folder import FileSource, existing_folder, lies_in, open_folder, some
 from locality.data.sources import BadImage, Draw, ImageSource
 from locality.errors import UserError, require, saying
 from locality.files import atomic_file
@@ -51,7 +51,10 @@ _SPLIT_NAMES = re.compile(rf"^(train|{'|'.join(_VAL_NAMES)})(?=$|[-_.])", re.IGN
 
 
 class ArrowSource(ImageSource):
-    """The rows of a Hugging Face dataset with an image and a class per row."""
+    """The rows of a Hugging Face dataset with an image and a class per row.
+
+    A row may name a file instead, which has to lie in the folder `inside` where that is given.
+    """
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class ArrowSource(ImageSource):
         name: str,
         decoding: Decoding = AS_PUBLISHED,
         files: Sequence[tuple[str, str]] = (),
+        inside: Path | None = None,
     ) -> None:
         # As Arrow's own cells, which leaves images undecoded and is the fastest way to one row.
         self.rows = rows.select_columns([image_column]).with_format("arrow")
@@ -68,6 +72,7 @@ class ArrowSource(ImageSource):
         self.name = name
         self.decoding = decoding
         self._files = files
+        self._inside = inside
 
     def read(self, index: int) -> Image.Image:
         return decode(self.read_bytes(index), self.decoding)
@@ -86,6 +91,11 @@ class ArrowSource(ImageSource):
         path = (cell or {}).get("path")
         if path is None:
             raise BadImage("the row has no image")
+        if self._inside is not None and not lies_in(self._inside, os.path.abspath(path)):
+            raise BadImage(
+                f"the row names '{path}', outside of '{self._inside}'; set data.allow_outside to "
+                f"true if images there are to be read"
+            )
         return read_bytes(path)
 
     def files(self, indices: npt.NDArray[np.int64]) -> Sequence[tuple[str, str]]:
@@ -132,7 +142,8 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         labels = _labels(rows, columns[1], classes, part, folder)
         files = [(str(path.relative_to(folder)), str(path)) for path in parts[part]]
         name = f"{folder}/{part}"
-        sources[part] = ArrowSource(rows, columns[0], labels, name, config.decoding, files)
+        inside = None if config.allow_outside else folder
+        sources[part] = ArrowSource(rows, columns[0], labels, name, config.decoding, files, inside)
     return classes, sources["train"], sources.get("val")
 
 
