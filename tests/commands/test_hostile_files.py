@@ -191,6 +191,55 @@ def rows(width: int, count: int) -> bytes:
     return (b"\0" + b"\x7f" * 3 * width) * count
 
 
+def progressive(scans: int) -> bytes:
+    """A progressive JPEG file, its last scan there so many times."""
+    buffer = io.BytesIO()
+    image = Image.effect_noise((300, 300), 80)
+    image.convert("RGB").save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * scans + data[-2:]
+
+
+def gif_comments(count: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("P", (8, 8)).save(buffer, "GIF")
+    place = buffer.getvalue().rindex(b"\x2c")
+    return buffer.getvalue()[:place] + b"!\xfe\1c\0" * count + buffer.getvalue()[place:]
+
+
+def bmp_in_run_lengths(side: int) -> bytes:
+    """A pixel of each row, the others left out."""
+    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 0, 0, 0, 1078) + header + bytes(1024) + b"\1\0\0\0" * side
+
+
+def parquet(image: bytes, labels: list[int]) -> Callable[[Path], None]:
+    """A Parquet file that holds an image once, for all labels."""
+
+    def damage(root: Path) -> None:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pytest.importorskip("datasets").config.HF_DATASETS_CACHE = str(root / "cache")
+        (root / "images").mkdir()
+        images = pa.DictionaryArray.from_arrays(pa.array([0] * len(labels)), pa.array([image]))
+        table = pa.table({"image": images, "label": labels})
+        file = root / "images" / "train.parquet"
+        pq.write_table(table, file, compression="zstd", store_schema=False)
+
+    return damage
+
+
+def table_naming(name: str) -> Callable[[Path], None]:
+    """A table of four sound images and another."""
+
+    def damage(root: Path) -> None:
+        for number in range(4):
+            write(f"images/{number}.png", png(8, 8, rows(8, 8)))(root)
+        listed = "".join(f"{number}.png,{number % 2}\n" for number in range(4))
+        write("images/labels.csv", f"{listed}{name},0\n")(root)
+
+    return damage
+
+
 DEEP = "[" * 200_000
 DEEP_YAML = "a: " + "{b: " * 50_000 + "1" + "}" * 50_000
 LAUGHS = "a: &a [x]\n" + "".join(
@@ -205,6 +254,9 @@ CONVERT_SAVED = f"convert {SAVED} out.pth --to convit"
 BY_SAFETENSORS = "convert weights.safetensors out"
 TRAIN = "train digits --config settings.yaml --dry_run --output other"
 RESUME = f"{TRAINING} --output run"
+ARROW = "train digits --data arrow --data.root images --dry_run --output other"
+TABLE = "train digits --data table --data.root images --dry_run --output other"
+CHECK = "data check images --dataset table --quiet"
 REPORT = "report run --output report.html"
 
 # name → (command, what is done to the folder, what the sentence names)
@@ -230,6 +282,22 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         write("bad\udcff.png", b"x"),
         "bad\\udcff.png",
     ),
+    "image: 20,000 scans": (PREDICT, write(IMAGE, progressive(20_000)), "20,010 scans"),
+    "image: five million comments": (PREDICT, write(IMAGE, gif_comments(5_000_000)), IMAGE),
+    "image: 81 million pixels in 37 kB": (PREDICT, write(IMAGE, bmp_in_run_lengths(9000)), IMAGE),
+    "image: 75 million numbers as text": (
+        PREDICT,
+        lambda root: write(IMAGE, b"P3 5000 5000 255\n" + b"1 " * 75_000_000)(root),
+        IMAGE,
+    ),
+    # datasets
+    **{
+        f"table: {name}, {command[:5]}": (command, table_naming(name), repr(name))
+        for name in ("/etc/passwd", "/dev/zero", "../photo.png", ".")
+        for command in (TABLE, CHECK)
+    },
+    "parquet: class 2**62": (ARROW, parquet(b"", [0, -1] * 4 + [2**62]), "label"),
+    "parquet: zeros": (ARROW, parquet(bytes(60_000_000), [0, 1] * 10), "train.parquet"),
     # a saved model's description
     "description: depth 1e7": (PREDICT, edit(CONFIG, architecture__depth=10**7), CONFIG),
     "description: depth 500": (PREDICT, edit(CONFIG, architecture__depth=500), SAVED),
@@ -407,6 +475,21 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
             ),
         ),
         "weights.s",
+    ),
+    "safetensors: 200,000 tensors of nothing": (
+        BY_SAFETENSORS,
+        lambda root: write(
+            "weights.safetensors",
+            safetensors(
+                b"{"
+                + b",".join(
+                    b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number
+                    for number in range(200_000)
+                )
+                + b"}"
+            ),
+        )(root),
+        "20,000 tensors",
     ),
     "safetensors: its description is a list": (BY_SAFETENSORS, metadata("[]"), "weights.s"),
     "safetensors: its description is deep": (BY_SAFETENSORS, metadata(DEEP), "weights.s"),

@@ -2,6 +2,7 @@
 
 import io
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,6 +216,51 @@ def test_a_row_that_names_a_file(tmp_path, image_file):
     assert opened("arrow", tmp_path).train.read(0).size == (10, 12)
 
 
+def test_a_row_that_names_a_file_outside_of_the_folder(tmp_path, image_file, monkeypatch):
+    image_file(tmp_path / "x.png")
+    monkeypatch.chdir(tmp_path)
+    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    for name, path in (("whole", str(tmp_path / "x.png")), ("relative", "x.png")):
+        cells = pa.array([{"bytes": None, "path": path}], type=struct)
+        for part in ("train", "val"):
+            write_parquet(tmp_path / name / f"{part}.parquet", image=cells, label=[0])
+        with pytest.raises(BadImage, match=r"x\.png', outside of '.*set data\.allow_outside"):
+            opened("arrow", tmp_path / name).train.read(0)
+        allowed = opened("arrow", tmp_path / name, allow_outside=True)
+        assert allowed.train.read(0).size == (10, 12)
+
+
+def test_a_copy_of_parquet_files_is_said_and_made_once(tmp_path, caplog):
+    write_parquet(tmp_path / "train.parquet", image=[png(n) for n in range(8)], label=[0, 1] * 4)
+    opened("arrow", tmp_path)
+    (copy,) = Path(datasets.config.HF_DATASETS_CACHE).rglob("*.arrow")
+    assert "train.parquet' is converted to Arrow, once; the copy is" in caplog.text
+    assert str(copy) in caplog.text
+    caplog.clear()
+    assert len(opened("arrow", tmp_path).train) == 6 and not caplog.text
+    write_parquet(tmp_path / "train.parquet", image=[png(9)] * 4, label=[0, 1] * 2)
+    assert len(opened("arrow", tmp_path, val_fraction=0.5).train) == 2
+
+
+def repeated(size, count):
+    """One value that the file holds once and `count` rows name."""
+    value = np.random.default_rng(0).bytes(size)
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
+
+
+@pytest.mark.parametrize(
+    "image", [pa.array([bytes(20_000_000)] * 20), repeated(200_000, 2_000)], ids=["zeros", "one"]
+)
+def test_what_files_hold_is_bounded_by_their_size(tmp_path, image):
+    path = tmp_path / "train.parquet"
+    table = pa.table({"image": image, "label": [0, 1] * (len(image) // 2)})
+    pq.write_table(table, path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 500_000 and pq.read_table(path).nbytes >= 400_000_000
+    with pytest.raises(UserError, match=r"train\.parquet' has .* bytes and would take more than"):
+        opened("arrow", tmp_path)
+    assert not any(Path(datasets.config.HF_DATASETS_CACHE).rglob("*.*"))
+
+
 def test_nothing_to_read(tmp_path):
     with pytest.raises(UserError, match=r"no \.arrow or \.parquet files"):
         opened("arrow", tmp_path)
@@ -263,7 +309,9 @@ def test_parts_with_different_classes(tmp_path):
     [
         (["a", "b"], ["c"], "only val has 'c'"),
         ([0, 1], [2], "goes from 2 to 2, but train has 2 classes"),
-        ([-1, 1], [0], "goes from -1 to 1"),
+        ([-1, 1], [0], "label of train in .* goes from -1 to 1; classes are numbered from 0"),
+        ([0, -1, 2**62], [0], "goes from -1 to 4611686018427387904"),
+        ([0, 2**62], [0], "goes from 0 to 4611686018427387904"),
         ([0, None], [0], "1 rows of train in .* have no label"),
         ([0.5, 1.0], [0.5], "neither names nor whole numbers"),
     ],

@@ -341,3 +341,88 @@ def test_a_damaged_file_is_refused_in_the_same_words(photograph):
                 decode_window(part, Decoding(crops=crops), drawn((0, 0, 300, 400)))
             said.append(str(refused.value))
     assert said[:3] == said[3:]
+
+
+def with_scans(count, **options):
+    """A JPEG file whose last scan is there `count` times."""
+    data = encoded(Image.fromarray(RAMP).resize((64, 64)).convert("RGB"), "JPEG", **options)
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * (count - 1) + data[-2:]
+
+
+def test_scans_are_counted_where_all_are_decoded():
+    once, often = (with_scans(count, progressive=True) for count in (1, 100))
+    assert decode(once).size == (64, 64)
+    with pytest.raises(BadImage, match="has 109 scans, more than the 50 that are decoded"):
+        decode(often)
+    with pytest.raises(BadImage, match="109 scans"):
+        decode_window(often, Decoding(crops="fast"), lambda _: Window((0, 0, 8, 8), (2, 2), "BOX"))
+    # Bytes of a comment that look like scans are none; a scan of all components is decoded alone.
+    image = Image.fromarray(RAMP)
+    data = encoded(image, "JPEG", comment=b"\xff\xda" * 100)
+    assert np.array_equal(pixels(data), pixels(encoded(image, "JPEG")))
+
+
+def test_scans_of_one_component_are_counted():
+    colour, grey = (encoded(Image.new(mode, (64, 64)), "JPEG") for mode in ("RGB", "L"))
+    content = grey[grey.index(b"\xff\xda") + 10 : -2]
+    scan = b"\xff\xda\0\x08\1\1\0\0\x3f\0" + content
+    data = colour[: colour.index(b"\xff\xda")] + scan * 100 + b"\xff\xd9"
+    with pytest.raises(BadImage, match="has 100 scans"):
+        decode(data)
+
+
+def gif_comments(count):
+    data = encoded(Image.new("P", (2, 2)), "GIF")
+    place = data.rindex(b"\x2c")
+    return data[:place] + b"!\xfe\1c\0" * count + data[place:]
+
+
+def text_chunks(count):
+    return png(2, 1, 8, 0, [bytes(2)], chunk(b"tEXt", b"a\0b") * count)
+
+
+def segments(count):
+    data = encoded(Image.new("L", (2, 2)), "JPEG")
+    return data[:2] + b"\xff\xe1\0\x0aExif\0\0ab" * count + data[2:]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        gif_comments,
+        text_chunks,
+        segments,
+        lambda count: b"P6\n" + b"#\n" * count + b"2 1 255\n" + bytes(6),
+    ],
+)
+def test_a_header_of_thousands_of_pieces_is_refused(file):
+    assert decode(file(100)).width == 2
+    with pytest.raises(BadImage, match="more pieces, such as comments, than any image needs"):
+        decode(file(20_000))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"P3 4000 3000 255\n", "text"),
+        (b"P2 2 2 255\n" + b"#" * 10_000_000 + b"\n1 2 3 4", "text"),
+        (
+            b"BM" + struct.pack("<IHHI", 1082, 0, 0, 1078)
+            + struct.pack("<IiiHHIIiiII", 40, 4000, 3000, 1, 8, 1, 0, 0, 0, 256, 0)
+            + bytes(1024) + b"\1\0\0\1",
+            "run lengths",
+        ),
+    ],
+)  # fmt: skip
+def test_large_images_of_slow_kinds_are_refused(data, kind):
+    with pytest.raises(BadImage, match=f"stored as {kind}, which takes long to decode"):
+        decode(data)
+
+
+def test_a_damaged_exif_record_warns_nobody():
+    entries = b"".join(struct.pack("<HHLL", tag, 7, 90_000, 8) for tag in range(1, 9))
+    record = b"II*\0" + struct.pack("<LH", 8, 8) + entries + bytes(4)
+    data = encoded(Image.new("RGB", (2, 2)), "PNG", exif=record)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode(data, Decoding(exif=True)).size == (2, 2)

@@ -1,5 +1,7 @@
 """Tables of images: rows that name a file and its class."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -65,6 +67,53 @@ def test_a_table_that_is_not_there(tmp_path):
         opened(tmp_path)
     with pytest.raises(UserError, match=r"needs a file or its folder; give it as data\.root"):
         open_data(DataConfig("table"), seed=0)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "/dev/zero", "../other.png", "images/../../x"])
+def test_images_outside_of_the_folder_are_refused_unless_allowed(cells, name):
+    with open(cells / "labels.csv", "a") as table:
+        table.write(f"{name} 9\n")
+    for look in (opened, lambda root: check(root, dataset="table", workers=1, progress=False)):
+        with pytest.raises(UserError, match=f"names '{name}', outside of .* data.allow_outside"):
+            look(cells)
+
+
+def test_images_outside_of_the_folder_may_be_allowed(cells, image_file):
+    outside = image_file(cells.parent / f"{cells.name}-outside.png", seed=99)
+    inside = cells / "images" / "cell00.png"
+    text = (cells / "labels.csv").read_text().replace("images/cell00.png", str(inside))
+    (cells / "labels.csv").write_text(text)
+    assert len(opened(cells).train) == 9
+    (cells / "labels.csv").write_text(f"{text}{outside} 9\n")
+    assert len(opened(cells, allow_outside=True).train) == 10
+    report = check(cells, dataset="table", allow_outside=True, workers=1, progress=False)
+    assert report.ok and sum(report.images.values()) == 13
+
+
+@pytest.mark.parametrize("name", ["images", "pipe.png", "zero.png"])
+def test_what_is_no_file_is_refused(cells, name):
+    os.mkfifo(cells / "pipe.png")
+    (cells / "zero.png").symlink_to("/dev/zero")
+    with open(cells / "labels.csv", "a") as table:
+        table.write(f"{name} 9\n")
+    for look in (opened, lambda root: check(root, dataset="table", workers=1, progress=False)):
+        with pytest.raises(UserError, match=f"names '{name}', no file but a folder, device or"):
+            look(cells)
+
+
+def test_names_may_hold_line_breaks(cells, image_file):
+    names = ["a\nb.png", "c\u2028d.png", "e\r\nf.png", "g\x0ch.png"]
+    for number, name in enumerate(names):
+        image_file(cells / name, seed=number)
+    rows = [f'"{name}",{number % 2}' for number, name in enumerate(names)]
+    (cells / "own.csv").write_text("\n\nfile,class\n\n" + "\n".join(rows), newline="")
+    splits = opened(cells / "own.csv", val_fraction=0.5)
+    found = [each.describe(i) for each in (splits.train, splits.val) for i in range(2)]
+    assert sorted(found) == sorted(str(cells / name) for name in names)
+    (cells / names[0]).write_bytes(b"none")
+    report = check(cells / "own.csv", dataset="table", workers=1, progress=False)
+    assert list(report.bad_files) == [str(cells / names[0])]
+    assert any("a\\nb.png: the file is not an image" in line for line in report.lines())
 
 
 def test_its_images_are_checked(cells):

@@ -58,6 +58,7 @@ _NAMED_GLOBAL = re.compile(r"GLOBAL (\S+)")
 _GREEDY = ("bytearray", "Tensor")
 # A tensor takes some 25 operations and 200 bytes; safetensors describes one in 100 bytes.
 _MOST_OPERATIONS = 500_000
+_MOST_TENSORS = 20_000
 # A tensor has four tuples; some 200,000, each in the next, end the process where one is a key.
 _MOST_TUPLES = 100_000
 _LARGEST_PROGRAM = 16 << 20
@@ -105,12 +106,19 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
     """The tensors of a safetensors file, and the text fields in its header.
 
     Raises:
-        UserError: if the file is damaged or truncated.
+        UserError: if the file is damaged or truncated, or holds too many tensors.
     """
     with open_file(path) as opened:
-        header = int.from_bytes(opened.read(8), "little")
-    if header > _LARGEST_HEADER:
-        raise UserError(f"{path} is damaged: its header would be {header:,} bytes long")
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _LARGEST_HEADER:
+            raise UserError(f"{path} is damaged: its header would be {length:,} bytes long")
+        header = opened.read(length)
+    # Each tensor is described in braces, and so is what is said of all.
+    if header.count(b"{") > _MOST_TENSORS:
+        raise UserError(
+            f"{path} was refused: it describes more than {_MOST_TENSORS:,} tensors, which no model "
+            f"here has"
+        )
     damaged = f"{path} is damaged or truncated"
     with saying(damaged, SafetensorError), safe_open(str(path), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -366,6 +366,7 @@ def folders(arguments: Sequence[str]) -> int | None:
     )
     parser.add_argument("out", nargs="?", default=None, help="for pack: a folder to be made")
     parser.add("--dataset", None, "for check; folder, or table with a labels.csv, unless given")
+    parser.add("--allow_outside", False, "for check; read images outside of the folder of a table")
     parser.add("--workers", None, "processes", int | None)
     parser.add("--quiet", False, "no progress bar")
     options = parser.read(arguments)
@@ -379,12 +380,13 @@ def folders(arguments: Sequence[str]) -> int | None:
         report = data.check(
             options.folder,
             dataset=options.dataset or given or "folder",
+            allow_outside=options.allow_outside,
             workers=options.workers,
             progress=not options.quiet,
         )
         print("\n".join(report.lines()))
         return 0 if report.ok else 1
-    parser.refuse("workers dataset", "is for `locality data check`")
+    parser.refuse("workers dataset allow_outside", "is for `locality data check`")
     if options.out is None:
         raise UserError("`locality data pack FOLDER OUT` needs OUT, a folder to be made")
 

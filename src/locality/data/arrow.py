@@ -3,8 +3,9 @@
 Read through Hugging Face's `datasets`, memory-mapped, so that the index costs no memory and any
 image can be had at once, as position-keyed loading needs it.
 
-Arrow files are read where they lie. Parquet files are first converted into Arrow in the cache of
-`datasets` (HF_HOME), once, which takes as much disk again.
+Arrow files are read where they lie. Parquet files are first converted into Arrow files in a cache
+(`locality` in that of `datasets`, see HF_HOME), once, which takes as much disk again and is said. A
+small Parquet file can hold terabytes, so what is written is bounded by the size of the file.
 
 `pack` writes such folders (`data pack`). The images' bytes are copied unchanged and in the folder's
 order, so that a packed dataset trains as the folder did, bit for bit, where millions of small files
@@ -13,6 +14,8 @@ would be slow to list and to read.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import re
 import shutil
@@ -27,20 +30,31 @@ from tqdm import tqdm
 
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import decode, decode_window, read_bytes
-from locality.data.folder import FileSource, existing_folder, open_folder, some
+from locality.data.folder import FileSource, existing_folder, lies_in, open_folder, some
 from locality.data.sources import BadImage, Draw, ImageSource
 from locality.errors import UserError, require, saying
+from locality.files import atomic_file
 
 if TYPE_CHECKING:
     import datasets
 
+_log = logging.getLogger("locality")
+
 # The first of them that there is.
 _VAL_NAMES = ("val", "validation", "valid", "dev", "test")
+# Image files hardly compress, and labels are small beside them: what Parquet files may hold, in
+# bytes and as a multiple of their size.
+_UNCOMPRESSED_ALWAYS, _UNCOMPRESSED_TIMES = 1 << 24, 100
+# ImageNet has 21,841.
+_MOST_CLASSES = 1_000_000
 _SPLIT_NAMES = re.compile(rf"^(train|{'|'.join(_VAL_NAMES)})(?=$|[-_.])", re.IGNORECASE)
 
 
 class ArrowSource(ImageSource):
-    """The rows of a Hugging Face dataset with an image and a class per row."""
+    """The rows of a Hugging Face dataset with an image and a class per row.
+
+    A row may name a file instead, which has to lie in the folder `inside` where that is given.
+    """
 
     def __init__(
         self,
@@ -50,6 +64,7 @@ class ArrowSource(ImageSource):
         name: str,
         decoding: Decoding = AS_PUBLISHED,
         files: Sequence[tuple[str, str]] = (),
+        inside: Path | None = None,
     ) -> None:
         # As Arrow's own cells, which leaves images undecoded and is the fastest way to one row.
         self.rows = rows.select_columns([image_column]).with_format("arrow")
@@ -57,6 +72,7 @@ class ArrowSource(ImageSource):
         self.name = name
         self.decoding = decoding
         self._files = files
+        self._inside = inside
 
     def read(self, index: int) -> Image.Image:
         return decode(self.read_bytes(index), self.decoding)
@@ -75,6 +91,11 @@ class ArrowSource(ImageSource):
         path = (cell or {}).get("path")
         if path is None:
             raise BadImage("the row has no image")
+        if self._inside is not None and not lies_in(self._inside, os.path.abspath(path)):
+            raise BadImage(
+                f"the row names '{path}', outside of '{self._inside}'; set data.allow_outside to "
+                f"true if images there are to be read"
+            )
         return read_bytes(path)
 
     def files(self, indices: npt.NDArray[np.int64]) -> Sequence[tuple[str, str]]:
@@ -113,7 +134,7 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         _column("image", config, train, hf.Image, ("image", "img")),
         _column("label", config, train, hf.ClassLabel, ("label", "labels", "cls")),
     )
-    classes = _classes(train, columns[1])
+    classes = _classes(train, columns[1], folder)
     sources = {}
     for part, rows in opened.items():
         if missing := [name for name in columns if name not in rows.features]:
@@ -121,7 +142,8 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         labels = _labels(rows, columns[1], classes, part, folder)
         files = [(str(path.relative_to(folder)), str(path)) for path in parts[part]]
         name = f"{folder}/{part}"
-        sources[part] = ArrowSource(rows, columns[0], labels, name, config.decoding, files)
+        inside = None if config.allow_outside else folder
+        sources[part] = ArrowSource(rows, columns[0], labels, name, config.decoding, files, inside)
     return classes, sources["train"], sources.get("val")
 
 
@@ -159,22 +181,64 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
 
 def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
     hf = huggingface_datasets()
-    arrow = [str(path) for path in files if path.suffix == ".arrow"]
-    parquet = [str(path) for path in files if path.suffix == ".parquet"]
+    arrow = [path for path in files if path.suffix == ".arrow"]
+    parquet = [path for path in files if path.suffix == ".parquet"]
     if arrow and parquet:
         raise UserError(
             f"'{folder}' has both .arrow and .parquet files for {part}; keep one of the two"
         )
     try:
-        if arrow:
-            return hf.concatenate_datasets([hf.Dataset.from_file(path) for path in arrow])
-        return hf.Dataset.from_parquet(parquet)
-    except (OSError, ValueError, hf.exceptions.DatasetGenerationError) as error:
+        files = arrow or [_converted(path) for path in parquet]
+        return hf.concatenate_datasets([hf.Dataset.from_file(str(path)) for path in files])
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
         if getattr(error, "errno", None) is not None:
             raise
-        names = some([str(path.relative_to(folder)) for path in files])
-        cause = str(error.__cause__ or error).splitlines()[0]
+        names = some([str(path.relative_to(folder)) for path in arrow or parquet])
+        cause = str(error).splitlines()[0]
         raise UserError(f"'{folder}': {names} cannot be read: {cause}") from error
+
+
+def _converted(path: Path) -> Path:
+    """A Parquet file as an Arrow file in the cache, written the first time.
+
+    Raises:
+        UserError: if it holds far more than its size.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    status = path.stat()
+    key = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    cache = Path(huggingface_datasets().config.HF_DATASETS_CACHE) / "locality"
+    target = cache / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()}.arrow"
+    if target.exists():
+        return target
+    most = max(_UNCOMPRESSED_ALWAYS, _UNCOMPRESSED_TIMES * status.st_size)
+    with pq.ParquetFile(path) as file:
+        groups = [
+            file.metadata.row_group(number).total_byte_size
+            for number in range(file.metadata.num_row_groups)
+        ]
+        _check_uncompressed(path, sum(groups), most)
+        _log.warning("'%s' is converted to Arrow, once; the copy is '%s'", path, target)
+        cache.mkdir(parents=True, exist_ok=True)
+        # Values that are there once may stand in many rows, each of which is written in full.
+        rows = min(_BATCH_ROWS, max(1, _UNCOMPRESSED_ALWAYS // max(1, *groups)))
+        with atomic_file(target) as out, pa.ipc.new_stream(out, file.schema_arrow) as stream:
+            for batch in file.iter_batches(rows):
+                _check_uncompressed(path, out.tell() + batch.nbytes, most)
+                stream.write_batch(batch)
+    return target
+
+
+def _check_uncompressed(path: Path, size: int, most: int) -> None:
+    if size > most:
+        raise UserError(
+            f"'{path}' has {path.stat().st_size:,} bytes and would take more than {most:,} as "
+            f"Arrow; image files do not compress like that, so it was refused"
+        )
 
 
 def _column(
@@ -194,7 +258,7 @@ def _column(
     )
 
 
-def _classes(rows: datasets.Dataset, column: str) -> list[str]:
+def _classes(rows: datasets.Dataset, column: str, folder: Path) -> list[str]:
     """Names where the files have them, texts in sorted order, or else the numbers."""
     if names := _names(rows, column):
         return names
@@ -202,6 +266,11 @@ def _classes(rows: datasets.Dataset, column: str) -> list[str]:
     if all(isinstance(value, str) for value in values):
         return sorted(values)
     if all(isinstance(value, int) for value in values):
+        if values and not 0 <= min(values) <= max(values) < _MOST_CLASSES:
+            raise UserError(
+                f"{column} of train in '{folder}' goes from {min(values)} to {max(values)}; "
+                f"classes are numbered from 0 to {_MOST_CLASSES - 1:,} at most"
+            )
         return [str(number) for number in range(max(values, default=-1) + 1)]
     raise UserError(f"the column {column} holds neither names nor whole numbers")
 

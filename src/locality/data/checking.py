@@ -17,13 +17,12 @@ import os
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -33,7 +32,8 @@ from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
 from locality.data.folder import class_difference, find_parts, list_folder, some
 from locality.data.sources import BadImage, DataSplits, ImageSource
-from locality.errors import UserError, saying
+from locality.errors import UserError, printable, saying
+from locality.files import in_threads
 from locality.machine import processors
 
 # Files handed to a process at once: enough to make handing over cheap.
@@ -61,7 +61,7 @@ class CheckReport:
         duplicates: (training file, validation file) with the same content.
         repeated: how many files within one part have the content of an earlier one.
         ignored: files that are not images by name, or lie outside the class folders.
-        loops: links that lead back to a folder above them.
+        loops: links that lead to themselves or back to a folder above them.
         modes: how many images have each colour mode ("RGB", "L", "CMYK", …).
         sizes: distribution of widths and heights; None without any image.
     """
@@ -120,7 +120,7 @@ class CheckReport:
         text += _listed("files are ignored", self.ignored, most)
         text += _listed("links lead back to a folder above and are not followed", self.loops, most)
         text.append("nothing is wrong" if self.ok else "this folder needs attention")
-        return text
+        return list(map(printable, text))
 
 
 class Examined(NamedTuple):
@@ -138,6 +138,7 @@ def check(
     *,
     dataset: str = "folder",
     decoding: Decoding = AS_PUBLISHED,
+    allow_outside: bool = False,
     workers: int | None = None,
     progress: bool = True,
 ) -> CheckReport:
@@ -147,6 +148,7 @@ def check(
         folder: with train/ and val/, or with class folders; or what another dataset is read from.
         dataset: one of `DATASETS`.
         decoding: as the run will decode.
+        allow_outside: as in `DataConfig`.
         workers: processes; None uses all processors this process may use.
         progress: show a progress bar.
 
@@ -164,7 +166,13 @@ def check(
             report.loops += [str(each.root / path) for path in each.loops]
         found = {part: (x.classes, x.source(x.classes, decoding)) for part, x in listings.items()}
     else:
-        config = DataConfig(dataset, root, exif=decoding.exif, max_pixels=decoding.max_pixels)
+        config = DataConfig(
+            dataset,
+            root,
+            exif=decoding.exif,
+            max_pixels=decoding.max_pixels,
+            allow_outside=allow_outside,
+        )
         splits = open_data(config, seed=0)
         found = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
     report.classes = len(next(iter(found.values()))[0])
@@ -251,14 +259,8 @@ DECODED_AT_MOST = 5_000
 # As many bytes are read and digested in seconds; opening a file takes as long as so many more.
 CONTENT_BYTES = 1_000_000_000
 _OPENING_BYTES = 10_000
-# Decoders and file systems let go of Python's lock; network file systems answer many at once.
-_THREADS = 16
-_AT_ONCE = 100
 _DIGITS = 16  # of a file's digest; a time of modification has fewer
 _LARGEST_TABLE = 1 << 28
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def verify(source: ImageSource) -> str:
@@ -284,7 +286,7 @@ def verify(source: ImageSource) -> str:
 
     # Decoding silences warnings for a while, which threads do for each other: undone here.
     with warnings.catch_warnings():
-        found = enumerate(_in_threads(problem, range(len(source))))
+        found = enumerate(in_threads(problem, range(len(source))))
         bad = {source.describe(index): reason for index, reason in found if reason is not None}
     if bad:
         raise UserError(
@@ -354,10 +356,10 @@ def _table(splits: DataSplits) -> str:
         for part, source in (("train", splits.train), ("val", splits.val))
         for name, path in source.files(np.arange(len(source)))
     ]
-    status = list(_in_threads(_status, (path for _, path in files)))
+    status = list(in_threads(_status, (path for _, path in files)))
     stamps: Iterable[str] = (f"{seconds}" for _, seconds in status)
     if sum(_OPENING_BYTES + size for size, _ in status) <= CONTENT_BYTES:
-        stamps = _in_threads(_content, (path for _, path in files))
+        stamps = in_threads(_content, (path for _, path in files))
     return "".join(
         f"{size}\t{stamp}\t{name!r}\n"
         for (name, _), (size, _), stamp in zip(files, status, stamps, strict=True)
@@ -408,9 +410,3 @@ def duplicates(record: Path) -> list[list[str]] | None:
     if stamps and not groups:
         return None
     return [names for names in groups.values() if len(names) > 1]
-
-
-def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`function` of every item, in order."""
-    with ThreadPool(_THREADS) as pool:
-        yield from pool.imap(function, items, chunksize=_AT_ONCE)

@@ -92,6 +92,8 @@ class DataConfig:
         image_column: of an `arrow` dataset that has more than one candidate; of a `table`, by name
             or number, where it is not the first.
         label_column: the same for labels; of a `table` the second.
+        allow_outside: read images that a `table` or an `arrow` dataset names outside of its folder.
+            Off by default: such a dataset could name any file of this machine.
         workers: processes that load images; 0 loads in the training process.
     """
 
@@ -119,6 +121,7 @@ class DataConfig:
     real_labels: str | None = None
     image_column: str | None = None
     label_column: str | None = None
+    allow_outside: bool = False
     workers: int = checks.bounded(0, 0)
 
     def __post_init__(self) -> None:

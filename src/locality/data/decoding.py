@@ -20,10 +20,10 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import IO
+from typing import IO, Any, cast
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin
 
 from locality import files
 from locality.data.config import AS_PUBLISHED, Decoding
@@ -41,6 +41,15 @@ _ADAM7 = (
     *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
 )
 _BLOCK_BYTES = 1 << 20
+# Small files can take hours: libjpeg decodes as many scans as there are, one over the other, and
+# leaves a limit to its callers; Pillow reads headers piece by piece. Encoders write some 10 scans;
+# 50 of the largest image take 7 s.
+_MOST_SCANS = 50
+_SCAN = b"\xff\xda"
+_READS_TO_OPEN, _READS = 10_000, 1_000_000
+# Pillow decodes these in Python, a million pixels in a second or less.
+_SLOW = {"bmp_rle": "run lengths", "ppm_plain": "text"}
+_MOST_SLOW = 10_000_000
 # Without Pillow's warnings about large images and odd metadata; both are dealt with here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
 # The machine's troubles, not the file's: skipping images for them would make runs differ.
@@ -87,7 +96,8 @@ def decode(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
         BadImage: empty, truncated, not an image, too large, or of a colour mode without
             a meaning in 8 bits.
     """
-    return to_rgb(load(data, decoding), decoding)
+    with _quiet():
+        return to_rgb(load(data, decoding), decoding)
 
 
 def load(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
@@ -144,7 +154,8 @@ def _cut_by_torch(image: Image.Image, window: Window) -> Image.Image:
     return Image.fromarray(resized[0].permute(1, 2, 0).numpy())
 
 
-def _loaded(image: Image.Image, data: bytes) -> Image.Image:
+def _loaded(image: ImageFile.ImageFile, data: bytes) -> Image.Image:
+    _check_cost(image, data)
     with _damages():
         image.load()
     if image.format == "PNG":
@@ -152,14 +163,33 @@ def _loaded(image: Image.Image, data: bytes) -> Image.Image:
     return image
 
 
-def _recognised(file: IO[bytes], decoding: Decoding) -> Image.Image:
+class _Counted:
+    """A file that may be read piece by piece, but not in millions of pieces."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.left = _READS_TO_OPEN
+        self.seek, self.tell = file.seek, file.tell
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise BadImage("the file has more pieces, such as comments, than any image needs")
+        return self._file.read(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _recognised(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
     """The image in `file`, of which only the header has been read."""
     if not file.read(1):
         raise BadImage("the file is empty")
     file.seek(0)
+    counted = _Counted(file)
     with _damages():
         try:
-            image = Image.open(file, formats=_formats())
+            image = Image.open(cast(IO[bytes], counted), formats=_formats())
         except Image.DecompressionBombError as error:
             raise BadImage(
                 f"the image has more than the {decoding.max_pixels:,} pixels that are allowed"
@@ -171,7 +201,34 @@ def _recognised(file: IO[bytes], decoding: Decoding) -> Image.Image:
             f"the image has {image.width} × {image.height} pixels, more than the "
             f"{decoding.max_pixels:,} that are allowed"
         )
+    counted.left = _READS
     return image
+
+
+def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
+    """Refuse what would be decoded for minutes or hours.
+
+    Raises:
+        BadImage: if it is such a file.
+    """
+    if isinstance(image, JpegImagePlugin.JpegImageFile):
+        assert image.fp is not None
+        start = image.fp.tell() - 8 - 2 * image.layers
+        whole = _SCAN + bytes((0, 6 + 2 * image.layers, image.layers))
+        # A first scan of all components, unless progressive, is the only one that is decoded.
+        if "progressive" not in image.info and data.startswith(whole, max(start, 0)):
+            return
+        if (scans := data.count(_SCAN)) > _MOST_SCANS:
+            raise BadImage(
+                f"the image has {scans:,} scans, more than the {_MOST_SCANS} that are decoded"
+            )
+        return
+    kind = _SLOW.get(image.tile[0].codec_name) if image.tile else None
+    if kind and max(image.width * image.height, len(data)) > _MOST_SLOW:
+        raise BadImage(
+            f"the image is stored as {kind}, which takes long to decode, and has more than "
+            f"{_MOST_SLOW:,} pixels or bytes; convert it first"
+        )
 
 
 def _check_png(data: bytes, image: Image.Image) -> None:

@@ -9,7 +9,11 @@ sorted class names number the classes once, and a file is itself or an error.
 from __future__ import annotations
 
 import csv
+import errno
+import io
+import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +26,10 @@ from PIL import Image
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, decode_window, read_bytes
 from locality.data.sources import BadImage, Draw, ImageSource
-from locality.errors import UserError, saying, unknown
-from locality.files import read_text
+from locality.errors import UserError, printable, saying, unknown
+from locality.files import in_threads, read_text
+
+_log = logging.getLogger("locality")
 
 IMAGE_SUFFIXES = frozenset(
     f".{suffix}"
@@ -96,7 +102,7 @@ class Listing:
         classes: names of its class folders, sorted.
         files: per class, the image files' paths relative to `root`, sorted.
         ignored: files that are not images by their name, or that lie outside class folders.
-        loops: links that lead back to a folder above them; not followed.
+        loops: links that lead to themselves or back to a folder above them; not followed.
     """
 
     root: Path
@@ -116,12 +122,13 @@ class Listing:
 def list_folder(root: Path | str) -> Listing:
     """List the class folders of `root` and the images anywhere below each.
 
-    Names that start with a dot are passed over. Links are followed, unless they lead back to a
-    folder above. A link to nothing counts as a file, one that cannot be read.
+    Names that start with a dot are passed over. Links are followed, unless they lead to themselves
+    or back to a folder above. A link to nothing counts as a file, one that cannot be read.
     """
     root = Path(root)
-    folders, files, _ = _entries(root)
+    folders, files, others = _entries(root)
     listing = Listing(root, folders, [], files)
+    _note(listing, others)
     for name in folders:
         listing.files.append(sorted(_images(root, name, {_identity(root)}, listing)))
     return listing
@@ -163,6 +170,8 @@ def open_parts(parts: Mapping[str, Path], decoding: Decoding) -> tuple[list[str]
     for listing in listings.values():
         if not any(listing.files):
             raise no_images(listing.root)
+        if loops := [str(listing.root / path) for path in listing.loops]:
+            _log.warning("links that lead in circles are not followed: %s", printable(some(loops)))
     if difference := class_difference(listings):
         raise UserError(f"train and val have different classes: {difference}")
     classes = next(iter(listings.values())).classes
@@ -209,6 +218,7 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
     if short is not None:
         raise UserError(f"'{path}' has a row of too few columns: {' '.join(rows[short])!r}")
     images, labels = ([row[column].strip() for row in rows] for column in columns)
+    _check_places(path, images, config.allow_outside)
     if again := [image for image, times in Counter(images).items() if times > 1]:
         raise UserError(f"'{path}' names {some(again)} more than once")
     if not images or not (path.parent / images[0]).exists():
@@ -220,15 +230,50 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
     return classes, FileSource(path.parent, images, chosen, config.decoding), None
 
 
+def _check_places(table: Path, images: list[str], allow_outside: bool) -> None:
+    """The images of a table have to lie beside it or below, and to be files.
+
+    Those that are missing are damaged images, and dealt with as such.
+
+    Raises:
+        UserError: naming those that do not.
+    """
+    if not allow_outside and (out := [name for name in images if not lies_in(table.parent, name)]):
+        raise UserError(
+            f"'{table}' names {some(out)}, outside of '{table.parent}'; set data.allow_outside to "
+            f"true if images there are to be read"
+        )
+    strange = in_threads(_no_file, (table.parent / name for name in images))
+    if found := [name for name, is_none in zip(images, strange, strict=True) if is_none]:
+        raise UserError(f"'{table}' names {some(found)}, no file but a folder, device or pipe")
+
+
+def lies_in(folder: Path | str, path: str) -> bool:
+    """Whether a path, relative to a folder, leads to a place below it; links are not looked at."""
+    below = os.path.join(os.path.abspath(folder), "")
+    return os.path.abspath(os.path.join(below, path)).startswith(below)
+
+
+def _no_file(path: Path) -> bool:
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def _rows(path: Path) -> list[list[str]]:
-    lines = [line for line in read_text(path, _LARGEST_TABLE).splitlines() if line.strip()]
-    if not lines:
+    # Names may hold line breaks, within quotation marks.
+    lines = io.StringIO(read_text(path, _LARGEST_TABLE), newline="")
+    first = next((line for line in lines if line.strip()), None)
+    if first is None:
         raise UserError(f"'{path}' has no rows")
-    mark = next((mark for mark in ",;\t" if mark in lines[0]), None)
+    lines.seek(0)
+    mark = next((mark for mark in ",;\t" if mark in first), None)
     if mark is None:
-        return [line.split() for line in lines]
+        return [line.split() for line in lines if line.strip()]
     with saying(f"{path} is not CSV", csv.Error):
-        return list(csv.reader(lines, delimiter=mark))
+        rows = csv.reader(lines, delimiter=mark)
+        return [row for row in rows if any(cell.strip() for cell in row)]
 
 
 def _column(path: Path, first: list[str], given: str) -> int:
@@ -335,25 +380,44 @@ def _images(
             yield path
         else:
             listing.ignored.append(path)
-    listing.ignored += [os.path.join(relative, name) for name in others]
+    _note(listing, [os.path.join(relative, name) for name in others])
     for name in folders:
         yield from _images(root, os.path.join(relative, name), above | {identity}, listing)
 
 
+def _note(listing: Listing, others: Iterable[str]) -> None:
+    for path in others:
+        exists = os.path.exists(listing.root / path)
+        (listing.ignored if exists else listing.loops).append(path)
+
+
 def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Names of folders, of files, and of what is neither (pipes, sockets), without dot names."""
+    """Names of folders, of files, and of what is neither, without dot names.
+
+    Neither are pipes, sockets and links that lead to themselves.
+    """
     folders, files, others = [], [], []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
+            if _leads_to_itself(entry):
+                others.append(entry.name)
+            elif entry.is_dir():
                 folders.append(entry.name)
             elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
                 files.append(entry.name)
             else:
                 others.append(entry.name)
     return sorted(folders), sorted(files), sorted(others)
+
+
+def _leads_to_itself(entry: os.DirEntry[str]) -> bool:
+    try:
+        entry.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _identity(folder: Path) -> tuple[int, int]:
