@@ -32,7 +32,7 @@ from locality.training.distributed import (
 )
 from locality.training.loop import Components, Loop
 from locality.training.preview import Preview, build_model, check_memory, starting_model
-from locality.training.recorder import Counts, Observer, Recorder
+from locality.training.recorder import Counts, Observer, Recorder, restore_metrics
 from locality.training.runs import RunFolder
 
 T = TypeVar("T")
@@ -182,11 +182,10 @@ def _begin(config: RunConfig, run: RunFolder) -> tuple[Any, _Opened | None]:
     notes = [f"{reason}; going on from the one before it" for reason in passed_over]
     if state is None and run.metrics_file.exists():
         notes.append(f"{run.path} has measurements and no checkpoint: starting again")
-    elif state is not None and not run.metrics_file.exists():
-        notes.append(f"{run.metrics_file} is missing: the curve begins here")
     splits, record = seen.splits, ImageRecord.of(seen.splits)
     if state is not None:
-        notes += _same_images(run, seen, state, record)
+        run.check_saved(config, state.get("config", {}))  # earlier versions kept none
+        notes += _same_images(run, seen, state, record) + restore_metrics(run, state)
     elif config.data.on_bad(training=False) == "error":
         notes += [note for note in [verify(splits.val)] if note]
     write_atomic(run.images_file, record.table)

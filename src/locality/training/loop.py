@@ -34,6 +34,7 @@ from locality.training.objective import (
 )
 from locality.training.preview import Preview
 from locality.training.recorder import Counts, Recorder
+from locality.training.runs import decisive
 
 
 class Components:
@@ -297,10 +298,11 @@ class Loop:
             )
 
     def _clip(self) -> bool:
-        """Clip the gradients if the run does so; whether they are finite as far as is known then.
+        """Clip the gradients, if the run does; False if their norm shows that they are not finite.
 
-        Without clipping nobody looks at the gradients. should they ruin the weights, the next loss
-        shows it, and no checkpoint is written of such weights (`CheckpointFolder.save`).
+        Without clipping no norm is computed. Gradients that are not finite then reach the weights:
+        the next loss is not finite either, and such weights are never saved
+        (`CheckpointFolder.save`).
         """
         clip = self.config.optim.clip_grad
         if clip is None:
@@ -406,6 +408,7 @@ class Loop:
         if self.fabric.is_global_zero:
             self.recorder.save(
                 {"step": self.at.step, "progress": asdict(self.at), "data": self.fingerprint}
+                | {"config": decisive(self.config)}
                 | self.parts.state()
             )
         self._saved = self.at.step
