@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -33,7 +34,7 @@ from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
 from locality.data.folder import class_difference, find_parts, list_folder, some
 from locality.data.sources import BadImage, DataSplits, ImageSource
-from locality.errors import UserError, saying
+from locality.errors import ProcessKilled, UserError, saying
 from locality.machine import processors
 
 # Files handed to a process at once: enough to make handing over cheap.
@@ -214,8 +215,11 @@ def _examine_all(
         yield from map(examine, names)
         return
     # Processes rather than threads: much of decoding holds Python's lock.
-    with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(examine, names, chunksize=_CHUNK)
+    try:
+        with ProcessPoolExecutor(workers) as pool:
+            yield from pool.map(examine, names, chunksize=_CHUNK)
+    except BrokenProcessPool as error:
+        raise ProcessKilled("a process that checks images") from error
 
 
 def _examine(path: str, decoding: Decoding) -> Examined:

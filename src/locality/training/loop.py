@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, Stream, eval_loader, keys, seed_generators, train_loader
-from locality.errors import Interrupted, NonFiniteLoss, UserError
+from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.models import ImageClassifier
 from locality.training.distributed import Interruption, Processes, measured
 from locality.training.evaluation import Collector, evaluate
@@ -221,8 +221,9 @@ class Loop:
             # them all when the first is gone.
             self.fabric.barrier()
             raise
-        except UserError:
-            # An image that cannot be read; the step it was for has changed nothing.
+        except (UserError, ProcessKilled):
+            # An image that cannot be read, a loading process killed; the step it was for has
+            # changed nothing.
             if self.processes.alone:
                 self._keep()
             raise
@@ -241,7 +242,7 @@ class Loop:
             last = micro + 1 == engine.accumulate
             try:
                 batch = next(batches)
-            except UserError:
+            except (UserError, ProcessKilled):
                 self._restore(before)
                 raise
             seed_pass(self.config.seed, self.fabric.global_rank, at.step, micro, device)
