@@ -287,9 +287,7 @@ class EvalBatches(Batches):
 
 
 _WORKER = "a process that loads images"
-_KILLED = re.compile(
-    r"DataLoader worker \(pid.*\) (?:is killed by signal: (.*?)\.|exited unexpectedly$)"
-)
+_KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (.*?)\.")
 _ENDING_SECONDS = 1.0
 
 _OURS = (signal.SIGINT, signal.SIGTERM)

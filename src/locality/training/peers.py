@@ -34,6 +34,8 @@ _CHILD_ENDS, _PARENT_ENDS = 20.0, 2.0
 _NOTICED = 10.0
 _POLL = 0.2
 
+_PARENT = "LOCALITY_RANK_0"
+
 # Ranks 1, 2, … of all runs of this process, which are the same ones, if it has started them.
 _children: list[subprocess.Popen[bytes]] = []
 
@@ -47,10 +49,15 @@ class Peers:
 
     def __init__(self, fabric: Fabric) -> None:
         self._alone = fabric.world_size == 1
-        environment = getattr(fabric.strategy, "cluster_environment", None)
         self._launcher = getattr(fabric.strategy, "launcher", None)
-        repeated = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
-        self._parent = os.getppid() if repeated else None
+        self._parent: int | None = None
+        environment = getattr(fabric.strategy, "cluster_environment", None)
+        if isinstance(environment, LightningEnvironment):
+            if environment.local_rank() == 0:
+                # A child may begin when its parent is gone, and has another one.
+                os.environ[_PARENT] = str(os.getpid())
+            elif _PARENT in os.environ:
+                self._parent = int(os.environ[_PARENT])
 
     def lost(self) -> RunFailed | None:
         """What has become of another process, if one has ended that should not have."""
