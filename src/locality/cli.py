@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `locality ARGUMENTS`; returns the exit code.
 
     0 done · 1 failed · 2 wrong input, said in one sentence · 130 and 143 interrupted, resumable ·
-    141 nobody read the output any longer.
+    137 a process of it was killed, resumable · 141 nobody read the output any longer.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -161,6 +161,29 @@ class CheckpointNotSaved(RunFailed):
     """A checkpoint could not be written; the message says what is still there."""
 
 
+class ProcessKilled(RunFailed):
+    """A process that another one needs was ended by a signal that was not meant to stop it.
+
+    Attributes:
+        what: the process, in words.
+        signum: the signal; SIGKILL is what a system short of memory sends.
+        resumes: what it was for goes on from a checkpoint.
+        exit_code: 128 + the signal's number, 137 after SIGKILL, as a shell has it.
+    """
+
+    def __init__(self, what: str, signum: int = signal.SIGKILL, resumes: bool = False) -> None:
+        super().__init__(what, signum, resumes)
+        self.what, self.signum, self.resumes = what, signum, resumes
+        self.exit_code = 128 + signum
+
+    def __str__(self) -> str:
+        how = f"died of {signal.Signals(self.signum).name}"
+        if self.signum == signal.SIGKILL:
+            how = "was killed from outside (SIGKILL), most often because memory ran out"
+        then = "goes on from the last checkpoint" if self.resumes else "starts again"
+        return f"{self.what} {how}; the same command {then}"
+
+
 class Interrupted(RunFailed):
     """A signal stopped the run after it had saved a checkpoint.
 

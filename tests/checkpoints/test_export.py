@@ -100,6 +100,16 @@ def test_only_cvt_without_position_embeddings_leaves_height_and_width_open(expor
     assert axes == ["batch", 3, *size]
 
 
+def test_what_onnx_runtime_merely_notes_is_not_printed(exported, tmp_path, capfd):
+    graph = onnx.load(exported[1])
+    graph.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "unused"))
+    onnx.save(graph, tmp_path / "noted.onnx")
+    onnxruntime.InferenceSession(tmp_path / "noted.onnx", providers=["CPUExecutionProvider"])
+    assert "unused" in capfd.readouterr().err
+    finding.read_graph(tmp_path / "noted.onnx")
+    assert capfd.readouterr().err == ""
+
+
 def test_a_graph_is_one_file_and_knows_its_classes_and_preprocessing(exported):
     model, graph, _, _ = exported
     assert sorted(path.name for path in graph.parent.iterdir()) == ["model.onnx", "model.pt2"]

@@ -701,7 +701,7 @@ def test_names_reach_the_terminal_without_control_characters(sound, tmp_path):
 @pytest.mark.parametrize(
     ("missing", "sentence"),
     [
-        (["metrics.csv"], "metrics.csv is missing: the curve begins here"),
+        (["metrics.csv"], "metrics.csv is missing: its rows are written again from the checkpoint"),
         (["checkpoints/last.ckpt"], "last.ckpt is missing; going on from the one before it"),
         (["checkpoints/last.ckpt", "checkpoints/previous.ckpt"], "no checkpoint: starting again"),
     ],

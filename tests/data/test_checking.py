@@ -1,15 +1,16 @@
 """A folder's faults are all found and said."""
 
 import os
+import signal
 import warnings
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from locality.data import DataConfig, check, open_data
+from locality.data import DataConfig, check, checking, open_data
 from locality.data.checking import verify
-from locality.errors import UserError
+from locality.errors import ProcessKilled, UserError
 
 
 def report(folder, **settings):
@@ -125,3 +126,16 @@ def test_looking_at_many_images_at_once_leaves_warnings_as_they_were(tmp_path, c
     for _ in range(5):
         assert verify(source) == "all 300 validation images can be decoded"
     assert list(warnings.filters) == before
+
+
+def kill_oneself(path, decoding):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_named(train_val, monkeypatch):
+    monkeypatch.setattr(checking, "_examine", kill_oneself)
+    monkeypatch.setattr(checking, "_CHUNK", 1)
+    with pytest.raises(
+        ProcessKilled, match=r"checks images was killed from outside .*starts again"
+    ):
+        report(train_val, workers=2)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import psutil
@@ -30,7 +31,7 @@ from locality.data import (
 )
 from locality.data.loader import Failure, Loaded
 from locality.data.sampling import Stream, keys, sample_order, seed_generators
-from locality.errors import UserError
+from locality.errors import ProcessKilled, UserError
 
 SMALL = Preprocessing(8)
 PAD = AugmentConfig(crop="pad", pad=1)
@@ -399,6 +400,28 @@ def test_workers_end_when_the_training_process_says_so(digits):
     assert worker.exitcode == 0
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(batches)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError(), RuntimeError()])
+def test_an_error_that_a_killed_worker_causes_names_it(digits, error):
+    """Which one comes depends on the instant: its connection, its queue or its memory is gone."""
+    loader = train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=9)
+    worker = subprocess.Popen(["sleep", "60"])
+
+    class Arriving:
+        @property
+        def _workers(self):
+            return [types.SimpleNamespace(exitcode=worker.poll())]
+
+        def __next__(self):
+            raise error
+
+    with pytest.raises(type(error)):
+        loader._next(Arriving())
+    worker.kill()
+    worker.wait()
+    with pytest.raises(ProcessKilled, match="SIGKILL"):
+        loader._next(Arriving())
 
 
 ORPHANS = """

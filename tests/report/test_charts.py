@@ -3,6 +3,7 @@ import pytest
 from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures import charts
+from locality.figures.style import drawn
 from locality.report import comparing, page
 
 
@@ -42,3 +43,9 @@ def test_numbers_in_sentences():
     assert charts.percent(0.05) == "5%" and charts.percent(0.005) == "0.5%"
     assert comparing.with_interval(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
     assert comparing.with_interval(Estimate(3.2, None, 1), sign=True) == "+3.2"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loss_near_the_largest_float_is_drawn_without_a_warning():
+    figure = charts.chart(lambda axes: axes.plot([0, 1], [2.3, 1e308]))
+    assert figure is not None and drawn(figure, "svg")

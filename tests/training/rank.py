@@ -1,9 +1,9 @@
 """One process of `locality ARGUMENTS`, which tells what it leaves behind.
 
-usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "error", "SIGTERM" or "SIGINT" for what comes
-to the last process at its fourth step. Each process writes REPORTS/rank-N.json when all that Python
-does at exit is done: its exit code, threads and shared memory, and the exit codes of the processes
-it has started.
+usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "error", "SIGTERM", "SIGINT" or "SIGKILL" for
+what comes to the last process at its fourth step; "SIGKILL 0" comes to the first. Each process
+writes REPORTS/rank-N.json when all that Python does at exit is done: its exit code, threads and
+shared memory, and the exit codes of the processes it has started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-REPORTS, HOW, ARGUMENTS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+REPORTS, ARGUMENTS = Path(sys.argv[1]), sys.argv[3:]
+HOW, _, RANK = sys.argv[2].partition(" ")
 STARTED: list[subprocess.Popen[bytes]] = []
 # A library's own, which only ends with the process.
 LIBRARIES = {"jemalloc_bg_thd"}
@@ -56,7 +57,8 @@ def main() -> None:
     step = Loop._step
 
     def struck(self: Loop, batches: Any) -> int:
-        if self.at.step == 4 and self.fabric.global_rank == self.fabric.world_size - 1:
+        last = self.fabric.world_size - 1
+        if self.at.step == 4 and self.fabric.global_rank == int(RANK or last):
             if HOW == "error":
                 raise RuntimeError("one process fails")
             if HOW != "end":

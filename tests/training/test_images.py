@@ -272,11 +272,12 @@ def test_a_class_without_images_and_a_large_batch_are_mentioned(
     assert "no training images: 'dog'" in str(dry_run(config))
 
 
+@pytest.mark.parametrize("batch_size", [10**9, 10**15, 10**18])
 @pytest.mark.parametrize("start", [train, lambda config, folder: dry_run(config)])
 def test_a_batch_that_does_not_fit_into_memory_is_refused(
-    start: Callable[..., Any], photos: Path, tmp_path: Path
+    start: Callable[..., Any], batch_size: int, photos: Path, tmp_path: Path
 ) -> None:
-    config = on(photos, engine__batch_size=1_000_000_000)
+    config = on(photos, engine__batch_size=batch_size)
     with pytest.raises(UserError, match=r"needs [\d.e+]+ GB and there are [\d.e+]+ GB of memory"):
         start(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -98,10 +99,15 @@ def test_torchrun_and_the_command_alone_train_the_same_in_two_processes(tmp_path
         ("alone", "error", [1, 1]),
         ("alone", "SIGTERM", [143, 0]),
         ("alone", "SIGINT", [130, 0]),
+        # What is killed says nothing, and does not end the other one without a word.
+        ("alone", "SIGKILL", [137, -signal.SIGKILL]),
+        ("alone", "SIGKILL 0", [-signal.SIGKILL]),
+        ("srun", "SIGKILL", [137, -signal.SIGKILL]),
         # torchrun's own code for all that is not 0.
         ("torchrun", "SIGTERM", [1]),
         ("srun", "end", [0, 0]),
-        ("srun", "error", [1, 1]),
+        # Of the other process nothing is known but that it is gone.
+        ("srun", "error", [137, 1]),
         ("srun", "SIGTERM", [143, 143]),
     ],
 )
@@ -109,6 +115,10 @@ def test_nothing_is_left_behind(launcher: str, how: str, codes: list[int], tmp_p
     words = configuration(tmp_path, data__workers=1)
     seen, errors = launch(launcher, how, words, tmp_path / "run")
     assert seen == codes, errors
+    sentences = [line for line in errors.splitlines() if "killed from outside" in line]
+    assert len(sentences) == (137 in codes or how == "SIGKILL 0"), errors
+    if how.startswith("SIGKILL"):
+        assert "Traceback" not in errors
 
 
 @pytest.mark.slow

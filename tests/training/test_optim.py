@@ -155,6 +155,16 @@ def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
     assert rates(ScheduleConfig(steps=10, warmup=0))[0] == pytest.approx(1e-2)
 
 
+def test_a_schedule_of_one_step_is_no_reason_for_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # The cool-down's one step has the lowest rate.
+    found = rates(ScheduleConfig(steps=2, warmup=0, cooldown=1, min_lr=1e-4))
+    assert found == pytest.approx([1e-2, 1e-4])
+    assert rates(ScheduleConfig(steps=1, warmup=0)) == pytest.approx([1e-2])
+    assert not caplog.records
+
+
 def test_the_rate_is_a_function_of_the_step_alone() -> None:
     schedule = ScheduleConfig(steps=50, warmup=5)
     config = RunConfig(optim=OptimConfig(lr=1e-2), schedule=schedule)

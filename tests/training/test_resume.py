@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from locality.checkpoints.run_state import latest_state
-from locality.training import RunConfig, loop, preview, replace
+from locality import training
+from locality.checkpoints.run_state import LAST, latest_state, pack, write_checkpoint
+from locality.errors import UserError
+from locality.training import RunConfig, RunFolder, loop, preview, replace
 from locality.training.loop import Loop
 
 from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
@@ -146,6 +148,75 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(
     assert (caught.step, caught.exit_code) == (3, 130)
     monkeypatch.setattr(Loop, "_evaluate", evaluate)
     train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, "metrics.csv is missing"),
+        (lambda text: text.replace(",48,", ",49,"), "metrics.csv was changed"),
+        (lambda text: text + text.splitlines(True)[1], "metrics.csv was changed"),
+        (lambda text: text.splitlines(True)[0], "metrics.csv was changed"),
+        (lambda text: "no table\n1\n", "metrics.csv was changed"),
+        # Of a step that is repeated, and half a row: a killed run leaves them.
+        (lambda text: text + text.splitlines(True)[1].replace("3,", "6,", 1) + "7,0.", ""),
+    ],
+    ids=["deleted", "changed", "doubled", "emptied", "replaced", "grown"],
+)
+def test_the_rows_of_metrics_are_those_of_the_checkpoint(
+    change: Callable[[str], str] | None,
+    said: str,
+    tmp_path: Path,
+    stop_before: Stop,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(tiny(), tmp_path / "whole")
+    stop_before(4)
+    train_interrupted(tiny(), tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.csv"
+    before = metrics.read_text()
+    metrics.unlink()
+    if change is not None:
+        metrics.write_text(change(before))
+        assert metrics.read_text() != before
+    stop_before(None)
+    training.train(tiny(), tmp_path / "run")
+    notes = [line for line in capsys.readouterr().err.splitlines() if "metrics.csv" in line]
+    assert len(notes) == bool(said) and all(said in note for note in notes)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_configuration_that_is_not_the_checkpoints_is_refused(
+    tmp_path: Path, stop_before: Stop
+) -> None:
+    stop_before(4)
+    train_interrupted(tiny(), tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    text = run.config_file.read_text()
+    run.config_file.write_text(
+        text.replace("lr: 0.002", "lr: 0.001").replace("clip_grad: null", "clip_grad: 1")
+    )
+    stop_before(None)
+    with pytest.raises(
+        UserError, match=r"config\.yaml was changed .*optim\.lr: 0\.002 there, 0\.001"
+    ):
+        train(run.config(), tmp_path / "run")
+    # What may differ between resumptions may be edited.
+    run.config_file.write_text(text.replace("workers: 0", "workers: 1"))
+    assert train(run.config(), tmp_path / "run")["steps"] == STEPS
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path: Path, stop_before: Stop) -> None:
+    """It has neither the settings nor the rows of metrics.csv."""
+    train(tiny(), tmp_path / "whole")
+    stop_before(4)
+    train_interrupted(tiny(), tmp_path / "run")
+    state = latest_state(tmp_path / "run")
+    del state["config"], state["metrics"]
+    write_checkpoint(tmp_path / "run" / "checkpoints" / LAST, pack(state))
+    stop_before(None)
+    train(tiny(), tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from locality import __version__
-from locality.checkpoints.finding import read
+from locality.checkpoints.finding import graph_session, read
 from locality.checkpoints.foreign import LAYOUTS
 from locality.checkpoints.format import (
     FORMAT,
@@ -392,9 +392,7 @@ def _compare(model: ImageClassifier, content: bytes) -> None:
     """
     if importlib.util.find_spec("onnxruntime") is None:
         return
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    session = graph_session(content)
     for batch in (1, 3):
         images = _example(model, batch)
         with torch.no_grad():

@@ -52,6 +52,7 @@ _FOREIGN_WEIGHTS = (*_HUB_FILES, "pytorch_model.pth")
 
 # Protocol Buffers hold no more.
 _LARGEST_GRAPH = 2 << 30
+_ERRORS = 3  # of ONNX Runtime's severities
 
 
 def read(
@@ -234,11 +235,9 @@ def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
     """
     open_file(path, _LARGEST_GRAPH).close()
     require("running an ONNX graph", "locality[export]", "onnxruntime")
-    import onnxruntime
-
     # The runtime has a class for each cause, and no common one.
     with saying(f"{path} is not a sound ONNX graph", Exception):
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        session = graph_session(path)
     metadata = session.get_modelmeta().custom_metadata_map
     if FORMAT not in metadata:
         raise UserError(
@@ -246,6 +245,15 @@ def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
         )
     held = described(metadata[FORMAT], {}, path)
     return session, held, held.name or path.stem
+
+
+def graph_session(graph: Path | bytes) -> Any:
+    """An ONNX Runtime session of a graph on the processor; what is no error it does not say."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _ERRORS
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 def no_model(graph: str) -> UserError:

@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
 from locality.data.folder import class_difference, find_parts, list_folder, some
 from locality.data.sources import BadImage, DataSplits, ImageSource
-from locality.errors import UserError, printable, saying
+from locality.errors import ProcessKilled, UserError, printable, saying
 from locality.files import in_threads
 from locality.machine import processors
 
@@ -222,8 +223,11 @@ def _examine_all(
         yield from map(examine, names)
         return
     # Processes rather than threads: much of decoding holds Python's lock.
-    with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(examine, names, chunksize=_CHUNK)
+    try:
+        with ProcessPoolExecutor(workers) as pool:
+            yield from pool.map(examine, names, chunksize=_CHUNK)
+    except BrokenProcessPool as error:
+        raise ProcessKilled("a process that checks images") from error
 
 
 def _examine(path: str, decoding: Decoding) -> Examined:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +47,7 @@ from locality.data.sampling import (
     seed_generators,
 )
 from locality.data.sources import BadImage, Draw, ImageSource, Window
-from locality.errors import UserError
+from locality.errors import ProcessKilled, UserError
 
 OnBad = Literal["error", "skip"]
 
@@ -284,6 +286,10 @@ class EvalBatches(Batches):
         return self.assembled(images, indices, indices, number) if used else None
 
 
+_WORKER = "a process that loads images"
+_KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (.*?)\.")
+_ENDING_SECONDS = 1.0
+
 _OURS = (signal.SIGINT, signal.SIGTERM)
 # Signals can be held back and looked at; elsewhere workers take them as torch made them.
 _CAN_HOLD = hasattr(signal, "sigwaitinfo")
@@ -344,18 +350,35 @@ class BatchLoader:
         with _signals_held():
             arriving: Iterator[Loaded] = iter(self._loader)
         try:
-            for batch, skipped, error in arriving:
-                if error is not None:
-                    raise UserError(error)
-                self._note_skipped(skipped)
-                if batch is not None:
-                    yield batch
-        except UserError:
+            while (loaded := self._next(arriving)) is not None:
+                if loaded.error is not None:
+                    raise UserError(loaded.error)
+                self._note_skipped(loaded.skipped)
+                if loaded.batch is not None:
+                    yield loaded.batch
+        except (UserError, ProcessKilled):
             self.close()
             raise
         finally:
             # Workers end with their iterator, and an error's traceback would keep it alive.
             del arriving
+
+    def _next(self, arriving: Iterator[Loaded]) -> Loaded | None:
+        workers = getattr(arriving, "_workers", [])
+        try:
+            with naming_killed_workers():
+                return next(arriving, None)
+        except ProcessKilled:
+            raise
+        except (EOFError, OSError, RuntimeError) as error:
+            # Of a connection to a worker that is gone, or is just about to be.
+            deadline = time.monotonic() + _ENDING_SECONDS
+            while workers and time.monotonic() < deadline:
+                for code in (worker.exitcode for worker in workers):
+                    if code is not None and code < 0:
+                        raise ProcessKilled(_WORKER, -code) from error
+                time.sleep(0.01)
+            raise
 
     def close(self) -> None:
         """End workers that wait for the next iteration; nothing can be loaded after that."""
@@ -449,6 +472,22 @@ def eval_loader(
     batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image)
     # Workers are started once for all the evaluations of a run.
     return BatchLoader(batches, range(len(batches)), persistent=True, **loading)
+
+
+@contextlib.contextmanager
+def naming_killed_workers() -> Iterator[None]:
+    """Have torch's error for a loading process that was killed, raised anywhere, say just that.
+
+    Raises:
+        ProcessKilled: in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (found := _KILLED.search(str(error))):
+            raise
+        names = {signal.strsignal(signum): signum for signum in signal.Signals}
+        raise ProcessKilled(_WORKER, names.get(found[1], signal.SIGKILL)) from error
 
 
 def _unchanged(loaded: Any) -> Any:

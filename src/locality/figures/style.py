@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -42,9 +45,12 @@ _THEMED = {
 }
 
 
-def settings() -> Any:
-    """A context manager under which figures are made and drawn in this style."""
-    return matplotlib.rc_context(_SETTINGS)
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """In the block figures are made and drawn in this style."""
+    # Between values near the largest float, as of a loss that diverges, ticks overflow.
+    with matplotlib.rc_context(_SETTINGS), np.errstate(over="ignore"):
+        yield
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from locality import checks
-from locality.errors import Interrupted, UserError, entry, one_line, require
+from locality.errors import Interrupted, ProcessKilled, UserError, entry, one_line, require
 from locality.runner.runs import Outcome, Run, RunsProgress, threads_per_run, with_needs
 from locality.training import RunConfig, replace
 from locality.training.distributed import launched_from_outside
@@ -48,7 +48,7 @@ def perform(run: Run) -> str | None:
             contextlib.redirect_stderr(file),
         ):
             run.load_task()(_on_one_device(run.config), run.folder)
-    except (UserError, FileNotFoundError, PermissionError, Interrupted) as error:
+    except (UserError, FileNotFoundError, PermissionError, Interrupted, ProcessKilled) as error:
         return one_line(error)
     except (KeyboardInterrupt, SystemExit):
         return "stopped at once; the same command resumes the run"
@@ -223,7 +223,10 @@ class WorkerProcess:
             return self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
-            return f"its process ended unexpectedly ({_ending(self._process.exitcode)})"
+            code = self._process.exitcode
+            if code < 0:
+                return str(ProcessKilled("its process", -code, resumes=True))
+            return f"its process ended unexpectedly (exit code {code})"
 
     def stop(self) -> None:
         """Ask the run to save and end: it finishes the step it is in."""
@@ -234,13 +237,6 @@ class WorkerProcess:
         if self._process is not None:
             self._connection.close()
             self._process.join()
-
-
-def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return signal.Signals(-code).name
-    return f"exit code {code}"
 
 
 def _serve(connection: Connection, threads: int, gpu: str | None, parent: int) -> None:

@@ -10,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +19,7 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from lightning_fabric.plugins.environments import (
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning_fabric.strategies import DDPStrategy
 from torch import Tensor
 
@@ -34,10 +29,6 @@ from locality.training.config import EngineConfig
 # How Fabric calls what `engine.strategy` says.
 _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
 
-# So long a process may take to end by itself, even on a crowded machine; one that waits for a lost
-# GPU would never end.
-_CHILD_SECONDS = 300
-
 # On a processor bfloat16 pays for wide models on many tokens. Training steps on a Zen 5 core, fp32
 # time over bf16 time: 1.3 to 1.5 for DeiT-Ti, ConViT-Ti and -S and 1.1 to 1.2 for CvT-13 at 224
 # pixels, all above 10⁹ multiply-accumulates per image; 0.4 to 1.0 for the models of small images,
@@ -46,6 +37,8 @@ _WORTHWHILE_MACS = 1e9
 
 # Fabric announces on every start what a run prints itself.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+# And torch that it ends the other processes when one has.
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 # Both a terminal and a launcher such as torchrun pass Ctrl-C on; only what comes later than this
 # is a second one.
@@ -154,47 +147,6 @@ def create_fabric(engine: EngineConfig) -> Fabric:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     return Fabric(accelerator=device_type, devices=devices, num_nodes=nodes, strategy=strategy)
-
-
-def exit_code(fabric: Fabric, wanted: int) -> int:
-    """`wanted`, but 0 in processes that Fabric has started by repeating the command line.
-
-    It watches those, and kills all processes at any other exit code, the first one included.
-    """
-    environment = getattr(fabric.strategy, "cluster_environment", None)
-    repeated = isinstance(environment, LightningEnvironment) and fabric.local_rank > 0
-    return 0 if repeated else wanted
-
-
-def end_processes(fabric: Fabric) -> None:
-    """What a process does last: leave the process group, then outlive those it has started.
-
-    The group's threads hold the tensors of the last operations until they are joined. One that
-    lets go of them when the interpreter has begun to finalise aborts the process. It is too early
-    for this when a run ends: the same processes may go on with another one.
-    """
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    for child in children_taken_over(fabric):
-        try:
-            child.wait(_CHILD_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-def children_taken_over(fabric: Fabric) -> list[subprocess.Popen[bytes]]:
-    """The processes that Fabric has started, no longer watched by its observer.
-
-    That one kills this process when one of them has failed; ending by itself it can say why.
-    """
-    launcher: Any = fabric.strategy.launcher
-    watched = getattr(launcher, "procs", [])
-    children = watched[:]
-    if children:
-        watched.clear()
-        launcher.procs = children
-    return children
 
 
 class Interruption:

@@ -16,23 +16,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 from lightning_fabric import Fabric
+from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data.checking import ImageRecord, verify
-from locality.errors import Interrupted, NonFiniteLoss, UserError
+from locality.data.loader import naming_killed_workers
+from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.training.config import RunConfig
-from locality.training.distributed import (
-    Interruption,
-    children_taken_over,
-    create_fabric,
-    end_processes,
-    exit_code,
-    forwarded_to_children,
-)
+from locality.training.distributed import Interruption, create_fabric, forwarded_to_children
 from locality.training.loop import Components, Loop
+from locality.training.peers import Peers, end_processes
 from locality.training.preview import Preview, build_model, check_memory, starting_model
-from locality.training.recorder import Counts, Observer, Recorder
+from locality.training.recorder import Counts, Observer, Recorder, restore_metrics
 from locality.training.runs import RunFolder
 
 T = TypeVar("T")
@@ -61,37 +57,58 @@ def train(
     Raises:
         UserError: if the run cannot work as configured, or the folder is another run's.
         Interrupted: if a signal stopped it; the checkpoint is written and the same call resumes.
+        ProcessKilled: if another process of it was killed, as for want of memory; so does it.
         NonFiniteLoss: if the loss is not finite and no update may be skipped for it.
         DamagedCheckpoint: if there are checkpoints and none is whole.
         CheckpointNotSaved: if the disk is full.
     """
     fabric = create_fabric(config.engine)
+    peers = Peers(fabric)
     within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
-    with forwarded_to_children() if within else contextlib.nullcontext():
-        outcome = fabric.launch(partial(_train_here, config, RunFolder(folder), quiet, observer))
+    here = partial(_train_here, config, RunFolder(folder), quiet, observer, peers)
+    try:
+        with forwarded_to_children() if within else peers.watched():
+            outcome = fabric.launch(here)
+    except ProcessExitedException as error:
+        if error.exit_code >= 0:
+            raise
+        raise ProcessKilled(
+            f"rank {error.error_index} of the run", -error.exit_code, resumes=True
+        ) from error
+    except RuntimeError as error:
+        # Of the processes' first meeting, before the run.
+        if not (lost := peers.explained(error)):
+            raise
+        outcome = lost
     if isinstance(outcome, dict):
         return outcome
-    if fabric.global_rank > 0:
-        # The same on every rank, and the first one says it.
-        raise SystemExit(exit_code(fabric, getattr(outcome, "exit_code", 1)))
-    raise outcome
+    raise peers.leave(outcome) if fabric.global_rank > 0 else outcome
 
 
 def _train_here(
-    config: RunConfig, run: RunFolder, quiet: bool, observer: Observer | None, fabric: Fabric
+    config: RunConfig,
+    run: RunFolder,
+    quiet: bool,
+    observer: Observer | None,
+    peers: Peers,
+    fabric: Fabric,
 ) -> dict[str, Any] | Exception:
     """One process's part: what is in result.json, or what every process is to raise."""
-    atexit.register(end_processes, fabric)
+    atexit.register(end_processes)
     try:
-        return _run(config, run, quiet, observer, fabric)
+        with naming_killed_workers():
+            return _run(config, run, quiet, observer, fabric)
     except BaseException as error:
         # Its traceback holds the model, which holds the process group.
         _forget_locals(error)
-        children_taken_over(fabric)
         if isinstance(error, _OnEveryRank):
             return error.args[0]
+        if isinstance(error, ProcessKilled):
+            return ProcessKilled(error.what, error.signum, resumes=True)
         if isinstance(error, (Interrupted, NonFiniteLoss, DamagedCheckpoint)):
             return error
+        if lost := peers.explained(error):
+            return lost
         raise
     finally:
         run.lock.release()
@@ -182,11 +199,10 @@ def _begin(config: RunConfig, run: RunFolder) -> tuple[Any, _Opened | None]:
     notes = [f"{reason}; going on from the one before it" for reason in passed_over]
     if state is None and run.metrics_file.exists():
         notes.append(f"{run.path} has measurements and no checkpoint: starting again")
-    elif state is not None and not run.metrics_file.exists():
-        notes.append(f"{run.metrics_file} is missing: the curve begins here")
     splits, record = seen.splits, ImageRecord.of(seen.splits)
     if state is not None:
-        notes += _same_images(run, seen, state, record)
+        run.check_saved(config, state.get("config", {}))  # earlier versions kept none
+        notes += _same_images(run, seen, state, record) + restore_metrics(run, state)
     elif config.data.on_bad(training=False) == "error":
         notes += [note for note in [verify(splits.val)] if note]
     write_atomic(run.images_file, record.table)

@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, Stream, eval_loader, keys, seed_generators, train_loader
-from locality.errors import Interrupted, NonFiniteLoss, UserError
+from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.models import ImageClassifier
 from locality.training.distributed import Interruption, Processes, measured
 from locality.training.evaluation import Collector, evaluate
@@ -34,6 +34,7 @@ from locality.training.objective import (
 )
 from locality.training.preview import Preview
 from locality.training.recorder import Counts, Recorder
+from locality.training.runs import decisive
 
 
 class Components:
@@ -220,8 +221,9 @@ class Loop:
             # them all when the first is gone.
             self.fabric.barrier()
             raise
-        except UserError:
-            # An image that cannot be read; the step it was for has changed nothing.
+        except (UserError, ProcessKilled):
+            # An image that cannot be read, a loading process killed; the step it was for has
+            # changed nothing.
             if self.processes.alone:
                 self._keep()
             raise
@@ -240,7 +242,7 @@ class Loop:
             last = micro + 1 == engine.accumulate
             try:
                 batch = next(batches)
-            except UserError:
+            except (UserError, ProcessKilled):
                 self._restore(before)
                 raise
             seed_pass(self.config.seed, self.fabric.global_rank, at.step, micro, device)
@@ -297,10 +299,11 @@ class Loop:
             )
 
     def _clip(self) -> bool:
-        """Clip the gradients if the run does so; whether they are finite as far as is known then.
+        """Clip the gradients, if the run does; False if their norm shows that they are not finite.
 
-        Without clipping nobody looks at the gradients. should they ruin the weights, the next loss
-        shows it, and no checkpoint is written of such weights (`CheckpointFolder.save`).
+        Without clipping no norm is computed. Gradients that are not finite then reach the weights:
+        the next loss is not finite either, and such weights are never saved
+        (`CheckpointFolder.save`).
         """
         clip = self.config.optim.clip_grad
         if clip is None:
@@ -406,6 +409,7 @@ class Loop:
         if self.fabric.is_global_zero:
             self.recorder.save(
                 {"step": self.at.step, "progress": asdict(self.at), "data": self.fingerprint}
+                | {"config": decisive(self.config)}
                 | self.parts.state()
             )
         self._saved = self.at.step

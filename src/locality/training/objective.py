@@ -314,4 +314,6 @@ def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> CosineLRSch
         warmup_t=plan.warmup,
         warmup_lr_init=plan.schedule.warmup_lr,
         t_in_epochs=False,
+        # Of a second cycle, which there is none of: for one step and a decay of 1 timm warns.
+        cycle_decay=0.5,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -277,7 +278,10 @@ def check_memory(seen: Preview) -> None:
     # The processes of one machine share its memory; GPUs have their own.
     nodes = seen.config.engine.num_nodes
     sharing = seen.world_size // nodes if seen.device_type == "cpu" else 1
-    needed = sharing * (seen.activation_bytes + seen.state_bytes)
+    # Where the images alone are too many, torch may be unable to count the rest in 64 bits.
+    needed = sharing * 4 * 3 * math.prod(seen.img_size) * seen.micro_batch
+    if needed <= there:
+        needed = sharing * (seen.activation_bytes + seen.state_bytes)
     if needed > there:
         raise UserError(
             f"a step on {seen.micro_batch:,} images at once needs {needed / 1e9:.3g} GB and there "

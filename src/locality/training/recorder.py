@@ -9,7 +9,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from lightning_fabric.loggers import TensorBoardLogger
 from safetensors.torch import save
 
-from locality.errors import printable, saying
+from locality.errors import UserError, printable, saying
 from locality.files import atomic_file, csv_text, read_rows, write_atomic
 from locality.models import ImageClassifier
 from locality.settings import flatten, to_dict
@@ -82,33 +82,67 @@ class CsvTable:
     Args:
         path: the file; it may exist.
         columns: the first is "step".
+
+    Attributes:
+        text: of the file, as it was cut and has grown since.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path = path
         self.columns = columns
+        self.text = ""
+
+    def rows(self, step: int) -> list[dict[str, str]]:
+        """The rows up to `step`, without what a killed process left half-written.
+
+        Raises:
+            UserError: if the file is something else.
+        """
+        if not self.path.exists():
+            return []
+        wrong = f"{self.path} is not a table of a run's steps"
+        with saying(wrong, KeyError, TypeError, ValueError):
+            return [row for row in read_rows(self.path) if int(row["step"]) <= step]
+
+    def as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Rows as they stand in the file, without its heading."""
+        return csv_text([row.get(column) for column in self.columns] for row in rows)
 
     def cut(self, step: int) -> list[dict[str, str]]:
-        """Remove rows behind `step` and what a killed process left half-written.
-
-        Returns:
-            the rows that stay.
-        """
-        rows = []
-        if self.path.exists():
-            wrong = f"{self.path} is not a table of a run's steps"
-            with saying(wrong, KeyError, TypeError, ValueError):
-                rows = [row for row in read_rows(self.path) if int(row["step"]) <= step]
-        cells = ([row.get(column) for column in self.columns] for row in rows)
-        write_atomic(self.path, csv_text([self.columns, *cells]))
+        """Remove all rows but those of `rows(step)`, which are returned."""
+        rows = self.rows(step)
+        self.text = csv_text([self.columns]) + self.as_text(rows)
+        write_atomic(self.path, self.text)
         return rows
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row, on disk when this returns."""
+        line = self.as_text([row])
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(csv_text([[row.get(column) for column in self.columns]]))
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
+        self.text += line
+
+
+def restore_metrics(run: RunFolder, state: Mapping[str, Any]) -> list[str]:
+    """Write the rows of metrics.csv that a checkpoint was written with again, unless they stand.
+
+    Rows behind them are left: they are of steps that the run repeats.
+
+    Returns:
+        what is to be said.
+    """
+    file = run.metrics_file
+    what = "was changed" if file.exists() else "is missing"
+    if "metrics" not in state:  # of an earlier version
+        return [] if file.exists() else [f"{file} is missing: the curve begins here"]
+    table = CsvTable(file, METRICS)
+    with contextlib.suppress(UserError):
+        if table.as_text(table.rows(state["progress"]["evaluated"])) == state["metrics"]:
+            return []
+    write_atomic(file, csv_text([METRICS]) + state["metrics"])
+    return [f"{file} {what}: its rows are written again from the checkpoint"]
 
 
 class Progress:
@@ -304,7 +338,8 @@ class Recorder:
         """
         if self._run is None:
             return
-        self._run.checkpoints.start(state)
+        rows = self._metrics.text.partition("\n")[2]
+        self._run.checkpoints.start({**state, "metrics": rows})
         skipped = state["progress"]["skipped"]
         if len(skipped) > self._skipped:
             self._skipped = len(skipped)

@@ -28,7 +28,7 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -134,22 +134,39 @@ class RunFolder:
                     f"empty one"
                 )
             return
-        if changed := self.changed(config, _same_place):
-            told = [f"{name}: {_shown(old)} there, {_shown(new)} now" for name, old, new in changed]
+        if told := _told(_changed(self.config(), config, _same_place)):
             raise UserError(
                 f"run folder {self.path} belongs to another configuration "
-                f"({'; '.join(told)}); give its settings to resume it, or another folder"
+                f"({told}); give its settings to resume it, or another folder"
+            )
+
+    def check_saved(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
+        """Check that a checkpoint is of this configuration, whatever config.yaml says by now.
+
+        Args:
+            config: of the run.
+            saved: what `decisive` gave when the checkpoint was written.
+
+        Raises:
+            UserError: if it is not.
+        """
+        # Settings that it does not have, of a later version say, are as they are now.
+        values = settings.to_dict(config)
+        for name, value in RunConfig.upgraded(saved).items():
+            values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
+        before = settings.from_dict(RunConfig, values)
+        if told := _told(_changed(before, config, _same_place)):
+            raise UserError(
+                f"{self.config_file} was changed since the checkpoint was written ({told}), and "
+                f"the run would become another one; put that back, or train with these settings "
+                f"in another folder"
             )
 
     def changed(
         self, config: RunConfig, same_folder: Callable[[Any, Any], bool]
     ) -> list[tuple[str, Any, Any]]:
         """The settings that make `config` another run: dotted name, value there, value now."""
-        return [
-            (name, old, new)
-            for name, old, new in settings.differences(self.config(), config)
-            if name not in MAY_CHANGE and not (name in PATHS and same_folder(old, new))
-        ]
+        return _changed(self.config(), config, same_folder)
 
     def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
         """Check that the last, the previous, the next and any best checkpoint fit on the disk.
@@ -219,6 +236,31 @@ class RunFolder:
         start |= {"workers": config.data.workers, "device": device, "precision": precision}
         content = {"seed": config.seed} | environment | {"starts": [*starts, start]}
         self.write_json(self.environment_file, content)
+
+
+def decisive(config: RunConfig) -> dict[str, Any]:
+    """The settings that say what a run computes, as plain values: all but `MAY_CHANGE`."""
+    values = settings.to_dict(config)
+    for name in MAY_CHANGE:
+        group, _, setting = name.partition(".")
+        del values[group][setting]
+    return values
+
+
+def _changed(
+    before: RunConfig, now: RunConfig, same_folder: Callable[[Any, Any], bool]
+) -> list[tuple[str, Any, Any]]:
+    return [
+        (name, old, new)
+        for name, old, new in settings.differences(before, now)
+        if name not in MAY_CHANGE and not (name in PATHS and same_folder(old, new))
+    ]
+
+
+def _told(changed: list[tuple[str, Any, Any]]) -> str:
+    return "; ".join(
+        f"{name}: {_shown(old)} there, {_shown(new)} now" for name, old, new in changed
+    )
 
 
 def _same_place(old: Any, new: Any) -> bool:

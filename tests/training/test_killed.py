@@ -1,0 +1,75 @@
+"""What a run says when one of its processes is killed from outside, and what that costs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from locality.checkpoints.run_state import latest_state
+from locality.errors import ProcessKilled
+from locality.training.distributed import Processes
+from locality.training.loop import Loop
+
+from .conftest import assert_same_run, tiny, train
+
+FROM_OUTSIDE = r"killed from outside \(SIGKILL\), .* memory .*the same command goes on"
+
+
+def kill_a_worker() -> None:
+    for worker in multiprocessing.active_children()[:1]:
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+
+
+@pytest.mark.parametrize("method", ["_step", "_evaluate"])
+def test_a_killed_loading_process_is_named_and_the_run_goes_on(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(data__workers=2)
+    train(config, tmp_path / "whole")
+    original: Callable[..., Any] = getattr(Loop, method)
+
+    def struck(self: Loop, *arguments: Any) -> Any:
+        # The first evaluation starts its workers; they wait for the next one.
+        if self.at.step >= 4:
+            kill_a_worker()
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, method, struck)
+        with pytest.raises(ProcessKilled, match=FROM_OUTSIDE) as caught:
+            train(config, tmp_path / "run")
+    assert caught.value.exit_code == 137
+    assert latest_state(tmp_path / "run")["step"] >= 3
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_and_the_run_goes_on(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(engine__devices=2, engine__strategy="ddp_fork")
+    train(config, tmp_path / "whole")
+    share = Processes.share
+
+    def struck(self: Processes, *arguments: Any) -> Any:
+        there = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+        if there and self._fabric.global_rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return share(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Processes, "share", struck)
+        with pytest.raises(ProcessKilled, match=f"rank {rank} .*{FROM_OUTSIDE}"):
+            train(config, tmp_path / "run")
+    train(config, tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
