@@ -157,7 +157,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--json", False, "print JSON")
     parser.add("--predictions", None, "write a CSV: path, label, prediction, probabilities")
-    parser.add_class_arguments(DataConfig, "data")
+    parser.add_settings(DataConfig(), "data.")
     words = with_aliases(arguments, {"--data": "--data.dataset"})
     options = parser.read(words)
     parser.refuse(_OF_TRAINING, "chooses among training images; others are evaluated on")
@@ -169,11 +169,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     check_place(options.predictions)
 
     opened = open_given(what, options)
-    given = {
-        name.removeprefix("data."): value
-        for name, value in parser.given.items()
-        if name.startswith("data.")
-    }
+    given = parser.settings
     chosen, seed = DataConfig(), 0
     if is_run:
         config = read_config(Path(what))
@@ -281,7 +277,7 @@ def figure(arguments: Sequence[str]) -> int:
     parser.add_argument("name", help=", ".join(FIGURES))
     parser.add_model("sources", nargs="+", help="run folders, models, or images")
     _add_images(parser, 100)
-    parser.add("--layers", None, "such as [2,10]", list[int] | None)
+    parser.add("--layers", None, "such as [2,10]", tuple[int, ...] | None)
     parser.add("--heads", 4, "how many heads of each layer")
     where = "where to look from, as fractions of height and width"
     parser.add("--place", (0.5, 0.5), where, tuple[float, float])
@@ -322,7 +318,7 @@ def _draw(figure: NamedFigure, options: Any) -> tuple[Figure, int]:
 
 def _add_images(parser: Parser, count: int) -> None:
     """Add the options that `_shown` is given."""
-    parser.add_argument("--images", nargs="+", default=None, help=_IMAGES)
+    parser.add("--images", None, _IMAGES, nargs="+")
     parser.add("--count", count, "how many images at most")
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from locality import training
 from locality.checkpoints.where import is_run_folder, kind_of, missing
-from locality.commands.parsing import Parser, read_settings_file, say, taken, with_aliases
+from locality.commands.parsing import Parser, pop_options, read_settings_file, say, with_aliases
 from locality.errors import UserError
 from locality.files import csv_text, write_atomic
 from locality.models.variants import PREFIX, variant
-from locality.settings import replace, to_dict, to_yaml
+from locality.settings import flatten, replace, to_yaml, typed
 from locality.training.config import MOVED, RunConfig, read_config
 from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted, describe, name_of, recipe
 
@@ -89,7 +89,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
     arguments = with_aliases(arguments, ALIASES | moved)
     flags = ("--recipe", "--config", "--resume", "--output")
-    (names, files, resumed, outputs), words = taken(arguments, *flags)
+    (names, files, resumed, outputs), words = pop_options(arguments, *flags)
     given: dict[str, Any] = {}
     if words and not words[0].startswith("-"):
         word = words.pop(0)
@@ -99,11 +99,8 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
             given = images_at(Path(word))
             names = names or ["photos"]
     run = _run_to_resume(resumed, outputs, names + files)
-    # jsonargparse has an option of this name, which would print what this parser has alone.
-    printing = "--print_config" in words
-    words = [word for word in words if word != "--print_config"]
     for file in files:
-        given |= by_option(RunConfig.upgraded(read_settings_file(file)))
+        given |= flatten(RunConfig.upgraded(read_settings_file(file)), 1)
     if len(set(names)) > 1:
         raise UserError(f"recipes {' and '.join(names)} are asked for; give one")
     labelled = str(given.get("recipe"))
@@ -130,12 +127,10 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     every = "measure locality while training, every so many epochs or steps of the schedule"
     parser.add("--measure_every", None, every, float)
     parser.add("--quiet", False, "print nothing while training")
-    parser.add_class_arguments(RunConfig, None)
     base = recipe(name) if run is None else read_config(run)
-    values = by_option(to_dict(base))
-    parser.set_defaults(values)
+    parser.add_settings(base)
     options = parser.read(words)
-    options.print_config, options.fit = printing, None
+    options.fit = None
     options.output = next(reversed(outputs), None) if run is None else str(run)
     if not options.dry_run:
         parser.refuse("images_per_second", "is for the hours that --dry_run estimates")
@@ -143,7 +138,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         parser.refuse("record measure_every quiet lr_find", "does nothing beside --dry_run")
     if options.lr_find:
         parser.refuse("record measure_every quiet", "does nothing beside --lr_find")
-    given |= changed(parser, words, values)
+    given = typed(RunConfig, given) | parser.settings
     if run is None and name in OWN_IMAGES and given.get("data.root") is not None:
         return _for_own_images(name, given, options), options
     parser.refuse("minutes", "is for own images: locality train FOLDER")
@@ -165,9 +160,9 @@ def search(arguments: Sequence[str]) -> None:
     choose one within the limits, and write a page. The name gives every setting, and the training's
     are those of `locality train`. Stopped, the same command goes on.
     """
-    from locality.search.config import SEARCHES, SearchConfig, named, read_search
+    from locality.search.config import SEARCHES, named, read_search
 
-    (resumed,), words = taken(with_aliases(arguments, ALIASES), "--resume")
+    (resumed,), words = pop_options(with_aliases(arguments, ALIASES), "--resume")
     name = words.pop(0) if words and not words[0].startswith("-") else "digits"
     config = read_search(resumed[-1]) if resumed else named(name)
     parser = Parser("search", f"{search.__doc__} Names: {', '.join(SEARCHES)}.", "[NAME]")
@@ -175,17 +170,13 @@ def search(arguments: Sequence[str]) -> None:
     parser.add("--resume", None, "go on with the search in this folder; takes no settings")
     parser.add("--dry_run", False, "check everything, print the cost")
     parser.add("--quiet", False, "print nothing")
-    parser.add_class_arguments(SearchConfig, None, skip={"run"})
-    parser.add_class_arguments(RunConfig, None)
-    values = to_dict(config)
-    run = by_option(values.pop("run"))
-    parser.set_defaults(values | run)
+    parser.add_settings(config, skip={"run"})
+    parser.add_settings(config.run, within="run.")
     options = parser.read(words)
-    given = changed(parser, words, values)
-    given |= {f"run.{name}": value for name, value in changed(parser, words, run).items()}
-    if resumed and given:
-        raise UserError(f"--resume takes the search's own settings; leave {', '.join(given)} out")
-    config = replace(config, given)
+    if resumed and parser.settings:
+        names = ", ".join(parser.settings)
+        raise UserError(f"--resume takes the search's own settings; leave {names} out")
+    config = replace(config, parser.settings)
     from locality.search.run import Search, dry_run
 
     if options.dry_run:
@@ -196,18 +187,6 @@ def search(arguments: Sequence[str]) -> None:
     found = Search(config, folder, options.quiet).run()
     best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
     print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")
-
-
-def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `words` give, of those that `values` has, by the name of their option."""
-    given: dict[str, Any] = {}
-    for setting, value in parser.given.items():
-        # `--model.overrides.depth 3` changes one of them, `--model.overrides '{depth: 3}'` all.
-        if any(word.startswith(f"--{setting}.") for word in words):
-            given |= {f"{setting}.{key}": value[key] for key in value}
-        elif setting in values:
-            given[setting] = value
-    return given
 
 
 def images_at(path: Path) -> dict[str, Any]:
@@ -306,17 +285,6 @@ def _check_names(config: RunConfig, folder: Path) -> None:
         raise UserError(
             f"run folder {folder} cannot be written to ({error.strerror}); choose another"
         ) from error
-
-
-def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by the name of their option: the groups' by dotted name, the others' as they are."""
-    flat: dict[str, Any] = {}
-    for group, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{group}.{name}": setting for name, setting in value.items()}
-        else:
-            flat[group] = value
-    return flat
 
 
 def default_folder(config: RunConfig) -> Path:
