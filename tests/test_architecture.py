@@ -14,8 +14,8 @@ SOURCE = Path(locality.__file__).parent
 ORDER = [
     "__main__",
     "cli",
-    "trained",
     "commands",
+    "trained",
     "serve",
     "report",
     "papers",

@@ -142,10 +142,11 @@ def parse(text: str, hint: Any, name: str) -> Any:
         UserError: if it is none; `name` says whose.
     """
     try:
-        value = None if text == "null" else text
-        if hint is not str and str not in typing.get_args(hint):
-            value = parse_yaml(text, name)
-        return _typed(hint, text if hint is str else value, name)
+        if hint is str:
+            return text
+        if hint == (str | None):
+            return None if text == "null" else text
+        return _typed(hint, parse_yaml(text, name), name)
     except UserError:
         raise UserError(f"{name} is {text or repr(text)}; give {described(hint)}") from None
 

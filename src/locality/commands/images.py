@@ -22,7 +22,7 @@ from locality.commands.parsing import (
     say,
     with_aliases,
 )
-from locality.commands.train import images_at
+from locality.commands.resolve import images_at
 from locality.data.config import AS_PUBLISHED, DataConfig
 from locality.errors import UserError, entry, one_line, printable, require, unknown
 from locality.training.config import read_config
