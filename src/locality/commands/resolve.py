@@ -190,7 +190,6 @@ def check_names(config: RunConfig, folder: Path) -> None:
 
 def default_folder(config: RunConfig) -> Path:
     """runs/RECIPE/MODEL-FRACTION-sSEED."""
-    percent = f"{100 * config.data.fraction:g}pct"
     model = config.model.name.replace("/", "-")
-    name = f"{model}-{config.data.dataset}-{percent}-s{config.seed}"
+    name = f"{model}-{config.data.dataset}-{config.data.percent}pct-s{config.seed}"
     return Path("runs") / (config.recipe or "custom") / name

@@ -53,6 +53,11 @@ class TimmConfig:
     family = "timm"
     title = "a model of timm's"
 
+    @property
+    def attention(self) -> tuple[str | int, float, float]:
+        """What `transform` is given for these layers: which, α and λ."""
+        return self.gpsa, self.locality_strength, self.gating_init
+
     def __post_init__(self) -> None:
         if not timm.is_model(self.name):
             raise unknown("model", PREFIX + self.name, [PREFIX + n for n in timm.list_models()])
@@ -141,7 +146,7 @@ class TimmModel(ImageClassifier):
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{PREFIX}{config.name} cannot be built: {error}") from error
         if config.gpsa:
-            put_attention(self, config.gpsa, config.locality_strength, config.gating_init)
+            put_attention(self, *config.attention)
         width: Any = self.model.num_features
         self.num_features = self.embed_dim = self.head_hidden_size = width
 
