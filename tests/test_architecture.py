@@ -31,7 +31,7 @@ ORDER = [
     "models",
     "layers",
 ]
-LEAVES = {"errors", "files", "checks", "settings", "lazy", "machine"}
+LEAVES = {"errors", "files", "templates", "checks", "settings", "lazy", "machine", "hub"}
 FILES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in SOURCE.rglob("*.py")

@@ -29,7 +29,7 @@ from locality.data.config import Decoding
 from locality.data.decoding import decode
 from locality.data.sources import BadImage
 from locality.errors import UserError
-from locality.files import render
+from locality.templates import render
 
 MEGABYTES = 20
 """Largest file that is taken."""

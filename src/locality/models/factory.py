@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, saying, unknown
+from locality.hub import offline_unless_reachable
 from locality.layers.grid import Grid
-from locality.machine import hub_asked_once
 from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, ViTConfig, meaning, sides
 from locality.models.cvt import ConvolutionalVisionTransformer
@@ -119,7 +119,7 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
     """
     config = TimmConfig.named(name)
     missing = f"timm's weights of {name} could not be loaded"
-    with saying(missing, OSError, RuntimeError), hub_asked_once():
+    with saying(missing, OSError, RuntimeError), offline_unless_reachable():
         model = timm.create_model(config.name, pretrained=True)
     state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
     return config, state, timm.data.resolve_model_data_config(model)
