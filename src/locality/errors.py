@@ -81,6 +81,13 @@ def one_line(error: BaseException) -> str:
     return f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
 
+def some(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
+    """A few names, and how many more there are."""
+    names = list(names)
+    text = ", ".join(f"{quote}{name}{quote}" for name in names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text
+
+
 def near(given: str, accepted: Iterable[str], texts: Mapping[str, str] = {}) -> list[str]:
     """The names most like the given one, three at most; a setting may be given by its last part.
 
@@ -93,8 +100,8 @@ def near(given: str, accepted: Iterable[str], texts: Mapping[str, str] = {}) -> 
     last: dict[str, list[str]] = {}
     for name in sorted(accepted):
         last.setdefault(name.rpartition(".")[2], []).append(name)
-    own = word.rpartition(".")[2]
-    parts = list(dict.fromkeys((word, own)))
+    own = word.rpartition(".")[2] if texts else word
+    parts = {word: None, own: None}
     if exact := [name for part in parts for name in last.get(part, ())]:
         return exact[:3]
     said = re.escape(own.replace("_", " "))
@@ -127,8 +134,7 @@ def unknown(
     found = near(given, names, texts)
     hints = [f"did you mean {' or '.join(found)}?"] if found else []
     if not found or len(names) <= _FEW:
-        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-        hints.append("known: " + ", ".join(name or "''" for name in names[:_MOST]) + more)
+        hints.append("known: " + some([name or "''" for name in names], _MOST, quote=""))
     return error(f"unknown {kind} '{given}'; {' '.join(hints)}")
 
 
