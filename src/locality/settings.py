@@ -205,8 +205,8 @@ def described(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, parts))
     if origin in (typing.Union, types.UnionType):
-        parts_in_words = [described(part) for part in parts if part is not type(None)]
-        return " or ".join(parts_in_words + ["null"] * (type(None) in parts))
+        several = [described(part) for part in parts if part is not type(None)]
+        return " or ".join(several + (["null"] if type(None) in parts else []))
     if origin in (tuple, list):
         count = "" if origin is list or parts[1:] == (...,) else f"of {len(parts)} "
         return f"a list {count}such as [{'0.1, 0.2' if float in parts else '1, 2'}]"

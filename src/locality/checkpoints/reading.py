@@ -313,9 +313,9 @@ def require_blocks(state: State, prefix: str) -> int:
     pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
     found = {int(match[1]) for name in state if (match := pattern.match(name))}
     if not found or found != set(range(len(found))):
+        numbers = some(map(str, sorted(found)), quote="")
         raise UserError(
-            f"these weights have the blocks {some(map(str, sorted(found)), quote='')}; they have to "
-            f"be numbered from 0 without gaps"
+            f"these weights have the blocks {numbers}; they have to be numbered from 0 without gaps"
         )
     return len(found)
 
