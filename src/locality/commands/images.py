@@ -64,13 +64,13 @@ def predict(arguments: Sequence[str]) -> int:
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
-    images = _readable(files, options.model, read, bad)
+    images = _read_images(files, options.model, read, bad)
     # One by one: a large image is shrunk before the next is read.
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
     results = list(zip(read, probabilities, strict=True))
     if options.csv:
-        code = _code(bad, files)
+        code = _report_unreadable(bad, files)
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
         write_predictions(sys.stdout, ["path"], names, results)
         return code
@@ -83,7 +83,7 @@ def predict(arguments: Sequence[str]) -> int:
             print(f"{printable(str(file))}: {printable(shown)}")
     if options.json:
         print(json.dumps(listed, indent=2))
-    return _code(bad, files)
+    return _report_unreadable(bad, files)
 
 
 def write_predictions(
@@ -107,7 +107,7 @@ def write_predictions(
         table.writerow([*named, classes[int(probabilities.argmax())], *shown])
 
 
-def _readable(
+def _read_images(
     files: Iterable[Path], model: str, read: list[Path], bad: list[str]
 ) -> Iterator[Image.Image]:
     """The images in files that can be read, decoded as those of `model` where it is a run.
@@ -131,7 +131,7 @@ def _readable(
         yield opened.pop()
 
 
-def _code(bad: Sequence[str], files: Sequence[Path]) -> int:
+def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
     """Name the files that could not be read; the exit code.
 
     Raises:
@@ -335,11 +335,11 @@ def _shown(
     files = list(image_files(given))
     read: list[Path] = []
     bad: list[str] = []
-    images = list(islice(_readable(files, model, read, bad), count))
+    images = list(islice(_read_images(files, model, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are left out; --count {len(files)} takes all")
     names = [file.name for file in read]
-    return list(zip(names, images, strict=True)), _code(bad, files)
+    return list(zip(names, images, strict=True)), _report_unreadable(bad, files)
 
 
 def folders(arguments: Sequence[str]) -> int | None:
