@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         self.add("--variant", None, "architecture, if the weights do not tell")
         self.add("--entry", None, "which state dict, if a file has several")
         text = "a setting of the model, where the weights do not tell it: kv_stride=1"
-        self.add("--set", [], text, action="append", metavar="NAME=VALUE")
+        self.add("--set", [], text, str, action="append", metavar="NAME=VALUE")
 
     def read(self, arguments: Sequence[str]) -> Namespace:
         """The options in `arguments`.
