@@ -14,8 +14,8 @@ SOURCE = Path(locality.__file__).parent
 ORDER = [
     "__main__",
     "cli",
-    "trained",
     "commands",
+    "trained",
     "serve",
     "report",
     "papers",
@@ -31,7 +31,7 @@ ORDER = [
     "models",
     "layers",
 ]
-LEAVES = {"errors", "files", "checks", "settings", "lazy", "machine"}
+LEAVES = {"errors", "files", "templates", "checks", "settings", "lazy", "machine", "hub"}
 FILES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in SOURCE.rglob("*.py")

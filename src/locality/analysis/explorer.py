@@ -39,9 +39,9 @@ from locality.analysis.pictures import DECADES, close_up, data_address, prepared
 from locality.analysis.taps import LayerView, capture, evaluating
 from locality.checkpoints import Classifier
 from locality.errors import UserError
-from locality.files import render, write_page
 from locality.layers.grid import Window
 from locality.models.variants import family_of
+from locality.templates import render, write_page
 
 TOLERANCE = 0.02
 """Largest error of an attention score: every attention shown is within e^±0.04 of the true one."""

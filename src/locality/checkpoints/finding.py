@@ -37,7 +37,7 @@ from locality.checkpoints.where import SUFFIXES, Source, kind_of, refuse_entry, 
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require, saying
 from locality.files import open_file, read_json, read_yaml
-from locality.machine import hub_asked_once
+from locality.hub import offline_unless_reachable
 from locality.models import factory
 from locality.models.config import unlike
 from locality.models.factory import published
@@ -284,7 +284,7 @@ def find_weights(row: Source) -> Path:
     causes: list[Exception] = []
     # What the hub's own cache has needs no network.
     for offline in (True, False):
-        with contextlib.nullcontext() if offline else hub_asked_once():
+        with contextlib.nullcontext() if offline else offline_unless_reachable():
             for file in _HUB_FILES:
                 try:
                     return Path(hf_hub_download(row.repo, file, local_files_only=offline))
@@ -332,5 +332,5 @@ def fetch(repository: str, **options: Any) -> Path:
         OSError: if it is neither there nor to be had.
     """
     wanted = [WEIGHTS, CONFIG, CARD]
-    with hub_asked_once():
+    with offline_unless_reachable():
         return Path(snapshot_download(repository, allow_patterns=wanted, **options))

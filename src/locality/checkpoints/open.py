@@ -369,8 +369,7 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
         check_family(type(checkpoint.config), target)
         changes = []
         if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
-            start = (target.gpsa, target.locality_strength, target.gating_init)
-            checkpoint = Checkpoint.of(transform(checkpoint.build(), *start))
+            checkpoint = Checkpoint.of(transform(checkpoint.build(), *target.attention))
             changes += [f"attention computes the convolutions of {target.gpsa}"]
         convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
         if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from locality.checkpoints.where import missing
 from locality.commands.parsing import Parser, say
-from locality.commands.train import images_at, place_of
+from locality.commands.resolve import images_at, place_of
 from locality.errors import UserError, one_line, saying
 from locality.models.variants import PREFIX, variant
 

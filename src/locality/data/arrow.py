@@ -30,9 +30,9 @@ from tqdm import tqdm
 
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import decode, decode_window, read_bytes
-from locality.data.folder import FileSource, existing_folder, lies_in, open_folder, some
+from locality.data.folder import FileSource, existing_folder, lies_in, open_folder
 from locality.data.sources import BadImage, Draw, ImageSource
-from locality.errors import UserError, require, saying
+from locality.errors import UserError, require, saying, some
 from locality.files import atomic_file
 
 if TYPE_CHECKING:

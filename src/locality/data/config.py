@@ -144,6 +144,17 @@ class DataConfig:
                 raise UserError("fold divides all images; leave out train_part and val_part")
 
     @property
+    def percent(self) -> str:
+        """The fraction of the training images in percent, for names."""
+        return f"{100 * self.fraction:g}"
+
+    @property
+    def train_share(self) -> float:
+        """The part of the training images that a run trains on, classes left out aside."""
+        low, high = self.train_part
+        return (high - low) * self.fraction * (1 - 1 / self.fold[1] if self.fold else 1)
+
+    @property
     def decoding(self) -> Decoding:
         """The settings that concern decoding."""
         return Decoding(self.exif, self.max_pixels, self.crops)

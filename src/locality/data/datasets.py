@@ -29,7 +29,6 @@ from locality.data.folder import (
     list_folder,
     no_images,
     open_parts,
-    some,
 )
 from locality.data.sampling import (
     balanced_fraction,
@@ -39,7 +38,7 @@ from locality.data.sampling import (
     stratified_split,
 )
 from locality.data.sources import ArraySource, DataSplits, ImageSource
-from locality.errors import UserError, saying
+from locality.errors import UserError, saying, some
 from locality.files import parse_json, read_text
 
 _IMAGENET_CLASSES = 1000

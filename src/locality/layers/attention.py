@@ -305,7 +305,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
 
     @classmethod
     def from_conv2d(
-        cls, conv: nn.Conv2d, locality_strength: float = 100.0, gating: float = 30.0
+        cls, conv: nn.Conv2d, locality_strength: float, gating: float
     ) -> GatedPositionalSelfAttention:
         """The layer that computes a given convolution (Cordonnier et al.'s construction).
 

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, saying, unknown
+from locality.hub import offline_unless_reachable
 from locality.layers.grid import Grid
-from locality.machine import hub_asked_once
 from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, ViTConfig, meaning, sides
 from locality.models.cvt import ConvolutionalVisionTransformer
@@ -52,6 +52,11 @@ class TimmConfig:
     has_class_token = False  # among what the wrapped model hands out as features
     family = "timm"
     title = "a model of timm's"
+
+    @property
+    def attention(self) -> tuple[str | int, float, float]:
+        """What `transform` is given for these layers: which, α and λ."""
+        return self.gpsa, self.locality_strength, self.gating_init
 
     def __post_init__(self) -> None:
         if not timm.is_model(self.name):
@@ -114,7 +119,7 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
     """
     config = TimmConfig.named(name)
     missing = f"timm's weights of {name} could not be loaded"
-    with saying(missing, OSError, RuntimeError), hub_asked_once():
+    with saying(missing, OSError, RuntimeError), offline_unless_reachable():
         model = timm.create_model(config.name, pretrained=True)
     state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
     return config, state, timm.data.resolve_model_data_config(model)
@@ -141,7 +146,7 @@ class TimmModel(ImageClassifier):
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{PREFIX}{config.name} cannot be built: {error}") from error
         if config.gpsa:
-            put_attention(self, config.gpsa, config.locality_strength, config.gating_init)
+            put_attention(self, *config.attention)
         width: Any = self.model.num_features
         self.num_features = self.embed_dim = self.head_hidden_size = width
 

@@ -14,9 +14,9 @@ from locality.analysis.runs import RecordedRun, RunGroup, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError
 from locality.figures import charts
-from locality.files import render, write_page
 from locality.report.comparing import with_interval
 from locality.report.page import FILTERS
+from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
 from locality.training.runs import RunFolder
 

@@ -19,9 +19,10 @@ from locality.data.checking import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg
-from locality.files import read_json, read_rows, render, write_page
+from locality.files import read_json, read_rows
 from locality.report import comparing
 from locality.settings import flatten
+from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
 from locality.training.runs import RunFolder
 

@@ -133,9 +133,8 @@ def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:
 
     The name begins with what a person would look for: model, fraction and seed.
     """
-    percent = f"{100 * config.data.fraction:g}"
     name = config.model.name.replace("/", "-")
-    return root / f"{name}-{percent}-s{config.seed}-{digest(config, task)}"
+    return root / f"{name}-{config.data.percent}-s{config.seed}-{digest(config, task)}"
 
 
 def with_needs(runs: Iterable[Run]) -> list[Run]:
@@ -276,9 +275,7 @@ def image_counts(config: RunConfig) -> tuple[int, int, int]:
         images, evaluated, classes = known
         kept = min(data.first_classes or classes, classes) - data.skip_classes
         share = kept / classes * (data.part[1] - data.part[0])
-        part = (data.train_part[1] - data.train_part[0]) * data.fraction
-        part *= 1 - 1 / data.fold[1] if data.fold else 1
-        return round(images * share * part), round(evaluated * share), kept
+        return round(images * share * data.train_share), round(evaluated * share), kept
     return _opened(data, config.seed)
 
 

@@ -39,13 +39,14 @@ from locality.data import BatchLoader, ImageSource, eval_loader, open_data
 from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import inline_svg
-from locality.files import atomic_file, read_json, read_rows, render, write_atomic
+from locality.files import atomic_file, read_json, read_rows, write_atomic
 from locality.models import ImageClassifier, build, variant
 from locality.runner.runs import image_counts
 from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 from locality.settings import replace
+from locality.templates import render
 from locality.training import RunFolder, train
 from locality.training.config import make_plan
 from locality.training.distributed import create_fabric

@@ -28,7 +28,7 @@ from locality.analysis.explorer import explorer_page
 from locality.checkpoints.open import Classifier
 from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError
-from locality.files import render
+from locality.templates import render
 from locality.serve.bodies import MEGABYTES, Bodies
 from locality.serve.decoding import decode
 

@@ -253,6 +253,10 @@ class EngineConfig:
     tensorboard: bool = True
     tracker: Literal["wandb", "mlflow"] | None = None
 
+    def on_one_device(self) -> EngineConfig:
+        """The same in one process."""
+        return replace(self, devices=1, num_nodes=1, strategy="auto")
+
     def __post_init__(self) -> None:
         checks.settings(self, "engine.")
         if self.ema_warmup and self.ema_decay is None:

@@ -17,8 +17,7 @@ from locality import machine
 from locality.checkpoints import load, load_weights
 from locality.checkpoints.where import kind_of
 from locality.data import DataSplits, open_data
-from locality.data.folder import some
-from locality.errors import UserError, naming, require, saying
+from locality.errors import UserError, naming, require, saying, some
 from locality.models import ImageClassifier, build, count_macs, count_parameters
 from locality.training.config import Plan, RunConfig, make_plan
 from locality.training.distributed import autocast, choose_precision, layout, resolve_accelerator

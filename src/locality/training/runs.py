@@ -36,8 +36,7 @@ import psutil
 
 from locality import settings
 from locality.checkpoints.run_state import CheckpointFolder, classes_of
-from locality.data.folder import some
-from locality.errors import UserError
+from locality.errors import UserError, some
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, called_today, read_config
