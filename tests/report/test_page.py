@@ -90,7 +90,6 @@ def test_every_section_is_there(page):
     assert page.count("<svg") == 3 + 2 + 2  # accuracy and two curves, nonlocality, gates
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
 def test_nothing_lies_beyond_the_edge(twin_runs, make_run, open_page, tmp_path, width, height):
     cvt = make_run("cvt_nano")
