@@ -100,7 +100,8 @@ def one_of(setting: str, given: object, accepted: Iterable[str]) -> None:
         raise unknown(f"value of {setting}", str(given), accepted)
 
 
-_hints = cache(typing.get_type_hints)
+hints = cache(typing.get_type_hints)
+"""The types of a dataclass's fields: evaluated once, since they are asked for at every change."""
 
 
 def bounded(
@@ -125,9 +126,9 @@ def settings(config: Any, group: str = "") -> None:
     Raises:
         UserError: for the first that is not; `group` comes before its name.
     """
-    hints = _hints(config.__class__)
+    types_of = hints(config.__class__)
     for field in dataclasses.fields(config):
-        hint, value, name = hints[field.name], getattr(config, field.name), group + field.name
+        hint, value, name = types_of[field.name], getattr(config, field.name), group + field.name
         types = typing.get_args(hint) or (hint,)
         if value is None and type(None) in types:
             continue

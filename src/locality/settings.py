@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from locality import checks
 from locality.errors import UserError, unknown
 from locality.files import parse_yaml
 
@@ -49,7 +50,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
     values = getattr(cls, "upgraded", dict)(values)
-    hints = typing.get_type_hints(cls)
+    types_of = checks.hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]
     given: dict[str, Any] = {}
@@ -58,7 +59,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         if name not in names:
             within = [f"{path}.{known}" if path else known for known in names]
             raise unknown("setting", dotted, within)
-        given[name] = _typed(hints[name], value, dotted)
+        given[name] = _typed(types_of[name], value, dotted)
     for field in fields:
         has_default = not field.default is field.default_factory is dataclasses.MISSING
         if field.name not in given and not has_default:
