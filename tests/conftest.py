@@ -71,13 +71,13 @@ def tiny_run(root: Path, model: str = "convit_nano", seed: int = 0, **changes: o
     return Run(f"{model} {seed}", config, content_folder(root, config))
 
 
-@pytest.fixture(name="tiny_config")
+@pytest.fixture(name="tiny_config", scope="session")
 def tiny_config_fixture():
     """(model, seed, settings with __ for dots) → a configuration of three steps."""
     return tiny_config
 
 
-@pytest.fixture(name="tiny_run")
+@pytest.fixture(name="tiny_run", scope="session")
 def tiny_run_fixture():
     """(root, model, seed, settings) → a run of three steps in its content's folder."""
     return tiny_run

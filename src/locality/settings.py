@@ -50,7 +50,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
     values = getattr(cls, "upgraded", dict)(values)
-    types_of = checks.hints(cls)
+    types_of = checks.hints(cls)  # type: ignore[arg-type]
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]
     given: dict[str, Any] = {}
