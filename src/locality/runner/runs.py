@@ -290,7 +290,8 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
 @cache
 def _size(architecture: str, classes: int) -> tuple[int, int]:
     network = meta_model(RunConfig(model=from_dict(ModelConfig, json.loads(architecture))), classes)
-    return count_parameters(network), count_macs(network)
+    with arithmetic_threads(1):  # several only wait for each other at products so small
+        return count_parameters(network), count_macs(network)
 
 
 def parameters(model: ModelConfig, classes: int) -> int:
