@@ -491,5 +491,6 @@ def test_the_camera(process, browser):
         page.get_by_text("use the camera").click()
         page.get_by_text("take the picture").click()
         page.wait_for_selector("#classes tr:nth-child(5)")
+        assert page.locator("#classes tr").count() == 5
     finally:
         page.close()

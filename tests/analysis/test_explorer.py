@@ -98,7 +98,6 @@ def true_row(maps, mode, head, query):
     return (part[head] if mode == "position" else part[0, head])[query].numpy()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("row", "column", "image"), [(2, 1, 0), (0, 3, 5)])
 def test_every_head_shows_the_attention_of_the_clicked_patch(
     open_explorer, file, subjects, images, row, column, image
@@ -237,7 +236,6 @@ CLIPPED = """() => [...document.querySelectorAll("p, span")]
     .filter((node) => getComputedStyle(node).overflow !== "visible").length"""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
 def test_nothing_is_covered_or_cut_off(open_explorer, shaken, images, tmp_path, width, height):
     folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
@@ -260,11 +258,12 @@ def test_nothing_is_covered_or_cut_off(open_explorer, shaken, images, tmp_path, 
     assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 2  # shown, not interpreted
 
 
-@pytest.mark.parametrize("largest", [0.037, 0.73, 1, 2.01, 4.9, 5, 13.2, 140])
-def test_labels_of_axes_are_exact(open_explorer, file, largest):
-    ticks = open_explorer(file).evaluate("(largest) => ticksTo(largest)", largest)
-    assert 3 <= len(ticks) <= 6 and ticks[0] == 0 and ticks[-1] >= largest > ticks[-2]
-    assert ticks == pytest.approx(np.linspace(0, ticks[-1], len(ticks)), rel=1e-9)
+def test_labels_of_axes_are_exact(open_explorer, file):
+    page = open_explorer(file)
+    for largest in (0.037, 0.73, 1, 2.01, 4.9, 5, 13.2, 140):
+        ticks = page.evaluate("(largest) => ticksTo(largest)", largest)
+        assert 3 <= len(ticks) <= 6 and ticks[0] == 0 and ticks[-1] >= largest > ticks[-2]
+        assert ticks == pytest.approx(np.linspace(0, ticks[-1], len(ticks)), rel=1e-9)
 
 
 def test_labels_stand_where_their_values_are(open_explorer, file):
@@ -323,18 +322,6 @@ def test_the_image_is_shown_as_sharp_as_it_is(open_explorer, subjects, tmp_path)
     page = open_explorer(write_explorer(subjects[:1], [picture], tmp_path / "sharp.html"))
     # The model sees 8 × 8 pixels of the middle square.
     assert page.evaluate("document.getElementById('image').naturalWidth") == 64
-
-
-def test_time_to_open_and_to_answer(open_explorer, file, record_property):
-    """Measured and reported, not asserted: how fast a machine is, is not ours to promise."""
-    page = open_explorer(file)
-    ready = float(page.evaluate("document.documentElement.dataset.ready"))
-    click(page, 1, 1)
-    page.wait_for_function("document.documentElement.dataset.answered")
-    answered = float(page.evaluate("document.documentElement.dataset.answered"))
-    record_property("ready_ms", ready)
-    record_property("answered_ms", answered)
-    print(f"open in {ready:.0f} ms, a click answered in {answered:.0f} ms")
 
 
 def test_keys_on_coarser_grids(open_explorer, shaken, tmp_path):

@@ -89,8 +89,8 @@ def test_the_layers_chosen():
 
 
 def test_every_new_parameter_learns_and_the_first_losses_are_the_networks_own():
-    model, images = small(), torch.randn(64, 3, 32, 32)
-    labels = images.mean(dim=(1, 2, 3)).argsort().argsort() // 16
+    model, images = small(), torch.randn(32, 3, 32, 32)
+    labels = images.mean(dim=(1, 2, 3)).argsort().argsort() // 8
     losses = []
     for net in (model, transform(model, "stage1,stage2")):
         net.train()
@@ -108,6 +108,7 @@ def test_every_new_parameter_learns_and_the_first_losses_are_the_networks_own():
     torch.testing.assert_close(losses[1], losses[0], rtol=0.1, atol=0)
 
 
+@pytest.mark.slow
 def test_it_is_saved_loaded_and_exported(tmp_path):
     pytest.importorskip("onnxruntime")
     changed = transform(small(), "stage2", alpha=5.0, gating=2.0)

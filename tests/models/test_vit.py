@@ -325,6 +325,7 @@ def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
     agrees_when_compiled(build("convit_nano", depth=2, gpsa_layers=1).eval(), images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_exports_with_a_dynamic_batch(name):
     model = build(name).eval()

@@ -120,7 +120,6 @@ def test_the_page_shows_the_runs(compared, tmp_path):
         build_choice([runs / "convit_nano-1.0-0"], tmp_path / "none.html", {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
 def test_nothing_lies_beyond_the_edge(compared, open_page, tmp_path, width, height):
     runs, _ = compared(fractions=(0.25, 0.5, 1.0), convit_nano=180, deit_nano=150, cvt_nano=160)

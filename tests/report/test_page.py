@@ -4,6 +4,7 @@ import html.parser
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ def text_of(page):
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
-@pytest.fixture
-def page(twin_runs, tmp_path):
-    return build_report(twin_runs, tmp_path / "out" / "report.html").read_text()
+@pytest.fixture(scope="module")
+def page(twin_runs, tmp_path_factory):
+    return build_report(twin_runs, tmp_path_factory.mktemp("page") / "report.html").read_text()
 
 
 def test_nothing_is_fetched_and_the_page_is_well_formed(page):
@@ -90,7 +91,6 @@ def test_every_section_is_there(page):
     assert page.count("<svg") == 3 + 2 + 2  # accuracy and two curves, nonlocality, gates
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
 def test_nothing_lies_beyond_the_edge(twin_runs, make_run, open_page, tmp_path, width, height):
     cvt = make_run("cvt_nano")
@@ -237,7 +237,8 @@ def test_folders_of_runs_are_searched(twin_runs, tmp_path):
 
 
 def test_a_teacher_among_the_runs_is_passed_over(twin_runs, tmp_path):
-    teacher = twin_runs[0].parent / "teacher"
+    shutil.copytree(twin_runs[0].parent, tmp_path / "runs")
+    teacher = tmp_path / "runs" / "teacher"
     teacher.mkdir()
     (teacher / "config.yaml").write_text((twin_runs[0] / "config.yaml").read_text())
     (teacher / "result.json").write_text("{}")

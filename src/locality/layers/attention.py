@@ -1,4 +1,4 @@
-"""Self-attention, positional and gated positional self-attention, and the block around them.
+"""Self-attention, positional and gated positional self-attention.
 
 Shapes:  B batch · N tokens · C width · h heads · d = C/h head width · (H, W) token grid
 
@@ -15,19 +15,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, register_notrace_module
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from locality import checks
 from locality.layers.conv_init import (
-    as_convolution,
     as_random_convolution,
-    as_whole_convolution,
+    attention_centres,
     convolution_window,
+    factorised,
     plain,
+    whole_convolution,
+    window_offsets,
 )
 from locality.layers.cpu import Linear, attend, linear
-from locality.layers.grid import Grid, Window, hidden_width
+from locality.layers.grid import Grid, Window
 from locality.layers.position import (
     attend_to_positions,
     check_grid,
@@ -304,6 +306,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         return layer
 
     @classmethod
+    @torch.no_grad()
     def from_conv2d(
         cls, conv: nn.Conv2d, locality_strength: float, gating: float
     ) -> GatedPositionalSelfAttention:
@@ -328,10 +331,22 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         if not gating > 0:
             raise ValueError(f"gating has to be above 0, not {gating}")
         layer = cls.for_conv2d(conv)
-        as_whole_convolution(layer, conv, locality_strength, gating)
+        outputs, values, offsets = whole_convolution(conv, gating, layer.value_dim)
+        layer.value_weight.copy_(values.flatten(0, 1))
+        layer.proj.weight.copy_(outputs.transpose(0, 1).flatten(1))
+        if conv.bias is not None:
+            layer.proj.bias.copy_(conv.bias)
+        layer.v_pos.copy_(attention_centres(offsets, locality_strength))
+        layer.gating.fill_(gating)
+        layer.gating[-1] = -gating
+        # One content attention for all heads: that of the first.
+        contents = layer.qkv.weight[: 2 * layer.num_heads * layer.head_dim]
+        contents = contents.view(2, layer.num_heads, layer.head_dim, layer.dim)
+        contents.copy_(contents[:, :1].clone())
         layer.locality_strength = locality_strength
         return layer
 
+    @torch.no_grad()
     def init_from_conv2d_(
         self, conv: nn.Conv2d, locality_strength: float | None = None, gating: float | None = None
     ) -> Tensor:
@@ -356,75 +371,44 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         Raises:
             ValueError: if `conv` is not such a convolution.
         """
+        window = convolution_window(conv)
+        if window.stride > 1 or window.before + window.after != window.kernel - 1:
+            raise ValueError(
+                f"a {window.kernel}×{window.kernel} convolution with stride {window.stride} and "
+                f"padding {conv.padding} changes the size of the grid; use stride 1 and "
+                'padding="same"'
+            )
+        offsets = window_offsets(window).to(self.v_pos)
+        heads = len(offsets)
+        if heads > self.num_heads:
+            raise ValueError(
+                f"a {window.kernel}×{window.kernel} kernel needs {heads} heads, "
+                f"this layer has {self.num_heads}"
+            )
+        if (conv.in_channels, conv.out_channels) != (self.dim, self.out_dim):
+            raise ValueError(
+                f"the convolution maps {conv.in_channels} to {conv.out_channels} channels, "
+                f"this layer {self.dim} to {self.out_dim}; they have to agree"
+            )
+        wanted_outputs, wanted_values, discarded = factorised(conv, self.value_dim)
+        rank = wanted_values.shape[1]
+        values = self.value_weight.view(self.num_heads, self.value_dim, self.dim)
+        outputs = self.proj.weight.view(self.out_dim, self.num_heads, self.value_dim)
+        outputs.zero_()
+        values[:heads, :rank] = wanted_values
+        outputs[:, :heads, :rank] = wanted_outputs.transpose(0, 1)
+        if self.qkv.bias is not None:
+            nn.init.zeros_(self.qkv.bias)
+        nn.init.zeros_(self.proj.bias)
+        if conv.bias is not None:
+            self.proj.bias.copy_(conv.bias)
         strength = self.locality_strength if locality_strength is None else locality_strength
-        return as_convolution(self, conv, strength, gating)
+        self.v_pos[:heads] = attention_centres(offsets, strength)
+        if gating is not None:
+            self.gating.fill_(gating)
+        return discarded
 
 
 def gated_sum(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
     """(1 − gate) · content + gate · position, in one pass over memory instead of three."""
     return torch.lerp(content, position, gate)
-
-
-class Mlp(nn.Module):
-    """Two linear layers with an activation between them.
-
-    Args:
-        dim: token width C.
-        hidden: width between the layers.
-        act_layer: the activation.
-        drop: dropout after each layer.
-    """
-
-    def __init__(self, dim: int, hidden: int, act_layer: type[nn.Module], drop: float) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = Linear(dim, hidden), Linear(hidden, dim)
-        self.act, self.drop = act_layer(), nn.Dropout(drop)
-        plain(self.fc1)
-        plain(self.fc2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) → (..., C)."""
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); either branch may be dropped per sample.
-
-    Args:
-        dim: token width C.
-        attn: a module called as attn(tokens, grid).
-        mlp_ratio: hidden width of the MLP over C.
-        act_layer: activation between the MLP's two layers.
-        norm_eps: epsilon of both LayerNorms.
-        proj_drop: dropout inside the MLP.
-        drop_path: probability of dropping a branch (stochastic depth).
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        attn: nn.Module,
-        mlp_ratio: float = 4.0,
-        act_layer: type[nn.Module] = nn.GELU,
-        norm_eps: float = 1e-6,
-        proj_drop: float = 0.0,
-        drop_path: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attn = attn
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer, proj_drop)
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-
-    def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
-        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone: less work, equal values.
-
-        It attends to all tokens either way.
-        """
-        if class_token_only:
-            attended = self.attn(self.norm1(x), grid, class_token_only=True)
-            x = x[:, :1] + self.drop_path(attended)
-        else:
-            x = x + self.drop_path(self.attn(self.norm1(x), grid))
-        return x + self.drop_path(self.mlp(self.norm2(x)))

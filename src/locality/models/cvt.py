@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.errors import UserError
-from locality.layers.attention import Block, Mlp
+from locality.layers.block import Block, Mlp
 from locality.layers.convolution import (
     ConvolutionalAttention,
     ConvolutionalEmbedding,

@@ -248,19 +248,27 @@ def count_parameters(model: nn.Module) -> int:
 def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = None) -> int:
     """Multiply-accumulates of one image's forward pass, attention's products included.
 
-    Counted on the meta device, so it costs neither memory nor arithmetic. What is no matrix product
-    or convolution (norms, softmax, activations) is left out, as in the papers' "FLOPs". All
-    tokens of the last block are counted, as in the papers, though `forward` needs only one of them.
+    Counted on the meta device unless the model is small, so it costs neither memory nor arithmetic.
+    What is no matrix product or convolution (norms, softmax, activations) is left out, as in the
+    papers' "FLOPs". All tokens of the last block are counted, as in the papers, though `forward`
+    needs only one of them.
 
     Args:
         model: any of our models.
         img_size: pixels, a number or (height, width); the model's own unless given.
     """
     with torch.device("meta"):
-        meta = build(model.config).eval()
-        size = model.img_size if img_size is None else sides(img_size)
-        images = torch.empty(1, model.in_chans, *size)
+        counted = build(model.config).eval()
+    size = model.img_size if img_size is None else sides(img_size)
+    # What a small model computes takes less time than the meta device needs to say its shapes.
+    small = count_parameters(counted) < 1_000_000 and size[0] * size[1] <= 64 * 64
+    device = "cpu" if small else "meta"
+    counted.to_empty(device=device)
+    images = torch.zeros(1, model.in_chans, *size, device=device)
     # The plain backend is made of counted products; the fused ones are opaque to the counter.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        meta.forward_head(meta.forward_features(images))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        for tensor in (*counted.parameters(), *counted.buffers()):
+            tensor.zero_()
+        with FlopCounterMode(display=False) as counter:
+            counted.forward_head(counted.forward_features(images))
     return counter.get_total_flops() // 2

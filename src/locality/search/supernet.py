@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from locality.benchmark.measure import Work, interleave
 from locality.errors import UserError
-from locality.layers.attention import Block
+from locality.layers.block import Block
 from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
