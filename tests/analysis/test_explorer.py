@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from locality.analysis.explorer import DECADES, TOLERANCE, write_explorer
+from locality.analysis.explorer import DECADES, write_explorer
 from locality.analysis.measures import measure_model, token_distances
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
@@ -21,8 +21,7 @@ from locality.errors import UserError
 from locality.models import build
 from locality.models.initialisations import transform
 
-# Twice the tolerance of a score, since the normalising sum moves as well; and JavaScript's exp.
-FACTOR = math.exp(2 * TOLERANCE) - 1 + 1e-6
+FACTOR = 1e-2  # relative error of every attention, from queries and keys in half precision
 SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 
 
@@ -380,9 +379,7 @@ def test_size_of_the_digits_explorer(file):
 
 
 @pytest.mark.slow
-def test_size_of_convit_small_on_eight_images(tmp_path):
-    """One photograph, times eight. Random weights with large scores take more than trained ones:
-    their spectrum is flat."""
+def test_size_of_convit_small_on_one_photograph(tmp_path):
     torch.manual_seed(0)
     model = build("convit_small")
     with torch.no_grad():
@@ -390,13 +387,7 @@ def test_size_of_convit_small_on_eight_images(tmp_path):
             block.attn.qkv.weight[: 2 * model.embed_dim] *= 4
     image = Image.fromarray(load_sample_image("china.jpg"))
     file = write_explorer([Classifier.of(model, "ConViT-S")], [image], tmp_path / "small.html")
-    assert 8 * file.stat().st_size < 30e6
-
-
-def test_data_beyond_the_limit_loosen_the_tolerance(subjects, images, tmp_path, monkeypatch):
-    monkeypatch.setattr("locality.analysis.explorer.MAX_MEGABYTES", 0.001)
-    text = write_explorer(subjects[:1], images[:2], tmp_path / "tight.html").read_text()
-    assert '"tolerance":0.2' in text
+    assert file.stat().st_size < 6e6
 
 
 def test_page_is_self_contained(file):
@@ -411,6 +402,10 @@ def test_bad_input(subjects, images, tmp_path):
         write_explorer(subjects, [], output)
     with pytest.raises(UserError, match="1 to 4 models"):
         write_explorer([], images, output)
+    broken = build("convit_nano")
+    torch.nn.init.constant_(broken.blocks[0].attn.qkv.weight, math.inf)
+    with pytest.raises(UserError, match="attn are not finite"):
+        write_explorer([Classifier.of(broken, "broken", SMALL)], images, output)
     graph = Classifier("graph.onnx", lambda batch: batch, SMALL)
     with pytest.raises(UserError, match="exported graph"):
         write_explorer([graph], images, output)

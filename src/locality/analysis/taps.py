@@ -211,16 +211,17 @@ def _timm_maps(module: Any, x: Tensor, grid: Grid) -> AttentionMaps:
     if isinstance(module, TimmAttention):
         q, k = module.q_norm(q), module.k_norm(k)
     content = (q @ k.transpose(-2, -1) * module.scale).softmax(dim=-1)
+    q = q * module.scale
     if not gated:
         prefix = prefix_length(x.shape[1], grid)
-        return AttentionMaps(content, content, None, None, grid, grid, prefix)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
     # timm's bias is the same for every key, so the softmax cancels it.
     v_pos = positional_vectors(module)
     assert v_pos is not None
     position = positional_attention(v_pos, grid)
     gate = module.gating_param.sigmoid()[:, None, None]
     mixed = (1 - gate) * content + gate * position
-    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, 0)
+    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, 0, q, k)
 
 
 def positional_vectors(module: nn.Module) -> Tensor | None:

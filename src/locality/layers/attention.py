@@ -50,6 +50,8 @@ class AttentionMaps:
         gate: σ(λ), the fraction of the positional part, (h,); None for layers without a gate.
         query_grid, key_grid: the grids that queries and keys lie on.
         prefix_tokens: how many rows and columns (class tokens) come before the patches.
+        query, key: (B, h, queries, d) and (B, h, keys, d); the query is scaled, so that the content
+            scores are query @ keyᵀ.
     """
 
     mixed: Tensor
@@ -59,6 +61,8 @@ class AttentionMaps:
     query_grid: Grid
     key_grid: Grid
     prefix_tokens: int
+    query: Tensor
+    key: Tensor
 
 
 def prefix_length(tokens: int, grid: Grid) -> int:
@@ -123,9 +127,8 @@ class _Attention(nn.Module):
         """Concatenate the heads' outputs, (B, h, N, d_v), and project them to (B, N, C_out)."""
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
-    def _content_scores(self, x: Tensor) -> Tensor:
-        """QKᵀ/√d: (B, N, C) → (B, h, N, N)."""
-        q, k, _ = self._queries_keys_values(x)
+    def _content_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """QKᵀ/√d, (B, h, N, N)."""
         return q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
 
     def extra_repr(self) -> str:
@@ -155,8 +158,13 @@ class SelfAttention(_Attention):
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses."""
-        content, prefix = self._content_scores(x).softmax(dim=-1), prefix_length(x.shape[1], grid)
-        return AttentionMaps(content, content, None, None, grid, grid, prefix)
+        q, k, _ = self._queries_keys_values(x)
+        content, prefix = (
+            self._content_scores(q, k).softmax(dim=-1),
+            prefix_length(x.shape[1], grid),
+        )
+        q = q / math.sqrt(self.head_dim)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
 
 
 class _PositionedAttention(_Attention):
@@ -215,10 +223,11 @@ class PositionalSelfAttention(_PositionedAttention):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and what each term alone would give."""
         check_grid(x, grid)
-        scores = self._content_scores(x)
+        q, k, _ = self._queries_keys_values(x)
+        scores, q = self._content_scores(q, k), q / math.sqrt(self.head_dim)
         mixed = (scores + positional_scores(self.v_pos, grid)).softmax(dim=-1)
         content, position = scores.softmax(dim=-1), positional_attention(self.v_pos, grid)
-        return AttentionMaps(mixed, content, position, None, grid, grid, 0)
+        return AttentionMaps(mixed, content, position, None, grid, grid, 0, q, k)
 
 
 class GatedPositionalSelfAttention(_PositionedAttention):
@@ -231,8 +240,8 @@ class GatedPositionalSelfAttention(_PositionedAttention):
     Args:
         gating_init: initial λ of every head (the paper's 1). Thanks to the gate W_qry and W_key
             start plainly (§3), whatever `conv_init`.
-        window: which tokens ask and what zeros surround the keys, where the layer stands in a
-            convolution's place; every token and none unless given.
+        window: the query positions and the zero padding of the keys, where the layer replaces a
+            convolution; every token and no padding unless given.
         positioned: as of `PositionalSelfAttention`.
     """
 
@@ -249,7 +258,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         self.window = window or Window()
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N', C_out) with N = H·W and as many N' as tokens ask; Eq. 7 on values.
+        """(B, N, C) → (B, N', C_out) with N = H·W and N' query positions; Eq. 7 on values.
 
         What makes it fast: `attend` never forms the N×N matrix, `attend_to_positions` costs
         O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
@@ -257,29 +266,31 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
-        content = attend(self._asking(q, grid), k, v)  # softmax(QKᵀ/√d) V
+        content = attend(self._select_queries(q, grid), k, v)  # softmax(QKᵀ/√d) V
         factors = positional_factors(self.v_pos, grid, self.window)
         rows, columns = (factor.to(v.dtype) for factor in factors)
         position = attend_to_positions(rows, columns, v)  # softmax(v_pos·r) V
         # (1 - gate) * content + gate * position
         return self._project(gated_sum(content, position, gate))
 
-    def _asking(self, q: Tensor, grid: Grid) -> Tensor:
-        """Of something per token, (B, h, N, …), what the tokens that ask have: (B, h, N', …)."""
+    def _select_queries(self, x: Tensor, grid: Grid) -> Tensor:
+        """The rows of (B, h, N, …) at the query positions: (B, h, N', …)."""
         if self.window.grid(grid) == grid:
-            return q
+            return x
         rows, columns = map(self.window.queries, grid)
-        return q.unflatten(2, grid)[:, :, rows, columns].flatten(2, 3)
+        return x.unflatten(2, grid)[:, :, rows, columns].flatten(2, 3)
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and its two parts (Eq. 7 as printed)."""
         check_grid(x, grid)
         gate = self.gating.sigmoid()[:, None, None]
-        content = self._asking(self._content_scores(x), grid).softmax(dim=-1)
+        q, k, _ = self._queries_keys_values(x)
+        content = self._select_queries(self._content_scores(q, k), grid).softmax(dim=-1)
+        q = self._select_queries(q, grid) / math.sqrt(self.head_dim)
         position = positional_attention(self.v_pos, grid, self.window)
         mixed = (1 - gate) * content + gate * position
-        asking = self.window.grid(grid)
-        return AttentionMaps(mixed, content, position, gate.flatten(), asking, grid, 0)
+        query_grid = self.window.grid(grid)
+        return AttentionMaps(mixed, content, position, gate.flatten(), query_grid, grid, 0, q, k)
 
     @classmethod
     def for_conv2d(cls, conv: nn.Conv2d) -> GatedPositionalSelfAttention:

@@ -244,7 +244,9 @@ class ConvolutionalAttention(nn.Module):
         q, k = (self._split_heads(part.observe(x, image)) for part in (self.q, self.k))
         content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
         prefix = prefix_length(x.shape[1], grid)
-        return AttentionMaps(content, content, None, None, grid, self.k.grid(grid), prefix)
+        key_grid = self.k.grid(grid)
+        q = q * self.scale
+        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k)
 
     def _class_token_query(self, x: Tensor, image: Tensor) -> Tensor:
         if not self.training:

@@ -1,6 +1,6 @@
 "use strict";
-// The page keeps, for every model and image, the scores of every head as two thin integer matrices
-// (see Head). Clicking a patch multiplies out one row per head; nothing else is ever computed.
+// The page holds the queries and keys of every head, for every model and image, in half precision.
+// Clicking a patch computes one row of attention per head.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
@@ -23,37 +23,27 @@ const rows = new Map(); // attention of the current query, by "model.layer.head"
 
 // -- attention --------------------------------------------------------------------------------
 
-// One head on one image: scores of query i and key j are step² Σ_r a[r][i] b[r][j] + const(i).
-class Head {
-  constructor(bytes, at, queries, keys) {
-    const view = new DataView(bytes.buffer, bytes.byteOffset);
-    this.scale = view.getFloat32(at + 4, true) ** 2;
-    this.queries = queries;
-    this.keys = keys;
-    this.rank = view.getUint32(at, true);
-    at += 8;
-    [this.a, at] = readMatrix(bytes, at, this.rank, queries);
-    [this.b, at] = readMatrix(bytes, at, this.rank, keys);
-    this.end = at;
-  }
+// Every half-precision number by its bits. Float16Array is not in every browser yet.
+const HALF = Float32Array.from({ length: 1 << 16 }, (_, bits) => {
+  const exponent = (bits >> 10) & 31, fraction = (bits & 1023) / 1024;
+  const size = exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction;
+  return bits >> 15 ? -size : size;
+});
 
-  scores(query) {
-    const scores = new Float64Array(this.keys);
-    for (let r = 0; r < this.rank; r++) {
-      const factor = this.scale * this.a[r * this.queries + query];
-      if (factor === 0) continue;
-      for (let j = 0, at = r * this.keys; j < this.keys; j++) scores[j] += factor * this.b[at + j];
-    }
-    return scores;
-  }
+// Half-precision numbers stored as all their low bytes, then all their high bytes.
+function readHalves(bytes, start, count) {
+  const numbers = new Float32Array(count);
+  for (let i = 0; i < count; i++) numbers[i] = HALF[bytes[start + i] | (bytes[start + count + i] << 8)];
+  return numbers;
 }
 
-// Integers plus 128: their low bytes, then their high ones.
-function readMatrix(bytes, at, rank, length) {
-  const size = rank * length;
-  const matrix = new Int16Array(size);
-  for (let i = 0; i < size; i++) matrix[i] = (bytes[at + i] | (bytes[at + size + i] << 8)) - 128;
-  return [matrix, at + 2 * size];
+// The content scores of one query with every key.
+function contentScores(head, width, query) {
+  const scores = new Float64Array(head.key.length / width);
+  for (let j = 0; j < scores.length; j++) {
+    for (let i = 0; i < width; i++) scores[j] += head.query[query * width + i] * head.key[j * width + i];
+  }
+  return scores;
 }
 
 function softmax(scores) {
@@ -97,7 +87,7 @@ function attentionOf(model, index, number, mode = state.mode) {
   const layer = DATA.models[model].layers[index];
   const query = queryIndex(layer);
   if (query < 0 || (mode === "position" && !layer.position)) return null;
-  const scores = mode === "position" ? null : heads[model][index][number].scores(query);
+  const scores = mode === "position" ? null : contentScores(heads[model][index][number], layer.head_dim, query);
   if (mode === "content" || layer.kind === "sa") return softmax(scores);
   const position = positionalAttention(layer.position[number], layer, cellOf(layer));
   if (mode === "position") return position;
@@ -133,15 +123,13 @@ async function loadImage(image) {
   const loaded = await Promise.all(DATA.models.map(async (model, index) => {
     const bytes = await inflate(`blob-${index}-${image}`);
     let at = 0;
-    return model.layers.map((layer) => {
-      const queries = layer.prefix + layer.grid[0] * layer.grid[1];
-      const keys = layer.prefix + layer.key_grid[0] * layer.key_grid[1];
-      return Array.from({ length: layer.heads }, () => {
-        const head = new Head(bytes, at, queries, keys);
-        at = head.end;
-        return head;
-      });
-    });
+    const read = (layer, grid) => {
+      const count = (layer.prefix + grid[0] * grid[1]) * layer.head_dim;
+      at += 2 * count;
+      return readHalves(bytes, at - 2 * count, count);
+    };
+    return model.layers.map((layer) => Array.from({ length: layer.heads }, () => (
+      { query: read(layer, layer.grid), key: read(layer, layer.key_grid) })));
   }));
   heads.splice(0, heads.length, ...loaded);
 }
@@ -560,9 +548,7 @@ async function start() {
   $("low").textContent = `1/${10 ** DATA.decades} of it`;
   const table = $("colours").getContext("2d");
   COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
-  const worst = Math.max(...DATA.models.map((model) => model.tolerance));
-  $("about").textContent = `Numbers are stored so that every attention shown lies within ` +
-    `${(100 * (Math.exp(2 * worst) - 1)).toFixed(1)}% of the model's own. ` +
+  $("about").textContent = `Queries and keys are stored in half precision. ` +
     `Written by locality ${document.querySelector('meta[name="generator"]').content.split(" ")[1]}.`;
   buildModels();
   buildPlots();
