@@ -75,7 +75,7 @@ class SearchConfig:
         runs = [_shortened(self.largest, _WARM_UP)]
         for part in parts:
             run = _shortened(self.largest, (1 - _WARM_UP) / len(parts))
-            changes: dict[str, Any] = {"objective.kind": "locality.search.supernet:Sandwich"}
+            changes: dict[str, Any] = {}
             if part < 1:
                 changes["data.fraction"] = part
                 changes["schedule.constant_images"] = run.schedule.unit == "epochs"

@@ -15,6 +15,7 @@ result.json       written last
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,8 @@ from locality.benchmark.measure import interleave, training_step
 from locality.checkpoints import save
 from locality.checkpoints.format import WEIGHTS
 from locality.checkpoints.open import load
-from locality.data import BatchLoader, ImageSource, eval_loader, open_data
+from locality.data import BatchLoader, DataSplits, ImageSource, eval_loader, open_data
+from locality.data.sampling import sorted_fraction
 from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import inline_svg
@@ -117,11 +119,11 @@ class Search:
             weights = self._after_warm_up()
             candidates = Candidates(self.space, None, self.config.limits)
             for number, run in enumerate(rounds, 1):
-                changes = {"model.weights": str(weights), "objective.options": candidates.options}
-                if run.data.fraction < 1:
-                    changes["data.difficulty"] = str(self.path / "difficulty.npy")
+                run = replace(run, {"model.weights": str(weights)})
                 weights = self.path / f"round-{number}"
-                train(replace(run, changes), weights, quiet=self.quiet)
+                objective = partial(supernet.Sandwich, options=candidates.options)
+                splits = self.easiest(run.data.fraction)
+                train(run, weights, quiet=self.quiet, splits=splits, objective=objective)
                 self.take_weights(number)
                 if number < len(rounds):
                     candidates = self._pruned(candidates)
@@ -194,6 +196,15 @@ class Search:
             save(model, start)
         _meet()
         return start
+
+    def easiest(self, fraction: float) -> DataSplits:
+        """The splits with the fraction of each class's training images that has the lowest loss."""
+        if fraction == 1:
+            return self.splits
+        train = self.splits.train
+        order = np.argsort(np.load(self.path / "difficulty.npy"), kind="stable")
+        kept = order[sorted_fraction(train.labels[order], fraction)]
+        return dataclasses.replace(self.splits, train=train.subset(np.sort(kept)))
 
     def take_weights(self, number: int) -> None:
         """Evaluate candidates with the supernet as it is after this round from now on."""

@@ -229,16 +229,28 @@ class Sandwich(Objective):
     """Trains all candidates at once: the sandwich rule with in-place distillation.
 
     In every step the largest candidate learns from the labels, and the smallest and some random
-    ones from what the largest says of the same images (Yu et al. 2020, "BigNAS").
+    ones from the predictions of the largest on the same images (Yu et al. 2020, "BigNAS").
+
+    Args:
+        arguments: of `Objective`.
+        options: which of the space's options each block may take; all unless given.
     """
 
-    def trained(self, model: ImageClassifier) -> nn.Module:
-        """The model as training calls it: images → logits of several candidates."""
-        return Supernet(model, SearchSpace(model.config), self.config.options)
+    def __init__(self, *arguments: Any, options: Sequence[Sequence[int]] | None = None) -> None:
+        super().__init__(*arguments)
+        self.options = options
 
-    def loss(self, logits: Tensor, targets: Tensor, images: Tensor) -> Tensor:
+    def wrap(self, model: ImageClassifier) -> nn.Module:
+        """The supernet: images → logits of several candidates."""
+        return Supernet(model, SearchSpace(model.config), self.options)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Those of the largest candidate."""
+        return outputs[0]
+
+    def loss(self, outputs: Tensor, targets: Tensor, images: Tensor) -> Tensor:
         """The mean over candidates, (candidates, B, classes) with the largest first."""
-        labels = super().loss(logits[0], targets, images)
-        said = logits[0].detach().float().softmax(dim=1)
-        others = [F.cross_entropy(each.float(), said) for each in logits[1:]]
-        return torch.stack([labels, *others]).mean()
+        label_loss = super().loss(outputs[0], targets, images)
+        soft_targets = outputs[0].detach().float().softmax(dim=1)
+        others = [F.cross_entropy(logits.float(), soft_targets) for logits in outputs[1:]]
+        return torch.stack([label_loss, *others]).mean()

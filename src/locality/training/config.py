@@ -186,9 +186,6 @@ class ObjectiveConfig:
         distillation: "hard" trains on the teacher's most likely class (ConViT appendix B), "soft"
             on its probabilities at `temperature`.
         temperature: of soft distillation.
-        kind: "module:class" of the objective; a package above this one may have another.
-        options: of a supernet (`locality.search`): what each block may take, by number; None is
-            everything.
     """
 
     label_smoothing: float = checks.bounded(0.0, 0, 1, below=True)
@@ -198,8 +195,6 @@ class ObjectiveConfig:
     teacher_share: float = checks.bounded(0.5, 0, 1, above=True)
     distillation: Literal["hard", "soft"] = "hard"
     temperature: float = checks.bounded(3.0, 0, above=True)
-    kind: str = "locality.training.objective:Objective"
-    options: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         checks.settings(self, "objective.")
