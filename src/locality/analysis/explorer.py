@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from locality import __version__
 from locality.analysis.measures import measure_model, positional_vectors
-from locality.analysis.pictures import DECADES, close_up, data_address, prepared
-from locality.analysis.taps import LayerView, capture, evaluating
+from locality.analysis.pictures import DECADES, data_url, high_resolution_crop, prepare_sample
+from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
 from locality.errors import UserError
 from locality.files import render, write_page
@@ -65,15 +65,15 @@ def explorer_page(
 
     Args:
         subjects: one to four models, shown side by side on the same patch.
-        images: what they look at; each model prepares them in its own way.
-        names: what to call the images.
+        images: shown to every model with its own preprocessing.
+        names: of the images.
 
     Raises:
         UserError: if there is no model or no image, or a model's attention cannot be read.
     """
     if not 1 <= len(subjects) <= _MAX_MODELS:
         raise UserError(f"the explorer shows 1 to {_MAX_MODELS} models, not {len(subjects)}")
-    samples = [prepared(subject, images) for subject in subjects]
+    samples = [prepare_sample(subject, images) for subject in subjects]
     observed = [
         _observe(subject, chosen.images) for subject, chosen in zip(subjects, samples, strict=True)
     ]
@@ -81,7 +81,7 @@ def explorer_page(
         "decades": DECADES,
         "images": [
             {
-                "source": data_address(close_up(subjects[0].preprocessing, image)),
+                "source": data_url(high_resolution_crop(subjects[0].preprocessing, image)),
                 "name": names[index] if names else f"image {index + 1}",
             }
             for index, image in enumerate(images)
@@ -146,7 +146,7 @@ def _pack(model: nn.Module, image: Tensor) -> tuple[bytes, list[dict[str, Any]],
         for pair in zip(view.maps.query[0], view.maps.key[0], strict=True):
             parts.extend(_half_precision(tensor, view.name) for tensor in pair)
 
-    with evaluating(model), capture(model, on_layer=add):
+    with eval_mode(model), capture(model, on_layer=add):
         logits = model(image)
     return b"".join(parts), layers, logits
 

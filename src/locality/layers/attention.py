@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.layers.conv_init import (
-    as_convolution,
-    as_random_convolution,
-    as_whole_convolution,
     convolution_window,
-    plain,
+    init_exact_convolution_,
+    init_from_convolution_,
+    init_random_convolution_,
+    trunc_normal_init_,
 )
 from locality.layers.cpu import Linear, attend, linear
 from locality.layers.grid import Grid, Window, hidden_width
 from locality.layers.position import (
-    attend_to_positions,
+    apply_positional_attention,
     check_grid,
     positional_attention,
     positional_factors,
@@ -39,11 +39,11 @@ from locality.layers.position import (
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """What every head attends to, for one layer and one batch of inputs.
+    """The attention of every head, for one layer and one batch of inputs.
 
     Attributes:
-        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, less what
-            position pays to zero padding, where a layer has such.
+        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, minus the
+            attention to zero padding, if there is any.
         content: its content part, softmax(QKᵀ/√d), same shape; None where the layer has one softmax
             over the sum of both terms.
         position: its positional part, (h, queries, keys); None for layers without one.
@@ -72,7 +72,7 @@ def prefix_length(tokens: int, grid: Grid) -> int:
 
 @register_notrace_module
 class _Attention(nn.Module):
-    """What the three layers share: fused projections in, one projection out.
+    """The base of the three layers: a fused input projection and an output projection.
 
     Args:
         dim: token width C.
@@ -108,8 +108,8 @@ class _Attention(nn.Module):
         self.qkv = Linear(dim, num_heads * (2 * self.head_dim + self.value_dim), bias=qkv_bias)
         self.proj = Linear(num_heads * self.value_dim, self.out_dim)
         self.proj_drop = nn.Dropout(proj_drop)
-        plain(self.qkv)
-        plain(self.proj)
+        trunc_normal_init_(self.qkv)
+        trunc_normal_init_(self.proj)
 
     @property
     def value_weight(self) -> Tensor:
@@ -167,14 +167,14 @@ class SelfAttention(_Attention):
         return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
 
 
-class _PositionedAttention(_Attention):
-    """What PSA and GPSA share: a trained v_pos per head, and the convolutional initialisation.
+class _PositionalAttention(_Attention):
+    """The base of PSA and GPSA: a learned v_pos per head, and the convolutional initialisation.
 
     Args:
         locality_strength: α of Eq. 5, how sharply heads focus on their centre at initialisation.
-        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values are drawn
-            like every other weight.
-        shared: as of `SelfAttention`.
+        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values are
+            initialised like every other weight.
+        kwargs: as of `SelfAttention`.
     """
 
     def __init__(
@@ -183,15 +183,15 @@ class _PositionedAttention(_Attention):
         num_heads: int,
         locality_strength: float = 1.0,
         conv_init: bool = True,
-        **shared: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **shared)
+        super().__init__(dim, num_heads, **kwargs)
         self.locality_strength = locality_strength
         self.conv_init = conv_init
         self.v_pos = nn.Parameter(torch.empty(num_heads, 3))
         nn.init.trunc_normal_(self.v_pos, std=0.02)
         if conv_init:
-            as_random_convolution(self.v_pos, self.value_weight, locality_strength)
+            init_random_convolution_(self.v_pos, self.value_weight, locality_strength)
 
     def extra_repr(self) -> str:
         return (
@@ -200,7 +200,7 @@ class _PositionedAttention(_Attention):
         )
 
 
-class PositionalSelfAttention(_PositionedAttention):
+class PositionalSelfAttention(_PositionalAttention):
     """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
 
     Content is scaled by 1/√d so that this layer and the gated one differ in the gate alone. The
@@ -208,8 +208,8 @@ class PositionalSelfAttention(_PositionedAttention):
     purely positional then, and stays so, since neither gets a gradient while the other is zero.
     """
 
-    def __init__(self, dim: int, num_heads: int, **positioned: Any) -> None:
-        super().__init__(dim, num_heads, **positioned)
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
         if self.conv_init:
             nn.init.zeros_(self.qkv.weight[: 2 * num_heads * self.head_dim].data)
 
@@ -230,7 +230,7 @@ class PositionalSelfAttention(_PositionedAttention):
         return AttentionMaps(mixed, content, position, None, grid, grid, 0, q, k)
 
 
-class GatedPositionalSelfAttention(_PositionedAttention):
+class GatedPositionalSelfAttention(_PositionalAttention):
     """Gated positional self-attention (Eq. 6–7).
 
         A = (1 − σ(λ)) softmax(QKᵀ/√d) + σ(λ) softmax(v_pos·r),   one gate λ per head.
@@ -242,7 +242,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
             start plainly (§3), whatever `conv_init`.
         window: the query positions and the zero padding of the keys, where the layer replaces a
             convolution; every token and no padding unless given.
-        positioned: as of `PositionalSelfAttention`.
+        kwargs: as of `PositionalSelfAttention`.
     """
 
     def __init__(
@@ -251,16 +251,16 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         num_heads: int,
         gating_init: float = 1.0,
         window: Window | None = None,
-        **positioned: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **positioned)
+        super().__init__(dim, num_heads, **kwargs)
         self.gating = nn.Parameter(torch.full((num_heads,), float(gating_init)))
         self.window = window or Window()
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B, N, C) → (B, N', C_out) with N = H·W and N' query positions; Eq. 7 on values.
 
-        What makes it fast: `attend` never forms the N×N matrix, `attend_to_positions` costs
+        `attend` never forms the N×N matrix, `apply_positional_attention` costs
         O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
         """
         check_grid(x, grid)
@@ -269,7 +269,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         content = attend(self._select_queries(q, grid), k, v)  # softmax(QKᵀ/√d) V
         factors = positional_factors(self.v_pos, grid, self.window)
         rows, columns = (factor.to(v.dtype) for factor in factors)
-        position = attend_to_positions(rows, columns, v)  # softmax(v_pos·r) V
+        position = apply_positional_attention(rows, columns, v)  # softmax(v_pos·r) V
         # (1 - gate) * content + gate * position
         return self._project(gated_sum(content, position, gate))
 
@@ -339,7 +339,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         if not gating > 0:
             raise ValueError(f"gating has to be above 0, not {gating}")
         layer = cls.for_conv2d(conv)
-        as_whole_convolution(layer, conv, locality_strength, gating)
+        init_exact_convolution_(layer, conv, locality_strength, gating)
         layer.locality_strength = locality_strength
         return layer
 
@@ -368,7 +368,7 @@ class GatedPositionalSelfAttention(_PositionedAttention):
             ValueError: if `conv` is not such a convolution.
         """
         strength = self.locality_strength if locality_strength is None else locality_strength
-        return as_convolution(self, conv, strength, gating)
+        return init_from_convolution_(self, conv, strength, gating)
 
 
 def gated_sum(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
@@ -390,8 +390,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = Linear(dim, hidden), Linear(hidden, dim)
         self.act, self.drop = act_layer(), nn.Dropout(drop)
-        plain(self.fc1)
-        plain(self.fc2)
+        trunc_normal_init_(self.fc1)
+        trunc_normal_init_(self.fc2)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) → (..., C)."""

@@ -17,7 +17,7 @@ from locality import checks, settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
 from locality.files import read_json, read_text
-from locality.models.variants import current_name, name_today
+from locality.models.variants import name_today
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
@@ -42,7 +42,6 @@ class ModelConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", current_name(self.name))
         checks.settings(self, "model.")
         for name in ("img_size", "patch_size", "num_classes", "in_chans"):
             if name in self.overrides:

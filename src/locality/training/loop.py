@@ -288,7 +288,7 @@ class Loop:
 
     def _name_the_unreached(self) -> None:
         """Say which trained parameters the first step's loss does not depend on."""
-        idle: set[str] = getattr(self.parts.model, "idle_parameters", set)()
+        idle: set[str] = getattr(self.parts.model, "unused_parameters", set)()
         names = [
             name
             for name, parameter in self.parts.model.named_parameters()

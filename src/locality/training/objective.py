@@ -217,7 +217,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     frozen ones are in none.
     """
     spared: set[str] = getattr(model, "no_weight_decay", set)()
-    layers: dict[str, int] = model.layer_numbers() if config.layer_decay < 1 else {}  # type: ignore[operator]
+    layers: dict[str, int] = model.layer_ids() if config.layer_decay < 1 else {}  # type: ignore[operator]
     top = max(layers.values(), default=0)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
     for name, parameter in model.named_parameters():
