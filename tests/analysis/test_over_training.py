@@ -94,7 +94,7 @@ def test_a_run_that_says_nothing_of_its_training(tmp_path):
     assert read_history(tmp_path) == []
     with pytest.raises(UserError, match="--measure_every"):
         trajectory(tmp_path)
-    with pytest.raises(UserError, match="no snapshots"):
+    with pytest.raises(UserError, match="no record of its attention"):
         measure_trajectory(tmp_path)
 
 
