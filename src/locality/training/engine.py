@@ -71,11 +71,11 @@ def train(
         DamagedCheckpoint: if there are checkpoints and none is whole.
         CheckpointNotSaved: if the disk is full.
     """
-    fabric = create_fabric(config.engine)
+    fabric, run = create_fabric(config.engine), RunFolder(folder)
     within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
     with forwarded_to_children() if within else contextlib.nullcontext():
-        work = partial(_run, config, RunFolder(folder), quiet, observer, splits, objective)
-        outcome = fabric.launch(partial(_train_here, work, RunFolder(folder)))
+        work = partial(_run, config, run, quiet, observer, splits, objective)
+        outcome = fabric.launch(partial(_train_here, work, run))
     if isinstance(outcome, dict):
         return outcome
     if fabric.global_rank > 0:
