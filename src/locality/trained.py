@@ -19,14 +19,14 @@ from PIL import Image
 
 from locality import checks
 from locality.analysis.explorer import write_explorer
-from locality.analysis.pictures import close_up, data_address, run_images
+from locality.analysis.pictures import data_url, high_resolution_crop, run_images
 from locality.analysis.recording import record_missing
 from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.checkpoints.open import Classifier, open_model
 from locality.data.folder import read_image
 from locality.errors import UserError
 from locality.figures import charts
-from locality.figures.style import drawn
+from locality.figures.style import figure_bytes
 from locality.models import ImageClassifier
 from locality.report import build_report
 from locality.training import RunFolder, evaluate_run
@@ -88,7 +88,7 @@ class TrainedRun:
         (row,) = self.classifier([image])
         return Prediction(
             self.classifier.most_likely(row, top),
-            close_up(self.classifier.preprocessing, image),
+            high_resolution_crop(self.classifier.preprocessing, image),
         )
 
     def report(self, output: Path | str | None = None) -> Page:
@@ -122,7 +122,7 @@ class TrainedRun:
             charts.draw_learning, group([self._recorded]), self._recorded.fraction
         )
         assert figure is not None  # a finished run was evaluated
-        png = base64.b64encode(drawn(figure)).decode()
+        png = base64.b64encode(figure_bytes(figure)).decode()
         return f"<p>{html.escape(repr(self))}</p><img width=480 src='data:image/png;base64,{png}'>"
 
 
@@ -147,9 +147,7 @@ class Prediction:
             f"<td><meter value='{share:.3f}'></meter></td></tr>"
             for name, share in self.classes.items()
         )
-        shown = (
-            f"<img src='{data_address(self.image)}' width=160 style='image-rendering:pixelated'>"
-        )
+        shown = f"<img src='{data_url(self.image)}' width=160 style='image-rendering:pixelated'>"
         return f"<div style='display:flex;gap:1rem'>{shown}<table>{rows}</table></div>"
 
 

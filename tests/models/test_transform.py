@@ -14,7 +14,7 @@ from locality.checkpoints import export, load_weights, open_model
 from locality.errors import UserError
 from locality.layers import ImageAttention
 from locality.models import build
-from locality.models.initialisations import chosen_convolutions
+from locality.models.initialisations import select_convolutions
 
 SMALL = {"num_classes": 4, "img_size": 32}
 NETWORKS = {
@@ -79,9 +79,9 @@ def test_stages_strides_and_both_precisions():
 def test_the_layers_chosen():
     model = small()
     kept = [f"model.layer{name}" for name in ("1.0.conv1", "1.0.conv2", "4.0.conv1", "4.0.conv2")]
-    assert chosen_convolutions(model, "stage1,layer4") == kept
-    assert chosen_convolutions(model, 2) == chosen_convolutions(model, "2") == kept[2:]
-    assert chosen_convolutions(model, "conv1") == [f"model.conv1.{n}" for n in (0, 3, 6)]
+    assert select_convolutions(model, "stage1,layer4") == kept
+    assert select_convolutions(model, 2) == select_convolutions(model, "2") == kept[2:]
+    assert select_convolutions(model, "conv1") == [f"model.conv1.{n}" for n in (0, 3, 6)]
     changed = transform(model, "stage1,layer4")
     found = [n for n, module in changed.named_modules() if isinstance(module, ImageAttention)]
     assert found == kept

@@ -11,7 +11,7 @@ import torch
 
 from locality import settings
 from locality.analysis.measures import measure_model
-from locality.analysis.pictures import Sample, save_pictures, take_pictures
+from locality.analysis.pictures import Sample, capture_pictures, save_pictures
 from locality.data import ArraySource
 from locality.models import build, count_parameters
 from locality.training.config import RunConfig
@@ -55,7 +55,7 @@ def attention():
             network = build(model)
             before = measure_model(network, images)
             after = measure_model(moved(network, seed, 0.1), images)
-            found = take_pictures(network, Sample(images[:4], shown[:4], classes[:4], classes))
+            found = capture_pictures(network, Sample(images[:4], shown[:4], classes[:4], classes))
             cache[model, seed] = {"before": before, "after": after}, found
         return cache[model, seed]
 

@@ -39,7 +39,7 @@ from locality.errors import UserError, naming, require, saying
 from locality.files import open_file, read_json, read_yaml
 from locality.hub import offline_unless_reachable
 from locality.models import factory
-from locality.models.config import unlike
+from locality.models.config import signature_diff
 from locality.models.factory import published
 from locality.models.variants import identify, name_today
 from locality.settings import from_dict
@@ -196,7 +196,7 @@ def _confirmed(
     row = factory.variant(model)
     if type(row.config) is not type(checkpoint.config):
         raise UserError(f"{what} does not hold {model}, but a model of another family")
-    if differing := unlike(checkpoint.config, with_settings(row.config, settings)):
+    if differing := signature_diff(checkpoint.config, with_settings(row.config, settings)):
         told = identify(checkpoint.config)[0]
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
         raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")

@@ -250,7 +250,7 @@ class _CvT(Layout):
             "embed_stride": [stage.embed_stride for stage in stages],
             "embed_padding": [stage.embed_padding for stage in stages],
             "kv_stride": [stage.kv_strides[0] for stage in stages],
-            "kv_padding": [stage.padding_of_keys for stage in stages],
+            "kv_padding": [stage.resolved_kv_padding for stage in stages],
         }
         if any(stage.projection != "conv" for stage in stages):
             untold["projection_kernel"] = [stage.projection_kernel for stage in stages]

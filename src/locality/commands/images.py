@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32
 _TASKS = ("check", "pack")
-_OF_TRAINING = "data.fraction data.subset data.subset_seed data.difficulty"
+_OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _IMAGES = "files or folders; a run's own unless given"
 
 

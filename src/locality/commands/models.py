@@ -139,14 +139,14 @@ def transform(arguments: Sequence[str]) -> None:
     opened = open_given(options.model, options)
 
     import locality
-    from locality.models.initialisations import chosen_convolutions
+    from locality.models.initialisations import select_convolutions
 
     before, starts = opened.module(), {"alpha": options.alpha, "gating": options.gating}
     starts = {name: value for name, value in starts.items() if value is not None}
     after = locality.transform(before, options.layers, **starts)
     locality.save(after, options.output, preprocessing=opened.preprocessing, classes=opened.classes)
     rows = [[name, *_costs(model)] for name, model in (("before", before), ("after", after))]
-    print(f"attention computes {', '.join(chosen_convolutions(before, options.layers))}\n")
+    print(f"attention computes {', '.join(select_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
     print(
         f"\n{options.output}: train it with --model.name timm/{after.config.name} "

@@ -59,9 +59,9 @@ def train(arguments: Sequence[str]) -> None:
         return
     observer = None
     if options.measure_every is not None:
-        from locality.analysis.recording import OverTraining
+        from locality.analysis.recording import AttentionRecorder
 
-        observer = OverTraining(options.measure_every)
+        observer = AttentionRecorder(options.measure_every)
     if options.dry_run:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))

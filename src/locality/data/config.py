@@ -60,8 +60,6 @@ class DataConfig:
         subset: "balanced" keeps a seeded random choice, nested from one fraction to the next;
             "sorted" keeps the first int(n · fraction) file names of each class, as the code that
             was released with the ConViT paper does.
-        difficulty: file (.npy) with a number for each training image of the part; `fraction` then
-            keeps the lowest of each class.
         train_part: which part of each class's training images a run may use, as two fractions of
             an order that `split_seed` draws: (0, 0.2) and (0.2, 1) share no image. `fraction` is of
             this part.
@@ -103,7 +101,6 @@ class DataConfig:
     part: tuple[float, float] = (0.0, 1.0)
     fraction: float = checks.bounded(1.0, 0, 1, above=True)
     subset: Literal["balanced", "sorted"] = "balanced"
-    difficulty: str | None = None
     train_part: tuple[float, float] = (0.0, 1.0)
     val_part: tuple[float, float] | None = None
     fold: tuple[int, int] | None = None

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 from locality import checks
 from locality.layers.conv_init import (
-    as_random_convolution,
     attention_centres,
     convolution_window,
     factorised,
-    plain,
+    init_random_convolution_,
+    trunc_normal_init_,
     whole_convolution,
     window_offsets,
 )
 from locality.layers.cpu import Linear, attend, linear
 from locality.layers.grid import Grid, Window
 from locality.layers.position import (
-    attend_to_positions,
+    apply_positional_attention,
     check_grid,
     positional_attention,
     positional_factors,
@@ -41,17 +41,19 @@ from locality.layers.position import (
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """What every head attends to, for one layer and one batch of inputs.
+    """The attention of every head, for one layer and one batch of inputs.
 
     Attributes:
-        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, less what
-            position pays to zero padding, where a layer has such.
+        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, minus the
+            attention to zero padding, if there is any.
         content: its content part, softmax(QKᵀ/√d), same shape; None where the layer has one softmax
             over the sum of both terms.
         position: its positional part, (h, queries, keys); None for layers without one.
         gate: σ(λ), the fraction of the positional part, (h,); None for layers without a gate.
         query_grid, key_grid: the grids that queries and keys lie on.
         prefix_tokens: how many rows and columns (class tokens) come before the patches.
+        query, key: (B, h, queries, d) and (B, h, keys, d); the query is scaled, so that the content
+            scores are query @ keyᵀ.
     """
 
     mixed: Tensor
@@ -61,6 +63,8 @@ class AttentionMaps:
     query_grid: Grid
     key_grid: Grid
     prefix_tokens: int
+    query: Tensor
+    key: Tensor
 
 
 def prefix_length(tokens: int, grid: Grid) -> int:
@@ -70,7 +74,7 @@ def prefix_length(tokens: int, grid: Grid) -> int:
 
 @register_notrace_module
 class _Attention(nn.Module):
-    """What the three layers share: fused projections in, one projection out.
+    """The base of the three layers: a fused input projection and an output projection.
 
     Args:
         dim: token width C.
@@ -106,8 +110,8 @@ class _Attention(nn.Module):
         self.qkv = Linear(dim, num_heads * (2 * self.head_dim + self.value_dim), bias=qkv_bias)
         self.proj = Linear(num_heads * self.value_dim, self.out_dim)
         self.proj_drop = nn.Dropout(proj_drop)
-        plain(self.qkv)
-        plain(self.proj)
+        trunc_normal_init_(self.qkv)
+        trunc_normal_init_(self.proj)
 
     @property
     def value_weight(self) -> Tensor:
@@ -125,9 +129,8 @@ class _Attention(nn.Module):
         """Concatenate the heads' outputs, (B, h, N, d_v), and project them to (B, N, C_out)."""
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
-    def _content_scores(self, x: Tensor) -> Tensor:
-        """QKᵀ/√d: (B, N, C) → (B, h, N, N)."""
-        q, k, _ = self._queries_keys_values(x)
+    def _content_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """QKᵀ/√d, (B, h, N, N)."""
         return q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
 
     def extra_repr(self) -> str:
@@ -157,18 +160,23 @@ class SelfAttention(_Attention):
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses."""
-        content, prefix = self._content_scores(x).softmax(dim=-1), prefix_length(x.shape[1], grid)
-        return AttentionMaps(content, content, None, None, grid, grid, prefix)
+        q, k, _ = self._queries_keys_values(x)
+        content, prefix = (
+            self._content_scores(q, k).softmax(dim=-1),
+            prefix_length(x.shape[1], grid),
+        )
+        q = q / math.sqrt(self.head_dim)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
 
 
-class _PositionedAttention(_Attention):
-    """What PSA and GPSA share: a trained v_pos per head, and the convolutional initialisation.
+class _PositionalAttention(_Attention):
+    """The base of PSA and GPSA: a learned v_pos per head, and the convolutional initialisation.
 
     Args:
         locality_strength: α of Eq. 5, how sharply heads focus on their centre at initialisation.
-        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values are drawn
-            like every other weight.
-        shared: as of `SelfAttention`.
+        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values are
+            initialised like every other weight.
+        kwargs: as of `SelfAttention`.
     """
 
     def __init__(
@@ -177,15 +185,15 @@ class _PositionedAttention(_Attention):
         num_heads: int,
         locality_strength: float = 1.0,
         conv_init: bool = True,
-        **shared: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **shared)
+        super().__init__(dim, num_heads, **kwargs)
         self.locality_strength = locality_strength
         self.conv_init = conv_init
         self.v_pos = nn.Parameter(torch.empty(num_heads, 3))
         nn.init.trunc_normal_(self.v_pos, std=0.02)
         if conv_init:
-            as_random_convolution(self.v_pos, self.value_weight, locality_strength)
+            init_random_convolution_(self.v_pos, self.value_weight, locality_strength)
 
     def extra_repr(self) -> str:
         return (
@@ -194,7 +202,7 @@ class _PositionedAttention(_Attention):
         )
 
 
-class PositionalSelfAttention(_PositionedAttention):
+class PositionalSelfAttention(_PositionalAttention):
     """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
 
     Content is scaled by 1/√d so that this layer and the gated one differ in the gate alone. The
@@ -202,8 +210,8 @@ class PositionalSelfAttention(_PositionedAttention):
     purely positional then, and stays so, since neither gets a gradient while the other is zero.
     """
 
-    def __init__(self, dim: int, num_heads: int, **positioned: Any) -> None:
-        super().__init__(dim, num_heads, **positioned)
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
         if self.conv_init:
             nn.init.zeros_(self.qkv.weight[: 2 * num_heads * self.head_dim].data)
 
@@ -217,13 +225,14 @@ class PositionalSelfAttention(_PositionedAttention):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and what each term alone would give."""
         check_grid(x, grid)
-        scores = self._content_scores(x)
+        q, k, _ = self._queries_keys_values(x)
+        scores, q = self._content_scores(q, k), q / math.sqrt(self.head_dim)
         mixed = (scores + positional_scores(self.v_pos, grid)).softmax(dim=-1)
         content, position = scores.softmax(dim=-1), positional_attention(self.v_pos, grid)
-        return AttentionMaps(mixed, content, position, None, grid, grid, 0)
+        return AttentionMaps(mixed, content, position, None, grid, grid, 0, q, k)
 
 
-class GatedPositionalSelfAttention(_PositionedAttention):
+class GatedPositionalSelfAttention(_PositionalAttention):
     """Gated positional self-attention (Eq. 6–7).
 
         A = (1 − σ(λ)) softmax(QKᵀ/√d) + σ(λ) softmax(v_pos·r),   one gate λ per head.
@@ -233,9 +242,9 @@ class GatedPositionalSelfAttention(_PositionedAttention):
     Args:
         gating_init: initial λ of every head (the paper's 1). Thanks to the gate W_qry and W_key
             start plainly (§3), whatever `conv_init`.
-        window: which tokens ask and what zeros surround the keys, where the layer stands in a
-            convolution's place; every token and none unless given.
-        positioned: as of `PositionalSelfAttention`.
+        window: the query positions and the zero padding of the keys, where the layer replaces a
+            convolution; every token and no padding unless given.
+        kwargs: as of `PositionalSelfAttention`.
     """
 
     def __init__(
@@ -244,44 +253,46 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         num_heads: int,
         gating_init: float = 1.0,
         window: Window | None = None,
-        **positioned: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **positioned)
+        super().__init__(dim, num_heads, **kwargs)
         self.gating = nn.Parameter(torch.full((num_heads,), float(gating_init)))
         self.window = window or Window()
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N', C_out) with N = H·W and as many N' as tokens ask; Eq. 7 on values.
+        """(B, N, C) → (B, N', C_out) with N = H·W and N' query positions; Eq. 7 on values.
 
-        What makes it fast: `attend` never forms the N×N matrix, `attend_to_positions` costs
+        `attend` never forms the N×N matrix, `apply_positional_attention` costs
         O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
         """
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
-        content = attend(self._asking(q, grid), k, v)  # softmax(QKᵀ/√d) V
+        content = attend(self._select_queries(q, grid), k, v)  # softmax(QKᵀ/√d) V
         factors = positional_factors(self.v_pos, grid, self.window)
         rows, columns = (factor.to(v.dtype) for factor in factors)
-        position = attend_to_positions(rows, columns, v)  # softmax(v_pos·r) V
+        position = apply_positional_attention(rows, columns, v)  # softmax(v_pos·r) V
         # (1 - gate) * content + gate * position
         return self._project(gated_sum(content, position, gate))
 
-    def _asking(self, q: Tensor, grid: Grid) -> Tensor:
-        """Of something per token, (B, h, N, …), what the tokens that ask have: (B, h, N', …)."""
+    def _select_queries(self, x: Tensor, grid: Grid) -> Tensor:
+        """The rows of (B, h, N, …) at the query positions: (B, h, N', …)."""
         if self.window.grid(grid) == grid:
-            return q
+            return x
         rows, columns = map(self.window.queries, grid)
-        return q.unflatten(2, grid)[:, :, rows, columns].flatten(2, 3)
+        return x.unflatten(2, grid)[:, :, rows, columns].flatten(2, 3)
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and its two parts (Eq. 7 as printed)."""
         check_grid(x, grid)
         gate = self.gating.sigmoid()[:, None, None]
-        content = self._asking(self._content_scores(x), grid).softmax(dim=-1)
+        q, k, _ = self._queries_keys_values(x)
+        content = self._select_queries(self._content_scores(q, k), grid).softmax(dim=-1)
+        q = self._select_queries(q, grid) / math.sqrt(self.head_dim)
         position = positional_attention(self.v_pos, grid, self.window)
         mixed = (1 - gate) * content + gate * position
-        asking = self.window.grid(grid)
-        return AttentionMaps(mixed, content, position, gate.flatten(), asking, grid, 0)
+        query_grid = self.window.grid(grid)
+        return AttentionMaps(mixed, content, position, gate.flatten(), query_grid, grid, 0, q, k)
 
     @classmethod
     def for_conv2d(cls, conv: nn.Conv2d) -> GatedPositionalSelfAttention:

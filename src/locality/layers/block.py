@@ -8,7 +8,7 @@ from __future__ import annotations
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from locality.layers.conv_init import plain
+from locality.layers.conv_init import trunc_normal_init_
 from locality.layers.cpu import Linear
 from locality.layers.grid import Grid, hidden_width
 
@@ -27,8 +27,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = Linear(dim, hidden), Linear(hidden, dim)
         self.act, self.drop = act_layer(), nn.Dropout(drop)
-        plain(self.fc1)
-        plain(self.fc2)
+        trunc_normal_init_(self.fc1)
+        trunc_normal_init_(self.fc2)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) → (..., C)."""

@@ -1,7 +1,7 @@
-"""How layers start: plainly, as a random convolution (ConViT Eq. 5), or as a given one.
+"""Initialisations: truncated normal, as a random convolution (ConViT Eq. 5), or as a given one.
 
 A k×k kernel is one matrix C_in → C_out per offset. A positional layer has one head per offset: its
-v_pos says where the head looks, its values and the output projection what it makes of it.
+v_pos is the head's offset; its values and the output projection are the matrix.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from locality.layers.grid import Window
 Weighted = TypeVar("Weighted", nn.Linear, nn.Conv2d)
 
 
-def plain(module: Weighted) -> Weighted:
-    """The module with truncated-normal weights (std 0.02) and no bias yet. In place."""
+def trunc_normal_init_(module: Weighted) -> Weighted:
+    """Initialise weights from a truncated normal (std 0.02) and biases with zero, in place."""
     nn.init.trunc_normal_(module.weight, std=0.02)
     if module.bias is not None:
         nn.init.zeros_(module.bias)
@@ -55,11 +55,11 @@ def attention_centres(offsets: Tensor, strength: float) -> Tensor:
 
 
 @torch.no_grad()
-def as_random_convolution(v_pos: Tensor, value_weight: Tensor, strength: float) -> None:
+def init_random_convolution_(v_pos: Tensor, value_weight: Tensor, strength: float) -> None:
     """Eq. 5, in place: W_val = I, and the k² offsets of a k×k kernel, k = ⌊√h⌋, to the first heads.
 
-    Offsets are in row-major order. Heads beyond k² keep α times their plain start, as in the code
-    released with the paper.
+    Offsets are in row-major order. Heads beyond k² keep α times their truncated-normal start, as
+    in the code released with the paper.
     """
     offsets = kernel_offsets(kernel_size(len(v_pos)))
     v_pos *= strength
@@ -82,8 +82,8 @@ def factorised(conv: nn.Conv2d, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def whole_convolution(conv: nn.Conv2d, gating: float, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """What k² + 1 heads of full width make of what they see, to compute `conv` together.
 
-    Head Δ has the kernel's matrix K_Δ, less what follows, and all heads have one content attention
-    C. With gates g, and 1 − g for the last head, which looks at the centre too, the layer computes
+    Head Δ has the kernel's matrix K_Δ with a correction, and all heads have one content attention
+    C. With gates g, and 1 − g for the last head, which is centred too, the layer computes
 
         g Σ B_Δ x(i+Δ) + (1−g) B_last x(i)  +  [(1−g) Σ B_Δ + g B_last] C x.
 

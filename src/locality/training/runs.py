@@ -67,7 +67,7 @@ MAY_CHANGE = frozenset(
 
 
 # Settings that may name other run folders.
-PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights", "data.difficulty")
+PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights")
 
 # Data workers of a killed run notice within 5 s that it is gone; the lock is theirs until then.
 LEFTOVER_SECONDS = 20.0
