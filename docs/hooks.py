@@ -37,7 +37,9 @@ REFERENCE = {
     "figures": ["locality.figures"],
     "search": ["locality.search"],
     "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
-    "papers": [f"locality.papers.{module}" for module in ("specs", "measures", "reproduce")],
+    "locality_papers": [
+        f"locality_papers.{module}" for module in ("specs", "measures", "reproduce")
+    ],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")
 # An entry for several names, with the deeper lines that go on with it.

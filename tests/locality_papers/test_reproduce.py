@@ -17,10 +17,13 @@ from locality.data import DataConfig, open_data
 from locality.errors import UserError
 from locality.layers.conv_init import corner_heads, kernel_offsets
 from locality.models import build
-from locality.papers import published
-from locality.papers.measures import computed, early, summed_rate
-from locality.papers.pages import SCALES as SCALES_SHOWN
-from locality.papers.pages import (
+from locality.runner.runs import TRAIN, with_needs
+from locality.training.config import ScheduleConfig, make_plan
+from locality.training.objective import create_schedule
+from locality_papers import published
+from locality_papers.measures import computed, early, summed_rate
+from locality_papers.pages import SCALES as SCALES_SHOWN
+from locality_papers.pages import (
     Entry,
     page,
     results_page,
@@ -28,12 +31,9 @@ from locality.papers.pages import (
     shown_claims,
     write_results_pages,
 )
-from locality.papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
-from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
-from locality.papers.specs import REGISTRY, SCALES, Experiment, Row, Table, get_scale
-from locality.runner.runs import TRAIN, with_needs
-from locality.training.config import ScheduleConfig, make_plan
-from locality.training.objective import create_schedule
+from locality_papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
+from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
+from locality_papers.specs import REGISTRY, SCALES, Experiment, Row, Table, get_scale
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip

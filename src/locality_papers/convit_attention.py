@@ -14,14 +14,15 @@ import torch
 
 from locality.analysis.pictures import validation_sample
 from locality.analysis.recording import run_pictures
-from locality.figures import diagrams, maps
+from locality.figures import maps
 from locality.figures.curves import Line, gate_lines, nonlocality_lines
 from locality.layers.conv_init import corner_heads
 from locality.models import ImageClassifier, build
 from locality.models.variants import variant
-from locality.papers.convit import taught
-from locality.papers.measures import TRAJECTORY, Quantity, absent, combined, computed, summed_rate
-from locality.papers.specs import FAMILIES, Figure, Panel, Scale, Series, experiment
+from locality_papers import diagrams
+from locality_papers.convit import taught
+from locality_papers.measures import TRAJECTORY, Quantity, absent, combined, computed, summed_rate
+from locality_papers.specs import FAMILIES, Figure, Panel, Scale, Series, experiment
 
 _AVERAGED_IMAGES = 100
 _OTHER_IMAGES = range(1, 4)

@@ -22,11 +22,11 @@ from locality.data.config import DATASETS
 from locality.errors import UserError, entry
 from locality.files import read_yaml
 from locality.models import variant
-from locality.papers.measures import Measure, Quantity, absent, computed, measured
 from locality.runner.runs import TRAIN, Run, content_folder, forward_macs, image_counts, parameters
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
 from locality.training.config import ModelConfig
+from locality_papers.measures import Measure, Quantity, absent, computed, measured
 
 if TYPE_CHECKING:
     from locality.figures.style import Figure as Canvas

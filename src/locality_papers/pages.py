@@ -1,6 +1,6 @@
 """Records as pages: one for each experiment, and docs/results.md and .html for all of them.
 
-`python -m locality.papers.pages` writes the latter two from the scales' folders, the best evidence
+`python -m locality_papers.pages` writes the latter two from the scales' folders, the best evidence
 first; folders and the page's path may be given as arguments.
 
 Nothing in them is written by hand but the remarks, which lie beside the records in `remarks.yaml`:
@@ -25,10 +25,10 @@ import yaml
 
 from locality.errors import UserError
 from locality.files import csv_text, render, write_page
-from locality.papers import records
-from locality.papers.published import COMPUTED
-from locality.papers.records import Record
-from locality.papers.specs import papers_order
+from locality_papers import records
+from locality_papers.published import COMPUTED
+from locality_papers.records import Record
+from locality_papers.specs import papers_order
 
 EMPTY = "—"
 SCALES = ("fashion14", "fashion", "digits")
@@ -339,7 +339,7 @@ def _rendered(kind: str, claims: Sequence[Record], **content: Any) -> str:
     content["known_verdicts"], content["untestable"] = list(records.MARKS), records.UNTESTABLE
     content["decisive"] = records.HOLDS, records.FAILS
     filters = {"cell": lambda text: text.replace("|", "\\|"), "hardware": _hardware}
-    text = render("locality.papers", f"results.{kind}", filters, **content)
+    text = render("locality_papers", f"results.{kind}", filters, **content)
     # Blocks that have nothing to say leave empty lines.
     return re.sub("\n{3,}", "\n\n", text).strip() + "\n"
 

@@ -14,13 +14,17 @@ from torch import nn
 from locality.checkpoints import open_model
 from locality.data import DataConfig
 from locality.errors import UserError
-from locality.figures import diagrams
 from locality.layers import Projection
 from locality.models import build
-from locality.papers import published
-from locality.papers.convit import accuracy_by_size
-from locality.papers.convit_attention import skeleton
-from locality.papers.measures import (
+from locality.runner.runs import Run
+from locality.training import recipe, replace
+from locality.training.config import ModelConfig
+from locality.training.evaluation import evaluate_opened, evaluate_run
+from locality.training.recipes import adjusted
+from locality_papers import diagrams, published
+from locality_papers.convit import accuracy_by_size
+from locality_papers.convit_attention import skeleton
+from locality_papers.measures import (
     TOP1,
     Measure,
     Quantity,
@@ -30,12 +34,7 @@ from locality.papers.measures import (
     kept,
     measured,
 )
-from locality.papers.specs import REGISTRY, Column, Figure, Row, Scale, Table, counted, experiment
-from locality.runner.runs import Run
-from locality.training import recipe, replace
-from locality.training.config import ModelConfig
-from locality.training.evaluation import evaluate_opened, evaluate_run
-from locality.training.recipes import adjusted
+from locality_papers.specs import REGISTRY, Column, Figure, Row, Scale, Table, counted, experiment
 
 OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
 """The rows of Table 3 that are trained from scratch at 224 pixels."""

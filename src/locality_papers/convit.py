@@ -15,8 +15,10 @@ from torch import nn
 from locality.analysis.taps import content_off, position_embedding_off, position_off
 from locality.figures.charts import percent
 from locality.models import variant
-from locality.papers import published
-from locality.papers.measures import (
+from locality.runner.runs import Run
+from locality.training import replace
+from locality_papers import published
+from locality_papers.measures import (
     BEST_TOP1,
     CURVE_OVER_FRACTION,
     INFERENCE_SPEED,
@@ -35,7 +37,7 @@ from locality.papers.measures import (
     relative_gain,
     top1_at,
 )
-from locality.papers.specs import (
+from locality_papers.specs import (
     FAMILIES,
     FRACTIONS,
     REGISTRY,
@@ -48,8 +50,6 @@ from locality.papers.specs import (
     experiment,
     shaded,
 )
-from locality.runner.runs import Run
-from locality.training import replace
 
 BEST_CONVOLUTIONAL = "best of several thousand convolutional nets, 10% (Zhai et al.)"
 

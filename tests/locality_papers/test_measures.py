@@ -10,7 +10,8 @@ import pytest
 
 from locality.analysis.statistics import two_sided_t
 from locality.errors import UserError
-from locality.papers.measures import (
+from locality.runner.executors import run_all
+from locality_papers.measures import (
     Empty,
     Measure,
     Quantity,
@@ -20,7 +21,7 @@ from locality.papers.measures import (
     measured,
     relative_gain,
 )
-from locality.papers.records import (
+from locality_papers.records import (
     FAILS,
     HOLDS,
     NOT_RUN,
@@ -31,8 +32,7 @@ from locality.papers.records import (
     judge,
     seeds_needed,
 )
-from locality.papers.specs import Claim
-from locality.runner.executors import run_all
+from locality_papers.specs import Claim
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from locality import __version__
 from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, holm, mean_curve, two_sided_t
 from locality.files import read_yaml
-from locality.papers import published
-from locality.papers.measures import Empty, Failures, Quantity, Untestable, Values, why_missing
-from locality.papers.published import Published
-from locality.papers.specs import Claim, Experiment, Figure, Panel, Scale, Series, Spec, Table
 from locality.runner.runs import Run
+from locality_papers import published
+from locality_papers.measures import Empty, Failures, Quantity, Untestable, Values, why_missing
+from locality_papers.published import Published
+from locality_papers.specs import Claim, Experiment, Figure, Panel, Scale, Series, Spec, Table
 
 Record = dict[str, Any]
 

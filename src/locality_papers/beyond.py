@@ -26,7 +26,9 @@ from locality.errors import UserError
 from locality.figures.charts import percent
 from locality.layers import ImageAttention
 from locality.layers.conv_init import window_offsets
-from locality.papers.measures import (
+from locality.runner.runs import Run, image_counts
+from locality.training import load_run
+from locality_papers.measures import (
     TOP1,
     TRAJECTORY,
     Measure,
@@ -36,9 +38,7 @@ from locality.papers.measures import (
     measured,
     summed_rate,
 )
-from locality.papers.specs import FAMILIES, REGISTRY, Column, Row, Scale, Table, experiment
-from locality.runner.runs import Run, image_counts
-from locality.training import load_run
+from locality_papers.specs import FAMILIES, REGISTRY, Column, Row, Scale, Table, experiment
 
 FRACTIONS = (0.05, 0.2, 1.0)
 

@@ -14,14 +14,14 @@ from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import save
 from locality.files import write_atomic
-from locality.papers import beyond, convit, convit_attention, cvt, nas  # noqa: F401 (they register)
-from locality.papers.measures import Failures, Measure
-from locality.papers.pages import Entry, page, to_csv
-from locality.papers.records import Record, make_record
-from locality.papers.specs import REGISTRY, Experiment, Figure, Scale, Spec, get_scale, papers_order
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, Workload, estimate_costs, threads_per_run, with_needs
 from locality.training.preview import span
+from locality_papers import beyond, convit, convit_attention, cvt, nas  # noqa: F401 (they register)
+from locality_papers.measures import Failures, Measure
+from locality_papers.pages import Entry, page, to_csv
+from locality_papers.records import Record, make_record
+from locality_papers.specs import REGISTRY, Experiment, Figure, Scale, Spec, get_scale, papers_order
 
 RUNS = "runs/reproduce"
 """Where run folders go unless told otherwise, apart from those of `locality train`."""

@@ -7,8 +7,8 @@ import torch
 
 from locality.errors import UserError
 from locality.models import build, count_macs, count_parameters, list_models
-from locality.papers import published
-from locality.papers.published import PUBLISHED, rows, value
+from locality_papers import published
+from locality_papers.published import PUBLISHED, rows, value
 
 FRACTIONS = ("5%", "10%", "30%", "50%", "100%")
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from locality.analysis.statistics import kendall
 from locality.files import read_json
-from locality.papers.measures import (
+from locality.runner.runs import Run
+from locality.search.config import named, read_search
+from locality.search.run import Search, default_of, space_of
+from locality.search.space import Candidates
+from locality.training import RunConfig, replace, train
+from locality_papers.measures import (
     PARAMETERS,
     TOP1,
     Failures,
@@ -23,12 +28,7 @@ from locality.papers.measures import (
     measured,
     of_result,
 )
-from locality.papers.specs import Row, Scale, Table, experiment
-from locality.runner.runs import Run
-from locality.search.config import named, read_search
-from locality.search.run import Search, default_of, space_of
-from locality.search.space import Candidates
-from locality.training import RunConfig, replace, train
+from locality_papers.specs import Row, Scale, Table, experiment
 
 SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagenet_nas"}
 """Scale → its search."""
@@ -36,7 +36,7 @@ SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagene
 RANKED = 20
 """Candidates that are trained from scratch to see whether the supernet ranks them right."""
 
-_TASK = "locality.papers.nas:"
+_TASK = "locality_papers.nas:"
 
 
 def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any]:
@@ -76,6 +76,16 @@ def _supernet_top1(numbers: tuple[int, ...]) -> Measure:
         return [search.score(number)[0] for number in numbers]
 
     return Measure(f"supernet top1 of {numbers}", read)
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
+    """Kendall's rank correlation τ_b: 1 for the same order, −1 for the opposite one.
+
+    Pairs that one of the two cannot tell apart count as it does in τ_b. 0 where all are alike.
+    """
+    signs = [np.sign(np.subtract.outer(values, values)) for values in (first, second)]
+    scale = math.sqrt(np.square(signs[0]).sum() * np.square(signs[1]).sum())
+    return float((signs[0] * signs[1]).sum() / scale) if scale else 0.0
 
 
 def _between_seeds(candidates: Sequence[Quantity]) -> Quantity:
