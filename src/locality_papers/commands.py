@@ -34,14 +34,19 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--threads", None, "threads per run", int | None)
     parser.add("--executor", "local", "local, submitit or ray")
     parser.add("--data", None, "folders: '{imagenet: PATH}'", dict[str, str] | None)
+    parser.add("--recorded", None, "file of finished runs, to take from and to add to: X.jsonl.gz")
     parser.add("--quiet", False, "no progress")
     parser.add("--json", False, "with --list: print JSON")
     options = parser.read(arguments)
     if options.list:
-        own = "name dry_run finished output seeds fraction jobs threads executor data quiet"
+        own = (
+            "name dry_run finished output seeds fraction jobs threads executor data recorded quiet"
+        )
         parser.refuse(own, "does nothing beside --list")
     else:
         parser.refuse("json", "is for --list")
+    if options.dry_run:
+        parser.refuse("recorded", "does nothing beside --dry_run")
     if options.finished:
         parser.refuse("dry_run jobs threads executor", "does nothing beside --finished")
 
@@ -66,5 +71,6 @@ def reproduce(arguments: Sequence[str]) -> None:
         data=options.data,
         seeds=options.seeds,
         fraction=options.fraction,
+        recorded=options.recorded,
         quiet=options.quiet,
     )

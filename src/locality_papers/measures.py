@@ -296,7 +296,6 @@ def _trajectory(run: Run) -> dict[str, Any]:
     return found | {"early": _first_from(early(schedule), found[schedule.unit])}
 
 
-# Not "attention over training on 256 images", under which 0.1.0 kept a value without `early`.
 TRAJECTORY = Measure(f"attention over training, {_TRAJECTORY_IMAGES} images", _trajectory)
 """Nonlocality and gates of every layer over the snapshots of a run, and which of them is early."""
 

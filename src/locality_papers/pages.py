@@ -1,7 +1,8 @@
-"""Records as pages: one for each experiment, and docs/results.md and .html for all of them.
+"""Records as pages: one for each experiment, and one for all of them.
 
-`python -m locality_papers.pages` writes the latter two from the scales' folders, the best evidence
-first; folders and the page's path may be given as arguments.
+`python -m locality_papers.pages` writes all of them from the records in `results/SCALE`, the best
+evidence first: Markdown, CSV and HTML beside each record, and `docs/results.md` and
+`results/index.html` of all.
 
 Nothing in them is written by hand but the remarks, which lie beside the records in `remarks.yaml`:
 experiment → what does not reproduce, and the most likely reason.
@@ -14,7 +15,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -254,29 +254,18 @@ class Entry:
 
     @property
     def best(self) -> Record:
-        """The first with something to show of enough seeds, today's definition before others."""
-        return max(self.records, key=lambda record: (_content(record), not _earlier(record)))
+        """The first with something to show of enough seeds."""
+        return max(self.records, key=_content)
 
     def claims(self) -> list[tuple[Record, Record]]:
         """Each claim once, with the first record that tests it as well as any."""
-        today = [each for each in self.records if each.get("definition") == records.DEFINITION]
-        where = {claim["text"]: claim["where"] for record in today for claim in record["claims"]}
         found: dict[str, tuple[Record, Record]] = {}
         for record in self.records:
             for claim in record["claims"]:
                 text = claim["text"]
-                if today and (_earlier(record) or text not in where):
-                    continue
                 if text not in found or _weight(claim) > _weight(found[text][1]):
-                    place = where.get(text, "" if record["name"].startswith("beyond/") else "paper")
-                    found[text] = record, {**claim, "where": place}
+                    found[text] = record, claim
         return list(found.values())
-
-
-def _earlier(record: Record) -> str:
-    """What a record of an earlier definition means otherwise; "" where it means the same."""
-    made_by = record.get("definition", 1)
-    return "" if made_by == records.DEFINITION else records.REDEFINED.get(record["name"], "")
 
 
 def _weight(claim: Record) -> int:
@@ -290,7 +279,7 @@ def _content(record: Record) -> int:
     """How much a record has to show: nothing, or something of so many seeds, up to enough."""
     made = record["provenance"]
     if record["kind"] == "figure":
-        shown = bool(record.get("files"))
+        shown = record["picture"] is not None
     else:
         # What is counted on the models is the same whether anything was run or not.
         shown = bool(made["finished"]) or not made["runs"]
@@ -316,12 +305,9 @@ def section(
         "headings": headings,
         "lines": lines,
         "notes": list(notes),
-        "pictures": {
-            Path(name).suffix: folders[record["scale"]] + name for name in record.get("files", [])
-        },
+        "picture": record.get("picture") and folders[record["scale"]] + record["picture"],
         "remark": " ".join(remarks.get((record["scale"], record["name"]), "").split()),
         "record": record,
-        "earlier": _earlier(record),
         "folders": folders,
     }
 
@@ -411,22 +397,31 @@ def _hardware(made: Record) -> list[str]:
     return [*made["processors"], *chain(*made["gpus"])]
 
 
-def write_results_pages(folders: Sequence[Path | str], page: Path | str) -> list[Path]:
-    """Write the results of some scales to `page` (Markdown) and, beside it, as HTML.
+def write_pages(record: Record, target: Path) -> None:
+    """Write one record as `target`.md, .csv and .html."""
+    entry = Entry([record])
+    write_page(target.with_suffix(".md"), page("md", entry))
+    write_page(target.with_suffix(".csv"), to_csv(record))
+    write_page(target.with_suffix(".html"), page("html", entry))
+
+
+def write_all(root: Path) -> None:
+    """Write every page of a repository's results.
+
+    Args:
+        root: of the repository.
 
     Raises:
         UserError: as `results_page`.
     """
-    page, given = Path(page), [Path(folder) for folder in folders]
-    return [
-        write_page(page.with_suffix(f".{kind}"), results_page(given, page.parent, kind))
-        for kind in ("md", "html")
-    ]
+    results = root / "results"
+    folders = [results / scale for scale in SCALES if (results / scale).is_dir()]
+    for folder in folders:
+        for record in read_records(folder):
+            write_pages(record, folder / record["name"].replace("/", "-"))
+    for path in (root / "docs" / "results.md", results / "index.html"):
+        write_page(path, results_page(folders, path.parent, path.suffix[1:]))
 
 
 if __name__ == "__main__":
-    *given, target = sys.argv[1:] or [
-        *(f"results/{scale}" for scale in SCALES if Path(f"results/{scale}").is_dir()),
-        "docs/results.md",
-    ]
-    print(*write_results_pages(given, target), sep="\n")
+    write_all(Path.cwd())

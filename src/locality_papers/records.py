@@ -13,13 +13,11 @@ import datetime
 import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from locality import __version__
 from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, holm, mean_curve, two_sided_t
-from locality.files import read_yaml
 from locality.runner.runs import Run
 from locality_papers import published
 from locality_papers.measures import Empty, Failures, Quantity, Untestable, Values, why_missing
@@ -27,12 +25,6 @@ from locality_papers.published import Published
 from locality_papers.specs import Claim, Experiment, Figure, Panel, Scale, Series, Spec, Table
 
 Record = dict[str, Any]
-
-DEFINITION = 2
-"""Raised when experiments come to mean something else; records keep the one they were made by."""
-
-REDEFINED: dict[str, str] = read_yaml(Path(__file__).with_name("redefined.yaml"))
-"""What records of the first definition mean otherwise, by experiment; all others mean the same."""
 
 HOLDS = "holds"
 FAILS = "does not hold"
@@ -61,7 +53,6 @@ def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Failures) 
         verdicts, and `provenance`.
     """
     record: Record = {
-        "definition": DEFINITION,
         "name": item.name,
         "title": item.title,
         "kind": "table" if isinstance(spec, Table) else "figure",

@@ -12,14 +12,15 @@ from typing import Any
 from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
-from locality.figures.style import save
+from locality.figures.style import drawn
 from locality.files import write_atomic
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, Workload, estimate_costs, threads_per_run, with_needs
 from locality.training.preview import span
 from locality_papers import beyond, convit, convit_attention, cvt, nas  # noqa: F401 (they register)
 from locality_papers.measures import Failures, Measure
-from locality_papers.pages import Entry, page, to_csv
+from locality_papers.pages import Entry, page, write_pages
+from locality_papers.recorded import export_runs, import_runs
 from locality_papers.records import Record, make_record
 from locality_papers.specs import REGISTRY, Experiment, Figure, Scale, Spec, get_scale, papers_order
 
@@ -61,6 +62,7 @@ def reproduce(
     data: Mapping[str, str] | None = None,
     seeds: int | None = None,
     fraction: float | None = None,
+    recorded: Path | str | None = None,
     quiet: bool = False,
 ) -> list[Record]:
     """Carry out the runs of an experiment, measure, and write its tables and figures.
@@ -72,7 +74,7 @@ def reproduce(
         name: "convit/table-3", a paper ("convit", "cvt"), "beyond", or "all".
         scale: one of `SCALES`, or a scale of one's own.
         out: folder for the files: `out/SCALE/convit-table-3.md`, `.csv`, `.html`, `.json`, and
-            `.png`, `.svg` for figures.
+            `.png` for figures.
         plan_only: print runs, images, multiply-accumulates and hours, and do nothing.
         finished_only: start no run; what is not finished stays empty.
         executor: "local", "submitit", "ray", or an object with their `map`.
@@ -82,6 +84,8 @@ def reproduce(
         data: dataset → its folder, for those that have one.
         seeds: runs of every cell, in the place of the scale's numbers: with seeds 0, 1, ….
         fraction: of the fractions of the data that the scale compares, only this one.
+        recorded: a file of finished runs: those that have no folder yet are taken from it first,
+            and all that are finished in the end are added to it.
         quiet: print nothing.
 
     Returns:
@@ -110,6 +114,8 @@ def reproduce(
         plan = Workload(wanted, jobs, threads)
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
         return []
+    if recorded is not None and Path(recorded).exists():
+        import_runs(Path(recorded), chosen.root)
     failures, ready = ({}, []) if finished_only else _without_data(chosen, wanted)
     if not (quiet or finished_only):
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs, threads)}")
@@ -120,6 +126,8 @@ def reproduce(
     folder = Path(out) / chosen.name
     folder.mkdir(parents=True, exist_ok=True)
     records = [write_experiment(item, specs[item.name], chosen, failures, folder) for item in items]
+    if recorded is not None:
+        export_runs([run.folder for run in wanted if run.is_finished()], Path(recorded))
     if not quiet:
         _show(records, failures, folder)
     return records
@@ -177,24 +185,23 @@ def write_experiment(
     record = make_record(item, spec, scale, failures)
     target = folder / item.name.replace("/", "-")
     if isinstance(spec, Figure):
-        figure = draw(record["panels"]) if any(map(filled, record.get("panels", ()))) else None
-        files = [] if figure is None else save(figure, target)
+        picture = target.with_suffix(".png")
+        figure = draw(record["panels"]) if any(map(filled, record["panels"])) else None
+        shown = figure is not None
         if spec.draw is not None and record["empty"] is None:
             try:
-                files = save(spec.draw([run.folder for run in spec.drawn]), target)
+                figure = spec.draw([run.folder for run in spec.drawn])
+                shown = True
             except (UserError, FileNotFoundError) as error:
                 # Without weights, what was drawn while they were there stays.
-                earlier = (target.with_suffix(suffix) for suffix in (".png", ".svg"))
-                files = [path for path in earlier if path.exists()]
-                record["empty"] = None if files else str(error)
-        record["files"] = [path.name for path in files]
-    for suffix, text in (
-        (".json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),
-        (".md", page("md", Entry([record]))),
-        (".csv", to_csv(record)),
-        (".html", page("html", Entry([record]))),
-    ):
-        write_atomic(target.with_suffix(suffix), text)
+                shown = picture.exists()
+                record["empty"] = None if shown else str(error)
+        if figure is not None:
+            write_atomic(picture, drawn(figure, dpi=160))
+        record["picture"] = picture.name if shown else None
+    content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(target.with_suffix(".json"), content)
+    write_pages(record, target)
     return record
 
 

@@ -138,7 +138,10 @@ WAYS = {
     "data pack photos packed": "workers dataset",
     "reproduce all": "json list",
     "reproduce all --finished": "json list dry_run jobs threads executor",
-    "reproduce --list": ("dry_run finished output seeds fraction jobs threads executor data quiet"),
+    "reproduce all --dry_run": "json list finished recorded",
+    "reproduce --list": (
+        "dry_run finished output seeds fraction jobs threads executor data recorded quiet"
+    ),
     "demo": "",
     "recipes": "",
 }
@@ -157,6 +160,7 @@ VALUES = {
     "models": "convit_nano,deit_nano", "folds": "2", "fractions": "1",
     "tasks": "[inference]", "rounds": "1", "warmup": "1", "device": "cpu", "memory": "false",
     "host": "127.0.0.1", "port": "0", "export_space": "made",
+    "recorded": "made.jsonl.gz",
 }  # fmt: skip
 
 CHILD = """

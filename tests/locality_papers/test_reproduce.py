@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gzip
 import io
 import json
 import re
@@ -29,8 +30,9 @@ from locality_papers.pages import (
     results_page,
     section,
     shown_claims,
-    write_results_pages,
+    write_all,
 )
+from locality_papers.recorded import import_runs
 from locality_papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
 from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality_papers.specs import REGISTRY, SCALES, Experiment, Row, Table, get_scale
@@ -208,9 +210,7 @@ def test_figures_are_drawn_from_runs(tiny_scale, tmp_path, here):
     for name in ("convit/figure-5", "convit/figure-6", "convit/figure-3", "convit/figure-17",
                  "convit/figure-15"):  # fmt: skip
         (record,) = reproduce(name, tiny_scale, tmp_path, executor=here, quiet=True)
-        kinds = {file.rpartition(".")[2] for file in record["files"]}
-        assert kinds == {"png", "svg"}, name
-        assert all((tmp_path / "digits" / file).stat().st_size > 1000 for file in record["files"])
+        assert (tmp_path / "digits" / record["picture"]).stat().st_size > 1000, name
     curves = json.loads((tmp_path / "digits" / "convit-figure-6.json").read_text())
     gates = curves["panels"][0]["series"][-1]
     # σ(1) before the first step, for every head and seed.
@@ -298,11 +298,10 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, 
     rows = reproduce("convit/table-6", scale, tmp_path, finished_only=True, quiet=True)[0]["rows"]
     assert all(cell["empty"] for row in rows for cell in row["cells"][:2])
     (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
-    assert "no weights" in drawing["empty"] and drawing["files"] == []
-    for suffix in ("png", "svg"):  # as if drawn where the weights were
-        (tmp_path / "digits" / f"convit-figure-17.{suffix}").touch()
+    assert "no weights" in drawing["empty"] and drawing["picture"] is None
+    (tmp_path / "digits" / "convit-figure-17.png").touch()  # as if drawn where the weights were
     (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
-    assert drawing["empty"] is None and len(drawing["files"]) == 2
+    assert drawing["empty"] is None and drawing["picture"] == "convit-figure-17.png"
 
 
 def test_plan_only_starts_nothing(tiny_scale, tmp_path, here, capsys):
@@ -322,13 +321,42 @@ def test_the_list_says_runs_and_status(tmp_path):
     assert re.search(r"convit/table-3 +70 runs", show_list(rows))
 
 
-def test_the_pages_in_the_docs_are_made_from_the_results_beside_them():
+def test_the_page_in_the_docs_is_made_from_the_records():
     root = Path(__file__).parents[2]
     folders = [root / "results" / scale for scale in SCALES_SHOWN]
     shown = [folder for folder in folders if folder.is_dir()]
-    for kind in ("md", "html"):
-        page = root / "docs" / f"results.{kind}"
-        assert page.read_text() == results_page(shown, page.parent, kind)
+    page = root / "docs" / "results.md"
+    assert page.read_text() == results_page(shown, page.parent, "md")
+
+
+def test_recorded_runs_give_a_clone_the_same_table(tiny_scale, tmp_path, here):
+    """To the last byte of its record, and of the file when it is written again."""
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    file = tmp_path / "tiny.runs.jsonl.gz"
+    reproduce("convit/table-5", scale, tmp_path / "a", executor=here, recorded=file, quiet=True)
+    written = file.read_bytes()
+    clone = dataclasses.replace(scale, root=tmp_path / "clone")
+    reproduce("convit/table-5", clone, tmp_path / "b", executor=here, recorded=file, quiet=True)
+    assert len(here.performed) == 2 and file.read_bytes() == written
+    one, other = (
+        json.loads((tmp_path / name / "digits" / "convit-table-5.json").read_text())
+        for name in "ab"
+    )
+    assert one["provenance"].pop("written") and other["provenance"].pop("written")
+    assert one == other
+    # What is there stays as it is; what is no such file is refused.
+    (clone.root / "mine").mkdir()
+    lines = gzip.decompress(written).replace(scale.runs("DeiT-S")[0].folder.name.encode(), b"mine")
+    file.write_bytes(gzip.compress(lines))
+    import_runs(file, clone.root)
+    assert not list((clone.root / "mine").iterdir())
+    for content in (b"no runs", written[:-9], gzip.compress(b"{}"), gzip.compress(b"[1")):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"tiny\.runs\.jsonl\.gz is not"):
+            import_runs(file, clone.root)
+    file.write_bytes(gzip.compress(b'{"run": "../other", "files": {}}'))
+    with pytest.raises(UserError, match=r"'\.\./other', which is not the name of a folder"):
+        import_runs(file, clone.root)
 
 
 def test_the_results_pages_are_made_from_records_alone(tiny_scale, tmp_path, here):
@@ -337,10 +365,11 @@ def test_the_results_pages_are_made_from_records_alone(tiny_scale, tmp_path, her
     for name in ("convit/table-6", "convit/figure-6", "cvt/table-2"):
         reproduce(name, scale, out, executor=here, quiet=True)
     (out / "digits" / "remarks.yaml").write_text("convit/table-6: One seed says nothing.\n")
-    page, markup = write_results_pages([out / "digits"], tmp_path / "docs" / "results.md")
-    text = page.read_text()
+    write_all(tmp_path)
+    page = tmp_path / "docs" / "results.md"
+    text, markup = page.read_text(), (out / "index.html").read_text()
     assert "## convit/table-6: Content or position masked at test time" in text
-    assert "One seed says nothing." in text and "One seed says nothing." in markup.read_text()
+    assert "One seed says nothing." in text and "One seed says nothing." in markup
     for link in re.findall(r"\]\((\.\./[^)]+)\)", text):
         assert (page.parent / link).resolve().exists(), link
     anchors = re.findall(r"\]\(#([^)]+)\)", text)
@@ -354,7 +383,7 @@ def test_the_results_pages_are_made_from_records_alone(tiny_scale, tmp_path, her
         results_page([tmp_path], tmp_path, "md")
 
 
-def record_of(scale, means, files=(), definition=2, name="convit/figure-5"):
+def record_of(scale, means, picture=None):
     """A figure's record with one claim per mean; None was not run."""
     claims = [
         {"text": f"claim {index}", "where": "§4", "expects": "above", "margin": 0.0, "unit": "x"}
@@ -367,8 +396,7 @@ def record_of(scale, means, files=(), definition=2, name="convit/figure-5"):
     ]
     made = {"runs": 1, "finished": 1, "processors": [], "commits": [], "packages": [], "gpus": []}
     return {
-        "definition": definition,
-        "name": name,
+        "name": "convit/figure-5",
         "title": "t",
         "kind": "figure",
         "scale": scale,
@@ -376,7 +404,7 @@ def record_of(scale, means, files=(), definition=2, name="convit/figure-5"):
         "comparable": False,
         "about": f"At {scale}.",
         "panels": [],
-        "files": list(files),
+        "picture": picture,
         "empty": None,
         "claims": claims,
         "provenance": made | {"training_seconds": 1.0},
@@ -385,28 +413,20 @@ def record_of(scale, means, files=(), definition=2, name="convit/figure-5"):
 
 def test_several_scales_show_each_claim_once_and_the_best_evidence_first():
     fine = record_of("fashion14", [1.0, None])
-    coarse = record_of("fashion", [-1.0, 2.0], ["convit-figure-5.png", "convit-figure-5.svg"])
-    old = record_of("digits", [-1.0, -1.0, -1.0], definition=1)
-    entry = Entry([fine, coarse, old])
-    assert [(r["scale"], c["text"]) for r, c in entry.claims()] == [
+    coarse = record_of("fashion", [-1.0, 2.0, None], "convit-figure-5.png")
+    entry = Entry([fine, coarse])
+    assert [(record["scale"], claim["text"]) for record, claim in entry.claims()] == [
         ("fashion14", "claim 0"),
         ("fashion", "claim 1"),
+        ("fashion", "claim 2"),
     ]
-    # The first with something to show; what is of an earlier definition says so.
+    # The first with something to show.
     assert section(entry)["record"] is coarse and "\nAt fashion." in page("md", entry)
-    assert "early was a tenth" in section(Entry([old]))["earlier"]
-    # Where the definition is the same, earlier evidence stands beside today's.
-    names = {"name": "convit/table-2"}
-    unchanged = Entry(
-        [
-            record_of("fashion", [None]) | names,
-            record_of("digits", [1.0, 2.0], definition=1) | names,
-        ]
-    )
-    assert [(r["scale"], c["text"], c["where"]) for r, c in unchanged.claims()] == [
-        ("digits", "claim 0", "§4")
+    assert [line["scale"] for line in shown_claims(entry.claims())] == [
+        "fashion14",
+        "fashion",
+        "fashion",
     ]
-    assert [line["scale"] for line in shown_claims(entry.claims())] == ["fashion14", "fashion"]
 
 
 def test_few_seeds_are_listed_and_of_many_there_is_the_range():
