@@ -366,11 +366,6 @@ def test_bad_settings_are_refused(fields, complaint):
         build("convit_nano", **fields)
 
 
-def test_earlier_names_still_work_with_a_warning():
-    with pytest.warns(FutureWarning, match="deit_tiny_twin is called deit_tiny_baseline now"):
-        assert variant("deit_tiny_twin") is variant("deit_tiny_baseline")
-
-
 def test_unknown_models_suggest_the_nearest():
     with pytest.raises(ValueError, match="did you mean convit_small"):
         build("convit_smal")

@@ -21,7 +21,7 @@ from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, ViTConfig, meaning, sides
 from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, put_attention
-from locality.models.variants import ALIASES, PREFIX, variant
+from locality.models.variants import PREFIX, variant
 from locality.models.vit import VisionTransformer
 
 Plain = str | bool | int | float | None
@@ -224,7 +224,7 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
     fields = {name: value for name, value in overrides.items() if value is not None}
     if isinstance(model, str):
         built = build(named(model, fields))
-        built.variant = ALIASES.get(model, model)
+        built.variant = model
         return built
     if type(model) not in _MODELS:
         raise UserError(f"no model is built from a {type(model).__name__}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -138,26 +137,6 @@ def family_of(model: str | None) -> str:
     return VARIANTS[model].family if model in VARIANTS else "other"
 
 
-# Earlier names, which still work.
-ALIASES = {f"deit_{size}_twin": f"deit_{size}_baseline" for size in ("tiny", "small", "base")}
-
-
-def current_name(name: str) -> str:
-    """What a model that may be given by an earlier name is called; that it is one is warned of."""
-    if name in ALIASES:
-        warnings.warn(f"{name} is called {ALIASES[name]} now", FutureWarning, stacklevel=3)
-    return ALIASES.get(name, name)
-
-
-# Names whose size has changed: what they are called today in files that version 0.1.0 wrote.
-_IN_0_1_0 = {"cvt_nano": "cvt_pico"}
-
-
-def name_today(name: str, version: str | None) -> str:
-    """The name of the model that a file written by `version` calls `name`."""
-    return _IN_0_1_0.get(name, name) if version == "0.1.0" else name
-
-
 def list_models(filter: str = "", family: str | None = None) -> list[str]:
     """Names of the models, in the order of the table.
 
@@ -180,7 +159,7 @@ def variant(name: str) -> Variant:
     Raises:
         UserError: if there is none, with the nearest names.
     """
-    return entry("model", current_name(name), VARIANTS)
+    return entry("model", name, VARIANTS)
 
 
 def identify(config: Any) -> tuple[str | None, Any]:

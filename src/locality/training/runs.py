@@ -40,7 +40,7 @@ from locality.data.folder import some
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
-from locality.training.config import RunConfig, called_today, read_config
+from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import Predictions
 
 # Settings that say where and on how many processes a run computes, not what. A run may be resumed
@@ -185,7 +185,7 @@ class RunFolder:
         result = read_json(self.result_file)
         if "model" not in result:
             raise UserError(f"{self.result_file} does not say which model the run had")
-        return result | {"model": called_today(self.path, str(result["model"]))}
+        return result
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.
