@@ -38,7 +38,7 @@ REFERENCE = {
     "search": ["locality.search"],
     "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
     "locality_papers": [
-        f"locality_papers.{module}" for module in ("specs", "measures", "reproduce")
+        f"locality_papers.{module}" for module in ("specs", "scales", "measures", "reproduce")
     ],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")

@@ -11,7 +11,7 @@ ResNet whose convolutions become gated attention exactly (`locality.models.initi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -38,24 +38,60 @@ from locality_papers.measures import (
     measured,
     summed_rate,
 )
-from locality_papers.specs import FAMILIES, REGISTRY, Column, Row, Scale, Table, experiment
+from locality_papers.scales import FAMILIES, Scale
+from locality_papers.specs import Claim, Column, Row, Table, experiment
 
 FRACTIONS = (0.05, 0.2, 1.0)
 
 
-def _rows(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> tuple[Row, ...]:
+Cells = dict[str, dict[str, Quantity]]
+"""Label of a row → metric of a column → what is in it."""
+
+
+def _top1(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> Cells:
     """Top-1 of runs: column → label → runs, in the order of the last column's labels."""
     *_, labels = found.values()
-    return tuple(
-        Row(label, {column: measured(runs[label], TOP1) for column, runs in found.items()})
+    return {
+        label: {column: measured(runs[label], TOP1) for column, runs in found.items()}
         for label in labels
+    }
+
+
+def _top1_by_fraction(
+    of: Callable[[float], dict[str, tuple[Run, ...]]], fractions: Sequence[float]
+) -> Cells:
+    """Top-1 on parts of the data of the runs that each asks for, by label."""
+    return _top1({percent(fraction): of(fraction) for fraction in fractions})
+
+
+def _parts(fractions: Sequence[float]) -> dict[str, Column]:
+    return {percent(fraction): Column(f"{percent(fraction)} of the data") for fraction in fractions}
+
+
+def _rows(cells: Cells) -> tuple[Row, ...]:
+    return tuple(Row(label, of) for label, of in cells.items())
+
+
+def _questions(
+    cells: Cells, columns: Mapping[str, str], pairs: Mapping[str, tuple[str, str]]
+) -> tuple[Claim, ...]:
+    """Our own questions, of every column that has both rows: is the first above the second?
+
+    Args:
+        cells: the table.
+        columns: metric of a column → what its questions begin with.
+        pairs: question → labels of the two rows.
+    """
+    return tuple(
+        Claim(f"{name}: {text}", "", cells[first][metric] - cells[second][metric])
+        for metric, name in columns.items()
+        for text, (first, second) in pairs.items()
+        if metric in cells[first] and metric in cells[second]
     )
 
 
-def _by_fraction(of: Callable[[float], dict[str, tuple[Run, ...]]], *fractions: float) -> Table:
-    """Top-1 on parts of the data of the runs that each asks for, by label."""
-    found = {percent(fraction): of(fraction) for fraction in fractions}
-    return Table(_rows(found), {part: Column(f"{part} of the data") for part in found})
+def _is_above(first: str, second: str) -> dict[str, tuple[str, str]]:
+    return {f"{first} is above {second}": (first, second)}
 
 
 # e⁻⁴ of positional attention on each neighbour of a head's centre, 2% of content; both may move.
@@ -86,13 +122,32 @@ def _with_convolutions(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     }
 
 
-@experiment("beyond/trained-convolutions")
+@experiment("beyond/trained-convolutions", "Gated layers that start as trained convolutions")
 def trained_convolutions(s: Scale) -> Table:
     """Against random convolutions, twice the training, the net itself, and DeiT."""
-    return _by_fraction(partial(_with_convolutions, s), *FRACTIONS)
+    cells = _top1_by_fraction(partial(_with_convolutions, s), FRACTIONS)
+    random, longer = (
+        "ConViT, random convolutions (the paper's)",
+        "ConViT, random convolutions, trained twice as long",
+    )
+    gated, whole = "ConViT, gated layers from it", "ConViT, everything from it"
+    pairs = {
+        "gated layers from trained convolutions are above random ones": (gated, random),
+        "a whole trained start is above random convolutions": (whole, random),
+        "… and above random ones trained as long in all": (whole, longer),
+    }
+    parts = _parts(FRACTIONS)
+    return Table(
+        _rows(cells),
+        parts,
+        about="Not in the papers. The net is trained on the same images for the same number of "
+        "steps; `init_from_conv2d_` then keeps as much of each kernel as the heads can carry.",
+        claims=_questions(cells, {part: part for part in parts}, pairs),
+    )
 
 
 _FEW = FRACTIONS[0]
+_LAYERWISE = "from weights, rates falling by a quarter with each layer below the classifier"
 
 
 def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
@@ -105,20 +160,26 @@ def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
     return {
         "from scratch": s.runs(role, **new),
         "from weights": s.started(role, nets, **tuned),
-        "from weights, rates falling by a quarter with each layer below the classifier": s.started(
-            role, nets, **tuned | layerwise
-        ),
+        _LAYERWISE: s.started(role, nets, **tuned | layerwise),
     }
 
 
-@experiment("beyond/finetuning")
+@experiment("beyond/finetuning", "Few images of new classes, from weights that know others")
 def finetuning(s: Scale) -> Table:
     """Against training from scratch, at equal length."""
-    rows = _rows({family: _transferred(s, f"{family}-S") for family in FAMILIES})
-    return Table(rows, values={"few": percent(_FEW)})
+    cells = _top1({family: _transferred(s, f"{family}-S") for family in FAMILIES})
+    pairs = _is_above("from weights", "from scratch") | _is_above(_LAYERWISE, "from scratch")
+    return Table(
+        _rows(cells),
+        {family: Column(family) for family in FAMILIES},
+        about=f"Not in the papers. Weights come from all images of the first half of the classes; "
+        f"then {percent(_FEW)} of the images of the other half are trained on, for as many steps, "
+        f"and accuracy is that on the validation images of these.",
+        claims=_questions(cells, {family: family for family in FAMILIES}, pairs),
+    )
 
 
-@experiment("beyond/converged")
+@experiment("beyond/converged", "DeiT and ConViT trained twice as long")
 def converged(s: Scale) -> Table:
     """Top-1 on all data, as long as everywhere and twice as long."""
     rows = []
@@ -126,7 +187,13 @@ def converged(s: Scale) -> Table:
         once, (run, *_) = s.measured(TOP1, role), s.runs(role)
         twice = s.measured(TOP1, role, **run.config.schedule.lasting(2))
         rows.append(Row(role, {"once": once, "twice": twice, "more": twice - once}))
-    return Table(tuple(rows))
+    columns = {
+        "once": Column("as everywhere"),
+        "twice": Column("twice as long"),
+        "more": Column("difference", signed=True),
+    }
+    about = "Not in the papers. Top-1 with all training images, and after twice as many updates."
+    return Table(tuple(rows), columns, about=about)
 
 
 def _fractions(s: Scale) -> list[float]:
@@ -184,6 +251,16 @@ _ATTENTION = Measure("gates and moves of a transformed network", _gates_and_move
 
 
 _FINE_TUNING = 0.2  # of the steps
+_TRANSFORMED: dict[str, dict[str, Any]] = {
+    "transformed (α = 7, λ = 1)": {},
+    "transformed, α = 4": {"fields": {"locality_strength": 4.0}},
+    "transformed, α = 20": {"fields": {"locality_strength": 20.0}},
+    "transformed, α = 20, v_pos and λ at 10 times the rate": {
+        "fields": {"locality_strength": 20.0},
+        "optim__position_lr_factor": 10.0,
+    },
+    "transformed, λ = 6": {"fields": {"gating_init": 6.0}},
+}
 
 
 def _transformed_runs(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
@@ -196,44 +273,79 @@ def _transformed_runs(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     short = {"fraction": fraction, **lasting(_FINE_TUNING)}
     trained_on = s.started("CNN", nets, label="trained on", **short)
     found = {"the ResNet": nets, "the ResNet, trained on": trained_on}
-    for label, changes in REGISTRY["beyond/transformed"].rows.items():
+    for label, changes in _TRANSFORMED.items():
         found[label] = s.started("T-CNN", nets, label=label, **short, **changes)
     whole = s.runs("ConViT-S", fraction=fraction, **lasting(1 + _FINE_TUNING))
     return found | {"ConViT from scratch, as long in all": whole}
 
 
-@experiment("beyond/transformed")
+@experiment("beyond/transformed", "A trained ResNet whose convolutions become gated attention")
 def transformed(s: Scale) -> Table:
     """Fine-tuned, against the ResNet trained on as long, and ConViT from scratch for the sum."""
     fractions = _fractions(s)
-    table = _by_fraction(partial(_transformed_runs, s), *fractions)
-    whole = _transformed_runs(s, fractions[-1])
-    rows = []
-    for row in table.rows:
-        runs = whole[row.label]
-        cells = {name: measured(runs, measure) for name, measure in ROBUSTNESS.items()}
-        if row.label in REGISTRY["beyond/transformed"].rows:
+    cells = _top1_by_fraction(partial(_transformed_runs, s), fractions)
+    for label, runs in _transformed_runs(s, fractions[-1]).items():
+        cells[label] |= {name: measured(runs, measure) for name, measure in ROBUSTNESS.items()}
+        if label in _TRANSFORMED:
             heads = measured(runs, _ATTENTION)
-            cells |= {name: combined(itemgetter(name), heads) for name in ("gate", "left")}
-        rows.append(Row(row.label, {**row.cells, **cells}))
-    values = {"part": f"{_FINE_TUNING:.0%}"}
-    return Table(tuple(rows), table.columns, values=values)
+            cells[label] |= {name: combined(itemgetter(name), heads) for name in ("gate", "left")}
+    columns = _parts(fractions) | {name: Column(name) for name in ROBUSTNESS}
+    first = next(iter(_TRANSFORMED))
+    pairs = _is_above(first, "the ResNet, trained on")
+    pairs |= _is_above(first, "ConViT from scratch, as long in all")
+    return Table(
+        _rows(cells),
+        columns | {"gate": Column("mean gate"), "left": Column("heads that left")},
+        about=f"Not in the papers here: d'Ascoli et al. 2021 did it with ImageNet. The net is "
+        f"trained, transformed and fine-tuned for {_FINE_TUNING:.0%} of its steps, on the same "
+        f"images. Shifts, noise and contrast are those of the evaluated images, of models of the "
+        f"last column before them. A head has left if it looks half a token or more beside its "
+        f"place.",
+        claims=_questions(cells, {name: column.name for name, column in columns.items()}, pairs),
+    )
+
+
+_STARTS: dict[str, dict[str, Any]] = {
+    "DeiT, default": {"role": "DeiT-3×3"},
+    "ConViT, default": {"role": "ConViT-3×3", "fields": {"conv_init": False}},
+    "ConViT, conv (Eq. 5)": {"role": "ConViT-3×3"},
+    "DeiT, mimetic": {"role": "DeiT-3×3", "fields": {"init": "mimetic"}},
+    "ConViT, mimetic": {"role": "ConViT-3×3", "fields": {"init": "mimetic", "conv_init": False}},
+    "DeiT, impulse": {"role": "DeiT-3×3", "fields": {"init": "impulse"}},
+    "ConViT, impulse": {"role": "ConViT-3×3", "fields": {"init": "impulse", "conv_init": False}},
+}
 
 
 def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     """Runs by initialisation on a fraction of the data."""
-    rows = REGISTRY["beyond/initialisations"].rows
     nets, gated, _ = _from_convolutions(s, fraction)
-    return {label: s.runs(**row, fraction=fraction) for label, row in rows.items()} | {
+    return {label: s.runs(**row, fraction=fraction) for label, row in _STARTS.items()} | {
         "ConViT, trained_conv": gated,
         "the convolutional net of trained_conv": nets,
     }
 
 
-@experiment("beyond/initialisations")
+@experiment("beyond/initialisations", "How attention starts")
 def initialisations(s: Scale) -> Table:
     """Five ways to start a ConViT, and three to start a DeiT, on parts of the data."""
-    return _by_fraction(partial(_initialised, s), *_fractions(s))
+    parts = _parts(_fractions(s))
+    cells = _top1_by_fraction(partial(_initialised, s), _fractions(s))
+    pairs = (
+        _is_above("DeiT, mimetic", "DeiT, default")
+        | _is_above("DeiT, impulse", "DeiT, default")
+        | _is_above("ConViT, mimetic", "ConViT, default")
+        | _is_above("ConViT, impulse", "ConViT, default")
+        | _is_above("ConViT, conv (Eq. 5)", "ConViT, default")
+        | _is_above("ConViT, trained_conv", "ConViT, conv (Eq. 5)")
+    )
+    return Table(
+        _rows(cells),
+        parts,
+        about="Not in the papers. Mimetic: Trockman & Kolter 2023; impulse: Zheng et al. 2025, in "
+        "closed form. For trained_conv the net of the last row is trained for as many steps on the "
+        "same images first.",
+        claims=_questions(cells, {part: part for part in parts}, pairs),
+    )
 
 
 FACTORS = (1.0, 3.0, 10.0, 30.0)
@@ -242,7 +354,7 @@ some 186 over the 300 epochs of ConViT's recipe, 1,251 steps each, and 0.5 to 1.
 thousand steps."""
 
 
-@experiment("beyond/position-rate")
+@experiment("beyond/position-rate", "Gates and nonlocality at higher rates of v_pos and λ")
 def position_rate(s: Scale) -> Table:
     """What ConViT's gated layers become with a factor on the learning rate of their positions."""
     layers = range(s.architecture("ConViT-S").gpsa_layers)
@@ -264,7 +376,13 @@ def position_rate(s: Scale) -> Table:
                 trajectory, n, lambda layer: layer["nonlocality"][-1] - layer["nonlocality"][0]
             )
         rows.append(Row(f"×{factor:g}", cells))
-    return Table(tuple(rows), columns)
+    return Table(
+        tuple(rows),
+        columns,
+        about="Not in the papers. The learning rate of v_pos and λ times a factor; its sum, about "
+        "how far Adam can move them (186 in the paper); gates at the end, mean over heads; "
+        "nonlocality at the end less that at the start.",
+    )
 
 
 def _of_layer(trajectory: Quantity, n: int, function: Callable[[Any], float]) -> Quantity:

@@ -1,11 +1,9 @@
-"""ConViT's tables and curves of accuracy: which runs each needs, and what is measured on them."""
+"""ConViT's tables of accuracy: which runs each needs, what is measured on them, what it claims."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import pairwise
 from statistics import linear_regression
 from typing import Any
@@ -19,115 +17,227 @@ from locality.runner.runs import Run
 from locality.training import replace
 from locality_papers import published
 from locality_papers.measures import (
-    BEST_TOP1,
-    CURVE_OVER_FRACTION,
     INFERENCE_SPEED,
-    LEARNING_CURVE,
-    PARAMETERS,
     TOP1,
-    TOP1_EARLY,
     TOP5,
     Measure,
     Quantity,
     absent,
     combined,
-    computed,
     masked_top1,
-    ratio,
     relative_gain,
-    top1_at,
 )
+from locality_papers.scales import FAMILIES, FRACTIONS, Scale
 from locality_papers.specs import (
-    FAMILIES,
-    FRACTIONS,
-    REGISTRY,
-    Figure,
-    Panel,
+    Claims,
+    Column,
+    Expect,
     Row,
-    Scale,
-    Series,
     Table,
+    claims_at,
     experiment,
-    shaded,
+    standard_columns,
 )
 
 BEST_CONVOLUTIONAL = "best of several thousand convolutional nets, 10% (Zhai et al.)"
 
 
-@experiment("convit/table-1")
+@experiment("convit/table-1", "ConViT and DeiT of six sizes")
 def table_1(s: Scale) -> Table:
     """Parameters, cost, speed and accuracy of every size."""
-    rows = []
+    cells: dict[str, dict[str, Quantity]] = {}
     for size in s.sizes:
         for role in (f"DeiT-{size}", f"ConViT-{size}"):
-            speed = s.measured(INFERENCE_SPEED, role, seeds=s.seeds_of(size))
-            top = {m.name: s.measured(m, role, seeds=s.seeds_of(size)) for m in (TOP1, TOP5)}
-            rows.append(Row(role, {**s.counted(role), "speed": speed, **top}))
-    named = {}
-    for role in ("ConViT-S+", "DeiT-B"):
-        named[role] = s.measured(TOP1, role, seeds=s.few_seeds)
-        named[f"{role}'s parameters"] = s.counted(role)["parameters"]
-    for role in ("DeiT-S", "ConViT-S", "ConViT-S+", "DeiT-B"):
-        named[f"{role}'s speed"] = s.measured(INFERENCE_SPEED, role, seeds=s.few_seeds)
-    return Table(tuple(rows), named=named)
+            measures = (INFERENCE_SPEED, TOP1, TOP5)
+            cells[role] = s.counted(role) | {
+                name: s.measured(m, role, seeds=s.seeds_of(size))
+                for name, m in zip(("speed", "top1", "top5"), measures, strict=True)
+            }
+
+    def above(first: str, second: str, otherwise: str) -> Quantity:
+        if first in cells and second in cells:
+            return cells[first]["top1"] - cells[second]["top1"]
+        return absent(otherwise)
+
+    def faster(first: str, second: str) -> Quantity:
+        one, other = (s.measured(INFERENCE_SPEED, r, seeds=s.few_seeds) for r in (first, second))
+        return one - other
+
+    shared = "another size of Table 1 is filled by the same model here"
+    recipe = "learning rate and batch are those of the other models here"
+    small, base = (s.measured(TOP1, role, seeds=s.few_seeds) for role in ("ConViT-S+", "DeiT-B"))
+    slower = "positional attention slows ConViT down: DeiT-S shows more images per second"
+    fewer = s.counted("DeiT-B")["parameters"] - s.counted("ConViT-S+")["parameters"]
+    falls = "at the lower rate and batch DeiT-B+ falls below DeiT-S+"
+    claims: Claims = {
+        f"ConViT-{size} is above DeiT-{size}": above(f"ConViT-{size}", f"DeiT-{size}", shared)
+        for size in ("Ti", "Ti+", "S", "S+", "B", "B+")
+    }
+    claims |= {
+        slower: faster("DeiT-S", "ConViT-S"),
+        "ConViT-S+ is above the larger DeiT-B": small - base,
+        "… with fewer parameters": fewer,
+        "… and more images per second": faster("ConViT-S+", "DeiT-B"),
+        falls: above("DeiT-S+", "DeiT-B+", recipe),
+        "… and ConViT-B+ does not fall below ConViT-S+": above("ConViT-B+", "ConViT-S+", recipe),
+    }
+    columns = {
+        **standard_columns("parameters", "flops"),
+        "speed": Column("images/s, inference", "", 0),
+        **standard_columns("top1"),
+        "top5": Column("top-5"),
+    }
+    return Table(
+        tuple(Row(role, of) for role, of in cells.items()),
+        columns,
+        about="Accuracy, size and speed of ConViT and DeiT, all trained from scratch.",
+        claims=claims_at("§3, p. 6", claims),
+    )
 
 
-@experiment("convit/table-2")
+@experiment("convit/table-2", "Sample efficiency: ConViT-S and DeiT-S on parts of the data")
 def table_2(s: Scale) -> Table:
     """Accuracy on fractions of the training images, and the relative gain of ConViT."""
-    rows = []
+    cells: dict[float, dict[str, Quantity]] = {}
     for fraction in s.fractions:
-        cells: dict[str, Quantity] = {}
+        found: dict[str, Quantity] = {}
         for m in (TOP1, TOP5):
             deit, convit = (
                 s.measured(m, role, fraction=fraction) for role in ("DeiT-S", "ConViT-S")
             )
-            cells |= {f"DeiT-S/{m.name}": deit, f"ConViT-S/{m.name}": convit}
-            cells[f"gap/{m.name}"] = relative_gain(convit, deit)
-        rows.append(Row(percent(fraction), cells))
-    if s.fractions != FRACTIONS:
-        return Table(tuple(rows))
-    top1 = {family: [row.cells[f"{family}-S/top1"] for row in rows] for family in FAMILIES}
-    named = {
-        f"{family}'s step, {percent(lower)} to {percent(upper)}": more - fewer
-        for family, found in top1.items()
-        for (lower, fewer), (upper, more) in pairwise(zip(FRACTIONS, found, strict=True))
+            found |= {f"DeiT-S/{m.name}": deit, f"ConViT-S/{m.name}": convit}
+            found[f"gap/{m.name}"] = relative_gain(convit, deit)
+        cells[fraction] = found
+    claims: Claims = {
+        f"with {percent(fraction)} of the images, ConViT is above DeiT": of["ConViT-S/top1"]
+        - of["DeiT-S/top1"]
+        for fraction, of in cells.items()
     }
-    scarcity = [-math.log10(fraction) for fraction in FRACTIONS]
-    for m in (TOP1, TOP5):
-        gaps = [row.cells[f"gap/{m.name}"] for row in rows]
-        named[f"slope of {m.name}"] = combined(
+    if s.fractions == FRACTIONS:
+        claims |= _over_fractions(s, cells)
+    columns = {
+        f"{column}/{m.name}": Column(f"{name}, {title}", signed=column == "gap")
+        for m, title in ((TOP1, "top-1"), (TOP5, "top-5"))
+        for column, name in (("DeiT-S", "DeiT"), ("ConViT-S", "ConViT"), ("gap", "gap"))
+    }
+    return Table(
+        tuple(Row(percent(fraction), of) for fraction, of in cells.items()),
+        columns,
+        about="A fraction of each class's training images, the number of images shown unchanged. "
+        "The gap is ConViT's gain in per cent of DeiT's accuracy.",
+        claims=claims_at("§3, p. 6, Table 2", claims),
+    )
+
+
+def _over_fractions(s: Scale, cells: dict[float, dict[str, Quantity]]) -> Claims:
+    """The claims of Table 2 that compare fractions."""
+    top1 = {family: [of[f"{family}-S/top1"] for of in cells.values()] for family in FAMILIES}
+
+    def steps(family: str) -> dict[str, Quantity]:
+        return {
+            f"{percent(lower)} to {percent(upper)}": more - fewer
+            for (lower, fewer), (upper, more) in pairwise(zip(cells, top1[family], strict=True))
+        }
+
+    def slope(m: Measure) -> Quantity:
+        """How fast the gap grows as images get fewer."""
+        scarcity = [-math.log10(fraction) for fraction in cells]
+        gaps = [of[f"gap/{m.name}"] for of in cells.values()]
+        return combined(
             lambda *v: linear_regression(scarcity, v).slope,
             *gaps,
             unit=f"{gaps[0].unit} per tenfold fewer images",
         )
+
+    def lost(family: str) -> Quantity:
+        return top1[family][FRACTIONS.index(1.0)] - top1[family][FRACTIONS.index(0.1)]
+
     classical = published.value("convit/text", BEST_CONVOLUTIONAL, "top1").value
-    named["over convolutional nets"] = (
-        top1["ConViT"][FRACTIONS.index(0.1)] - classical
-        if s.comparable
-        else absent("those nets were trained on ImageNet")
-    )
-    return Table(tuple(rows), named=named)
+    above_classical = absent("those nets were trained on ImageNet")
+    if s.comparable:
+        above_classical = top1["ConViT"][FRACTIONS.index(0.1)] - classical
+    return {
+        "DeiT loses accuracy with every step to fewer images": steps("DeiT"),
+        "ConViT loses accuracy with every step to fewer images": steps("ConViT"),
+        "ConViT loses less than DeiT from all images to 10% of them": lost("DeiT") - lost("ConViT"),
+        "the relative gain grows as the images get fewer": Expect(
+            slope(TOP1), where="app. C, Fig. 11"
+        ),
+        "… and so does that of top-5": slope(TOP5),
+        "with 10% of the images ConViT is above the best convolutional net": Expect(
+            above_classical, where="§3, pp. 6–7"
+        ),
+    }
 
 
-@experiment("convit/table-3")
+_UNGATED = {"freeze_gating": True, "gating_init": 0.0}
+INGREDIENTS: dict[str, dict[str, Any]] = {
+    "a: ConViT": {"role": "ConViT-S+"},
+    "b: gate frozen at λ = 0": {"role": "ConViT-S+", "fields": _UNGATED},
+    "c: no convolutional init": {"role": "ConViT-S+", "fields": {"conv_init": False}},
+    "d: neither": {"role": "ConViT-S+", "fields": {**_UNGATED, "conv_init": False}},
+    "e: DeiT": {"role": "DeiT-S+"},
+    "f: GPSA frozen at conv. init": {
+        "role": "ConViT-S+",
+        "fields": {**_UNGATED, "freeze_gpsa": True},
+    },
+    "g: GPSA frozen, random init": {
+        "role": "ConViT-S+",
+        "fields": {**_UNGATED, "freeze_gpsa": True, "conv_init": False},
+    },
+}
+"""The rows of Table 3. f and g cross out "Train gating" too, which footnote 4 explains as λ frozen
+at 0."""
+
+
+@experiment("convit/table-3", "Ablation of gating, convolutional initialisation and GPSA")
 def table_3(s: Scale) -> Table:
-    """Rows a to g on all data and on 10% of it.
-
-    Rows f and g cross out "Train gating" too, which footnote 4 explains as λ frozen at 0.
-    """
-    changed = REGISTRY["convit/table-3"].rows
+    """Rows a to g on all data and on 10% of it."""
     top1 = {
-        part: {label: s.measured(TOP1, **row, fraction=fraction) for label, row in changed.items()}
+        part: {
+            label[0]: s.measured(TOP1, **row, fraction=fraction)
+            for label, row in INGREDIENTS.items()
+        }
         for part, fraction in (("full", 1.0), ("10%", 0.1))
     }
     rows = []
-    for label in changed:
-        cells = {part: of[label] for part, of in top1.items()}
+    for label in INGREDIENTS:
+        cells = {part: of[label[0]] for part, of in top1.items()}
         if label != "e: DeiT":
-            cells |= {f"{part} over e": of[label] - of["e: DeiT"] for part, of in top1.items()}
+            cells |= {f"{part} over e": of[label[0]] - of["e"] for part, of in top1.items()}
         rows.append(Row(label, cells))
-    return Table(tuple(rows))
+    full, tenth = top1["full"], top1["10%"]
+    claims: Claims = {
+        "all data: GPSA alone (d) is above DeiT (e)": full["d"] - full["e"],
+        "all data: convolutional init adds to GPSA alone (b above d)": full["b"] - full["d"],
+        "all data: gating adds to convolutional init (a above b)": full["a"] - full["b"],
+        "all data: gating alone is no help (c equals d)": Expect(full["c"] - full["d"], within=1),
+        "all data: frozen convolutions (f) equal DeiT (e)": Expect(full["f"] - full["e"], within=1),
+        "all data: GPSA frozen at random (g) falls below DeiT (e)": full["e"] - full["g"],
+        "all data: frozen convolutions (f) are above random (g)": full["f"] - full["g"],
+        "10%: GPSA alone (d) is above DeiT (e)": tenth["d"] - tenth["e"],
+        "10%: gating helps (c above d)": tenth["c"] - tenth["d"],
+        "10%: convolutional initialisation helps (b above d)": tenth["b"] - tenth["d"],
+        "10%: both are above initialisation alone (a above b)": tenth["a"] - tenth["b"],
+        "10%: both are above gating alone (a above c)": tenth["a"] - tenth["c"],
+        "10%: gating and initialisation complement each other: together they bring the sum": Expect(
+            (tenth["a"] - tenth["b"]) - (tenth["c"] - tenth["d"]), 1
+        ),
+        "10%: frozen convolutions (f) are above DeiT (e)": tenth["f"] - tenth["e"],
+        "gating and initialisation bring more at 10% than on all data": (tenth["a"] - tenth["d"])
+        - (full["a"] - full["d"]),
+    }
+    return Table(
+        tuple(rows),
+        {
+            "full": Column("all data"),
+            "full over e": Column("over e", signed=True),
+            "10%": Column("10% of the data"),
+            "10% over e": Column("over e, 10%", signed=True),
+        },
+        about="Top-1 of ConViT with parts of it frozen or removed; e is DeiT.",
+        claims=claims_at("§4, pp. 8–9, Table 3", claims),
+    )
 
 
 def taught(s: Scale, measure: Measure, role: str) -> Quantity:
@@ -160,31 +270,70 @@ def taught(s: Scale, measure: Measure, role: str) -> Quantity:
     )
 
 
-@experiment("convit/table-4")
+@experiment("convit/table-4", "Hard distillation from a convolutional teacher")
 def table_4(s: Scale) -> Table:
     """Accuracy with and without a teacher."""
-    rows = []
+    cells: dict[str, dict[str, Quantity]] = {}
     # Elsewhere the paper's comparison of unequal sizes says nothing.
     for role in ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+"):
         plain, hard = s.measured(TOP1, role), taught(s, TOP1, role)
-        rows.append(Row(role, {"none": plain, "hard": hard, "gain": hard - plain}))
-    return Table(tuple(rows), named={"ConViT-S": s.measured(TOP1, "ConViT-S")})
+        cells[role] = {"none": plain, "hard": hard, "gain": hard - plain}
+    deit, convit = cells["DeiT-S"], cells["ConViT-S+"]
+    larger = absent("the sizes of its models here are not in the paper's proportion")
+    if "DeiT-B" in cells:
+        larger = cells["DeiT-B"]["hard"] - convit["hard"]
+    claims: Claims = {
+        "distillation helps DeiT": deit["gain"],
+        "distillation helps ConViT": convit["gain"],
+        "DeiT gains more than ConViT": deit["gain"] - convit["gain"],
+        "ConViT without a teacher equals DeiT with one": Expect(
+            s.measured(TOP1, "ConViT-S") - deit["hard"], within=1, where="§3, p. 6"
+        ),
+        "with a teacher, DeiT-B is above ConViT-S+": larger,
+    }
+    return Table(
+        tuple(Row(role, of) for role, of in cells.items()),
+        {
+            "none": Column("no distillation"),
+            "hard": Column("hard distillation"),
+            "gain": Column("gain", signed=True),
+        },
+        about=f"Half of the target is the class that the teacher ({s.teacher}) finds most likely; "
+        f"it was trained on images that are not the students'.",
+        claims=claims_at("app. B", claims),
+    )
 
 
-@experiment("convit/table-5")
+@experiment("convit/table-5", "Position embedding masked at test time")
 def table_5(s: Scale) -> Table:
     """Accuracy of trained models without their absolute position embedding."""
     measure = masked_top1("position embedding masked", position_embedding_off)
-    rows = []
+    rows, loss = [], {}
     for family in FAMILIES[::-1]:
         role = f"{family}-{s.masked_size}"
         masked, unmasked = s.measured(measure, role), s.measured(TOP1, role)
-        cells = {"masked": masked, "unmasked": unmasked, "loss": unmasked - masked}
+        loss[family] = unmasked - masked
+        cells = {"masked": masked, "unmasked": unmasked, "loss": loss[family]}
         rows.append(Row(role, cells, printed=f"{family}-Ti"))
-    return Table(tuple(rows))
+    claims: Claims = {
+        "DeiT loses more than ConViT": loss["DeiT"] - loss["ConViT"],
+        "DeiT loses much: more than 10 points": loss["DeiT"] - 10,
+        "ConViT loses little: less than 10 points": 10 - loss["ConViT"],
+    }
+    return Table(
+        tuple(rows),
+        {
+            "masked": Column("masked"),
+            "unmasked": Column("no mask"),
+            "loss": Column("loss", signed=True),
+        },
+        about="Top-1 of trained models with the absolute position embedding masked and not. The "
+        "claims' 10 points are ours; the paper says little and much.",
+        claims=claims_at("app. F, Table 5", claims),
+    )
 
 
-@experiment("convit/table-6")
+@experiment("convit/table-6", "Content or position masked at test time")
 def table_6(s: Scale) -> Table:
     """Accuracy of a trained ConViT with one half of its first layers' attention masked."""
     role = f"ConViT-{s.masked_size}"
@@ -195,229 +344,35 @@ def table_6(s: Scale) -> Table:
 
         return s.measured(masked_top1(f"{part} masked in the first {layers} layers", mask), role)
 
-    rows = []
+    whole = s.measured(TOP1, role)
+    rows, cells = [], {}
     for layers, printed in zip(s.masked_layers, ("3", "5", "10"), strict=True):
-        cells = {part: without(part, layers) for part in ("content", "position")}
-        cells["none"] = s.measured(TOP1, role)
-        rows.append(Row(f"first {layers} layers (paper: {printed})", cells, printed))
-    half = combined(lambda whole: whole / 2, cells["none"])
-    quarter = combined(lambda whole: whole / 4, cells["none"])
-    return Table(tuple(rows), named={"half of it": half, "quarter of it": quarter})
-
-
-# -- figures ---------------------------------------------------------------------------------------
-
-
-def over(xs: Sequence[float], parts: Sequence[Quantity]) -> Quantity:
-    """Numbers as a curve: x → the quantity of that x."""
-    return combined(lambda *values: {"x": list(xs), "y": list(values)}, *parts)
-
-
-def accuracy_by_size(
-    s: Scale, roles: Mapping[str, tuple[int, ...]], printed: Mapping[str, Iterable[str]]
-) -> tuple[Panel, ...]:
-    """Top-1 against parameters: a panel of ours, over their seeds, and panels of what is printed.
-
-    Args:
-        s: the scale.
-        roles: role → its seeds.
-        printed: title of a panel → rows of ConViT's Table 1 or CvT's Table 3.
-    """
-    tables = published.rows("cvt/table-3") | published.rows("convit/table-1")
-
-    def panel(title: str, names: Iterable[str], of: Callable[[str, str], Quantity]) -> Panel:
-        series = tuple(
-            Series(
-                name,
-                combined(
-                    lambda parameters, top1: {"x": [parameters], "y": [top1]},
-                    of(name, "parameters"),
-                    of(name, "top1"),
-                ),
-                name.partition("-")[0].lower(),
-            )
-            for name in names
-        )
-        return Panel(title, "parameters (M)", "top-1 (%)", series, log_x=True, scatter=True)
-
-    def here(role: str, metric: str) -> Quantity:
-        return s.measured({"top1": TOP1, "parameters": PARAMETERS}[metric], role, seeds=roles[role])
-
-    def there(row: str, metric: str) -> Quantity:
-        return computed(partial(float, tables[row][metric].value))
-
-    return panel("Here", roles, here), *(panel(title, of, there) for title, of in printed.items())
-
-
-@experiment("convit/figure-1")
-def figure_1(s: Scale) -> Figure:
-    """The paper's sketch as a measurement: convolutions, gated layers, plain attention."""
-    fractions = (0.05, 0.2, 1.0)
-    series, named = [], dict[str, Quantity]()
-    for (label, row), colour in zip(
-        REGISTRY["convit/figure-1"].rows.items(), ("other", "convit", "deit"), strict=True
-    ):
-        top1 = [s.measured(TOP1, **row, fraction=f) for f in fractions]
-        series.append(Series(label, over([100 * f for f in fractions], top1), colour))
-        named |= {f"{label}, few images": top1[0], f"{label}, all images": top1[-1]}
-    panel = Panel("Inductive bias", "training images (%)", "top-1 (%)", tuple(series), log_x=True)
-    return Figure((panel,), named=named)
-
-
-@experiment("convit/figure-2a")
-def figure_2a(s: Scale) -> Figure:
-    """Accuracy against the fraction of the data, and the relative improvement."""
-    rows, table = table_2(s).rows, published.rows("convit/table-2")
-    parts, label = [100 * fraction for fraction in s.fractions], "training images (%)"
-    cells: dict[str, Mapping[str, Mapping[str, Quantity]]] = {
-        "Here": {row.label: row.cells for row in rows},
-        "Published": {
-            row: {column: computed(partial(float, of.value)) for column, of in table[row].items()}
-            for row in map(percent, s.fractions)
+        found = {part: without(part, layers) for part in ("content", "position")}
+        cells[printed] = found
+        label = f"first {layers} layers (paper: {printed})"
+        rows.append(Row(label, found | {"none": whole}, printed))
+    first, half, every = cells.values()
+    claims: Claims = {
+        "in the first layers, masking content or position costs the same": Expect(
+            first["position"] - first["content"], 5
+        ),
+        "in half of the gated layers, masking content costs more": half["position"]
+        - half["content"],
+        "in all gated layers, masking content costs more": every["position"] - every["content"],
+        "… and without position more than half of the accuracy is left": every["position"]
+        - combined(lambda top1: top1 / 2, whole),
+        "… but without content less than a quarter": combined(lambda top1: top1 / 4, whole)
+        - every["content"],
+    }
+    return Table(
+        tuple(rows),
+        {
+            "content": Column("content masked"),
+            "position": Column("position masked"),
+            "none": Column("no mask"),
         },
-    }
-    panels, gains = [], []
-    for title, by_row in cells.items():
-        found = {f: [row[f"{f}-S/top1"] for row in by_row.values()] for f in FAMILIES}
-        series = tuple(
-            Series(f"{family}-S", over(parts, curve), family.lower())
-            for family, curve in found.items()
-        )
-        panels.append(Panel(title, label, "top-1 (%)", series, log_x=True))
-        gain = over(parts, list(map(relative_gain, found["ConViT"], found["DeiT"])))
-        gains.append(Series(title.lower(), gain, "other", dashed=title == "Published"))
-    panels.append(Panel("ConViT over DeiT", label, "% of DeiT's top-1", tuple(gains), log_x=True))
-    return Figure(tuple(panels))
-
-
-@experiment("convit/figure-2b")
-def figure_2b(s: Scale) -> Figure:
-    """Accuracy against the number of parameters."""
-    roles = {f"{family}-{size}": s.seeds_of(size) for family in FAMILIES for size in s.sizes}
-    others = [f"ResNet-{depth}" for depth in (50, 101, 152)]
-    others += [f"T2T-ViT_t-{depth}" for depth in (14, 19, 24)]
-    printed = {"Published": [*published.rows("convit/table-1"), *others]}
-    return Figure(accuracy_by_size(s, roles, printed))
-
-
-def _with_gpsa(s: Scale, measure: Measure, layers: int, strength: float = 1.0) -> Quantity:
-    """A cell of Figs. 8 and 12; the model's own values are left out, to share its runs."""
-    if layers == 0:
-        return s.measured(measure, "DeiT-S+", seeds=s.few_seeds, **s.small)
-    fields: dict[str, Any] = {}
-    if layers != s.gpsa_counts[-1]:
-        fields["gpsa_layers"] = layers
-    if strength != 1.0:
-        fields["locality_strength"] = strength
-    return s.measured(measure, "ConViT-S+", seeds=s.few_seeds, fields=fields, **s.small)
-
-
-@experiment("convit/figure-8")
-def figure_8(s: Scale) -> Figure:
-    """Final accuracy (left) and accuracy at stages of training (right)."""
-    by_strength = {
-        f"{layers} GPSA layer{'s' if layers > 1 else ''}": over(
-            s.strengths, [_with_gpsa(s, TOP1, layers, each) for each in s.strengths]
-        )
-        for layers in s.gpsa_counts
-    }
-    counts = (0, *s.gpsa_counts)
-    third = top1_at("after 30% of training", lambda schedule: 0.3 * schedule.length)
-    stages = {"early": TOP1_EARLY, "after 30% of training": third, "at the end": TOP1}
-    by_stage = {
-        label: over([float(n) for n in counts], [_with_gpsa(s, measure, n) for n in counts])
-        for label, measure in stages.items()
-    }
-    panels = (
-        Panel("Locality strength", "α", "final top-1 (%)", shaded(by_strength), log_x=True),
-        Panel("GPSA layers", "number of GPSA layers", "top-1 (%)", shaded(by_stage)),
+        about="Top-1 of a trained ConViT whose first gated layers attend by position or content "
+        "only. The claims' half and quarter are ours; the paper says that one masking kills "
+        "performance and the other does not.",
+        claims=claims_at("app. F, Table 6", claims),
     )
-    # The paper's example is 9 of its 10 gated layers.
-    least, *_, all_of_them = s.gpsa_counts
-    most = 9 if 9 in s.gpsa_counts else all_of_them
-    many, none = (_with_gpsa(s, TOP1, layers) for layers in (most, 0))
-    named = {
-        "strong": _with_gpsa(s, TOP1, all_of_them, s.strengths[-1]),
-        "weak": _with_gpsa(s, TOP1, all_of_them, s.strengths[0]),
-        "many": many,
-        "few": _with_gpsa(s, TOP1, least),
-        "none": none,
-        "boost": ratio(many, none),
-        "early boost": ratio(_with_gpsa(s, TOP1_EARLY, most), _with_gpsa(s, TOP1_EARLY, 0)),
-    }
-    return Figure(panels, named=named)
-
-
-@experiment("convit/figure-9")
-def figure_9(s: Scale) -> Figure:
-    """Learning curves of DeiT, of ConViT with PSA, and of ConViT."""
-    convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
-    series, named = [], {}
-    for label, colour, role, fields in (
-        ("ConViT (GPSA)", "convit", convit, {}),
-        ("ConViT with PSA", "other", convit, {"positional_attention": "psa"}),
-        ("DeiT", "deit", deit, {}),
-    ):
-        series.append(Series(label, s.measured(LEARNING_CURVE, role, fields=fields), colour))
-        named[label] = s.measured(TOP1, role, fields=fields)
-        named[f"{label}, early"] = s.measured(TOP1_EARLY, role, fields=fields)
-    panel = Panel("Learning curves", "epochs", "top-1 (%)", tuple(series))
-    return Figure((panel,), named=named)
-
-
-@experiment("convit/figure-11")
-def figure_11(s: Scale) -> Figure:
-    """Curves of ConViT (solid) and DeiT (dashed)."""
-    sizes = [size for size in s.sizes if size.endswith("+")] or s.sizes
-
-    def both(measure: Measure, size: str, **choices: Any) -> tuple[Quantity, ...]:
-        return tuple(s.measured(measure, f"{family}-{size}", **choices) for family in FAMILIES)
-
-    def panel(title: str, x_label: str, found: Mapping[str, tuple[Quantity, ...]]) -> Panel:
-        series = tuple(
-            Series(f"{family}, {label}", each, f"depth:{n / len(found)}", family == "DeiT")
-            for n, (label, pair) in enumerate(found.items())
-            for family, each in zip(FAMILIES, pair, strict=True)
-        )
-        return Panel(title, x_label, "top-1 (%)", series)
-
-    by_size = {size: both(LEARNING_CURVE, size, seeds=s.seeds_of(size)) for size in sizes}
-    by_fraction = {
-        percent(f): both(CURVE_OVER_FRACTION, "S+", fraction=f) for f in s.fractions[::-1]
-    }
-    panels = [
-        panel("Size of the model", "epochs", by_size),
-        panel("Fraction of the data", "fraction of training (%)", by_fraction),
-    ]
-    named = {
-        name: relative_gain(*both(BEST_TOP1, size, seeds=s.few_seeds))
-        for name, size in (("smallest", sizes[0]), ("largest", sizes[-1]))
-    }
-    if s.comparable:
-        cifar: dict[str, Any] = {
-            "data__dataset": "cifar100",
-            "schedule__epochs": 3000.0,
-            "schedule__eval_every": 30.0,
-            "seeds": s.few_seeds,
-        }
-        lines = {size: both(LEARNING_CURVE, size, **cifar) for size in sizes}
-        panels.insert(0, panel("CIFAR-100 at 224 px", "epochs", lines))
-        reached = top1_at("after 1,000 epochs", lambda schedule: 1000.0)
-        named["ConViT-Ti+ on CIFAR-100"] = s.measured(reached, "ConViT-Ti+", **cifar)
-        named["ConViT-Ti+ at the end"] = s.measured(TOP1, "ConViT-Ti+", **cifar)
-    return Figure(tuple(panels), named=named)
-
-
-@experiment("convit/figure-12")
-def figure_12(s: Scale) -> Figure:
-    """Learning curves for numbers of GPSA layers (left) and the rows of Table 3 (right)."""
-    by_count = {f"{n} GPSA": _with_gpsa(s, LEARNING_CURVE, n) for n in s.gpsa_counts}
-    deit = Series("DeiT", _with_gpsa(s, LEARNING_CURVE, 0), "deit")
-    rows = REGISTRY["convit/table-3"].rows
-    by_row = {label: s.measured(LEARNING_CURVE, **row, **s.small) for label, row in rows.items()}
-    ingredients = shaded(by_row, {"a: ConViT": "convit", "e: DeiT": "deit"})
-    panels = (
-        Panel("Number of GPSA layers", "epochs", "top-1 (%)", (deit, *shaded(by_count))),
-        Panel("Ingredients", "epochs", "top-1 (%)", ingredients),
-    )
-    return Figure(panels)

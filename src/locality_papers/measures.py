@@ -57,25 +57,25 @@ class Measure:
     Attributes:
         name: says all that the value depends on, since it is what the value is kept under.
         function: the run → a number, or a list or dictionary of numbers for a curve.
-        kept: keep the value in the run folder, because taking it costs forward passes.
+        cached: keep the value in the run folder, because taking it costs forward passes.
         timed: it is a time, to be taken when nothing else is going on.
         unit: of its differences.
     """
 
     name: str
     function: Callable[[Run], Any] = field(compare=False)
-    kept: bool = True
+    cached: bool = True
     timed: bool = False
     unit: str = "points"
 
     def __call__(self, run: Run) -> Any:
         """The value on a finished run, measured now unless it was before."""
-        if not self.kept:
+        if not self.cached:
             return self.function(run)
-        return kept(run.folder / MEASURED, self.name, lambda: self.function(run))
+        return cached_value(run.folder / MEASURED, self.name, lambda: self.function(run))
 
 
-def kept(path: Path, name: str, take: Callable[[], Any]) -> Any:
+def cached_value(path: Path, name: str, take: Callable[[], Any]) -> Any:
     """The value that a file keeps under a name; taken, and kept, if it does not yet."""
 
     def known() -> dict[str, Any]:
@@ -235,7 +235,7 @@ def of_result(*names: str, per: float = 1.0, unit: str = "points") -> Measure:
         found: Any = run.result() or {}
         return float(functools.reduce(operator.getitem, names, found)) / per
 
-    return Measure(names[-1], read, kept=False, unit=unit)
+    return Measure(names[-1], read, cached=False, unit=unit)
 
 
 TOP1 = of_result("top1")
@@ -255,11 +255,11 @@ def _over_fraction(run: Run) -> dict[str, list[float]]:
     return {"x": [100 * epoch / curve["x"][-1] for epoch in curve["x"]], "y": curve["y"]}
 
 
-LEARNING_CURVE = Measure("top-1 over epochs", _read_curve, kept=False)
-BEST_TOP1 = Measure("best top1", lambda run: max(_read_curve(run)["y"]), kept=False)
+LEARNING_CURVE = Measure("top-1 over epochs", _read_curve, cached=False)
+BEST_TOP1 = Measure("best top1", lambda run: max(_read_curve(run)["y"]), cached=False)
 """The highest top-1 of all evaluations; Fig. 11 compares these."""
 # Epochs on a part of the data are shorter; the same fraction of the training compares.
-CURVE_OVER_FRACTION = Measure("top-1 over the fraction of training", _over_fraction, kept=False)
+CURVE_OVER_FRACTION = Measure("top-1 over the fraction of training", _over_fraction, cached=False)
 
 
 def early(schedule: ScheduleConfig) -> float:
@@ -284,7 +284,7 @@ def top1_at(name: str, when: Callable[[ScheduleConfig], float]) -> Measure:
         places = [row[schedule.unit.removesuffix("s")] for row in curve]
         return curve[_first_from(when(schedule), places)]["top1"]
 
-    return Measure(f"top1 {name}", read, kept=False)
+    return Measure(f"top1 {name}", read, cached=False)
 
 
 TOP1_EARLY = top1_at("early in training", early)

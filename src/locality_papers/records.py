@@ -22,7 +22,8 @@ from locality.runner.runs import Run
 from locality_papers import published
 from locality_papers.measures import Empty, Failures, Quantity, Untestable, Values, why_missing
 from locality_papers.published import Published
-from locality_papers.specs import Claim, Experiment, Figure, Panel, Scale, Series, Spec, Table
+from locality_papers.scales import Scale
+from locality_papers.specs import Claim, Experiment, Figure, Panel, Series, Spec, Table
 
 Record = dict[str, Any]
 
@@ -133,8 +134,8 @@ def decided(claim: Claim, failures: Failures) -> Record:
     content: Record = {
         "text": claim.text,
         "where": claim.where,
-        "expects": "above" if claim.margin is None else "equal",
-        "margin": claim.margin or 0.0,
+        "expects": "above" if claim.within is None else "equal",
+        "margin": claim.within or 0.0,
         "unit": next(iter(claim.parts.values())).unit,
     }
     try:
@@ -145,9 +146,9 @@ def decided(claim: Claim, failures: Failures) -> Record:
     except Empty as error:
         verdict = UNTESTABLE if isinstance(error, Untestable) else NOT_RUN
         return content | {"verdict": verdict, "empty": str(error)}
-    told = [content | part for part in parts]
-    against = [part for part in told if not _agrees(part)]
-    deciding = min(against, key=_p_value) if against else max(told, key=_p_value)
+    full = [content | part for part in parts]
+    against = [part for part in full if not _agrees(part)]
+    deciding = min(against, key=_p_value) if against else max(full, key=_p_value)
     content = deciding | {"parts": len(parts), "empty": None}
     return content | {"verdict": judge(content)[0]}
 

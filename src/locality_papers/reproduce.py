@@ -17,12 +17,22 @@ from locality.files import write_atomic
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, Workload, estimate_costs, threads_per_run, with_needs
 from locality.training.preview import span
-from locality_papers import beyond, convit, convit_attention, cvt, nas  # noqa: F401 (they register)
+from locality_papers import (  # noqa: F401 (they register)
+    beyond,
+    convit_attention,
+    convit_curves,
+    convit_maps,
+    convit_tables,
+    cvt_accuracy,
+    cvt_design,
+    nas,
+)
 from locality_papers.measures import Failures, Measure
 from locality_papers.pages import Entry, page, write_pages
 from locality_papers.recorded import export_runs, import_runs
 from locality_papers.records import Record, make_record
-from locality_papers.specs import REGISTRY, Experiment, Figure, Scale, Spec, get_scale, papers_order
+from locality_papers.scales import Scale, get_scale
+from locality_papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
 
 RUNS = "runs/reproduce"
 """Where run folders go unless told otherwise, apart from those of `locality train`."""
@@ -159,7 +169,7 @@ def _measuring(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
     wanted: dict[Path, set[Measure]] = {}
     for spec in specs:
         for run, measure in (taken for each in spec.quantities for taken in each.measures):
-            if measure.kept and not measure.timed:
+            if measure.cached and not measure.timed:
                 wanted.setdefault(run.folder, set()).add(measure)
 
     def take(outcome: Outcome) -> None:

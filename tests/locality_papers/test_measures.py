@@ -67,7 +67,7 @@ def test_a_kept_measure_is_taken_once(finished):
 def test_missing_runs_leave_their_reason(tmp_path, finished, tiny_run):
     runs = (*finished["convit_nano"], tiny_run(tmp_path, seed=2), tiny_run(tmp_path, seed=3))
     failures = {runs[3].folder: "it broke"}
-    measure = Measure("seed", lambda run: run.config.seed, kept=False)
+    measure = Measure("seed", lambda run: run.config.seed, cached=False)
     values = measured(runs, measure).evaluate(failures)
     assert values.by_seed == {0: 0, 1: 1}
     assert values.problems == ("convit_nano 2: not run yet", "convit_nano 3: it broke")

@@ -22,7 +22,8 @@ from locality.runner.runs import TRAIN, with_needs
 from locality.training.config import ScheduleConfig, make_plan
 from locality.training.objective import create_schedule
 from locality_papers import published
-from locality_papers.measures import computed, early, summed_rate
+from locality_papers.convit_tables import INGREDIENTS
+from locality_papers.measures import absent, computed, early, summed_rate
 from locality_papers.pages import SCALES as SCALES_SHOWN
 from locality_papers.pages import (
     Entry,
@@ -33,9 +34,10 @@ from locality_papers.pages import (
     write_all,
 )
 from locality_papers.recorded import import_runs
-from locality_papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
+from locality_papers.records import FAILS, HOLDS, NOT_RUN, UNTESTABLE, decided
 from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
-from locality_papers.specs import REGISTRY, SCALES, Experiment, Row, Table, get_scale
+from locality_papers.scales import SCALES, get_scale
+from locality_papers.specs import Column, Expect, Row, Table, claims_at
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
@@ -98,35 +100,30 @@ def test_the_papers_claims_are_many_and_each_stands_once(built):
         assert verdicts.count(UNTESTABLE) <= len(claims) - 45
 
 
-def test_every_claim_is_made_at_some_scale():
-    scales = [get_scale(name, Path("runs")) for name in ("fashion", "imagenet")]
-    for name, item in experiments().items():
-        made = {claim.text for scale in scales for claim in item.build(scale).claims}
-        each = len(item.each) and len(made) / len(item.each)
-        assert set(item.claims) <= made and each == int(each), name
-        assert made or not (item.claims or item.each), name
-
-
-def test_claims_compare_cells_and_may_say_why_they_cannot_be_tested():
+def test_a_place_makes_claims_and_a_scale_may_not_be_able_to_test_them():
     def cells(s):
-        row = {"x": computed(lambda: 5.0), "y": computed(lambda: 3.5)}
-        return Table((Row("a: first", row),), named={"twice": computed(lambda: 7.0)})
+        x, y = computed(lambda: 5.0), computed(lambda: 3.5)
+        claims = {
+            "above": x - y - 1,
+            "below": 8 - computed(lambda: 7.0),
+            "equal": Expect(x - y, within=2),
+            "elsewhere": Expect(x - y, where="Fig. 2"),
+            "each": {"one": x - y, "other": y - x},
+            "why": absent("no b"),
+        }
+        rows = (Row("a: first", {"x": x, "y": y}),)
+        return Table(rows, {"x": Column("x")}, about="", claims=claims_at("§1", claims))
 
-    claims = {
-        "above": "a/x - a/y > 1",
-        "below": "8 > twice",
-        "equal": "a/x = a/y ± 2",
-        "why": {"if": "b/x > a/x", "else": "no b"},
-        "left out": "b/x > a/x",
+    claims = cells(get_scale("digits", Path("runs"))).claims
+    assert {claim.text: claim.where for claim in claims if claim.where != "§1"} == {
+        "elsewhere": "Fig. 2"
     }
-    item = Experiment("mine/cells", cells, "Cells", "At {scale.name}.", claims=claims)
-    spec = item.build(get_scale("digits", Path("runs")))
-    assert spec.about == "At digits."
-    found = {claim.text: decided(claim, {}) for claim in spec.claims}
+    found = {claim.text: decided(claim, {}) for claim in claims}
     assert {text: each.get("mean", each["empty"]) for text, each in found.items()} == {
-        "above": 0.5, "below": 1.0, "equal": 1.5, "why": "no b"
+        "above": 0.5, "below": 1.0, "equal": 1.5, "elsewhere": 1.5, "each": -1.5, "why": "no b"
     }  # fmt: skip
     assert found["equal"]["margin"] == 2 and found["why"]["verdict"] == UNTESTABLE
+    assert found["each"]["part"] == "other" and found["each"]["verdict"] == FAILS
 
 
 def test_tables_share_their_runs(built):
@@ -444,7 +441,7 @@ def test_few_seeds_are_listed_and_of_many_there_is_the_range():
 
 @pytest.mark.parametrize("row", ["b", "d", "f", "g"])
 def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
-    rows = {label[0]: told for label, told in REGISTRY["convit/table-3"].rows.items()}
+    rows = {label[0]: choices for label, choices in INGREDIENTS.items()}
     model = build("convit_nano", **rows[row]["fields"])
     for block in model.blocks[: model.config.gpsa_layers]:
         assert not block.attn.gating.requires_grad
