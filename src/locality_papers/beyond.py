@@ -39,13 +39,9 @@ from locality_papers.measures import (
     summed_rate,
 )
 from locality_papers.scales import FAMILIES, Scale
-from locality_papers.specs import Claim, Column, Row, Table, experiment
+from locality_papers.specs import Cells, Claim, Column, Row, Table, experiment, rows_of
 
 FRACTIONS = (0.05, 0.2, 1.0)
-
-
-Cells = dict[str, dict[str, Quantity]]
-"""Label of a row → metric of a column → what is in it."""
 
 
 def _top1(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> Cells:
@@ -66,10 +62,6 @@ def _top1_by_fraction(
 
 def _parts(fractions: Sequence[float]) -> dict[str, Column]:
     return {percent(fraction): Column(f"{percent(fraction)} of the data") for fraction in fractions}
-
-
-def _rows(cells: Cells) -> tuple[Row, ...]:
-    return tuple(Row(label, of) for label, of in cells.items())
 
 
 def _questions(
@@ -138,7 +130,7 @@ def trained_convolutions(s: Scale) -> Table:
     }
     parts = _parts(FRACTIONS)
     return Table(
-        _rows(cells),
+        rows_of(cells),
         parts,
         about="Not in the papers. The net is trained on the same images for the same number of "
         "steps; `init_from_conv2d_` then keeps as much of each kernel as the heads can carry.",
@@ -170,7 +162,7 @@ def finetuning(s: Scale) -> Table:
     cells = _top1({family: _transferred(s, f"{family}-S") for family in FAMILIES})
     pairs = _is_above("from weights", "from scratch") | _is_above(_LAYERWISE, "from scratch")
     return Table(
-        _rows(cells),
+        rows_of(cells),
         {family: Column(family) for family in FAMILIES},
         about=f"Not in the papers. Weights come from all images of the first half of the classes; "
         f"then {percent(_FEW)} of the images of the other half are trained on, for as many steps, "
@@ -294,7 +286,7 @@ def transformed(s: Scale) -> Table:
     pairs = _is_above(first, "the ResNet, trained on")
     pairs |= _is_above(first, "ConViT from scratch, as long in all")
     return Table(
-        _rows(cells),
+        rows_of(cells),
         columns | {"gate": Column("mean gate"), "left": Column("heads that left")},
         about=f"Not in the papers here: d'Ascoli et al. 2021 did it with ImageNet. The net is "
         f"trained, transformed and fine-tuned for {_FINE_TUNING:.0%} of its steps, on the same "
@@ -339,7 +331,7 @@ def initialisations(s: Scale) -> Table:
         | _is_above("ConViT, trained_conv", "ConViT, conv (Eq. 5)")
     )
     return Table(
-        _rows(cells),
+        rows_of(cells),
         parts,
         about="Not in the papers. Mimetic: Trockman & Kolter 2023; impulse: Zheng et al. 2025, in "
         "closed form. For trained_conv the net of the last row is trained for as many steps on the "

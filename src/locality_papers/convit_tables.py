@@ -29,6 +29,7 @@ from locality_papers.measures import (
 )
 from locality_papers.scales import FAMILIES, FRACTIONS, Scale
 from locality_papers.specs import (
+    Cells,
     Claims,
     Column,
     Expect,
@@ -36,6 +37,7 @@ from locality_papers.specs import (
     Table,
     claims_at,
     experiment,
+    rows_of,
     standard_columns,
 )
 
@@ -45,7 +47,7 @@ BEST_CONVOLUTIONAL = "best of several thousand convolutional nets, 10% (Zhai et 
 @experiment("convit/table-1", "ConViT and DeiT of six sizes")
 def table_1(s: Scale) -> Table:
     """Parameters, cost, speed and accuracy of every size."""
-    cells: dict[str, dict[str, Quantity]] = {}
+    cells: Cells = {}
     for size in s.sizes:
         for role in (f"DeiT-{size}", f"ConViT-{size}"):
             measures = (INFERENCE_SPEED, TOP1, TOP5)
@@ -88,7 +90,7 @@ def table_1(s: Scale) -> Table:
         "top5": Column("top-5"),
     }
     return Table(
-        tuple(Row(role, of) for role, of in cells.items()),
+        rows_of(cells),
         columns,
         about="Accuracy, size and speed of ConViT and DeiT, all trained from scratch.",
         claims=claims_at("§3, p. 6", claims),
@@ -273,7 +275,7 @@ def taught(s: Scale, measure: Measure, role: str) -> Quantity:
 @experiment("convit/table-4", "Hard distillation from a convolutional teacher")
 def table_4(s: Scale) -> Table:
     """Accuracy with and without a teacher."""
-    cells: dict[str, dict[str, Quantity]] = {}
+    cells: Cells = {}
     # Elsewhere the paper's comparison of unequal sizes says nothing.
     for role in ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+"):
         plain, hard = s.measured(TOP1, role), taught(s, TOP1, role)
@@ -292,7 +294,7 @@ def table_4(s: Scale) -> Table:
         "with a teacher, DeiT-B is above ConViT-S+": larger,
     }
     return Table(
-        tuple(Row(role, of) for role, of in cells.items()),
+        rows_of(cells),
         {
             "none": Column("no distillation"),
             "hard": Column("hard distillation"),

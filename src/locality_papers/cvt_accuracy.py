@@ -37,6 +37,7 @@ from locality_papers.specs import (
     Table,
     claims_at,
     experiment,
+    rows_of,
     standard_columns,
 )
 
@@ -76,7 +77,7 @@ def table_3(s: Scale) -> Table:
         "… and above BiT-M": Expect(above(largest, "BiT-M↑480 22k"), where="Fig. 1"),
     }
     return Table(
-        tuple(Row(row, of) for row, of in cells.items()),
+        rows_of(cells),
         standard_columns("parameters", "flops", "top1")
         | {"real": Column("ReaL"), "v2": Column("V2")},
         about="Trained from scratch unless the row says otherwise.",
@@ -270,7 +271,7 @@ def _transfer_of_classes(s: Scale, classes: int) -> Table:
         "… and on digits of more pixels": above("digits, more pixels"),
     }
     return Table(
-        tuple(Row(role, found) for role, found in of.items()),
+        rows_of(of),
         {target: Column(target) for target in of["CvT-13"]},
         about=f"Pre-trained on the first {classes} classes, top-1 after fine-tuning on the others, "
         f"and on handwritten digits at 9/7 of the pixels.",

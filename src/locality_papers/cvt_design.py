@@ -16,6 +16,7 @@ from locality_papers.convit_maps import skeleton
 from locality_papers.measures import TOP1, Quantity, combined, computed
 from locality_papers.scales import Scale, counted
 from locality_papers.specs import (
+    Cells,
     Claims,
     Column,
     Expect,
@@ -24,6 +25,7 @@ from locality_papers.specs import (
     Table,
     claims_at,
     experiment,
+    rows_of,
     standard_columns,
 )
 
@@ -149,16 +151,12 @@ def figure_3(s: Scale) -> Figure:
 # -- ablations -------------------------------------------------------------------------------------
 
 
-def _changed(s: Scale, models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Quantity]]:
+def _changed(s: Scale, models: dict[str, dict[str, Any]]) -> Cells:
     """Parameters, MACs and accuracy of models with some of their fields changed, by row."""
     return {
         label: {**s.counted(**row), "top1": s.measured(TOP1, **row)}
         for label, row in models.items()
     }
-
-
-def _rows(cells: dict[str, dict[str, Quantity]]) -> tuple[Row, ...]:
-    return tuple(Row(label, of) for label, of in cells.items())
 
 
 @experiment("cvt/table-5", "Position embeddings")
@@ -184,7 +182,7 @@ def table_5(s: Scale) -> Table:
         "DeiT needs its position embedding more than CvT": (a - b) - (c - f),
     }
     return Table(
-        _rows(cells),
+        rows_of(cells),
         standard_columns("parameters", "top1"),
         about="Position embeddings present or not while training.",
         claims=claims_at("§4.4, Table 5", claims),
@@ -217,7 +215,7 @@ def table_6(s: Scale) -> Table:
         "position embeddings bring more to patches than to convolutions": (b - a) - (c - d),
     }
     return Table(
-        _rows(cells),
+        rows_of(cells),
         standard_columns("parameters", "top1"),
         about="Token embeddings; position embeddings are in every stage (the paper's sizes say "
         "so).",
@@ -243,7 +241,7 @@ def table_7(s: Scale) -> Table:
         "stride 2 saves 30% of CvT-13's MACs": Expect(saved(full, squeezed, "MACs") - 30, within=5),
     }
     return Table(
-        _rows(cells),
+        rows_of(cells),
         standard_columns("parameters", "flops", "top1"),
         about="Keys and values on the full grid, or on a quarter of it.",
         claims=claims_at("§4.4, Table 7", claims),
@@ -275,7 +273,7 @@ def table_8(s: Scale) -> Table:
         "… which is above linear projection": b - a,
     }
     return Table(
-        _rows(cells),
+        rows_of(cells),
         standard_columns("top1"),
         about="Stages with convolutional projection.",
         claims=claims_at("§4.4, Table 8", claims),

@@ -30,6 +30,7 @@ from locality_papers.measures import (
 )
 from locality_papers.scales import Scale
 from locality_papers.specs import (
+    Cells,
     Claims,
     Column,
     Expect,
@@ -37,6 +38,7 @@ from locality_papers.specs import (
     Table,
     claims_at,
     experiment,
+    rows_of,
     standard_columns,
 )
 
@@ -155,7 +157,7 @@ def nas(s: Scale) -> Table:
         "random, same cost": [scratch(*each) for each in chance],
     }
     taken = {"parameters": PARAMETERS, "flops": of_result("macs", per=1e9), "top1": TOP1}
-    cells: dict[str, dict[str, Quantity]] = {
+    cells: Cells = {
         label: {name: measured(runs, measure) for name, measure in taken.items()}
         for label, runs in groups.items()
     }
@@ -183,5 +185,5 @@ def nas(s: Scale) -> Table:
         "supernet and from scratch": {"tau": agreement},
         "two seeds from scratch": {"tau": _between_seeds(candidates)},
     }
-    rows = tuple(Row(label, of) for label, of in cells.items())
+    rows = rows_of(cells)
     return Table(rows, columns, about=about, claims=claims_at("", claims))

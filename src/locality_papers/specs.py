@@ -56,6 +56,15 @@ class Row:
         return self.printed or self.label.partition(":")[0]
 
 
+Cells = dict[str, dict[str, Quantity]]
+"""Label of a row → metric of a column → our number."""
+
+
+def rows_of(cells: Cells) -> tuple[Row, ...]:
+    """Rows whose names in the paper are their labels."""
+    return tuple(Row(label, of) for label, of in cells.items())
+
+
 @dataclass(frozen=True)
 class Claim:
     """What a paper says, in our words, and the number that decides it.
