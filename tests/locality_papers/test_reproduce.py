@@ -86,7 +86,7 @@ def test_every_experiment_can_be_built_at_every_scale(built):
             assert run.config.seed in scale.seeds
         assert spec.about.endswith("."), name
         for claim in spec.claims:
-            assert claim.margin is None or claim.margin > 0
+            assert claim.within is None or claim.within > 0
             if name != "cvt/nas":  # which asks the paper's question and ours
                 assert bool(claim.where) != name.startswith("beyond/"), claim.text
 
