@@ -196,7 +196,7 @@ def _fractions(s: Scale) -> list[float]:
 
 
 @contextmanager
-def _fed(change: Callable[[Tensor], Tensor], model: nn.Module) -> Iterator[None]:
+def _on_changed_images(change: Callable[[Tensor], Tensor], model: nn.Module) -> Iterator[None]:
     """A model that gets to see other images than it is given."""
     handle = model.register_forward_pre_hook(lambda _, given: (change(given[0]),))
     try:
@@ -214,15 +214,15 @@ def _noisy(images: Tensor) -> Tensor:
     return images + 0.5 * noise.to(images)
 
 
-def _pale(images: Tensor) -> Tensor:
+def _low_contrast(images: Tensor) -> Tensor:
     mean = images.mean(dim=(1, 2, 3), keepdim=True)
     return mean + 0.3 * (images - mean)
 
 
 ROBUSTNESS = {
-    "shifted by ⅛": masked_top1("shifted by 1/8", partial(_fed, _shifted)),
-    "noise, σ = ¼": masked_top1("noise of 1/4", partial(_fed, _noisy)),
-    "30% contrast": masked_top1("30% contrast", partial(_fed, _pale)),
+    "shifted by ⅛": masked_top1("shifted by 1/8", partial(_on_changed_images, _shifted)),
+    "noise, σ = ¼": masked_top1("noise of 1/4", partial(_on_changed_images, _noisy)),
+    "30% contrast": masked_top1("30% contrast", partial(_on_changed_images, _low_contrast)),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from locality.figures.curves import Line, gate_lines, nonlocality_lines
-from locality_papers.convit_tables import taught
+from locality_papers.convit_tables import with_teacher
 from locality_papers.measures import TRAJECTORY, Quantity, absent, combined, summed_rate
 from locality_papers.scales import FAMILIES, Scale
 from locality_papers.specs import Claims, Figure, Panel, Series, claims_at, experiment
@@ -193,7 +193,7 @@ def figure_6(s: Scale) -> Figure:
 def figure_10(s: Scale) -> Figure:
     """The two trajectories, and where they end."""
     layers = s.architecture("DeiT-S").depth
-    found = {"no": s.measured(TRAJECTORY, "DeiT-S"), "hard": taught(s, TRAJECTORY, "DeiT-S")}
+    found = {"no": s.measured(TRAJECTORY, "DeiT-S"), "hard": with_teacher(s, TRAJECTORY, "DeiT-S")}
     alone, distilled = map(reducer, found.values())
 
     def late(number: Callable[..., Quantity]) -> Quantity:

@@ -242,7 +242,7 @@ def table_3(s: Scale) -> Table:
     )
 
 
-def taught(s: Scale, measure: Measure, role: str) -> Quantity:
+def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
     """A measure of runs that learn from the scale's teacher, for Table 4 and Fig. 10.
 
     The teacher is trained twice as long as they are, on the training images that none of them sees.
@@ -278,7 +278,7 @@ def table_4(s: Scale) -> Table:
     cells: Cells = {}
     # Elsewhere the paper's comparison of unequal sizes says nothing.
     for role in ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+"):
-        plain, hard = s.measured(TOP1, role), taught(s, TOP1, role)
+        plain, hard = s.measured(TOP1, role), with_teacher(s, TOP1, role)
         cells[role] = {"none": plain, "hard": hard, "gain": hard - plain}
     deit, convit = cells["DeiT-S"], cells["ConViT-S+"]
     larger = absent("the sizes of its models here are not in the paper's proportion")

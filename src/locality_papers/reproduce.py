@@ -112,7 +112,7 @@ def reproduce(
     items = find(name)
     specs = {item.name: item.build(chosen) for item in items}
     if fraction is not None:
-        chosen = _of_one_fraction(chosen, fraction)
+        chosen = _with_one_fraction(chosen, fraction)
         whole, specs = specs, {item.name: item.build(chosen) for item in items}
         if same := [each for each, spec in specs.items() if spec.runs == whole[each].runs]:
             raise UserError(
@@ -126,12 +126,12 @@ def reproduce(
         return []
     if recorded is not None and Path(recorded).exists():
         import_runs(Path(recorded), chosen.root)
-    failures, ready = ({}, []) if finished_only else _without_data(chosen, wanted)
+    failures, ready = ({}, []) if finished_only else _split_by_data(chosen, wanted)
     if not (quiet or finished_only):
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs, threads)}")
         if failures:
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
-    outcomes = run_all(ready, jobs, executor, threads, quiet, _measuring(specs.values()))
+    outcomes = run_all(ready, jobs, executor, threads, quiet, _measure_when_done(specs.values()))
     failures |= {each.run.folder: each.error for each in outcomes if each.error is not None}
     folder = Path(out) / chosen.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,14 +143,14 @@ def reproduce(
     return records
 
 
-def _of_one_fraction(scale: Scale, fraction: float) -> Scale:
+def _with_one_fraction(scale: Scale, fraction: float) -> Scale:
     if fraction not in scale.fractions:
         given = ", ".join(f"{each:g}" for each in scale.fractions)
         raise UserError(f"fraction is {fraction:g}; scale '{scale.name}' has {given}")
     return dataclasses.replace(scale, fractions=(fraction,))
 
 
-def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str], list[Run]]:
+def _split_by_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str], list[Run]]:
     """Why some runs cannot be started, by folder, and the runs that can."""
     failures: dict[Path, str] = {}
     ready: list[Run] = []
@@ -164,7 +164,7 @@ def _without_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str],
     return failures, ready
 
 
-def _measuring(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
+def _measure_when_done(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
     """What takes the measures of a run when it ends, so that they outlive its weights."""
     wanted: dict[Path, set[Measure]] = {}
     for spec in specs:
