@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from locality.analysis.pictures import validation_sample
-from locality.analysis.recording import run_pictures
+from locality.analysis.pictures import Pictures, take_pictures, validation_sample
 from locality.figures import maps
-from locality.layers.conv_init import corner_heads
+from locality.layers.conv_init import kernel_size
 from locality.models import ImageClassifier, build
 from locality.models.variants import variant
+from locality.training.preview import initial_model, load_run
 from locality_papers import diagrams
 from locality_papers.convit_attention import Trajectory, reducer
 from locality_papers.measures import TRAJECTORY, computed
@@ -57,6 +57,12 @@ def figure_4(s: Scale) -> Figure:
     )
 
 
+def corner_heads(num_heads: int) -> list[int]:
+    """The heads of a kernel's corners as in ConViT's Fig. 3: (−, +), (−, −), (+, +), (+, −)."""
+    k = kernel_size(num_heads)
+    return [k - 1, 0, k * k - 1, k * (k - 1)]
+
+
 @experiment("convit/figure-3", "Convolutional initialisation of positional attention")
 def figure_3(s: Scale) -> Figure:
     """Attention maps of untrained layers: self-attention, and PSA at two strengths."""
@@ -77,6 +83,19 @@ def figure_3(s: Scale) -> Figure:
         about="Untrained layers on one image; the four heads are the corners of the kernel, in the "
         "paper's order. Self-attention (b) sees shapes, PSA at α = 0.5 (c) and 2 (d) places.",
     )
+
+
+def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
+    """What the heads of a run's model look at from the centre of its first validation images.
+
+    Args:
+        folder: of the run.
+        count: how many images.
+        trained: whether to look at the model it ended with or at the one it started from.
+    """
+    model, config = load_run(folder)
+    model = model if trained else initial_model(folder)
+    return take_pictures(model, validation_sample(config, model.img_size, count))
 
 
 def _maps_figure(

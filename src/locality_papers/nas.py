@@ -12,10 +12,11 @@ import numpy as np
 
 from locality.files import read_json
 from locality.runner.runs import Run
-from locality.search.config import named, read_search
-from locality.search.run import Search, default_of, space_of
-from locality.search.space import Candidates
+from locality.search.config import SearchConfig, named, read_search
+from locality.search.run import Search, space_of
+from locality.search.space import Candidates, SearchSpace
 from locality.training import RunConfig, replace, train
+from locality.training.preview import meta_model
 from locality_papers.measures import (
     PARAMETERS,
     TOP1,
@@ -49,6 +50,11 @@ RANKED = 20
 """Candidates that are trained from scratch to see whether the supernet ranks them right."""
 
 _TASK = "locality_papers.nas:"
+
+
+def default_of(config: SearchConfig, space: SearchSpace) -> int:
+    """The number of the CvT that the search starts from."""
+    return space.index(meta_model(config.run, space.base.num_classes).config)
 
 
 def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any]:

@@ -15,12 +15,13 @@ import torch
 
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
-from locality.layers.conv_init import corner_heads, kernel_offsets
+from locality.layers.conv_init import kernel_offsets
 from locality.models import build
 from locality.runner.runs import TRAIN, with_needs
 from locality.training.config import ScheduleConfig, make_plan
 from locality.training.objective import create_schedule
 from locality_papers import published
+from locality_papers.convit_maps import corner_heads
 from locality_papers.convit_tables import INGREDIENTS
 from locality_papers.measures import absent, computed, early, summed_rate
 from locality_papers.records import FAILS, NOT_RUN, UNTESTABLE, decided

@@ -26,7 +26,6 @@ from torch import Tensor
 from locality import checks
 from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import (
-    Pictures,
     chosen_sample,
     sample,
     save_pictures,
@@ -109,19 +108,6 @@ def record_missing(folders: Iterable[Path]) -> None:
         files = folder / MEASURES, run.predictions_file
         if run.result_file.exists() and not all(file.exists() for file in files):
             record(folder)
-
-
-def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
-    """What the heads of a run's model look at from the centre of its first validation images.
-
-    Args:
-        folder: of the run.
-        count: how many images.
-        trained: whether to look at the model it ended with or at the one it started from.
-    """
-    model, config = load_run(folder)
-    model = model if trained else initial_model(folder)
-    return take_pictures(model, validation_sample(config, model.img_size, count))
 
 
 @dataclass
