@@ -14,7 +14,7 @@ from locality.analysis.recording import MEASURES, PICTURES
 from locality.checkpoints.where import is_run_folder
 from locality.errors import UserError, saying
 from locality.files import read_json, read_rows, read_yaml
-from locality.models.variants import FAMILY_NAMES, family_of, name_today
+from locality.models.variants import FAMILY_NAMES, family_of
 from locality.settings import flatten
 from locality.training.runs import MAY_CHANGE, RunFolder
 
@@ -54,7 +54,7 @@ class RecordedRun:
 
     @property
     def model(self) -> str:
-        return name_today(self.config["model"]["name"], self.environment.get("locality"))
+        return self.config["model"]["name"]
 
     @property
     def family(self) -> str:

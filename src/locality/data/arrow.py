@@ -46,7 +46,7 @@ _VAL_NAMES = ("val", "validation", "valid", "dev", "test")
 # bytes and as a multiple of their size.
 _UNCOMPRESSED_ALWAYS, _UNCOMPRESSED_TIMES = 1 << 24, 100
 # ImageNet has 21,841.
-_MOST_CLASSES = 1_000_000
+_MAX_CLASSES = 1_000_000
 _SPLIT_NAMES = re.compile(rf"^(train|{'|'.join(_VAL_NAMES)})(?=$|[-_.])", re.IGNORECASE)
 
 
@@ -266,10 +266,10 @@ def _classes(rows: datasets.Dataset, column: str, folder: Path) -> list[str]:
     if all(isinstance(value, str) for value in values):
         return sorted(values)
     if all(isinstance(value, int) for value in values):
-        if values and not 0 <= min(values) <= max(values) < _MOST_CLASSES:
+        if values and not 0 <= min(values) <= max(values) < _MAX_CLASSES:
             raise UserError(
                 f"{column} of train in '{folder}' goes from {min(values)} to {max(values)}; "
-                f"classes are numbered from 0 to {_MOST_CLASSES - 1:,} at most"
+                f"classes are numbered from 0 to {_MAX_CLASSES - 1:,} at most"
             )
         return [str(number) for number in range(max(values, default=-1) + 1)]
     raise UserError(f"the column {column} holds neither names nor whole numbers")
