@@ -98,6 +98,7 @@ def compare(arguments: Sequence[str]) -> int:
         if not options.pretrained and not name.startswith(PREFIX):
             variant(name)
 
+    from locality.analysis.baselines import record_baselines
     from locality.report.comparison_page import build_comparison
     from locality.runner import comparison
     from locality.runner.executors import run_all
@@ -122,8 +123,11 @@ def compare(arguments: Sequence[str]) -> int:
     for outcome in failed:
         say(f"{outcome.run.name} failed: {outcome.error}")
     finished = [outcome.run for outcome in outcomes if outcome.error is None]
+    record_baselines(run.folder for run in finished)
     speed = comparison.measure_inference(finished, folder)
-    page, said = build_comparison([run.folder for run in finished], folder / "choice.html", speed)
+    page, said = build_comparison(
+        [run.folder for run in finished], folder / "comparison.html", speed
+    )
     print(f"{said}\n{page}")
     return 1 if failed else 0
 

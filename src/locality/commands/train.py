@@ -77,11 +77,14 @@ def _train(config: RunConfig, folder: Path, quiet: bool, observer: Any = None) -
     """Train a run and record, and say, what pixels alone reach on its images."""
     result = training.train(config, folder, quiet=quiet, observer=observer)
     if result:  # on rank 0
-        from locality.analysis.baselines import compared, read_baselines, record_baselines
+        from locality.analysis.baselines import advice, listed, read_baselines, record_baselines
 
         record_baselines([folder])
         if not quiet:
-            say(compared(result["top1"], read_baselines(folder)))
+            baselines = read_baselines(folder)
+            say(f"baselines on the same pixels: {listed(baselines)}")
+            if warning := advice(config.model.name, result["top1"], baselines):
+                say(warning)
 
 
 def _find_lr(config: RunConfig, folder: Path) -> None:
