@@ -26,6 +26,7 @@ IGNORED_SETTINGS = MAY_CHANGE | {
     "recipe",
     "data.fraction",
     "data.subset_seed",
+    "data.split_seed",
     "data.fold",
     "engine.compile",
     "schedule.eval_every",

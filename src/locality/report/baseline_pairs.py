@@ -49,7 +49,7 @@ class BaselinePair:
 
     def other_changed_settings(self) -> list[str]:
         """Settings other than the model's in which runs of one seed differ, by dotted name."""
-        incidental = IGNORED_SETTINGS - {"data.subset_seed"}  # which images, at one fraction
+        incidental = IGNORED_SETTINGS - {"data.subset_seed", "data.split_seed"}  # which images
         first, second = ({run.seed: flatten(run.config) for run in runs} for runs in self.runs)
         pairs = [[first[seed], second[seed]] for seed in first if seed in second]
         names = dict.fromkeys(name for pair in pairs for name in differing_settings(pair))
