@@ -52,10 +52,13 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]
+    removed = getattr(cls, "REMOVED", {})
     given: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
         if name not in names:
+            if name in removed and value == removed[name]:
+                continue
             within = [f"{path}.{known}" if path else known for known in names]
             raise unknown("setting", dotted, within)
         given[name] = _typed(hints[name], value, dotted)

@@ -16,7 +16,6 @@ from PIL import Image
 from timm.data import create_transform
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
-from locality.benchmark.loading import write_photographs
 from locality.data import (
     ArraySource,
     AugmentConfig,
@@ -106,22 +105,6 @@ def test_starting_at_any_step_repeats_what_came_there(digits, augment, workers):
             collect(digits.train, augment, start_step=start, workers=workers), whole[start:]
         )
     assert all_same(collect(digits.train, augment, workers=workers), whole)
-
-
-def test_fast_crops_come_at_the_positions_of_exact_ones(tmp_path):
-    write_photographs(tmp_path, 8)
-    augment = AugmentConfig(hflip=0.5, interpolation="random")
-
-    def batches(crops, **settings):
-        splits = open_data(DataConfig("folder", str(tmp_path), crops=crops), 0)
-        options = {"batch_size": 4, "seed": 0, "stop_step": 3} | settings
-        return list(train_loader(splits.train, augment, Preprocessing(64), **options))
-
-    fast = batches("fast")
-    assert all_same(batches("fast", start_step=1, workers=2), fast[1:])
-    for one, other in zip(fast, batches("exact"), strict=True):
-        # In units of the normalised images, of which one grey level is about 0.017.
-        assert (one.images - other.images).abs().mean() < 2 * 0.017
 
 
 @pytest.mark.slow

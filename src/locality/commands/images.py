@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from locality.figures.style import Figure
 
 _AT_ONCE = 32
-_TASKS = ("check", "pack")
 _OF_TRAINING = "data.fraction data.subset data.subset_seed data.difficulty"
 _IMAGES = "files or folders; a run's own unless given"
 
@@ -351,45 +350,33 @@ def _shown(
     return list(zip(names, images, strict=True)), _code(bad, files)
 
 
-def folders(arguments: Sequence[str]) -> int | None:
+def folders(arguments: Sequence[str]) -> int:
     """`data check FOLDER` decodes every image and lists damaged files, empty or mismatched
-    classes, images that are both in train and val, and sizes. `data pack FOLDER OUT` writes the
-    folder as Arrow files for fast random reading.
+    classes, images that are both in train and val, and sizes.
 
     Returns:
-        1 if `check` found a fault.
+        1 if it found a fault.
     """
     parser = Parser("data", folders.__doc__)
-    parser.add_argument("task", help="check or pack")
+    parser.add_argument("task", help="check")
     parser.add_argument(
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
-    parser.add_argument("out", nargs="?", default=None, help="for pack: a folder to be made")
-    parser.add("--dataset", None, "for check; folder, or table with a labels.csv, unless given")
-    parser.add("--allow_outside", False, "for check; read images outside of the folder of a table")
+    parser.add("--dataset", None, "folder, or table with a labels.csv, unless given")
+    parser.add("--allow_outside", False, "read images outside of the folder of a table")
     parser.add("--workers", None, "processes", int | None)
     parser.add("--quiet", False, "no progress bar")
     options = parser.read(arguments)
-    if options.task not in _TASKS:
-        raise unknown("task of `locality data`", options.task, _TASKS)
-    if options.task == "check":
-        if options.out is not None:
-            raise UserError(f"`locality data check` writes nothing; leave out {options.out}")
+    if options.task != "check":
+        raise unknown("task of `locality data`", options.task, ["check"])
 
-        given = options.folder and images_at(Path(options.folder))["data.dataset"]
-        report = data.check(
-            options.folder,
-            dataset=options.dataset or given or "folder",
-            allow_outside=options.allow_outside,
-            workers=options.workers,
-            progress=not options.quiet,
-        )
-        print("\n".join(report.lines()))
-        return 0 if report.ok else 1
-    parser.refuse("workers dataset allow_outside", "is for `locality data check`")
-    if options.out is None:
-        raise UserError("`locality data pack FOLDER OUT` needs OUT, a folder to be made")
-
-    counts = data.pack(options.folder, options.out, progress=not options.quiet)
-    print(f"{options.out}: " + ", ".join(f"{n:,} images in {part}" for part, n in counts.items()))
-    return None
+    given = options.folder and images_at(Path(options.folder))["data.dataset"]
+    report = data.check(
+        options.folder,
+        dataset=options.dataset or given or "folder",
+        allow_outside=options.allow_outside,
+        workers=options.workers,
+        progress=not options.quiet,
+    )
+    print("\n".join(report.lines()))
+    return 0 if report.ok else 1

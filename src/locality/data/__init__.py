@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.data.arrow import pack as pack
     from locality.data.checking import CheckReport as CheckReport
     from locality.data.checking import check as check
     from locality.data.config import DATASETS as DATASETS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from locality import checks
 from locality.errors import UserError
@@ -32,12 +32,10 @@ class Decoding:
     Attributes:
         exif: turn and mirror the image as its EXIF orientation says.
         max_pixels: refuse larger images before they take up memory.
-        crops: how a part of an image is taken for training; see `DataConfig`.
     """
 
     exif: bool = False
     max_pixels: int = PIXEL_LIMIT
-    crops: Literal["exact", "fast"] = "exact"
 
 
 AS_PUBLISHED = Decoding()
@@ -83,11 +81,6 @@ class DataConfig:
         max_pixels: images with more pixels are treated as files that cannot be decoded.
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
             were measured without.
-        crops: how the random crops of training images are made. "exact" decodes and resizes as
-            Pillow does, which is how the published recipes trained. "fast" decodes JPEG files at a
-            half, a quarter or an eighth of their size where the crop is then still twice the size
-            of the model's images, and resizes with torch; pixels differ by 2 grey levels or less
-            on average.
         real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
         image_column: of an `arrow` dataset that has more than one candidate; of a `table`, by name
             or number, where it is not the first.
@@ -117,12 +110,14 @@ class DataConfig:
     max_bad_images: int = checks.bounded(100, 0)
     max_pixels: int = checks.bounded(PIXEL_LIMIT, 1, PIXEL_LIMIT)
     exif: bool = False
-    crops: Literal["exact", "fast"] = "exact"
     real_labels: str | None = None
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
     workers: int = checks.bounded(0, 0)
+
+    REMOVED: ClassVar[dict[str, Any]] = {"crops": "exact"}
+    """Settings that run folders may still have, with the only value that they can keep."""
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
@@ -146,7 +141,7 @@ class DataConfig:
     @property
     def decoding(self) -> Decoding:
         """The settings that concern decoding."""
-        return Decoding(self.exif, self.max_pixels, self.crops)
+        return Decoding(self.exif, self.max_pixels)
 
     def on_bad(self, training: bool) -> Literal["error", "skip"]:
         """`on_bad_image` with "auto" resolved: skip while training, stop in evaluation."""

@@ -23,11 +23,11 @@ from functools import cache, partial
 from typing import IO, Any, cast
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin
+from PIL import Image, ImageFile, ImageOps, JpegImagePlugin
 
 from locality import files
 from locality.data.config import AS_PUBLISHED, Decoding
-from locality.data.sources import BadImage, Draw, Window, cut
+from locality.data.sources import BadImage
 from locality.errors import UserError
 
 # Formats by content, whatever the file's name. Not all that Pillow reads: some of the others run
@@ -108,50 +108,6 @@ def load(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
     """
     with _quiet():
         return _loaded(_recognised(io.BytesIO(data), decoding), data)
-
-
-def decode_window(data: bytes, decoding: Decoding, draw: Draw) -> Image.Image:
-    """The window that `draw` chooses of the RGB image in `data`, resized.
-
-    Where fast crops are asked for, a JPEG file is decoded at a half, a quarter or an eighth of its
-    size, as long as the window is then twice as large as it will be or more; others are resized by
-    torch.
-
-    Raises:
-        BadImage: as `decode`.
-    """
-    if decoding.crops == "exact":
-        image = decode(data, decoding)
-        return cut(image, draw(image.size))
-    with _quiet():
-        image = _recognised(io.BytesIO(data), decoding)
-        with _damages():
-            turn = image.getexif().get(ExifTags.Base.Orientation, 1) if decoding.exif else 1
-        width, height = image.size
-        window = draw((height, width) if turn in (5, 6, 7, 8) else (width, height))
-        left, top, right, bottom = window.box
-        spare = min((right - left) // window.size[1], (bottom - top) // window.size[0]) // 2
-        scale = next((scale for scale in (8, 4, 2) if scale <= spare), 1)
-        # A turned image may begin with the pixels that its sides have beyond a multiple.
-        fits = turn == 1 or not (width % scale or height % scale)
-        # Only JPEG files can be decoded so; others are left as they are.
-        reduced = image.draft(image.mode, (width // scale, height // scale)) if fits else None
-        image = to_rgb(_loaded(image, data), decoding)
-    if reduced is None or scale == 1:
-        return _cut_by_torch(image, window)
-    return cut(image, window, width / reduced[1][2])
-
-
-def _cut_by_torch(image: Image.Image, window: Window) -> Image.Image:
-    """As `cut`, within a grey level, where torch has the interpolation."""
-    mode = window.interpolation.lower()
-    if mode not in ("bilinear", "bicubic"):
-        return cut(image, window)
-    import torch  # files are listed and checked without it
-
-    part = torch.from_numpy(np.array(image.crop(window.box))).permute(2, 0, 1)
-    resized = torch.nn.functional.interpolate(part[None], window.size, mode=mode, antialias=True)
-    return Image.fromarray(resized[0].permute(1, 2, 0).numpy())
 
 
 def _loaded(image: ImageFile.ImageFile, data: bytes) -> Image.Image:

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
-from locality.data.decoding import check_header, decode, decode_window, read_bytes
-from locality.data.sources import BadImage, Draw, ImageSource
+from locality.data.decoding import check_header, decode, read_bytes
+from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError, printable, saying, unknown
 from locality.files import in_threads, read_text
 
@@ -69,9 +69,6 @@ class FileSource(ImageSource):
 
     def read(self, index: int) -> Image.Image:
         return decode(self.read_bytes(index), self.decoding)
-
-    def read_window(self, index: int, draw: Draw) -> Image.Image:
-        return decode_window(self.read_bytes(index), self.decoding, draw)
 
     def path(self, index: int) -> str:
         """Where image `index` lies below the folder."""

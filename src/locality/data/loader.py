@@ -18,7 +18,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +45,7 @@ from locality.data.sampling import (
     sample_order,
     seed_generators,
 )
-from locality.data.sources import BadImage, Draw, ImageSource, Window
+from locality.data.sources import BadImage, ImageSource
 from locality.errors import ProcessKilled, UserError
 
 OnBad = Literal["error", "skip"]
@@ -133,12 +132,10 @@ class Batches(Dataset, ABC):
             except UserError as error:
                 return Loaded(None, error=str(error))
 
-    def read(
-        self, index: int, skipped: list[Failure], draw: Draw | None = None
-    ) -> Image.Image | None:
-        """An image, or the part that is drawn; None if it cannot be decoded and may be left out."""
+    def read(self, index: int, skipped: list[Failure]) -> Image.Image | None:
+        """An image; None if it cannot be decoded and may be left out."""
         try:
-            return self.source.read_window(index, draw) if draw else self.source.read(index)
+            return self.source.read(index)
         except BadImage as error:
             failure = Failure(self.source.describe(index), str(error))
         if self.on_bad == "error":
@@ -233,20 +230,14 @@ class TrainBatches(Batches):
         images, seeds = [], self._seeds(Stream.AUGMENT, positions)
         order = zip(positions.tolist(), indices.tolist(), seeds, strict=True)
         for place, (position, index, seed) in enumerate(order):
-            draw = partial(self._draw, seed) if self.transform.crop else None
-            image, indices[place] = self._readable(position, index, skipped, draw)
-            if draw is None:
-                # Seeded after reading, so that nothing a decoder draws can matter.
-                seed_generators(seed)
+            image, indices[place] = self._readable(position, index, skipped)
+            # Seeded after reading, so that nothing a decoder draws can matter.
+            seed_generators(seed)
             images.append(self.transform(image))
         return images
 
-    def _draw(self, seed: int, size: tuple[int, int]) -> Window:
-        seed_generators(seed)
-        return self.transform.draw(size)
-
     def _readable(
-        self, position: int, index: int, skipped: list[Failure], draw: Draw | None
+        self, position: int, index: int, skipped: list[Failure]
     ) -> tuple[Image.Image, int]:
         # The image due here, and what may replace it, in a fixed random order.
         others = (
@@ -254,7 +245,7 @@ class TrainBatches(Batches):
             for attempt in range(_REPLACEMENTS)
         )
         for candidate in chain([index], others):
-            if (image := self.read(candidate, skipped, draw)) is not None:
+            if (image := self.read(candidate, skipped)) is not None:
                 return image, candidate
         raise UserError(
             f"{_REPLACEMENTS} images in a row could not be read; the last: "

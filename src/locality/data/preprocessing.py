@@ -8,7 +8,6 @@ pipeline gives.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +18,10 @@ import torch.nn.functional as F
 from PIL import Image
 from timm.data import create_transform
 from timm.data.random_erasing import RandomErasing
-from timm.data.transforms import MaybePILToTensor, RandomResizedCropAndInterpolation
+from timm.data.transforms import MaybePILToTensor
 from torchvision import transforms
 
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.data.sources import Window
 
 Size = tuple[int, int]
 Step = Callable[[Any], Any]
@@ -33,15 +31,13 @@ Images = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Turns one image, or the window of it that `draw` chose, into a (3, H, W) uint8 tensor.
+    """Turns one image into a (3, H, W) uint8 tensor.
 
     Attributes:
         size: (H, W) of the result.
         prepare: what gives a PIL image this size, which one that has it keeps, and pads it.
         pad: zeros on each side, out of which `steps` cut their window.
         steps: what is done next, at random.
-        crop: timm's random crop, where that comes first; `draw` chooses its windows, so that no
-            more of an image needs to be read than the crop takes.
         on_tensors: to an image of this size, a tensor is the same as a PIL image.
     """
 
@@ -49,7 +45,6 @@ class ImageTransform:
     prepare: Sequence[Step] = ()
     pad: int = 0
     steps: Sequence[Step] = ()
-    crop: RandomResizedCropAndInterpolation | None = None
     on_tensors: bool = False
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -71,16 +66,6 @@ class ImageTransform:
     def fixed(self) -> bool:
         """Whether nothing is done to an image of this size."""
         return self.on_tensors and not (self.pad or self.steps)
-
-    def draw(self, size: tuple[int, int]) -> Window:
-        """What `crop` takes of an image of this (width, height); draws from Python's generator."""
-        assert self.crop is not None
-        # A tensor without data: only its size is looked at.
-        image = torch.empty(size[::-1], device="meta")
-        top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
-        modes = self.crop.interpolation
-        mode = random.choice(modes) if isinstance(modes, tuple) else modes
-        return Window((left, top, left + width, top + height), self.size, mode.name)
 
     def takes_tensors(self, pixels: torch.Tensor) -> bool:
         """Whether images like `pixels`, (…, 3, H, W) uint8, need not become PIL images first."""
@@ -110,9 +95,9 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
     )
     for step in secondary.transforms:
         allow_black(step)
-    crop, *flips = primary.transforms
     if augment.crop == "resized":
-        return ImageTransform(size, steps=[*flips, *secondary.transforms], crop=crop)
+        return ImageTransform(size, steps=[*primary.transforms, *secondary.transforms])
+    _, *flips = primary.transforms
     # The crop is what differs; the flip behind it and the colour steps stay timm's.
     pad = augment.pad if augment.crop == "pad" else 0
     prepare = [*eval_transform(replace(preprocessing, crop_pct=1.0)).prepare]

@@ -75,8 +75,7 @@ class Speed:
         reading, model = max(1, self.workers) / self.loading, 1 / self.computing
         who = f"{self.workers} workers" if self.workers else "the training process"
         slower = (
-            "reading images is the bottleneck; more data.workers read more, and data.crops=fast "
-            "takes less for each"
+            "reading images is the bottleneck; more data.workers read more"
             if reading < model
             else "the model is the bottleneck"
         )

@@ -277,8 +277,8 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     The paper does not say for how many epochs; 90 is what ViT took for the same data.
 
     Command: `locality train cvt_22k --data.root IMAGENET22K`, or `--data.dataset arrow` for a
-    folder that `locality data pack` wrote. Where the folder has no val/, `--data.val_fraction` of
-    each class is set aside to validate on.
+    folder of Parquet or Arrow files. Where the folder has no val/, `--data.val_fraction` of each
+    class is set aside to validate on.
     Cost: 470 exaFLOPs for `cvt_w24`, 35 for `cvt_13`.
     Expect: top-1 on ImageNet-1k after fine-tuning 87.7 (`cvt_w24`), 84.9 (`cvt_21`), 83.3
     (`cvt_13`).
