@@ -15,6 +15,8 @@ DOCS := $(VENV)/.installed-docs
 unexport PYTHONDONTWRITEBYTECODE
 PIP  := $(BIN)/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A file's tests stay together: what they share is made once.
+TWO := --numprocesses 2 --dist loadfile
 # These fork processes that train, which torch allows only where nothing has trained before.
 FORKING := tests/training/test_processes.py
 
@@ -40,14 +42,14 @@ demo: $(RUN)            ## train ConViT and its DeiT baseline on digits, write d
 	$(BIN)/locality demo
 
 test: $(TEST)           ## the fast tests: what one wants before a commit
-	$(PYTEST) --numprocesses 2
+	$(PYTEST) $(TWO)
 
 test-slow: $(DOCS)      ## processes, browser, compiler, whole experiments, the site
-	$(PYTEST) --numprocesses 2 -m slow --ignore $(FORKING)
+	$(PYTEST) $(TWO) -m slow --ignore $(FORKING)
 	$(PYTEST) -m slow $(FORKING)
 
 coverage: $(DOCS)       ## both with line coverage, which nearly doubles their time
-	$(PYTEST) --numprocesses 2 --cov --cov-report= -m "slow or not slow" --ignore $(FORKING)
+	$(PYTEST) $(TWO) --cov --cov-report= -m "slow or not slow" --ignore $(FORKING)
 	$(PYTEST) -m slow $(FORKING) --cov --cov-append --cov-report=term:skip-covered
 
 check: format lint types test   ## before a commit; continuous integration adds test-slow

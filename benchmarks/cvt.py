@@ -91,7 +91,7 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
         "ours": inference(ours, images, nullcontext),
         "fused": inference(fused, images, nullcontext),
         "linear": without_gradient(lambda: F.linear(x, weight)),
-        "convolution": without_gradient(lambda: as_convolution(x, weight)),
+        "convolution": without_gradient(lambda: init_from_convolution_(x, weight)),
     }
     speed = interleave(work, images.device, rounds, warmup=2)
     ours_step = training_step(ours.train(), images, nullcontext)
@@ -219,7 +219,7 @@ def forward_macs(name: str, img_size: int) -> int:
     return counter.get_total_flops() // 2
 
 
-def as_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def init_from_convolution_(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product of `F.linear(x, weight)` as a 1×1 convolution, channels last."""
     return F.conv2d(x[None, None].permute(0, 3, 1, 2), weight[:, :, None, None])
 

@@ -41,6 +41,14 @@ def pytest_configure():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    """What opens a browser is slow."""
+    for item in items:
+        if "browser" in item.fixturenames:
+            item.add_marker(pytest.mark.slow)
+
+
 class Here:
     """Carries runs out one after the other, and remembers which."""
 
@@ -63,13 +71,13 @@ def tiny_run(root: Path, model: str = "convit_nano", seed: int = 0, **changes: o
     return Run(f"{model} {seed}", config, content_folder(root, config))
 
 
-@pytest.fixture(name="tiny_config")
+@pytest.fixture(name="tiny_config", scope="session")
 def tiny_config_fixture():
     """(model, seed, settings with __ for dots) → a configuration of three steps."""
     return tiny_config
 
 
-@pytest.fixture(name="tiny_run")
+@pytest.fixture(name="tiny_run", scope="session")
 def tiny_run_fixture():
     """(root, model, seed, settings) → a run of three steps in its content's folder."""
     return tiny_run

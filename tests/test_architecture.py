@@ -14,8 +14,8 @@ SOURCE = Path(locality.__file__).parent
 ORDER = [
     "__main__",
     "cli",
-    "trained",
     "commands",
+    "trained",
     "serve",
     "report",
     "papers",
@@ -31,7 +31,7 @@ ORDER = [
     "models",
     "layers",
 ]
-LEAVES = {"errors", "files", "checks", "settings", "lazy", "machine"}
+LEAVES = {"errors", "files", "templates", "checks", "settings", "lazy", "machine", "hub"}
 FILES = {
     ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in SOURCE.rglob("*.py")
@@ -43,7 +43,7 @@ def package(module):
 
 
 def imports(node, inside=False):
-    """What a tree imports: (module, whether inside a function); not what only type checkers see."""
+    """What a tree imports, what only type checkers see too: (module, whether inside a function)."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((alias.name, inside) for alias in child.names)
@@ -53,9 +53,6 @@ def imports(node, inside=False):
                 name = f"{child.module}.{alias.name}"
                 if name != "locality.__version__":
                     yield (name if name in FILES else child.module), inside
-        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            for other in child.orelse:
-                yield from imports(other, inside)
         else:
             yield from imports(child, inside or isinstance(child, ast.FunctionDef | ast.Lambda))
 

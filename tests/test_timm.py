@@ -52,12 +52,6 @@ def test_every_model_is_registered_and_none_of_timms_is_touched():
     assert type(timm.create_model("convit_tiny")).__module__ == "timm.models.convit"
 
 
-def test_earlier_names_lead_to_todays_models():
-    with torch.device("meta"), pytest.warns(UserWarning, match="locality_deit_tiny_baseline"):
-        model = timm.create_model("locality_deit_tiny_twin")
-    assert model.variant == "deit_tiny_baseline"
-
-
 def test_importing_again_registers_nothing_twice():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

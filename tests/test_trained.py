@@ -81,7 +81,7 @@ def test_pages_are_shown_whole(run):
 
 
 def test_mistakes(images, tmp_path):
-    with pytest.raises(UserError, match=r"did you mean --optim\.lr"):
+    with pytest.raises(UserError, match=r"did you mean optim\.lr"):
         locality.fit(images, optim__lrr=1)
     with pytest.raises(UserError, match="both say how long"):
         locality.fit(images, minutes=1, epochs=1)
@@ -89,6 +89,25 @@ def test_mistakes(images, tmp_path):
         locality.TrainedRun(tmp_path)
 
 
+def test_a_wrong_setting_is_said_before_torch_is_imported():
+    code = """if True:
+        import sys, locality
+        wrong = {"optim__learning_rate": 1, "schedule__steps": "x", "model": "convit_nan"}
+        for name, value in wrong.items():
+            try:
+                locality.fit("digits", **{name: value})
+            except ValueError as error:
+                print(error)
+        assert "torch" not in sys.modules"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "unknown setting 'optim.learning_rate'; did you mean optim.lr?",
+        "schedule.steps is 'x'; give a whole number",
+        "unknown model 'convit_nan'; did you mean convit_nano?",
+    ], done.stderr
+
+
 def test_importing_the_package_stays_quick():
-    code = "import sys, locality; assert not {'torch', 'jsonargparse'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, locality; print({'torch', 'argparse'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert told.stdout == "set()\n", told.stderr

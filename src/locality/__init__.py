@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from locality.checkpoints import create_model as create_model
     from locality.checkpoints import load as load
     from locality.checkpoints import save as save
+    from locality.commands.train import fit as fit
     from locality.models import list_models as list_models
     from locality.models.initialisations import transform as transform
     from locality.trained import TrainedRun as TrainedRun
-    from locality.trained import fit as fit
     from locality.training import train as train
 
 __version__ = "0.2.0"

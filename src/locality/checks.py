@@ -100,7 +100,7 @@ def one_of(setting: str, given: object, accepted: Iterable[str]) -> None:
         raise unknown(f"value of {setting}", str(given), accepted)
 
 
-_hints = cache(typing.get_type_hints)
+type_hints = cache(typing.get_type_hints)
 
 
 def bounded(
@@ -125,7 +125,7 @@ def settings(config: Any, group: str = "") -> None:
     Raises:
         UserError: for the first that is not; `group` comes before its name.
     """
-    hints = _hints(config.__class__)
+    hints = type_hints(config.__class__)
     for field in dataclasses.fields(config):
         hint, value, name = hints[field.name], getattr(config, field.name), group + field.name
         types = typing.get_args(hint) or (hint,)

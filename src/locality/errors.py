@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -84,20 +85,45 @@ def one_line(error: BaseException) -> str:
     return f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
 
-def near(given: str, accepted: Iterable[str]) -> list[str]:
-    """The names most like the given one, three at most; a setting may be given by its last part."""
+def some(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
+    """A few names, and how many more there are."""
+    names = list(names)
+    text = ", ".join(f"{quote}{name}{quote}" for name in names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text
+
+
+def near(given: str, accepted: Iterable[str], texts: Mapping[str, str] = {}) -> list[str]:
+    """The names most like the given one, three at most; a setting may be given by its last part.
+
+    Args:
+        given: the name as the user wrote it.
+        accepted: every name that exists.
+        texts: what some of them mean, in which the given name may stand: "learning_rate" is `lr`.
+    """
     word = given.replace("-", "_")
     last: dict[str, list[str]] = {}
     for name in sorted(accepted):
         last.setdefault(name.rpartition(".")[2], []).append(name)
-    if parts := [word] if word in last else difflib.get_close_matches(word, last, n=1, cutoff=0.8):
-        return last[parts[0]][:3]
-    names = [name for found in last.values() for name in found]
-    return difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    own = word.rpartition(".")[2] if texts else word
+    parts = {word: None, own: None}
+    if exact := [name for part in parts for name in last.get(part, ())]:
+        return exact[:3]
+    said = re.escape(own.replace("_", " "))
+    if first := [name for name, text in texts.items() if re.match(rf"(the )?{said}\b", text)]:
+        return first[:3]
+    like = [each for part in parts for each in difflib.get_close_matches(part, last, 1, cutoff=0.8)]
+    found = [name for each in like for name in last[each]]
+    found += [name for name, text in texts.items() if re.search(rf"\b{said}\b", text)]
+    names = [name for each in last.values() for name in each]
+    return list(dict.fromkeys(found))[:3] or difflib.get_close_matches(word, names, 3, cutoff=0.5)
 
 
 def unknown(
-    kind: str, given: str, accepted: Iterable[str], error: type[UserError] = UserError
+    kind: str,
+    given: str,
+    accepted: Iterable[str],
+    error: type[UserError] = UserError,
+    texts: Mapping[str, str] = {},
 ) -> UserError:
     """The error for a name that does not exist, with the nearest one that does.
 
@@ -106,13 +132,13 @@ def unknown(
         given: the name as the user wrote it.
         accepted: every name that exists.
         error: the exception to make.
+        texts: what some of them mean, for `near`.
     """
     names = sorted(accepted)
-    found = near(given, names)
+    found = near(given, names, texts)
     hints = [f"did you mean {' or '.join(found)}?"] if found else []
     if not found or len(names) <= _FEW:
-        more = f" and {len(names) - _MOST} more" * (len(names) > _MOST)
-        hints.append("known: " + ", ".join(name or "''" for name in names[:_MOST]) + more)
+        hints.append("known: " + some([name or "''" for name in names], _MOST, quote=""))
     return error(f"unknown {kind} '{given}'; {' '.join(hints)}")
 
 

@@ -1,17 +1,16 @@
-"""Files: written whole or not at all, read only as far as is sensible; pages."""
+"""Files: written whole or not at all, read only as far as is sensible."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import functools
 import io
 import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -216,43 +215,6 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
     """Write `data` to `path`, atomically and durably (text as UTF-8)."""
     with atomic_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
-
-
-def render(
-    package: str, template: str, filters: Mapping[str, Callable[..., Any]] = {}, **content: Any
-) -> str:
-    """A page from one of a package's `templates`; what the template asks for has to be given.
-
-    Args:
-        package: such as "locality.report".
-        template: the file's name.
-        filters: functions that the template may put values through.
-        content: the values; in HTML they are escaped unless they are markup.
-    """
-    environment = _environment(package, template.endswith(".html"))
-    environment.filters |= filters
-    return environment.get_template(template).render(content)
-
-
-@functools.cache
-def _environment(package: str, escaped: bool) -> Any:
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader(package),
-        autoescape=escaped,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def write_page(path: Path | str, text: str) -> Path:
-    """Write a page, atomically, and make its folder; the page's path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)
-    return path
 
 
 def _sync_folder(folder: Path) -> None:

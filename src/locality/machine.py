@@ -1,4 +1,4 @@
-"""What measurements were taken on, and whether the hub can be reached from there."""
+"""What measurements are taken on: the hardware, the versions and the commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +45,6 @@ def memory(device_type: str) -> int:
     return total
 
 
-@contextlib.contextmanager
-def hub_asked_once() -> Iterator[None]:
-    """Where the Hugging Face hub does not answer at once, use its cache alone in the block.
-
-    Its own client asks again and again for half a minute.
-    """
-    from huggingface_hub import constants, utils
-
-    offline = constants.HF_HUB_OFFLINE
-    try:
-        utils.get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
-    except Exception:  # of whichever HTTP library the client uses
-        constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-
-
-_PATIENCE = 3  # seconds
 _PACKAGES = ("torch", "torchvision", "timm", "lightning-fabric", "numpy", "pillow")
 
 

@@ -4,17 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml
 
+from locality.checks import type_hints
 from locality.errors import UserError, unknown
 from locality.files import parse_yaml
 
 T = TypeVar("T")
+
+
+class Setting(NamedTuple):
+    """A setting of a configuration.
+
+    Attributes:
+        hint: its type.
+        text: what its class's docstring says of it.
+    """
+
+    hint: Any
+    text: str
+
+
+def settings_of(cls: type, prefix: str = "") -> dict[str, Setting]:
+    """The settings of a configuration dataclass by dotted name, those of its groups among them."""
+    section = inspect.getdoc(cls).partition("Attributes:\n")[2]  # type: ignore[union-attr]
+    texts = {
+        name: " ".join(text.split())
+        for names, text in re.findall(r"^ {4}(\w.*?): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+        for name in names.split(", ")
+    }
+    found: dict[str, Setting] = {}
+    for name, hint in type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            found |= settings_of(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = Setting(hint, texts.get(name, ""))
+    return found
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -35,7 +68,8 @@ def _plain(value: Any) -> Any:
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """The configuration of type `cls` that `to_dict` turned into `values`.
 
-    What is missing takes its default.
+    What is missing takes its default. Settings that a class has no longer may still be there with
+    the value in its `REMOVED`, the one that means what the others do without them.
 
     Args:
         cls: a configuration dataclass.
@@ -49,18 +83,16 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
     values = getattr(cls, "upgraded", dict)(values)
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)  # type: ignore[arg-type]
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    names = [field.name for field in fields]
     removed = getattr(cls, "REMOVED", {})
     given: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
-        if name not in names:
+        if name not in hints:
             if name in removed and value == removed[name]:
                 continue
-            within = [f"{path}.{known}" if path else known for known in names]
-            raise unknown("setting", dotted, within)
+            raise _unknown(dotted, cls, f"{path}." if path else "")
         given[name] = _typed(hints[name], value, dotted)
     for field in fields:
         has_default = not field.default is field.default_factory is dataclasses.MISSING
@@ -83,13 +115,50 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
         *groups, name = dotted.split(".")
         place = values
         for group in groups:
-            if not isinstance(place.get(group), dict):
-                raise unknown("setting", dotted, flatten(to_dict(config)))
-            place = place[group]
+            place = place.get(group)  # type: ignore[assignment]
+            if not isinstance(place, dict):
+                raise _unknown(dotted, type(config))
         if name not in place and groups[-1:] != ["overrides"]:
-            raise unknown("setting", dotted, flatten(to_dict(config)))
+            raise _unknown(dotted, type(config))
         place[name] = _plain(value)
     return from_dict(type(config), values)
+
+
+def typed(cls: type, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes of a configuration of type `cls` by dotted name, each as the type of its setting.
+
+    What is no setting by itself, such as a group or one of a model's fields, stays as it is.
+
+    Raises:
+        UserError: for a wrong type.
+    """
+    known = settings_of(cls)
+    return {
+        name: _typed(known[name].hint, value, name) if name in known else value
+        for name, value in changes.items()
+    }
+
+
+def parse(text: str, hint: Any, name: str) -> Any:
+    """The value of type `hint` that somebody typed as `text`, which is YAML unless it is text.
+
+    Raises:
+        UserError: if it is none; `name` says whose.
+    """
+    try:
+        if hint is str:
+            return text
+        if hint == (str | None):
+            return None if text == "null" else text
+        return _typed(hint, parse_yaml(text, name), name)
+    except UserError:
+        raise UserError(f"{name} is {text or repr(text)}; give {described(hint)}") from None
+
+
+def _unknown(name: str, cls: type, prefix: str = "") -> UserError:
+    """The error for a setting that `cls` does not have."""
+    texts = {known: setting.text for known, setting in settings_of(cls, prefix).items()}
+    return unknown("setting", name, texts, texts=texts)
 
 
 def _typed(hint: Any, value: Any, path: str) -> Any:
@@ -140,8 +209,8 @@ def described(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, parts))
     if origin in (typing.Union, types.UnionType):
-        parts_in_words = [described(part) for part in parts if part is not type(None)]
-        return " or ".join(parts_in_words + ["null"] * (type(None) in parts))
+        several = [described(part) for part in parts if part is not type(None)]
+        return " or ".join(several + (["null"] if type(None) in parts else []))
     if origin in (tuple, list):
         count = "" if origin is list or parts[1:] == (...,) else f"of {len(parts)} "
         return f"a list {count}such as [{'0.1, 0.2' if float in parts else '1, 2'}]"
@@ -169,12 +238,21 @@ def from_yaml(cls: type[T], text: str, where: str = "the configuration") -> T:
     return from_dict(cls, {} if values is None else values)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
+def flatten(
+    values: Mapping[str, Any], groups: float = math.inf, prefix: str = ""
+) -> dict[str, Any]:
+    """Nested settings by dotted name.
+
+    Args:
+        values: by name; groups of them in a mapping.
+        groups: so many levels of them are flattened: of a run's configuration, 1 keeps
+            `model.overrides` whole.
+        prefix: what comes before each name.
+    """
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and groups:
+            flat |= flatten(value, groups - 1, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat

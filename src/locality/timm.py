@@ -15,7 +15,6 @@ from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
     register_model,
-    register_model_deprecations,
 )
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
 from locality.models.factory import build
-from locality.models.variants import ALIASES, VARIANTS, Variant
+from locality.models.variants import VARIANTS, Variant
 
 PREFIX = "locality_"
 
@@ -111,6 +110,3 @@ default_cfgs = generate_default_cfgs(_all_cfgs())
 
 for _name in VARIANTS:
     globals()[PREFIX + _name] = register_model(_entrypoint(_name))
-register_model_deprecations(
-    __name__, {PREFIX + old: PREFIX + name for old, name in ALIASES.items()}
-)

@@ -1,4 +1,4 @@
-"""In Python what `locality train` is in a shell, and the run it leaves as something to ask.
+"""A finished run as something to ask, and what a notebook shows of it.
 
 >>> run = locality.fit("photos/", model="convit_mini", epochs=20)
 >>> run.evaluate(), run.predict("x.jpg"), run.report(), run.explore()
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,66 +19,17 @@ from PIL import Image
 
 from locality import checks
 from locality.analysis.explorer import write_explorer
-from locality.analysis.pictures import close_up, data_address, run_images
+from locality.analysis.pictures import data_url, high_resolution_crop, run_images
 from locality.analysis.recording import record_missing
 from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.checkpoints.open import Classifier, open_model
-from locality.commands.train import default_folder, read_run
 from locality.data.folder import read_image
 from locality.errors import UserError
 from locality.figures import charts
-from locality.figures.style import drawn
+from locality.figures.style import figure_bytes
 from locality.models import ImageClassifier
 from locality.report import build_report
-from locality.training import RunFolder, evaluate_run, train
-
-
-def fit(
-    images: Path | str,
-    model: str | None = None,
-    *,
-    epochs: float | None = None,
-    minutes: float | None = None,
-    weights: Path | str | None = None,
-    output: Path | str | None = None,
-    quiet: bool = False,
-    **settings: Any,
-) -> TrainedRun:
-    """Train as `locality train IMAGES` does: what is not given is chosen for images and machine.
-
-    A run lies in the folder that the command would give it. The same call again resumes what was
-    interrupted, and opens what has finished.
-
-    Args:
-        images: a folder of images by class, a labels.csv, or the name of a recipe.
-        model, epochs: of the run.
-        minutes: how long it may take, where neither epochs nor steps are given; 10 unless given.
-        weights: to start from, as `locality finetune IMAGES --from WEIGHTS`.
-        output: the run's folder.
-        quiet: print nothing.
-        settings: of `RunConfig`, with `__` for the dot: `optim__lr=1e-3`, `seed=1`.
-
-    Raises:
-        UserError: for a setting that does not exist or fit, or images that cannot be used.
-        Interrupted, RunFailed: as `locality.training.train`.
-    """
-    given: dict[str, Any] = {"model.name": model, "schedule.epochs": epochs, "minutes": minutes}
-    given |= {"model.weights": weights, "output": output}
-    given = {name: value for name, value in given.items() if value is not None}
-    given |= {name.replace("__", "."): value for name, value in settings.items()}
-    words = [os.fspath(images), *(f"--{name}={_typed(value)}" for name, value in given.items())]
-    words += ["--quiet"] * quiet
-    config, options = read_run(words if weights is None else ["--recipe=finetune", *words])
-    folder = Path(options.output) if options.output else default_folder(config)
-    if options.fit is not None and not quiet:
-        print(options.fit)
-    train(config, folder, quiet=quiet)
-    return TrainedRun(folder)
-
-
-def _typed(value: Any) -> str:
-    """A value as somebody would type it."""
-    return os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(value)
+from locality.training import RunFolder, evaluate_run
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,7 +88,7 @@ class TrainedRun:
         (row,) = self.classifier([image])
         return Prediction(
             self.classifier.most_likely(row, top),
-            close_up(self.classifier.preprocessing, image),
+            high_resolution_crop(self.classifier.preprocessing, image),
         )
 
     def report(self, output: Path | str | None = None) -> Page:
@@ -172,7 +122,7 @@ class TrainedRun:
             charts.draw_learning, group([self._recorded]), self._recorded.fraction
         )
         assert figure is not None  # a finished run was evaluated
-        png = base64.b64encode(drawn(figure)).decode()
+        png = base64.b64encode(figure_bytes(figure)).decode()
         return f"<p>{html.escape(repr(self))}</p><img width=480 src='data:image/png;base64,{png}'>"
 
 
@@ -197,9 +147,7 @@ class Prediction:
             f"<td><meter value='{share:.3f}'></meter></td></tr>"
             for name, share in self.classes.items()
         )
-        shown = (
-            f"<img src='{data_address(self.image)}' width=160 style='image-rendering:pixelated'>"
-        )
+        shown = f"<img src='{data_url(self.image)}' width=160 style='image-rendering:pixelated'>"
         return f"<div style='display:flex;gap:1rem'>{shown}<table>{rows}</table></div>"
 
 

@@ -65,7 +65,7 @@ def test_baselines_of_a_run(splits, arrays):
 
 
 def test_a_larger_set_is_sampled_with_all_its_classes(splits, monkeypatch):
-    monkeypatch.setattr(baselines, "MOST_IMAGES", 50)
+    monkeypatch.setattr(baselines, "MAX_IMAGES", 50)
     found = pixel_baselines(splits, DIGITS)
     assert (found.train_images, found.all_train_images) == (50, len(splits.train))
     assert 4 <= found.targets.bincount(minlength=10).min() <= found.targets.bincount().max() <= 6

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from locality.analysis.explorer import DECADES, TOLERANCE, write_explorer
+from locality.analysis.explorer import DECADES, write_explorer
 from locality.analysis.measures import measure_model, token_distances
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
@@ -21,8 +21,7 @@ from locality.errors import UserError
 from locality.models import build
 from locality.models.initialisations import transform
 
-# Twice the tolerance of a score, since the normalising sum moves as well; and JavaScript's exp.
-FACTOR = math.exp(2 * TOLERANCE) - 1 + 1e-6
+FACTOR = 1e-2  # relative error of every attention, from queries and keys in half precision
 SMALL = Preprocessing(img_size=8, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
 
 
@@ -64,7 +63,7 @@ def open_explorer(open_page):
 
 
 @torch.no_grad()
-def maps_of(subject, image):
+def compute_maps(subject, image):
     batch = subject.prepare([image]).double()
     model = copy.deepcopy(subject.model).double()
     with capture(model) as views:
@@ -98,7 +97,6 @@ def true_row(maps, mode, head, query):
     return (part[head] if mode == "position" else part[0, head])[query].numpy()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("row", "column", "image"), [(2, 1, 0), (0, 3, 5)])
 def test_every_head_shows_the_attention_of_the_clicked_patch(
     open_explorer, file, subjects, images, row, column, image
@@ -109,7 +107,7 @@ def test_every_head_shows_the_attention_of_the_clicked_patch(
     click(page, row, column)
     assert f"row {row + 1}, column {column + 1} of 4 × 4" in page.locator("#where").inner_text()
     for number, subject in enumerate(subjects):
-        for layer, maps in enumerate(maps_of(subject, images[image])):
+        for layer, maps in enumerate(compute_maps(subject, images[image])):
             query = maps.prefix_tokens + row * 4 + column
             for head in range(4):
                 for mode in ("mixed", "content", "position"):
@@ -127,7 +125,7 @@ def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
     click(page, 1, 2)
     away = token_distances((4, 4))[1 * 4 + 2].numpy()
     for number, layer, head, key in ((0, 1, 2, 9), (0, 3, 0, 0), (2, 0, 3, 15), (1, 2, 1, 6)):
-        maps = maps_of(subjects[number], images[0])[layer]
+        maps = compute_maps(subjects[number], images[0])[layer]
         prefix = maps.prefix_tokens
         true = true_row(maps, "mixed", head, prefix + 6)
         cell = page.locator(
@@ -150,7 +148,7 @@ def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
         patches = true[prefix:] / true[prefix:].sum()
         distance = float(cell.get_attribute("data-distance"))
         assert distance == pytest.approx((patches * away).sum(), rel=2 * FACTOR)
-        assert f"looks {distance:.2f} patches away" in text
+        assert f"mean distance {distance:.2f} patches" in text
         if prefix:
             assert "% to the class token" in text
         gate = maps.gate
@@ -166,7 +164,7 @@ def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
 def test_colours_are_the_logarithm_of_the_attention(open_explorer, file, subjects, images):
     page = open_explorer(file)
     click(page, 3, 0)
-    maps = maps_of(subjects[0], images[0])[0]
+    maps = compute_maps(subjects[0], images[0])[0]
     true = true_row(maps, "mixed", 1, 12)
     pixels = page.evaluate(
         """() => { const canvas = document.querySelector(
@@ -205,7 +203,7 @@ def test_keys_sliders_and_switches(open_explorer, file):
     assert page.locator('.row .cell[data-layer="0"].none').count() == 4
     page.get_by_role("radio", name="content").check()
     assert page.evaluate("explorer.state.mode") == "content"
-    page.get_by_label("ask from the class token").check()
+    page.get_by_label("query from the class token").check()
     assert "class token" in where.inner_text()
     row = shown_row(page, 2, 0, 0, "content")
     assert len(row) == 17 and shown_row(page, 0, 0, 0, "content") is None
@@ -237,7 +235,6 @@ CLIPPED = """() => [...document.querySelectorAll("p, span")]
     .filter((node) => getComputedStyle(node).overflow !== "visible").length"""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
 def test_nothing_is_covered_or_cut_off(open_explorer, shaken, images, tmp_path, width, height):
     folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
@@ -255,16 +252,17 @@ def test_nothing_is_covered_or_cut_off(open_explorer, shaken, images, tmp_path, 
     page.screenshot(path=folder / f"explorer-{width}.png")
     page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
     page.screenshot(path=folder / f"explorer-{width}-end.png")
-    panel, plots = (page.locator(name).bounding_box() for name in ("#ask", "#plots"))
+    panel, plots = (page.locator(name).bounding_box() for name in ("#controls", "#plots"))
     assert panel["y"] + panel["height"] <= plots["y"]
     assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 2  # shown, not interpreted
 
 
-@pytest.mark.parametrize("largest", [0.037, 0.73, 1, 2.01, 4.9, 5, 13.2, 140])
-def test_labels_of_axes_are_exact(open_explorer, file, largest):
-    ticks = open_explorer(file).evaluate("(largest) => ticksTo(largest)", largest)
-    assert 3 <= len(ticks) <= 6 and ticks[0] == 0 and ticks[-1] >= largest > ticks[-2]
-    assert ticks == pytest.approx(np.linspace(0, ticks[-1], len(ticks)), rel=1e-9)
+def test_labels_of_axes_are_exact(open_explorer, file):
+    page = open_explorer(file)
+    for largest in (0.037, 0.73, 1, 2.01, 4.9, 5, 13.2, 140):
+        ticks = page.evaluate("(largest) => ticksTo(largest)", largest)
+        assert 3 <= len(ticks) <= 6 and ticks[0] == 0 and ticks[-1] >= largest > ticks[-2]
+        assert ticks == pytest.approx(np.linspace(0, ticks[-1], len(ticks)), rel=1e-9)
 
 
 def test_labels_stand_where_their_values_are(open_explorer, file):
@@ -283,7 +281,7 @@ def test_labels_stand_where_their_values_are(open_explorer, file):
 def test_one_scale_for_a_map_a_layer_or_all(open_explorer, file, subjects, images):
     page = open_explorer(file)
     click(page, 1, 1)
-    maps = [maps_of(subject, images[0]) for subject in subjects]
+    maps = [compute_maps(subject, images[0]) for subject in subjects]
 
     def most(model, layer, head):
         prefix = maps[model][layer].prefix_tokens
@@ -303,7 +301,7 @@ def test_one_scale_for_a_map_a_layer_or_all(open_explorer, file, subjects, image
         )
         expected = 255 * (1 + np.log10(max(most(0, 1, 2) / top, 10.0**-DECADES)) / DECADES)
         assert brightest == pytest.approx(expected, abs=4)
-    assert page.locator("#high").text_content() == "most in all maps"
+    assert page.locator("#high").text_content() == "maximum of all maps"
 
 
 def test_hatched_maps_are_explained(open_explorer, file):
@@ -325,32 +323,21 @@ def test_the_image_is_shown_as_sharp_as_it_is(open_explorer, subjects, tmp_path)
     assert page.evaluate("document.getElementById('image').naturalWidth") == 64
 
 
-def test_time_to_open_and_to_answer(open_explorer, file, record_property):
-    """Measured and reported, not asserted: how fast a machine is, is not ours to promise."""
-    page = open_explorer(file)
-    ready = float(page.evaluate("document.documentElement.dataset.ready"))
-    click(page, 1, 1)
-    page.wait_for_function("document.documentElement.dataset.answered")
-    answered = float(page.evaluate("document.documentElement.dataset.answered"))
-    record_property("ready_ms", ready)
-    record_property("answered_ms", answered)
-    print(f"open in {ready:.0f} ms, a click answered in {answered:.0f} ms")
-
-
 def test_keys_on_coarser_grids(open_explorer, shaken, tmp_path):
     """CvT: each stage has its own grid, and its keys a coarser one."""
     subject = Classifier.of(shaken(build("cvt_nano")), "CvT", SMALL)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8))
     page = open_explorer(write_explorer([subject], [image], tmp_path / "cvt.html"))
     click(page, 1, 2)  # of the last stage's 4 × 4
-    for layer, maps in enumerate(maps_of(subject, image)):
+    for layer, maps in enumerate(compute_maps(subject, image)):
         height, width = maps.query_grid
         # The patch that holds the centre of the clicked one.
         cell = (int(1.5 / 4 * height), int(2.5 / 4 * width))
         query = maps.prefix_tokens + cell[0] * width + cell[1]
         found = shown_row(page, 0, layer, 0, "mixed")
         np.testing.assert_allclose(found, true_row(maps, "mixed", 0, query), rtol=FACTOR)
-        away = token_distances(maps.query_grid, maps.key_grid)[cell[0] * width + cell[1]].numpy()
+        away = token_distances(maps.query_grid, maps.key_grid, (2, 2))
+        away = away[cell[0] * width + cell[1]].numpy()
         patches = maps.mixed[0, 0, query, maps.prefix_tokens :].numpy()
         shown = page.locator(f'.row .cell[data-layer="{layer}"][data-head="0"]')
         distance = float(shown.get_attribute("data-distance"))
@@ -365,7 +352,7 @@ def test_attention_in_the_place_of_convolutions(open_explorer, tmp_path):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8))
     page = open_explorer(write_explorer([subject], [image], tmp_path / "resnet.html"))
     click(page, 0, 2)
-    first, second = maps_of(subject, image)
+    first, second = compute_maps(subject, image)
     assert (first.query_grid, first.key_grid, second.key_grid) == ((4, 4), (8, 8), (4, 4))
     for layer, maps in enumerate((first, second)):
         for head in (0, 5, 9):
@@ -380,9 +367,7 @@ def test_size_of_the_digits_explorer(file):
 
 
 @pytest.mark.slow
-def test_size_of_convit_small_on_eight_images(tmp_path):
-    """One photograph, times eight. Random weights with large scores take more than trained ones:
-    their spectrum is flat."""
+def test_size_of_convit_small_on_one_photograph(tmp_path):
     torch.manual_seed(0)
     model = build("convit_small")
     with torch.no_grad():
@@ -390,13 +375,7 @@ def test_size_of_convit_small_on_eight_images(tmp_path):
             block.attn.qkv.weight[: 2 * model.embed_dim] *= 4
     image = Image.fromarray(load_sample_image("china.jpg"))
     file = write_explorer([Classifier.of(model, "ConViT-S")], [image], tmp_path / "small.html")
-    assert 8 * file.stat().st_size < 30e6
-
-
-def test_data_beyond_the_limit_loosen_the_tolerance(subjects, images, tmp_path, monkeypatch):
-    monkeypatch.setattr("locality.analysis.explorer.MAX_MEGABYTES", 0.001)
-    text = write_explorer(subjects[:1], images[:2], tmp_path / "tight.html").read_text()
-    assert '"tolerance":0.2' in text
+    assert file.stat().st_size < 6e6
 
 
 def test_page_is_self_contained(file):
@@ -411,6 +390,10 @@ def test_bad_input(subjects, images, tmp_path):
         write_explorer(subjects, [], output)
     with pytest.raises(UserError, match="1 to 4 models"):
         write_explorer([], images, output)
+    broken = build("convit_nano")
+    torch.nn.init.constant_(broken.blocks[0].attn.qkv.weight, math.inf)
+    with pytest.raises(UserError, match="attn are not finite"):
+        write_explorer([Classifier.of(broken, "broken", SMALL)], images, output)
     graph = Classifier("graph.onnx", lambda batch: batch, SMALL)
     with pytest.raises(UserError, match="exported graph"):
         write_explorer([graph], images, output)

@@ -4,11 +4,11 @@ import torch
 
 from locality.analysis.pictures import (
     Sample,
+    capture_pictures,
     load_pictures,
-    one_of_each,
+    round_robin_indices,
     sample,
     save_pictures,
-    take_pictures,
 )
 from locality.analysis.taps import capture
 from locality.data import ArraySource, DataConfig, Preprocessing, open_data
@@ -19,7 +19,7 @@ CLASSES = [str(digit) for digit in range(10)]
 
 def pictures_of(model, images, **options):
     shown = np.zeros((len(images), 8, 8, 3), dtype=np.uint8)
-    return take_pictures(model, Sample(images, shown, ["3"] * len(images), CLASSES), **options)
+    return capture_pictures(model, Sample(images, shown, ["3"] * len(images), CLASSES), **options)
 
 
 def test_pictures_are_the_rows_of_the_captured_attention(convit, images):
@@ -62,8 +62,8 @@ def test_a_query_outside_is_refused(convit, images):
 
 def test_samples_go_round_the_classes():
     labels = np.array([2, 2, 0, 2, 1, 0])
-    assert one_of_each(labels, 3).tolist() == [2, 4, 0]
-    assert one_of_each(labels, 99).tolist() == [2, 4, 0, 5, 1, 3]
+    assert round_robin_indices(labels, 3).tolist() == [2, 4, 0]
+    assert round_robin_indices(labels, 99).tolist() == [2, 4, 0, 5, 1, 3]
 
 
 def test_sample_is_what_evaluation_shows_the_model():
@@ -71,7 +71,7 @@ def test_sample_is_what_evaluation_shows_the_model():
     prepared = Preprocessing(8, mean=(0.5,) * 3, std=(0.25,) * 3, crop_pct=1.0)
     chosen = sample(val, prepared, 20)
     assert chosen.labels == [str(digit) for digit in range(10)] * 2
-    for row, index in enumerate(one_of_each(val.labels, 20)):
+    for row, index in enumerate(round_robin_indices(val.labels, 20)):
         np.testing.assert_array_equal(chosen.shown[row], np.asarray(val.read(int(index))))
     back = (chosen.images * 0.25 + 0.5) * 255
     assert torch.allclose(back.permute(0, 2, 3, 1), torch.from_numpy(chosen.shown).float())

@@ -4,11 +4,10 @@ import json
 import math
 
 import pytest
-import timm
 import torch
 
 from locality.analysis import measures
-from locality.analysis.measures import measure_model, released_nonlocality
+from locality.analysis.measures import measure_model
 from locality.analysis.taps import capture
 from locality.errors import UserError
 from locality.models import build
@@ -59,48 +58,6 @@ def test_no_images_is_refused(convit, images):
         measure_model(convit, images[:0])
 
 
-@pytest.mark.parametrize("size", [64, 96])
-def test_released_variant_equals_the_script_on_timms_weights(size, shaken):
-    """timm's module keeps the released `get_attention_map`; the script feeds it `patch_embed`."""
-    model = timm.create_model("convit_tiny", img_size=size, depth=4, local_up_to_layer=3)
-    model = shaken(model, scale=0.2)
-    images = torch.randn(3, 3, size, size)
-    with torch.no_grad():
-        model(images)  # timm makes its relative encodings in the first forward pass
-        tokens = model.patch_embed(images)
-        theirs = [block.attn.get_attention_map(tokens) for block in model.blocks]
-    ours = released_nonlocality(model, images)
-    assert torch.allclose(torch.tensor(ours), torch.stack(theirs), rtol=0, atol=1e-5)
-    real = measure_model(model, images)["layers"]
-    assert ours[2] != pytest.approx(real[2]["nonlocality"]["mean"], abs=1e-3)
-
-
-def test_released_variant_of_our_model_equals_timms_with_the_same_weights(shaken):
-    theirs = timm.create_model("convit_tiny", img_size=64, depth=3, local_up_to_layer=2)
-    ours = build("convit_tiny", img_size=64, depth=3, gpsa_layers=2)
-    shaken(theirs, scale=0.2)
-    with torch.no_grad():
-        ours.patch_embed.load_state_dict(theirs.patch_embed.proj.state_dict())
-        for mine, block in zip(ours.blocks, theirs.blocks, strict=True):
-            if hasattr(block.attn, "qk"):
-                mine.attn.qkv.weight.copy_(torch.cat((block.attn.qk.weight, block.attn.v.weight)))
-                mine.attn.v_pos.copy_(block.attn.pos_proj.weight[:, [2, 1, 0]])
-                mine.attn.gating.copy_(block.attn.gating_param)
-            else:
-                mine.attn.qkv.weight.copy_(block.attn.qkv.weight)
-    images = torch.randn(2, 3, 64, 64)
-    expected = torch.tensor(released_nonlocality(theirs, images))
-    assert torch.allclose(
-        torch.tensor(released_nonlocality(ours, images)), expected, rtol=0, atol=1e-5
-    )
-
-
-def test_released_variant_needs_one_patch_embedding(images):
-    model = torch.nn.Sequential(build("deit_nano").blocks[0])
-    with pytest.raises(UserError, match="patch embedding"):
-        released_nonlocality(model, images)
-
-
 def test_cvt_is_measured_with_its_key_strides(shaken):
     model, images = shaken(build("cvt_nano")), torch.randn(2, 3, 7, 10)
     record = measure_model(model, images)
@@ -125,8 +82,3 @@ def test_cvt_is_measured_with_its_key_strides(shaken):
     assert first["nonlocality"]["mean"] == pytest.approx(expected.tolist(), rel=1e-5)
     last = record["layers"][-1]
     assert last["class_token_share"] is not None and last["grid"] == [4, 5]
-
-
-def test_cvt_has_no_single_patch_embedding():
-    with pytest.raises(UserError, match="patch embedding"):
-        released_nonlocality(build("cvt_nano"), torch.randn(1, 3, 8, 8))

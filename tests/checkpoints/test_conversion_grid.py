@@ -149,7 +149,7 @@ def transformers(state: dict[str, Tensor], images: Tensor, config: CvTConfig) ->
             qkv_bias=[stage.qkv_bias for stage in stages],
             kernel_qkv=[stage.projection_kernel for stage in stages],
             padding_q=[stage.projection_kernel // 2 for stage in stages],
-            padding_kv=[stage.padding_of_keys for stage in stages],
+            padding_kv=[stage.resolved_kv_padding for stage in stages],
             stride_kv=[stage.kv_strides[0] for stage in stages],
             drop_path_rate=[0.0] * len(stages),
         )
@@ -211,7 +211,7 @@ class _Layers:
 
     def project(self, part: str, image: Tensor, stage: Any) -> Tensor:
         kernel = stage.projection_kernel
-        stride, padding = (stage.kv_strides[0], stage.padding_of_keys)
+        stride, padding = (stage.kv_strides[0], stage.resolved_kv_padding)
         if part == "q":
             stride, padding = 1, kernel // 2
         name = f"attn.conv_proj_{part}."

@@ -87,12 +87,15 @@ def test_microsofts_names_and_shapes_are_those_of_its_files():
 
 HELD = [
     ("microsoft", "cvt_13", {}),
-    ("microsoft", "cvt_w24", {}),
+    pytest.param("microsoft", "cvt_w24", {}, marks=pytest.mark.slow),
     ("microsoft", "cvt_13", {"global_pool": "avg"}),
     ("microsoft", "cvt_13", {"projection": "microsoft_avg", "qkv_bias": False}),
     ("microsoft", "cvt_13", {"embedding": "patch", "num_classes": 5, "in_chans": 4}),
     ("transformers", "cvt_13", {"activation": "gelu"}),
-    ("transformers", "cvt_w24", {"activation": "gelu", "num_classes": 5, "in_chans": 4}),
+    pytest.param(
+        *("transformers", "cvt_w24", {"activation": "gelu", "num_classes": 5, "in_chans": 4}),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -48,7 +48,7 @@ CLASSES = [f"class {index}" for index in range(10)]
 
 
 # The exporter takes its time over convolutions.
-SLOW = ("cvt", "psa", "cvt with positions")
+SLOW = ("convit", "cvt", "psa", "cvt with positions")
 
 
 @pytest.fixture(

@@ -244,6 +244,7 @@ def test_other_peoples_models_are_refused(tmp_path):
         save(torch.nn.Linear(2, 2), tmp_path)
 
 
+@pytest.mark.slow
 def test_compiled_models_are_saved_without_their_wrapper(tmp_path):
     model = build("convit_nano")
     assert load(save(torch.compile(model), tmp_path)).config == replace(model.config)

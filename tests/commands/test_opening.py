@@ -50,9 +50,14 @@ def given(tmp_path_factory):
     save(model, root / "saved")
     state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
     torch.save(state, root / "weights.pth")
-    export(model, root / "graph.onnx")
     Image.new("RGB", (8, 8), "white").save(root / "image.png")
     return root
+
+
+@pytest.fixture(scope="module")
+def graph(given):
+    """The same as a graph, which takes seconds to make."""
+    return export(load(given / "run"), given / "graph.onnx")
 
 
 @pytest.fixture
@@ -93,7 +98,7 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*REFUSED, "hub", "run", "saved", "file"])
-def test_every_command_takes_the_same_models(kind, inputs, given, tmp_path, capsys):
+def test_every_command_takes_the_same_models(kind, inputs, given, graph, tmp_path, capsys):
     refused = {}
     for name, words in COMMANDS.items():
         code = main(words(inputs[kind], str(given / "image.png"), str(tmp_path)))
@@ -137,7 +142,8 @@ def test_runs_of_earlier_versions_prepare_images_as_they_did(given, tmp_path):
     assert then == replace(now, interpolation="bicubic", crop_pct=0.7)
 
 
-def test_an_exported_graph_has_no_model_to_load(inputs):
+@pytest.mark.slow
+def test_an_exported_graph_has_no_model_to_load(inputs, graph):
     with pytest.raises(UserError, match="can only be run"):
         locality.load(inputs["graph"])
 

@@ -121,8 +121,6 @@ def test_recipes(capsys):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_command_line_repeats_every_recipe(name):
-    config, _ = read_run([name])
-    assert config == recipe(name)
     changed, _ = read_run([name, "--seed=7"])
     assert changed == dataclasses.replace(recipe(name), seed=7)
 

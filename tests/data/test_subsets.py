@@ -10,7 +10,6 @@ from locality.data import DataConfig, open_data
 from locality.data.sampling import (
     balanced_fraction,
     class_part,
-    easiest_fraction,
     sorted_fraction,
     stratified_split,
 )
@@ -209,19 +208,6 @@ def test_a_subset_of_a_subset_reads_the_source_itself():
     assert inner.describe(1) == train.describe(5)
     assert inner.read(0).tobytes() == train.read(2).tobytes()
     assert np.array_equal(inner.pixels, train.pixels[[2, 5]])
-
-
-def test_the_easiest_images_of_every_class(tmp_path):
-    file, difficulty = tmp_path / "difficulty.npy", np.random.default_rng(0).random(len(LABELS))
-    np.save(file, difficulty)
-    kept = easiest_fraction(LABELS, 0.3, file)
-    for label in np.unique(LABELS):
-        own = np.flatnonzero(np.equal(LABELS, label))
-        easiest = own[np.argsort(difficulty[own])[: int(len(own) * 0.3)]]
-        assert set(kept) & set(own) == set(easiest)
-    for wrong in ({"difficulty": str(file)}, {"difficulty": str(tmp_path / "none")}):
-        with pytest.raises(UserError, match=r"data.difficulty: .*(has the shape|cannot be read)"):
-            open_data(DataConfig("digits", fraction=0.25, **wrong), 0)
 
 
 def test_settings_are_chosen_on_images_that_no_split_reports_on():

@@ -8,7 +8,7 @@ import torch
 import yaml
 from PIL import Image
 
-from locality.analysis.recording import OverTraining
+from locality.analysis.recording import AttentionRecorder
 from locality.analysis.runs import RecordedRun, group
 from locality.analysis.taps import capture
 from locality.checkpoints import Classifier, Preprocessing
@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
     }
     for name, changes in kinds.items():
         config = replace(recipe("digits"), short | changes)
-        train(config, root / name, quiet=True, observer=OverTraining(every=1, images=10))
+        train(config, root / name, quiet=True, observer=AttentionRecorder(every=1, images=10))
     return root
 
 

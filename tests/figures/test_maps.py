@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from locality.analysis.pictures import LayerPicture, Pictures
-from locality.figures.maps import REACH, coloured, even_colour, maps
+from locality.figures.maps import REACH, map_to_rgb, maps, uniform_colour
 from locality.figures.style import save
 
 
@@ -56,14 +56,16 @@ def test_colours_reach_three_powers_of_ten_below_the_largest_value():
 
 
 def test_even_attention_has_the_middle_colour_whatever_the_number_of_patches():
-    middle = tuple(bytes.fromhex(even_colour(1)[1:]))
+    middle = tuple(bytes.fromhex(uniform_colour(1)[1:]))
     for side in (4, 14):
         even = np.full((side, side), 1 / side**2)
-        assert set(map(tuple, coloured(even, from_even=True).reshape(-1, 3).tolist())) == {middle}
+        assert set(
+            map(tuple, map_to_rgb(even, relative_to_uniform=True).reshape(-1, 3).tolist())
+        ) == {middle}
         one = np.zeros((side, side))
         one[1, 2] = 1
-        drawn = coloured(one, from_even=True)
-        brightest = even_colour(min(side**2, REACH))
-        assert bytes(drawn[1, 2]).hex() == brightest[1:] != even_colour(1)[1:]
-        assert bytes(drawn[0, 0]).hex() == even_colour(0)[1:] == even_colour(1 / REACH)[1:]
-    assert even_colour(2 * REACH) == even_colour(REACH)
+        drawn = map_to_rgb(one, relative_to_uniform=True)
+        brightest = uniform_colour(min(side**2, REACH))
+        assert bytes(drawn[1, 2]).hex() == brightest[1:] != uniform_colour(1)[1:]
+        assert bytes(drawn[0, 0]).hex() == uniform_colour(0)[1:] == uniform_colour(1 / REACH)[1:]
+    assert uniform_colour(2 * REACH) == uniform_colour(REACH)

@@ -230,12 +230,12 @@ def test_init_from_conv2d_is_exact_for_a_kernel_of_low_rank(truncated_kernel):
 )
 def test_other_convolutions_are_refused(conv, complaint):
     with pytest.raises(ValueError, match=complaint):
-        GatedPositionalSelfAttention.from_conv2d(conv)
+        GatedPositionalSelfAttention.from_conv2d(conv, 40.0, 1.0)
 
 
 def test_closed_gates_the_wrong_way_round_are_refused():
     with pytest.raises(ValueError, match="above 0"):
-        GatedPositionalSelfAttention.from_conv2d(CONVOLUTIONS["3×3"], gating=-1.0)
+        GatedPositionalSelfAttention.from_conv2d(CONVOLUTIONS["3×3"], 40.0, gating=-1.0)
 
 
 def test_a_kernel_or_width_that_does_not_fit_is_refused():

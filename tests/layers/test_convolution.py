@@ -125,7 +125,7 @@ def test_microsofts_average_counts_padding_and_reaches_over_the_border(stride, p
         ]
         for i in range(rows)
     ]
-    mixed = projection.mix(image.reshape(1, 54, 1), image[None, None])
+    mixed = projection.linear_input(image.reshape(1, 54, 1), image[None, None])
     torch.testing.assert_close(mixed.view(rows, columns), torch.tensor(expected))
     starts = [(rows - 1) * stride, (columns - 1) * stride]
     assert starts[0] < 6 + padding and starts[1] < 9 + padding

@@ -11,8 +11,8 @@ from locality.layers.cpu import Linear, attend, linear
 @pytest.fixture
 def through_convolution(monkeypatch):
     """Take the convolution's way whatever the processor, and whatever the size."""
-    monkeypatch.setattr(cpu, "_MKL_FALLS_SHORT", True)
-    monkeypatch.setattr(cpu, "_WORTHWHILE", 0)
+    monkeypatch.setattr(cpu, "_USE_ONEDNN", True)
+    monkeypatch.setattr(cpu, "_MIN_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("shape", [(70, 24), (3, 5, 24), (1, 1, 24), (2, 3, 4, 24)])
@@ -34,7 +34,7 @@ def test_equals_f_linear_with_its_gradients(through_convolution, shape, with_bia
 
 def test_takes_the_convolution_only_where_it_pays(monkeypatch):
     """Large fp32 inputs on the processors it is meant for; everything else is F.linear."""
-    monkeypatch.setattr(cpu, "_MKL_FALLS_SHORT", True)
+    monkeypatch.setattr(cpu, "_USE_ONEDNN", True)
     weight = torch.randn(8, 64)
 
     def convolves(x):
@@ -48,7 +48,7 @@ def test_takes_the_convolution_only_where_it_pays(monkeypatch):
     assert not convolves(large.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not convolves(large)
-    monkeypatch.setattr(cpu, "_MKL_FALLS_SHORT", False)
+    monkeypatch.setattr(cpu, "_USE_ONEDNN", False)
     assert not convolves(large)
 
 

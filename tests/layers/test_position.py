@@ -33,7 +33,7 @@ def test_separable_equals_dense(case):
     generator = torch.Generator().manual_seed(0)
     shape = (2, len(v_pos), grid[0] * grid[1], 5)
     values = torch.randn(shape, dtype=torch.float64, generator=generator)
-    attended = P.attend_to_positions(*P.positional_factors(v_pos, grid), values)
+    attended = P.apply_positional_attention(*P.positional_factors(v_pos, grid), values)
     assert attended.shape == values.shape
     torch.testing.assert_close(attended, dense @ values, rtol=0, atol=200 * tolerance)
 
@@ -46,7 +46,7 @@ def test_separable_has_the_gradients_of_dense(grid):
     results = []
     for attended in (
         P.positional_scores(v_pos, grid).softmax(dim=-1) @ values,
-        P.attend_to_positions(*P.positional_factors(v_pos, grid), values),
+        P.apply_positional_attention(*P.positional_factors(v_pos, grid), values),
     ):
         results.append(torch.autograd.grad((attended * weights).sum(), (v_pos, values)))
     for dense, separable in zip(*results, strict=True):

@@ -110,7 +110,7 @@ def test_every_ablation_takes_a_training_step(cell):
     loss = nn.functional.cross_entropy(model(x), targets)
     loss.backward()
     for name, parameter in model.named_parameters():
-        if name not in model.idle_parameters():
+        if name not in model.unused_parameters():
             assert torch.isfinite(parameter.grad).all() and parameter.grad.any(), name
     optimizer.step()
     assert nn.functional.cross_entropy(model(x), targets) < loss
@@ -137,7 +137,7 @@ def test_every_architecture_sees_its_images_and_learns_everywhere(fields, pool):
     total = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
     for name, parameter in model.named_parameters():
         fraction = parameter.grad.norm() / total  # even the idle ones have one, for DDP
-        assert (fraction < 1e-12) == (name in model.idle_parameters()), name
+        assert (fraction < 1e-12) == (name in model.unused_parameters()), name
 
 
 def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():
@@ -145,7 +145,7 @@ def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():
     assert model.num_prefix_tokens == 1
     features = model.eval().forward_features(images(model))
     assert torch.equal(model(images(model)), model.head(features[:, 1:].mean(dim=1)))
-    assert "stages.2.blocks.1.attn.q.conv.weight" not in model.idle_parameters()
+    assert "stages.2.blocks.1.attn.q.conv.weight" not in model.unused_parameters()
     assert small(class_token=False).stages[2].cls_token is None
 
 

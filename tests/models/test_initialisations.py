@@ -9,7 +9,7 @@ from torch.nn.functional import layer_norm
 from locality.checkpoints import load_weights, save
 from locality.errors import UserError
 from locality.layers import ConvolutionalAttention, SelfAttention
-from locality.layers.conv_init import as_random_convolution
+from locality.layers.conv_init import init_random_convolution_
 from locality.models import build
 from locality.models.initialisations import sinusoidal_positions
 from locality.training import recipe, replace
@@ -32,7 +32,7 @@ def test_conv_is_equation_5_whatever_conv_init_says():
     model = made("convit_nano", "conv", conv_init=False)
     for block in model.blocks[:3]:
         v_pos, values = torch.zeros(4, 3), torch.zeros(64, 64)
-        as_random_convolution(v_pos, values, 1.0)
+        init_random_convolution_(v_pos, values, 1.0)
         assert torch.equal(block.attn.v_pos, v_pos)
         assert torch.equal(block.attn.value_weight, values)
 

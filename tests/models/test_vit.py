@@ -325,6 +325,7 @@ def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
     agrees_when_compiled(build("convit_nano", depth=2, gpsa_layers=1).eval(), images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_exports_with_a_dynamic_batch(name):
     model = build(name).eval()
@@ -364,11 +365,6 @@ def test_drop_path_grows_linearly():
 def test_bad_settings_are_refused(fields, complaint):
     with pytest.raises(ValueError, match=complaint):
         build("convit_nano", **fields)
-
-
-def test_earlier_names_still_work_with_a_warning():
-    with pytest.warns(FutureWarning, match="deit_tiny_twin is called deit_tiny_baseline now"):
-        assert variant("deit_tiny_twin") is variant("deit_tiny_baseline")
 
 
 def test_unknown_models_suggest_the_nearest():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -32,18 +33,27 @@ from locality.papers.records import (
     seeds_needed,
 )
 from locality.papers.specs import Claim
-from locality.runner.executors import run_all
+from locality.runner.executors import perform
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_run):
+    """Where two finished runs of each model lie."""
+    root = tmp_path_factory.mktemp("trained")
+    for name in ("convit_nano", "deit_nano"):
+        for seed in (0, 1):
+            perform(tiny_run(root, name, seed))
+    return root
 
 
 @pytest.fixture
-def finished(tmp_path, tiny_run, here):
+def finished(trained, tmp_path, tiny_run):
     """Two finished runs of each model, by name."""
-    runs = {
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return {
         name: tuple(tiny_run(tmp_path, name, seed) for seed in (0, 1))
         for name in ("convit_nano", "deit_nano")
     }
-    run_all([run for pair in runs.values() for run in pair], executor=here, quiet=True)
-    return runs
 
 
 def fixed(**values):

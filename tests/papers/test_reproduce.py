@@ -280,6 +280,7 @@ def test_no_test_image_is_trained_on(name, fashion_mnist):
             assert not pictures(pilot.val) & (test | pictures(pilot.train))
 
 
+@pytest.mark.slow
 def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, tmp_path, here):
     class WithoutWeights(type(here)):
         """Takes the weights of a run away before the next one starts."""
@@ -506,6 +507,7 @@ def test_without_images_of_its_own_there_is_no_teacher(tiny_scale, tmp_path, her
     assert {claim["verdict"] for claim in record["claims"]} == {UNTESTABLE}
 
 
+@pytest.mark.slow
 def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
     tiny_scale, tmp_path, here
 ):
@@ -530,6 +532,7 @@ def test_early_is_a_number_of_steps_after_the_warm_up():
     assert early(short) == 225 > short.warmup
 
 
+@pytest.mark.slow
 def test_uniform_attention_has_its_line_in_figures_of_nonlocality(tiny_scale, tmp_path, here):
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
     (record,) = reproduce("convit/figure-5", scale, tmp_path, executor=here, quiet=True)

@@ -1,6 +1,7 @@
 """Run folders as training and the instruments leave them, made without training anything."""
 
 import csv
+import functools
 import json
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 
 from locality import settings
 from locality.analysis.measures import measure_model
-from locality.analysis.pictures import Sample, save_pictures, take_pictures
+from locality.analysis.pictures import Sample, capture_pictures, save_pictures
 from locality.data import ArraySource
 from locality.models import build, count_parameters
 from locality.training.config import RunConfig
@@ -54,21 +55,23 @@ def attention():
             network = build(model)
             before = measure_model(network, images)
             after = measure_model(moved(network, seed, 0.1), images)
-            found = take_pictures(network, Sample(images[:4], shown[:4], classes[:4], classes))
+            found = capture_pictures(network, Sample(images[:4], shown[:4], classes[:4], classes))
             cache[model, seed] = {"before": before, "after": after}, found
         return cache[model, seed]
 
     return measured
 
 
-@pytest.fixture
-def make_run(tmp_path, attention):
-    """Writes one run folder; returns its path."""
+@pytest.fixture(scope="session")
+def make_run_in(attention):
+    """Writes one run folder into another folder; returns its path."""
 
-    def make(model="convit_nano", fraction=1.0, seed=0, folder=None, measured=True, **options):
+    def make(
+        root, model="convit_nano", fraction=1.0, seed=0, folder=None, measured=True, **options
+    ):
         changes = {"model.name": model, "data.fraction": fraction, "seed": seed}
         config = settings.replace(RunConfig(), changes | options.get("settings", {}))
-        folder = tmp_path / (folder or f"{model}-{fraction:g}-{seed}")
+        folder = root / (folder or f"{model}-{fraction:g}-{seed}")
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(settings.to_yaml(config))
         (folder / "classes.json").write_text(json.dumps([str(digit) for digit in range(10)]))
@@ -127,10 +130,17 @@ def make_run(tmp_path, attention):
 
 
 @pytest.fixture
-def twin_runs(make_run):
+def make_run(make_run_in, tmp_path):
+    """Writes one run folder; returns its path."""
+    return functools.partial(make_run_in, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def twin_runs(make_run_in, tmp_path_factory):
     """Both models, two fractions of the data, three seeds."""
+    root = tmp_path_factory.mktemp("twins")
     return [
-        make_run(model, fraction, seed)
+        make_run_in(root, model, fraction, seed)
         for model in ("convit_nano", "deit_nano")
         for fraction in (0.05, 1.0)
         for seed in range(3)

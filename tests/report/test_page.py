@@ -4,6 +4,7 @@ import html.parser
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ def text_of(page):
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
-@pytest.fixture
-def page(twin_runs, tmp_path):
-    return build_report(twin_runs, tmp_path / "out" / "report.html").read_text()
+@pytest.fixture(scope="module")
+def page(twin_runs, tmp_path_factory):
+    return build_report(twin_runs, tmp_path_factory.mktemp("page") / "report.html").read_text()
 
 
 def test_nothing_is_fetched_and_the_page_is_well_formed(page):
@@ -67,7 +68,7 @@ def test_accuracies_and_the_paired_difference_are_the_runs(page, twin_runs):
     # Each seed adds the same to both models here, so the paired difference is exact.
     assert "24.0 percentage points more (95% interval +24.0 to +24.0 over 3 seeds)" in page
     assert "5.0 percentage points more" in page
-    assert "<h1>ConViT beats an equally large DeiT, most of all on little data</h1>" in page
+    assert "<h1>ConViT, DeiT on digits</h1>" in page
 
 
 def test_every_section_is_there(page):
@@ -90,7 +91,6 @@ def test_every_section_is_there(page):
     assert page.count("<svg") == 3 + 2 + 2  # accuracy and two curves, nonlocality, gates
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
 def test_nothing_lies_beyond_the_edge(twin_runs, make_run, open_page, tmp_path, width, height):
     cvt = make_run("cvt_nano")
@@ -107,7 +107,7 @@ def test_nothing_lies_beyond_the_edge(twin_runs, make_run, open_page, tmp_path, 
 def test_a_report_of_one_run_says_what_it_reached(make_run, tmp_path):
     runs = [make_run("convit_nano", top1=91.25)]
     text = text_of(build_report(runs, tmp_path / "r.html").read_text())
-    assert "ConViT on digits: 91.2% top-1 accuracy" in text and "Top-5" in text
+    assert "ConViT on digits" in text and "91.2" in text and "Top-5" in text
     # One dot is no chart, and among four classes the five most probable ones say nothing.
     assert "Final accuracy. Large markers" not in text
     (runs[0] / "classes.json").write_text(json.dumps(["a", "b", "c", "d"]))
@@ -126,46 +126,14 @@ def test_no_difference_is_not_called_one(make_run, tmp_path):
     runs = [make_run("convit_nano", seed=s, top1=t) for s, t in enumerate((80.0, 70.0, 75.0))]
     runs += [make_run("deit_nano", seed=s, top1=t) for s, t in enumerate((71.0, 79.0, 74.0))]
     page = build_report(runs, tmp_path / "r.html").read_text()
-    assert "no difference that these runs can show" in page
-    assert "cannot tell the difference from zero" in page
+    assert "the difference is not significant" in page
 
 
 def test_the_baseline_may_win(make_run, tmp_path):
     runs = [make_run("convit_nano", seed=s, top1=60.0 + s) for s in range(3)]
     runs += [make_run("deit_nano", seed=s, top1=70.0 + s) for s in range(3)]
     page = build_report(runs, tmp_path / "r.html").read_text()
-    assert "<h1>DeiT beats an equally large ConViT</h1>" in page
     assert "10.0 percentage points fewer" in page
-
-
-def test_a_win_on_some_amounts_of_data_is_said_of_those_alone(make_run, tmp_path):
-    runs = [
-        make_run("deit_nano", part, seed, top1=70.0 + gain + noise)
-        for part, gain in ((0.05, 10.0), (1.0, 0.0))
-        for seed, noise in enumerate((0.0, 1.0, -1.0))
-    ]
-    runs += [
-        make_run("convit_nano", part, seed, top1=70.0) for part in (0.05, 1.0) for seed in range(3)
-    ]
-    page = build_report(runs, tmp_path / "r.html").read_text()
-    assert "<h1>DeiT beats an equally large ConViT with 5% of the data</h1>" in page
-
-
-def test_several_pairs_have_no_common_headline(make_run, tmp_path):
-    names = ("convit_nano", "deit_nano", "convit_micro", "deit_micro")
-    runs = [make_run(name, seed=seed, measured=False) for name in names for seed in range(2)]
-    page = build_report(runs, tmp_path / "r.html").read_text()
-    assert "<h1>Training runs: 2 pairs of models compared</h1>" in page
-
-
-def test_models_of_other_sizes_are_not_called_equally_large(make_run, tmp_path):
-    runs = [
-        make_run(name, seed=seed, measured=False, top1=top1 + seed, parameters=parameters)
-        for name, top1, parameters in (("convit_small", 80.0, 27.8e6), ("deit_small", 70.0, 22e6))
-        for seed in range(3)
-    ]
-    page = build_report(runs, tmp_path / "r.html").read_text()
-    assert "<h1>ConViT beats DeiT</h1>" in page and "equally large" not in page
 
 
 def test_the_same_images_and_steps_are_claimed_only_where_they_were_the_same(
@@ -185,13 +153,12 @@ def test_the_same_images_and_steps_are_claimed_only_where_they_were_the_same(
 def test_one_seed_has_no_interval(make_run, tmp_path):
     runs = [make_run("convit_nano", top1=95.4), make_run("deit_nano", top1=90.6)]
     text = build_report(runs, tmp_path / "r.html").read_text()
-    assert "<h1>With 100% of the data ConViT reaches 95%, an equally large DeiT 91%</h1>" in text
-    assert "one seed: no interval" in text and "which says nothing about chance" in text
+    assert "one seed: no interval" in text and "on a single seed, so without an interval" in text
 
 
 def test_runs_without_instruments_or_baseline(make_run, tmp_path):
     page = build_report([make_run("convit_nano", measured=False)], tmp_path / "r.html").read_text()
-    assert "<h1>ConViT on digits: 95.6% top-1 accuracy</h1>" in page
+    assert "<h1>ConViT on digits</h1>" in page
     assert "was not measured" in page and "Where single heads look" not in page
 
 
@@ -237,7 +204,8 @@ def test_folders_of_runs_are_searched(twin_runs, tmp_path):
 
 
 def test_a_teacher_among_the_runs_is_passed_over(twin_runs, tmp_path):
-    teacher = twin_runs[0].parent / "teacher"
+    shutil.copytree(twin_runs[0].parent, tmp_path / "runs")
+    teacher = tmp_path / "runs" / "teacher"
     teacher.mkdir()
     (teacher / "config.yaml").write_text((twin_runs[0] / "config.yaml").read_text())
     (teacher / "result.json").write_text("{}")

@@ -109,7 +109,6 @@ def test_training_keeps_what_its_last_evaluation_said(tiny_config, tmp_path):
     assert page.count('alt="attention of the last layer"') == 20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
 def test_nothing_lies_beyond_the_edge(confused, open_page, tmp_path, width, height):
     folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))

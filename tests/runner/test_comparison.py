@@ -134,7 +134,7 @@ def test_what_cannot_be_compared_is_refused(photos, tmp_path, changes, said):
 
 def words(photos, out, *more):
     return ["compare", str(photos), f"--models={','.join(MODELS)}", "--steps=3", "--seeds=2",
-            "--fractions=0.5,1", f"--output={out}", "--jobs=1", *more]  # fmt: skip
+            "--fractions=0.5,1", f"--output={out}", "--jobs=1", "--threads=1", *more]  # fmt: skip
 
 
 def test_a_dry_run_says_how_many_runs_and_starts_none(photos, tmp_path, capsys):
@@ -148,7 +148,7 @@ def test_a_dry_run_says_how_many_runs_and_starts_none(photos, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_whole_command_killed_and_given_again(photos, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "locality", *words(photos, out, "--threads=1", "--quiet")]
+    command = [sys.executable, "-m", "locality", *words(photos, out, "--quiet")]
     first = subprocess.Popen(command, start_new_session=True)
     try:
         deadline = time.monotonic() + 240

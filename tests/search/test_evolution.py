@@ -25,7 +25,7 @@ def worth(space, numbers):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_evolution_finds_the_best_hundredth_of_a_space_that_can_be_enumerated(seed):
-    limits = {"macs": float(np.median(SIX.costs(np.arange(4096))[1]))}
+    limits = {"macs": float(np.median(SIX.total_cost("macs", SIX.digits(np.arange(4096)))))}
     candidates, generator = Candidates(SIX, None, limits), np.random.default_rng(seed)
     everything = worth(SIX, candidates.inside(SIX.digits(np.arange(4096))))
     first = candidates.random(generator, POPULATION)

@@ -17,6 +17,7 @@ from locality.files import read_json, read_rows
 from locality.models import count_macs
 from locality.search.config import named, read_search
 from locality.search.run import Search, dry_run, space_of
+from locality.search.supernet import Sandwich
 from locality.settings import replace
 from locality.training import RunFolder
 from locality.training.loop import Loop
@@ -84,14 +85,28 @@ def test_no_validation_image_is_seen(found):
 
 
 @pytest.mark.slow
-def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path):
-    searched(tmp_path, method="da_nas", macs=None)
+def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path, monkeypatch):
+    kept, made = [], Sandwich.__init__
+
+    def recorded(self, *arguments, options):
+        kept.append(sum(map(len, options)))
+        made(self, *arguments, options=options)
+
+    monkeypatch.setattr(Sandwich, "__init__", recorded)
+    search = Search(tiny(method="da_nas", macs=None), tmp_path, quiet=True)
+    search.run()
     configs = [RunFolder(tmp_path / f"round-{n}").config() for n in (1, 2, 3)]
     assert [config.data.fraction for config in configs] == [0.25, 0.5, 1.0]
-    kept = [sum(map(len, config.objective.options)) for config in configs]
     assert 12 == kept[0] > kept[1] >= kept[2] >= 6
     difficulty = np.load(tmp_path / "difficulty.npy")
     assert len(difficulty) == RunFolder(tmp_path / "warm-up").result()["train_images"]
+    train, easiest = search.splits.train, search.easiest(0.25).train
+    kept = {easiest.describe(place) for place in range(len(easiest))}
+    for label in range(10):
+        own = np.flatnonzero(train.labels == label)
+        by_difficulty = own[np.argsort(-difficulty[own])]
+        is_kept = [train.describe(place) in kept for place in by_difficulty]
+        assert is_kept == sorted(is_kept) and sum(is_kept) == len(own) // 4
 
 
 def test_a_finished_search_is_returned_and_another_one_refused(found):

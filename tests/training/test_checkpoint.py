@@ -185,6 +185,7 @@ def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space_again(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path: Path) -> None:
     # The temporary folder plays no part: files are made beside the one they replace.
     rng = random.Random(0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
+from typing import Any, Literal
 
 import pytest
 
 from locality.errors import UserError
-from locality.settings import differences, flatten, from_dict, from_yaml, to_dict, to_yaml
+from locality.settings import differences, flatten, from_dict, from_yaml, parse, to_dict, to_yaml
 from locality.training import RECIPES, RunConfig, recipe, replace
 
 from .conftest import tiny
@@ -107,6 +108,30 @@ def test_exponents_are_numbers_in_yaml() -> None:
     text = "optim: {lr: 1e-3, weight_decay: 5E-2}"
     optim = from_yaml(RunConfig, text).optim
     assert (optim.lr, optim.weight_decay) == (1e-3, 5e-2)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "value"),
+    [
+        ("1e-3", float, 1e-3),
+        ("7", float, 7.0),
+        ("07", str, "07"),
+        ("null", str | None, None),
+        ("12", str | None, "12"),
+        ("none", Literal["none", "pad"], "none"),
+        ("[0, .5]", tuple[float, float], (0.0, 0.5)),
+        ("exact", float | Literal["exact"] | None, "exact"),
+        ("{depth: 3}", dict[str, Any], {"depth": 3}),
+    ],
+)
+def test_what_is_typed_becomes_the_value_of_its_type(text: str, hint: Any, value: Any) -> None:
+    assert parse(text, hint, "setting") == value
+
+
+@pytest.mark.parametrize(("text", "hint"), [("1.5", int), ("yes", int), ("3", bool), ("x", float)])
+def test_what_has_another_type_is_refused(text: str, hint: Any) -> None:
+    with pytest.raises(UserError, match=f"setting is {text}; give "):
+        parse(text, hint, "setting")
 
 
 def test_differences_name_settings_and_both_values() -> None:

@@ -181,7 +181,7 @@ def test_a_table_of_images_is_one_word_too(tmp_path: Path) -> None:
     for word in (root, root / "labels.csv"):
         config, options = read_run([str(word), "--minutes=0.01"])
         assert config.data.dataset == "table"
-        assert "photos-0.01min-s0" in options.output
+        assert "photos-0.01min-s0" in options.output.name
 
 
 def test_mistakes_are_said(tmp_path: Path) -> None:

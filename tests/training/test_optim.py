@@ -185,7 +185,7 @@ def test_layer_decay_multiplies_once_more_for_every_layer_below_the_classifier(n
     }
     by_name = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
     assert len(rates) == len(by_name)
-    number = model.layer_numbers()
+    number = model.layer_ids()
     top = max(number.values())
     assert by_name == {name: 0.5 ** (top - number[name]) for name in by_name}
     first, *_, last = by_name.values()

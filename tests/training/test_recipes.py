@@ -14,7 +14,7 @@ from locality.models import build
 from locality.training import RECIPES, RunConfig, recipe, replace
 from locality.training.config import make_plan
 from locality.training.objective import create_schedule
-from locality.training.recipes import describe
+from locality.training.recipes import adjusted, describe
 
 IMAGENET = 1_281_167
 
@@ -91,7 +91,7 @@ def test_fine_tuning_lasts_as_long_as_in_the_paper(target: str, steps: int) -> N
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3, 0.5, 1.0])
 def test_a_fraction_is_passed_more_often_and_shows_as_many_images(fraction: float) -> None:
     kept = round(fraction * IMAGENET)
-    plan = make_plan(recipe("subset", fraction=fraction), kept)
+    plan = make_plan(adjusted("subset", {"data.fraction": fraction}), kept)
     full = make_plan(recipe("deit_300"), IMAGENET)
     assert plan.steps == pytest.approx(full.steps, abs=2)
     assert plan.warmup == pytest.approx(full.warmup, abs=1)

@@ -76,7 +76,14 @@ def test_the_stand_in_keeps_what_the_recipe_is_about(images: Path) -> None:
     assert small.model.overrides["drop_path_rate"] == 0.1
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# Those that between them take every way: a ViT and a CvT, other weights to start from, a teacher.
+FAST = ("deit_300", "finetune_384", "distill_hard")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RECIPES],
+)
 def test_a_recipe_trains_evaluates_and_saves(name: str, images: Path, tmp_path: Path) -> None:
     choices = {"fraction": 0.5} if name == "subset" else {}
     config = stand_in(recipe(name, **choices), images)

@@ -33,7 +33,11 @@ def run_in_pieces(config: RunConfig, folder: Path, stops: list[int], stop: Stop)
     train(config, folder)
 
 
-@pytest.mark.parametrize("step", range(STEPS))
+# The first and the last step, the one after an evaluation; the others in the slow tests.
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(n, marks=() if n in (0, 3, 7) else pytest.mark.slow) for n in range(STEPS)],
+)
 def test_resuming_after_any_step_is_exact(
     step: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, stop_before: Stop
 ) -> None:
@@ -54,8 +58,15 @@ COMBINATIONS = [
     for accumulate, workers in ((1, 2), (4, 0), (4, 2))
 ]
 
+# Everything at once, with a worker and without.
+FAST = COMBINATIONS[-3:-1]
 
-@pytest.mark.parametrize("changes", COMBINATIONS, ids=lambda c: "-".join(map(str, c.values())))
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in COMBINATIONS],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
 def test_resuming_is_exact_whatever_is_on(
     changes: dict[str, object], tmp_path: Path, stop_before: Stop
 ) -> None:

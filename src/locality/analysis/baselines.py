@@ -1,7 +1,7 @@
-"""What the dumbest things that work reach on the same images: a number to read a model's beside.
+"""Baselines on pixels, to compare a model's accuracy with.
 
-Chance, the nearest neighbour and logistic regression, all on pixels. Nothing is random and nothing
-is tuned, so two runs on the same images have the same baselines.
+The most frequent class, the nearest neighbour and logistic regression. They are deterministic and
+have no tuned setting, so runs on the same images have the same baselines.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from locality.files import read_json, write_atomic
 from locality.training.preview import meta_model
 from locality.training.runs import RunFolder
 
-LARGEST_SIDE = 32
+MAX_SIDE = 32
 """Pixels of the longer side that images are resized to, where theirs is longer."""
 
-MOST_IMAGES = 20_000
+MAX_IMAGES = 20_000
 """Of larger sets every k-th image of each class is taken."""
 
 BASELINES = "baselines.json"
@@ -41,7 +41,7 @@ class Baselines:
     Attributes:
         predictions: name → (n,) int64 classes.
         targets: (n,) int64 classes.
-        train_images: how many images the baselines learnt from, of `all_train_images`.
+        train_images: how many images the baselines were fitted to, of `all_train_images`.
         all_train_images: how many there are to train on.
     """
 
@@ -67,7 +67,7 @@ def pixel_baselines(
     Args:
         splits: what the run trains on and is evaluated on.
         preprocessing: how the run prepares images; the crop is the same, the size at most
-            `LARGEST_SIDE`.
+            `MAX_SIDE`.
         workers: processes that load images; 0 for this one.
 
     Raises:
@@ -76,7 +76,7 @@ def pixel_baselines(
     if not len(splits.train) or not len(splits.val):
         raise UserError(f"{splits.name} has no images to train on or none to evaluate on")
     height, width = preprocessing.size
-    scale = min(1.0, LARGEST_SIDE / max(height, width))
+    scale = min(1.0, MAX_SIDE / max(height, width))
     small = (max(1, round(scale * height)), max(1, round(scale * width)))
     as_is = replace(preprocessing, img_size=small, mean=(0.0,) * 3, std=(1.0,) * 3)
     train, labels = _pixels(splits.train, as_is, workers)
@@ -86,7 +86,7 @@ def pixel_baselines(
         for images in (train, val)
         for channel in (1, 2)
     ):
-        train, val = train[:, :1], val[:, :1]  # grey: the channels say the same three times
+        train, val = train[:, :1], val[:, :1]  # grey: all channels are equal
     train, val = train.flatten(1), val.flatten(1)
     commonest = labels.bincount().argmax()
     predictions = {
@@ -158,11 +158,11 @@ def compared(top1: float, baselines: Mapping[str, float]) -> str:
 def _pixels(
     source: ImageSource, preprocessing: Preprocessing, workers: int
 ) -> tuple[Tensor, Tensor]:
-    """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `MOST_IMAGES`."""
-    if len(source) > MOST_IMAGES:
+    """Images (n, 3, H, W) of 0 … 1, and their classes (n,); at most `MAX_IMAGES`."""
+    if len(source) > MAX_IMAGES:
         labels = torch.from_numpy(source.labels)
         # Sorted by class, so that every k-th image leaves each class its share.
-        places = torch.arange(MOST_IMAGES) * len(source) // MOST_IMAGES
+        places = torch.arange(MAX_IMAGES) * len(source) // MAX_IMAGES
         source = source.subset(labels.argsort(stable=True)[places].numpy())
     loader = eval_loader(
         source, preprocessing, batch_size=_BATCH, on_bad_image="skip", workers=workers

@@ -1,11 +1,11 @@
-"""What can be measured on attention: maps by pure functions of tensors, a model as plain numbers.
+"""Measures of attention: pure functions of attention maps, and a record of numbers for a model.
 
 Shapes:  B images · h heads · Nq queries · Nk keys · (H, W) token grid, rows first
 
 An attention map is (B, h, Nq, Nk) with rows that sum to one. `prefix_tokens` rows and columns come
 before the patches (class tokens; the columns of a coarser key grid have them too). Distances are in
-units of query tokens. What a map gives is one number per image and head, (B, h), so that means and
-variances over images, heads or layers are the caller's to take, such as `measure_model`.
+units of query tokens. A measure is one number per image and head, (B, h). `measure_model` takes
+means and deviations of them.
 """
 
 from __future__ import annotations
@@ -21,39 +21,20 @@ from torch import Tensor, nn
 from locality.analysis.taps import (
     LayerView,
     Stride,
-    attention_layers,
     capture,
-    evaluating,
-    maps_of,
+    eval_mode,
     positional_vectors,
-    timm_grid,
 )
 from locality.errors import UserError
 from locality.layers.grid import Grid
 
 Record = dict[str, Any]
 
-_PIXELS_AT_ONCE = 100_000  # of images on a GPU: 127 of 28×28
-
-
-def infer_key_stride(query_grid: Grid, key_grid: Grid) -> Stride:
-    """The stride per axis that turns `query_grid` into `key_grid` with same padding: ⌈H/s⌉ keys.
-
-    Raises:
-        ValueError: if no stride does.
-    """
-    strides = [-(-queries // keys) for queries, keys in zip(query_grid, key_grid, strict=True)]
-    made = [-(-queries // stride) for queries, stride in zip(query_grid, strides, strict=True)]
-    if made != list(key_grid):
-        raise ValueError(
-            f"keys on a {key_grid[0]}×{key_grid[1]} grid cannot come from queries on a "
-            f"{query_grid[0]}×{query_grid[1]} grid by any stride"
-        )
-    return strides[0], strides[1]
+_GPU_BATCH_PIXELS = 100_000  # of images on a GPU: 127 of 28×28
 
 
 def token_distances(
-    query_grid: Grid, key_grid: Grid | None = None, key_stride: Stride | None = None
+    query_grid: Grid, key_grid: Grid | None = None, key_stride: Stride = (1, 1)
 ) -> Tensor:
     """Distances ‖δ‖ between the centres of queries and keys, in units of query tokens: (Nq, Nk).
 
@@ -63,25 +44,22 @@ def token_distances(
         query_grid: where the queries lie.
         key_grid: where the keys lie; the same grid unless given.
         key_stride: the stride of the convolution that made the keys. A kernel of odd width s with
-            padding (s − 1)/2 centres key j on query stride·j, so that is where it lies. Inferred
-            from the two grids unless given.
+            padding (s − 1)/2 centres key j on query stride·j, so that is where it lies.
     """
-    key_grid = key_grid or query_grid
-    stride = key_stride or infer_key_stride(query_grid, key_grid)
-    queries = _places(query_grid, (1, 1))
-    keys = _places(key_grid, stride)
+    queries = _token_centres(query_grid, (1, 1))
+    keys = _token_centres(key_grid or query_grid, key_stride)
     # Not torch.cdist: its matrix-product path loses half the digits.
     return (keys[None] - queries[:, None]).square().sum(dim=-1).sqrt()
 
 
-def _places(grid: Grid, stride: Stride) -> Tensor:
+def _token_centres(grid: Grid, stride: Stride) -> Tensor:
     axes = zip(grid, stride, strict=True)
     rows, columns = (torch.arange(length, dtype=torch.float64) * step for length, step in axes)
     return torch.cartesian_prod(rows, columns).view(-1, 2)
 
 
 def uniform_nonlocality(layers: Sequence[Record]) -> float | None:
-    """That of attention that is the same everywhere, where all layers share a grid."""
+    """The nonlocality of uniform attention; None if the layers have several grids."""
     grids = {tuple(layer["grid"]) for layer in layers}
     return float(token_distances(grids.pop()).mean()) if len(grids) == 1 else None
 
@@ -104,9 +82,9 @@ def nonlocality(
     query_grid: Grid,
     key_grid: Grid | None = None,
     prefix_tokens: int = 0,
-    key_stride: Stride | None = None,
+    key_stride: Stride = (1, 1),
 ) -> Tensor:
-    """How far attention looks, in token units: D_loc = (1/N) Σ_ij A_ij ‖δ_ij‖ (Eq. 8).
+    """The mean distance of attention, in token units: D_loc = (1/N) Σ_ij A_ij ‖δ_ij‖ (Eq. 8).
 
     The class token's row and column are left out and the rows renormalised. Rows that gave all
     their attention to the class token say nothing about distance and are left out of the mean.
@@ -128,7 +106,7 @@ def nonlocality(
     patches, mass = patch_attention(attention, prefix_tokens)
     away = token_distances(query_grid, key_grid, key_stride).to(patches)
     looked = (patches * away).sum(dim=-1)
-    # 0/0 for a row that gave everything to the class token: nan, which the mean leaves out.
+    # 0/0 for a row that attends to the class token alone: nan, which the mean leaves out.
     return (looked if mass is None else looked / mass).nanmean(dim=-1)
 
 
@@ -146,17 +124,8 @@ def entropy(attention: Tensor, prefix_tokens: int = 0) -> Tensor:
     return (spread if mass is None else spread / mass + mass.log()).nanmean(dim=-1)
 
 
-def class_token_attention(attention: Tensor, prefix_tokens: int = 1) -> Tensor:
-    """What the class token looks at: its row of attention over the patches, (…, Nk).
-
-    Not renormalised: what is missing to one is what the class token pays to itself and to other
-    prefix tokens. (…, Nq + prefix, Nk + prefix), the class token first.
-    """
-    return attention[..., 0, prefix_tokens:]
-
-
 def class_token_share(attention: Tensor, prefix_tokens: int) -> Tensor:
-    """How much of their attention patches pay to the class token, averaged over patches: (B, h)."""
+    """The fraction of attention from patches to the class token, averaged over patches: (B, h)."""
     return attention[..., prefix_tokens:, :prefix_tokens].sum(dim=-1).mean(dim=-1)
 
 
@@ -234,61 +203,19 @@ def measure_model(model: nn.Module, images: Tensor, batch_size: int | None = Non
     def reduce(view: LayerView) -> None:
         for name, values in _per_image(view).items():
             collected[view.index][name].append(values.cpu().double())
-        described.setdefault(view.index, _describe(view))
+        described.setdefault(view.index, _layer_record(view))
 
     if batch_size is None:
         pixels = images.shape[-2] * images.shape[-1]
-        batch_size = 8 if images.device.type == "cpu" else max(8, _PIXELS_AT_ONCE // pixels)
-    with evaluating(model), capture(model, on_layer=reduce):
+        batch_size = 8 if images.device.type == "cpu" else max(8, _GPU_BATCH_PIXELS // pixels)
+    with eval_mode(model), capture(model, on_layer=reduce):
         for batch in images.split(batch_size):
             model(batch)
     layers = []
     for index in sorted(described):
         values = {name: torch.cat(parts) for name, parts in collected[index].items()}
-        layers.append(described[index] | _summed_up(values))
+        layers.append(described[index] | _aggregate(values))
     return {"images": len(images), "layers": layers}
-
-
-@torch.no_grad()
-def released_nonlocality(model: nn.Module, images: Tensor) -> list[list[float]]:
-    """Nonlocality as the authors' released script computes it, to compare with its old curves.
-
-    It feeds the patch embedding of the images, without position embedding, norm or class token, to
-    every layer's attention, whatever the layer really gets to see. `measure_model` measures on what
-    each layer is given.
-
-    Args:
-        model: a DeiT or ConViT, ours or timm's.
-        images: (n, C, H, W), normalised.
-
-    Returns:
-        one list per layer of one number per head, averaged over images.
-
-    Raises:
-        UserError: for a model whose layers do not all take tokens of the patch embedding's width.
-    """
-    layers = attention_layers(model)
-    embed = getattr(model, "patch_embed", None)
-    if embed is None:
-        raise UserError(
-            f"the released script's nonlocality feeds one patch embedding to every layer, which "
-            f"{type(model).__name__} does not have"
-        )
-    tokens, grid = _embedded(embed, images)
-    return [
-        nonlocality(maps_of(module, tokens, grid).mixed, grid).cpu().double().mean(0).tolist()
-        for _, module in layers
-    ]
-
-
-def _embedded(embed: nn.Module, images: Tensor) -> tuple[Tensor, Grid]:
-    """The patch embedding's output as tokens (B, N, C), and their grid."""
-    embedded = embed(images)
-    if isinstance(embed, nn.Conv2d):
-        return embedded.flatten(2).transpose(1, 2), (embedded.shape[2], embedded.shape[3])
-    # timm's gives (B, N, C), or (B, H, W, C) where image sizes may vary.
-    grid = timm_grid(embed, images)
-    return embedded.reshape(len(images), -1, embedded.shape[-1]), grid
 
 
 def _per_image(view: LayerView) -> dict[str, Tensor]:
@@ -307,8 +234,8 @@ def _per_image(view: LayerView) -> dict[str, Tensor]:
     return values
 
 
-def _describe(view: LayerView) -> Record:
-    """What of one layer does not depend on the image."""
+def _layer_record(view: LayerView) -> Record:
+    """The properties of one layer that do not depend on the image."""
     maps, v_pos = view.maps, positional_vectors(view.module)
     focus = (None, None, None) if v_pos is None else positional_focus(v_pos)
     far = None
@@ -321,34 +248,34 @@ def _describe(view: LayerView) -> Record:
         "grid": list(maps.query_grid),
         "key_grid": list(maps.key_grid),
         "heads": maps.mixed.shape[1],
-        "gates": _plain(maps.gate),
-        "position_nonlocality": _plain(far),
-    } | dict(zip(("centres", "strengths", "spans"), map(_plain, focus), strict=True))
+        "gates": _to_json(maps.gate),
+        "position_nonlocality": _to_json(far),
+    } | dict(zip(("centres", "strengths", "spans"), map(_to_json, focus), strict=True))
 
 
-def _summed_up(values: dict[str, Tensor]) -> Record:
+def _aggregate(values: dict[str, Tensor]) -> Record:
     """Means and deviations over images of measures (n, h)."""
     record: Record = {}
     for name in ("nonlocality", "entropy"):
         per_layer = values[name].nanmean(dim=1)
         record[name] = {
-            "mean": _plain(values[name].nanmean(dim=0)),
-            "std": _plain(_deviation(values[name])),
-            "layer_mean": _plain(per_layer.nanmean()),
-            "layer_std": _plain(_deviation(per_layer)),
+            "mean": _to_json(values[name].nanmean(dim=0)),
+            "std": _to_json(_nanstd(values[name])),
+            "layer_mean": _to_json(per_layer.nanmean()),
+            "layer_std": _to_json(_nanstd(per_layer)),
         }
     for name in ("class_token_share", "content_nonlocality"):
-        record[name] = _plain(values[name].nanmean(dim=0)) if name in values else None
+        record[name] = _to_json(values[name].nanmean(dim=0)) if name in values else None
     return record
 
 
-def _deviation(values: Tensor) -> Tensor:
+def _nanstd(values: Tensor) -> Tensor:
     """Standard deviation over the first dimension, with n in the denominator; nan left out."""
     return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
 
 
-def _plain(values: Tensor | None) -> Any:
-    """Nested lists of numbers, or one number; null for what JSON cannot say (nan, infinity)."""
+def _to_json(values: Tensor | None) -> Any:
+    """Nested lists of numbers, or one number; null for nan and infinity."""
     if values is None:
         return None
 

@@ -1,7 +1,7 @@
-"""What every head of a model looks at from one patch of a few images, kept as arrays on disk.
+"""The attention of every head from one query patch of a few images, saved as arrays.
 
-The images are the same ones every time. Whoever draws the maps later needs neither the model nor
-the images' files.
+The choice of images is deterministic. Drawing the maps later needs neither the model nor the
+image files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from locality.analysis.taps import LayerView, capture, evaluating
+from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
 from locality.checkpoints.where import is_run_folder
 from locality.data import open_data
@@ -37,22 +37,22 @@ from locality.training.runs import RunFolder
 
 Array = npt.NDArray[Any]
 
-_SHARPEST = 448
-_LARGEST_PICTURES = 1 << 28
+_MAX_CROP_SIZE = 448
+_MAX_PICTURES_BYTES = 1 << 28
 
 DECADES = 3
-"""How many powers of ten below a map's largest value its colours reach, wherever it is drawn."""
+"""The colours of a map span this many powers of ten below its largest value."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A few images of a source, ready for a model and for people.
+    """A few images of a source, preprocessed for a model and for display.
 
     Attributes:
         images: (n, 3, H, W) float32, normalised.
         shown: (n, H, W, 3) uint8, the same before normalisation.
         labels: the name of each one's class.
-        classes: names of all classes, in the order of the logits; empty where nobody said.
+        classes: names of all classes, in the order of the logits; empty if unknown.
     """
 
     images: Tensor
@@ -66,8 +66,8 @@ class Sample:
         return Sample(self.images[few], self.shown[few], self.labels[few], self.classes)
 
 
-def one_of_each(labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """Indices of `count` images that go round the classes: the first of each, then the second, …
+def round_robin_indices(labels: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Indices of `count` images, round robin over classes: the first of each, then the second, …
 
     (n,) class numbers → at most `count` indices. No randomness: the same labels give the same
     choice, and a larger count begins with the choice of a smaller one.
@@ -92,10 +92,10 @@ def sample(
     """
     if len(source) == 0 or count < 1:
         raise UserError(f"cannot choose {count} images out of {len(source)}")
-    return chosen_sample(source, preprocessing, one_of_each(source.labels, count), classes)
+    return sample_at(source, preprocessing, round_robin_indices(source.labels, count), classes)
 
 
-def chosen_sample(
+def sample_at(
     source: ImageSource,
     preprocessing: Preprocessing,
     indices: npt.NDArray[np.int64],
@@ -123,7 +123,7 @@ def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
         raise UserError(f"{run} is no run folder with images of its own; give --images")
     config = RunFolder(run).config()
     splits = open_data(config.data, config.seed)
-    chosen = one_of_each(splits.val.labels, count).tolist()
+    chosen = round_robin_indices(splits.val.labels, count).tolist()
     labels = splits.val.labels
     return [(splits.classes[labels[index]], splits.val.read_or_name(index)) for index in chosen]
 
@@ -134,7 +134,7 @@ def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count:
     return sample(splits.val, config.input.at(img_size), count, splits.classes)
 
 
-def prepared(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
+def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
     """Images of unknown class, as a classifier prepares them.
 
     Raises:
@@ -147,13 +147,13 @@ def prepared(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
     return Sample(subject.prepare(images), shown, [""] * len(images), subject.classes or ())
 
 
-def close_up(preprocessing: Preprocessing, image: Image.Image) -> npt.NDArray[np.uint8]:
-    """What a model sees of an image, as sharp as the image allows: (H, W, 3), `_SHARPEST` a side.
+def high_resolution_crop(preprocessing: Preprocessing, image: Image.Image) -> npt.NDArray[np.uint8]:
+    """The evaluation crop of an image at a higher resolution: (H, W, 3), at most `_MAX_CROP_SIZE`.
 
-    The same part of it as the model is given, and never fewer pixels.
+    It shows the part of the image that the model is given, with at least as many pixels.
     """
     height, width = preprocessing.size
-    factor = max(1, min(_SHARPEST, *image.size) // max(height, width))
+    factor = max(1, min(_MAX_CROP_SIZE, *image.size) // max(height, width))
     return _pixels(eval_transform(preprocessing.at((factor * height, factor * width))), image)
 
 
@@ -186,7 +186,7 @@ class LayerPicture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images, what the model made of them, and where its heads looked.
+    """Images with a model's predictions and attention maps.
 
     Attributes:
         images: (n, H, W, 3) uint8, as the model saw them before normalisation.
@@ -200,16 +200,16 @@ class Pictures:
     layers: list[LayerPicture]
 
 
-def take_pictures(
+def capture_pictures(
     model: nn.Module, chosen: Sample, place: tuple[float, float] | None = (0.5, 0.5)
 ) -> Pictures:
-    """Observe one forward pass of `model` in evaluation mode; the model is left as it was.
+    """Capture attention in one forward pass of `model`, which is in evaluation mode during it.
 
     Args:
         model: one of ours, or a timm ViT.
         chosen: the images.
-        place: where to look from, as fractions of (height, width) in [0, 1); None looks from
-            where the classifier reads: the class token, or without one all patches on average.
+        place: the query position, as fractions of (height, width) in [0, 1); None takes what the
+            classifier reads: the class token, or without one the mean over all patches.
 
     Raises:
         UserError: if `place` lies outside the image.
@@ -217,7 +217,7 @@ def take_pictures(
     if place is not None and not all(0 <= fraction < 1 for fraction in place):
         raise UserError(f"a query at {place} lies outside the image; give fractions in [0, 1)")
     layers: list[LayerPicture] = []
-    with evaluating(model), capture(model, on_layer=lambda v: layers.append(_picture(v, place))):
+    with eval_mode(model), capture(model, on_layer=lambda v: layers.append(_picture(v, place))):
         logits = model(chosen.images)
     classes = chosen.classes or [str(index) for index in range(logits.shape[-1])]
     predictions = [classes[index] for index in logits.argmax(dim=-1).tolist()]
@@ -242,7 +242,7 @@ def _picture(view: LayerView, place: tuple[float, float] | None) -> LayerPicture
     )
 
 
-def data_address(pixels: npt.NDArray[np.uint8]) -> str:
+def data_url(pixels: npt.NDArray[np.uint8]) -> str:
     """(H, W, 3) uint8 as a data address for a page: small ones exactly, large ones as JPEG."""
     buffer = io.BytesIO()
     name = "png" if max(pixels.shape) <= 64 else "jpeg"
@@ -281,8 +281,8 @@ def load_pictures(path: Path | str) -> Pictures:
         open_file(path) as file,
         zipfile.ZipFile(file) as entries,
     ):
-        if sum(entry.file_size for entry in entries.infolist()) > _LARGEST_PICTURES:
-            raise UserError(f"{path} unpacks to more than {_LARGEST_PICTURES:,} bytes")
+        if sum(entry.file_size for entry in entries.infolist()) > _MAX_PICTURES_BYTES:
+            raise UserError(f"{path} unpacks to more than {_MAX_PICTURES_BYTES:,} bytes")
         file.seek(0)
         with np.load(file, allow_pickle=False) as archive:
             about = parse_json(str(archive["about"]), str(path))

@@ -1,13 +1,12 @@
-"""Running the instruments on a run, and leaving what they found in its folder.
+"""Measuring the attention of a run and saving the results in its folder.
 
-A run may be measured while it is trained,
+A run may be measured during training,
 
-    train(config, folder, observer=OverTraining(every=5))
+    train(config, folder, observer=AttentionRecorder(every=5))
 
-which adds a line to `over_training.jsonl` at every look, at once, so that the curves can be drawn
-while the run goes on and nothing is lost when it is interrupted. It may be measured when it has
-finished, before and after training (`record`). And where it kept copies of its weights
-(`schedule.snapshot_every`), these can be measured as often as one likes (`measure_trajectory`).
+which appends a line to `over_training.jsonl` for every measurement: an interrupted run loses none.
+A finished run may be measured before and after training (`record`). Snapshots of its weights
+(`schedule.snapshot_every`) may be measured later (`measure_trajectory`).
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import (
     Pictures,
-    chosen_sample,
+    capture_pictures,
     sample,
+    sample_at,
     save_pictures,
-    take_pictures,
     validation_sample,
 )
 from locality.data import open_data
@@ -47,18 +46,18 @@ from locality.training.runs import RunFolder
 MEASURES = "measures.json"
 PICTURES = "attention.npz"
 MISTAKES = "mistakes.npz"
-MOST_MISTAKES = 20
+MAX_MISTAKES = 20
 HISTORY = "over_training.jsonl"
-_LARGEST_HISTORY = 1 << 28
+_MAX_HISTORY_BYTES = 1 << 28
 
 
 def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     """Measure a run's model before and after training, and keep pictures of its attention.
 
     Writes `measures.json` (see `measure_model`; "before" is the model as its seed initialises it)
-    and `attention.npz` (see `take_pictures`) into the run folder, and `mistakes.npz`: its most
-    confident mistakes and what the last layer looked at. A run of a version that kept no
-    predictions gets them now. Nothing else in its folder changes.
+    and `attention.npz` (see `capture_pictures`) into the run folder, and `mistakes.npz`: its most
+    confident mistakes with the last layer's attention. A run without predictions gets them now.
+    Nothing else in its folder changes.
 
     Args:
         folder: of a finished run.
@@ -76,7 +75,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
         raise UserError(f"run folder {folder} has no result.json: its run has not finished")
     model, config = load_run(folder)
     chosen = validation_sample(config, model.img_size, max(images, pictures))
-    found = take_pictures(model, chosen.first(pictures))
+    found = capture_pictures(model, chosen.first(pictures))
     save_pictures(found, Path(folder) / PICTURES)
     _record_mistakes(run, model, config)
     measures = {
@@ -94,10 +93,10 @@ def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) 
         evaluate_run(run.path, splits=splits, seen=collector)
         collector.write(run.predictions_file, splits.val, splits.classes)
     predictions = run.predictions()
-    wrong = predictions.indices[predictions.mistakes(MOST_MISTAKES)]
+    wrong = predictions.indices[predictions.mistakes(MAX_MISTAKES)]
     if len(wrong):
         size = config.input.at(model.img_size)
-        found = take_pictures(model, chosen_sample(splits.val, size, wrong, splits.classes), None)
+        found = capture_pictures(model, sample_at(splits.val, size, wrong, splits.classes), None)
         last = found.layers[-1]
         last = replace(last, mixed=last.mixed.mean(axis=1, keepdims=True), gates=None)
         save_pictures(replace(found, layers=[last]), run.path / MISTAKES)
@@ -113,28 +112,28 @@ def record_missing(folders: Iterable[Path]) -> None:
 
 
 def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
-    """What the heads of a run's model look at from the centre of its first validation images.
+    """The attention of a run's model from the centre of its first validation images.
 
     Args:
         folder: of the run.
         count: how many images.
-        trained: whether to look at the model it ended with or at the one it started from.
+        trained: whether to use the final weights or the initial ones.
     """
     model, config = load_run(folder)
     model = model if trained else initial_model(folder)
-    return take_pictures(model, validation_sample(config, model.img_size, count))
+    return capture_pictures(model, validation_sample(config, model.img_size, count))
 
 
 @dataclass
-class OverTraining:
+class AttentionRecorder:
     """An observer for `locality.training.train` that measures attention (Figs. 5, 6, 10, 13, 14).
 
     It measures before the first step, after the last, and every `every` epochs or steps between
-    (the unit of the run's schedule). A look costs about one training step on as many images, so
-    it stays under 2% of a run's time as long as `every` is worth more than 50 of those.
+    (the unit of the run's schedule). A measurement costs about one training step on as many images,
+    so it stays under 2% of a run's time if `every` is more than 50 of those steps.
 
     Attributes:
-        every: epochs or steps between two looks.
+        every: epochs or steps between two measurements.
         images: how many validation images to measure on; all of them if there are fewer.
     """
 
@@ -150,7 +149,7 @@ class OverTraining:
         """Measure the model and write the result down."""
         started = time.perf_counter()
         if folder not in self._seen:
-            _cut(folder)
+            _drop_partial_line(folder)
             chosen = sample(run.splits.val, run.config.input.at(model.img_size), self.images)
             self._seen[folder] = chosen.images.to(next(model.parameters()).device)
         measured = measure_model(model, self._seen[folder])
@@ -166,7 +165,7 @@ class OverTraining:
 
 
 def read_history(folder: Path | str) -> list[Record]:
-    """What was measured over a run's training, in order of steps; empty if nothing was.
+    """The measurements made during training, in order of steps; empty if there are none.
 
     A record is that of `measure_model` with `step`, `epoch` and the `seconds` it took. Where a
     resumed run measured a step again, the later record counts; a line that a killed process left
@@ -178,25 +177,25 @@ def read_history(folder: Path | str) -> list[Record]:
     path = Path(folder) / HISTORY
     if not path.exists():
         return []
-    records = [parse_json(line, str(path)) for line in _whole_lines(path)]
+    records = [parse_json(line, str(path)) for line in _complete_lines(path)]
     checks.shaped(str(path), records, [{"step": int, "epoch": float, "layers": [dict]}])
     by_step = {record["step"]: record for record in records}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _cut(folder: Path) -> None:
+def _drop_partial_line(folder: Path) -> None:
     """Remove a half-written last line, so that the next one begins on its own."""
     path = folder / HISTORY
     if path.exists():
-        write_atomic(path, "".join(f"{line}\n" for line in _whole_lines(path)))
+        write_atomic(path, "".join(f"{line}\n" for line in _complete_lines(path)))
 
 
-def _whole_lines(path: Path) -> list[str]:
-    return read_text(path, _LARGEST_HISTORY).split("\n")[:-1]
+def _complete_lines(path: Path) -> list[str]:
+    return read_text(path, _MAX_HISTORY_BYTES).split("\n")[:-1]
 
 
 def trajectory(folder: Path | str) -> Record:
-    """A run's attention over its training: as it was measured then, or else from its snapshots.
+    """A run's attention over training, as measured during it or else from snapshots.
 
     Returns as `measure_trajectory`.
 
@@ -207,9 +206,9 @@ def trajectory(folder: Path | str) -> Record:
 
 
 def recorded_trajectory(folder: Path | str) -> Record | None:
-    """A run's attention as it was measured while it went on; None if it was not."""
+    """A run's attention as measured during training; None if it was not."""
     history = read_history(folder)
-    return _collected(history) if history else None
+    return _to_curves(history) if history else None
 
 
 def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
@@ -231,8 +230,8 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
     files = sorted(RunFolder(folder).snapshots.glob("step-*.safetensors"))
     if not files:
         raise UserError(
-            f"run folder {folder} says nothing of its training: it was not measured then "
-            f"(--measure_every) and kept no snapshots (schedule.snapshot_every)"
+            f"run folder {folder} has no record of its attention over training; train with "
+            f"--measure_every or schedule.snapshot_every"
         )
     config = RunFolder(folder).config()
     splits = open_data(config.data, config.seed)
@@ -247,11 +246,11 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
             step = int(file.stem.partition("-")[2])
             yield {"step": step, "epoch": plan.epoch(step)} | measure_model(model, chosen)
 
-    return _collected(list(measured()))
+    return _to_curves(list(measured()))
 
 
-def _collected(records: list[Record]) -> Record:
-    """Measures in order of time, turned into one curve per layer."""
+def _to_curves(records: list[Record]) -> Record:
+    """Measurements in order of time as one curve per layer."""
     over_time = zip(*(record["layers"] for record in records), strict=True)
     return {
         "images": records[0]["images"],

@@ -1,4 +1,4 @@
-"""Run folders as values, and which of them belong together: alike in all but seed and data."""
+"""Run folders as values, grouped by equal settings over seeds and fractions of the data."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from locality.models.variants import FAMILY_NAMES, family_of, name_today
 from locality.settings import flatten
 from locality.training.runs import MAY_CHANGE, RunFolder
 
-# Where and how a run was computed, which seed it had and how much data.
-INCIDENTAL = MAY_CHANGE | {
+# Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
+IGNORED_SETTINGS = MAY_CHANGE | {
     "seed",
     "recipe",
     "data.fraction",
@@ -31,7 +31,7 @@ INCIDENTAL = MAY_CHANGE | {
     "schedule.snapshot_every",
 }
 
-# What is read of the files of a run, which anyone may have edited.
+# The entries that are read from a run's files, which anyone may have edited.
 _CONFIG = {"model": {"name": str}, "data": {"dataset": str, "fraction": float}, "seed": int}
 _RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images"), float)
 _ENVIRONMENT = {"starts?": [dict]}
@@ -42,7 +42,7 @@ _MEASURES = {"before?": _RECORD, "after?": _RECORD}
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run has left in its folder so far; files are read when they are asked for.
+    """The content of a run folder; files are read on first access.
 
     Attributes:
         folder: where it lies.
@@ -80,17 +80,17 @@ class RecordedRun:
     @cached_property
     def result(self) -> dict[str, Any]:
         """Its final numbers (`result.json`)."""
-        return _shaped(RunFolder(self.folder).result_file, _RESULT)
+        return _read_checked(RunFolder(self.folder).result_file, _RESULT)
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Versions, hardware, commit and starts (`environment.json`)."""
-        return _shaped(RunFolder(self.folder).environment_file, _ENVIRONMENT, {})
+        return _read_checked(RunFolder(self.folder).environment_file, _ENVIRONMENT, {})
 
     @cached_property
     def measures(self) -> dict[str, Any]:
         """What the instruments measured before and after; empty if they did not run."""
-        return _shaped(self.folder / MEASURES, _MEASURES, {})
+        return _read_checked(self.folder / MEASURES, _MEASURES, {})
 
     @cached_property
     def curve(self) -> list[dict[str, float]]:
@@ -99,7 +99,7 @@ class RecordedRun:
 
     @property
     def timing(self) -> list[dict[str, float]]:
-        """The same for what took how long (`timing.csv`)."""
+        """The same for durations (`timing.csv`)."""
         return _numbers(RunFolder(self.folder).timing_file)
 
     def pictures(self) -> Pictures | None:
@@ -108,9 +108,9 @@ class RecordedRun:
         return load_pictures(path) if path.exists() else None
 
     def settings(self) -> dict[str, Any]:
-        """By dotted name, the settings that its result depends on beside seed and data."""
+        """The settings that its result depends on, except seed and data, by dotted name."""
         flat = flatten(self.config)
-        return {name: value for name, value in flat.items() if name not in INCIDENTAL}
+        return {name: value for name, value in flat.items() if name not in IGNORED_SETTINGS}
 
 
 def _numbers(table: Path) -> list[dict[str, float]]:
@@ -131,7 +131,7 @@ def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
         UserError: if there is no run in one of them, or a configuration cannot be read.
     """
     return [
-        RecordedRun(folder, _shaped(RunFolder(folder).config_file, _CONFIG))
+        RecordedRun(folder, _read_checked(RunFolder(folder).config_file, _CONFIG))
         for folder in run_folders(folders)
     ]
 
@@ -159,13 +159,13 @@ def run_folders(folders: Iterable[Path | str]) -> list[Path]:
 
 
 def _children(folder: Path) -> Sequence[Path]:
-    # A teacher of timm's has a configuration and a result as well, and nothing else of a run.
+    # The folder of a timm teacher has a configuration and a result too, but no classes.
     found = (path.parent for path in folder.rglob("config.yaml"))
     return sorted(run for run in found if RunFolder(run).classes_file.exists())
 
 
-def _shaped(path: Path, wanted: Any, missing: Any = None) -> Any:
-    """What a file holds, if it is built as is wanted; `missing`, if given, where there is none."""
+def _read_checked(path: Path, wanted: Any, missing: Any = None) -> Any:
+    """The checked content of a file; `missing`, if given, where there is no file."""
     if missing is not None and not path.exists():
         return missing
     content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
@@ -240,38 +240,38 @@ def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
     which groups of one model differ."""
     rivals = [other.settings() for other in others if other.model == run.model]
     if len(rivals) > 1:
-        values = differing(rivals)
-        telling = _telling(values)
+        values = differing_settings(rivals)
+        telling = _distinguishing_settings(values)
         shown = list(dict.fromkeys([*telling, *values]))[: max(3, len(telling))]
         rest = ", …" if len(shown) < len(values) else ""
-        return f"{run.model} ({_in_words(run.settings(), shown)}{rest})"
+        return f"{run.model} ({_format_settings(run.settings(), shown)}{rest})"
     alone = [other.family for other in others].count(run.family) == 1
     return FAMILY_NAMES[run.family] if alone and run.family in FAMILY_NAMES else run.model
 
 
-def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The settings in which several configurations are not all alike: name → their values."""
+def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The settings in which configurations differ: name → their values."""
     names = dict.fromkeys(name for one in settings for name in one)
     values = {name: [one.get(name) for one in settings] for name in names}
     return {name: found for name, found in values.items() if len(set(map(repr, found))) > 1}
 
 
-def _telling(values: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Few of the differing settings, by which all configurations can be told apart; the most
-    telling first."""
+def _distinguishing_settings(values: Mapping[str, Sequence[Any]]) -> list[str]:
+    """A small set of settings that distinguishes all configurations, the most
+    distinguishing first."""
 
-    def told_apart(names: Iterable[str]) -> int:
+    def num_distinct(names: Iterable[str]) -> int:
         return len(set(map(repr, zip(*(values[name] for name in names), strict=True))))
 
     chosen: list[str] = []
-    while told_apart(chosen) < told_apart(values):
-        chosen.append(max(values, key=lambda name: told_apart([*chosen, name])))
+    while num_distinct(chosen) < num_distinct(values):
+        chosen.append(max(values, key=lambda name: num_distinct([*chosen, name])))
     return chosen
 
 
-def _in_words(settings: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Some settings: "lr=0.001, drop_rate=0.1"; of a teacher, that there is one. What a
-    configuration leaves to the model is not named."""
+def _format_settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Settings as text: "lr=0.001, drop_rate=0.1"; a teacher is named "distilled". Settings
+    that a configuration does not have are left out."""
     parts = []
     for name in names:
         if name not in settings:

@@ -1,22 +1,22 @@
-"""Looking at attention while a model does its ordinary forward pass, and masking parts of it.
+"""Capturing attention during an ordinary forward pass, and masking parts of it.
 
     with capture(model) as views:
         logits = model(images)
-    views[3].maps.mixed          # (B, h, N, N): what layer 3 looked at
+    views[3].maps.mixed          # (B, h, N, N): the attention of layer 3
 
-The forward pass itself is not touched: a hook sees what goes into each attention module and asks
-the module for its attention in explicit form (`attention_maps`), so logits stay the same bit for
-bit. timm's modules do not show theirs: it is computed here from their weights, queries and keys
-from `qkv` (or ConViT's `qk`), normalised and scaled as the module does.
+The forward pass does not change: a hook takes the input of each attention module and computes the
+attention in explicit form (`attention_maps`), so logits stay bit-identical. For timm's modules the
+attention is computed here from their weights: queries and keys from `qkv` (or ConViT's `qk`),
+normalised and scaled as the module does.
 
-To keep memory bounded, give `on_layer`: each layer's view is handed to it and then forgotten.
+To bound memory, give `on_layer`: it receives each layer's view, which is not kept.
 
     with content_off(model, layers=3):
         evaluate(model, loader)      # σ(λ) = 1 in the first three gated layers
-    # here every weight is what it was, bit for bit
+    # here every weight is unchanged
 
-Masks (ConViT appendix F, Tables 5 and 6) exchange parameters for others and put them back; their
-values are never written to.
+Masks (ConViT appendix F, Tables 5 and 6) replace parameters for a while and restore them; no
+parameter is modified.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from timm.layers.attention import Attention as TimmAttention
@@ -67,8 +68,8 @@ class LayerView:
     def key_stride(self) -> Stride:
         """How many query tokens lie between neighbouring keys.
 
-        CvT squeezes its keys (§3.2); in the place of a convolution of stride s every s-th token is
-        a query, so that keys lie 1/s apart.
+        CvT's keys lie on a coarser grid (§3.2). Where attention replaces a convolution of stride s,
+        every s-th token is a query, so that keys lie 1/s apart.
         """
         if isinstance(self.module, ConvolutionalAttention):
             return self.module.k.stride, self.module.k.stride
@@ -88,7 +89,7 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     if hasattr(model, "_orig_mod"):
         raise UserError(
-            "attention cannot be observed inside a compiled model; give the model it was made from"
+            "attention cannot be observed inside a compiled model; give the original model"
         )
     found = [
         (name, module)
@@ -102,13 +103,6 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"ConViT's"
         )
     return found
-
-
-def maps_of(module: nn.Module, x: Tensor, grid: Grid) -> AttentionMaps:
-    """The attention of one attention module, ours or timm's, on tokens (B, N, C)."""
-    if isinstance(module, _TIMM):
-        return _timm_maps(module, x, grid)
-    return cast(Any, module).attention_maps(x, grid)
 
 
 @contextlib.contextmanager
@@ -139,18 +133,20 @@ def capture(
 
     def observe(index: int) -> Callable[..., None]:
         name, module = modules[index]
+        is_timm = isinstance(module, _TIMM)
+        compute: Any = partial(_timm_maps, module) if is_timm else module.attention_maps
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return  # a checkpointed block, recomputed in the backward pass: seen before
             x = kwargs["x"] if "x" in kwargs else args[0]
-            if isinstance(module, _TIMM):
-                _refuse_masks(name, args[1:], kwargs)
+            if is_timm:
+                _check_no_mask(name, args[1:], kwargs)
                 grid = grids[-1]
             else:
                 grid = kwargs["grid"] if "grid" in kwargs else args[1]
             with torch.no_grad():
-                maps = maps_of(module, x, grid)
+                maps = compute(x, grid)
             receive(LayerView(index, name, module, x.detach(), maps))
 
         return hook
@@ -160,7 +156,7 @@ def capture(
             patch_embed: Any = getattr(model, "patch_embed", None)
             if not hasattr(patch_embed, "dynamic_feat_size"):
                 raise UserError(
-                    f"{type(model).__name__} does not say what grid its patches lie on (it has no "
+                    f"{type(model).__name__} does not give the grid of its patches (it has no "
                     f"patch_embed with dynamic_feat_size)"
                 )
 
@@ -175,8 +171,8 @@ def capture(
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, without gradients, and back again."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which the model is in evaluation mode and gradients are off."""
     was_training = model.training
     model.eval()
     try:
@@ -195,7 +191,7 @@ def _chosen(layers: Sequence[int] | None, depth: int) -> list[int]:
     return sorted({layer % depth for layer in layers})
 
 
-def _refuse_masks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_no_mask(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # timm's blocks pass attn_mask=None and is_causal=False; anything else changes the attention.
     if any(value is not None and value is not False for value in (*args, *kwargs.values())):
         raise UserError(f"{name} was called with an attention mask, which taps do not read")
@@ -211,16 +207,17 @@ def _timm_maps(module: Any, x: Tensor, grid: Grid) -> AttentionMaps:
     if isinstance(module, TimmAttention):
         q, k = module.q_norm(q), module.k_norm(k)
     content = (q @ k.transpose(-2, -1) * module.scale).softmax(dim=-1)
+    q = q * module.scale
     if not gated:
         prefix = prefix_length(x.shape[1], grid)
-        return AttentionMaps(content, content, None, None, grid, grid, prefix)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
     # timm's bias is the same for every key, so the softmax cancels it.
     v_pos = positional_vectors(module)
     assert v_pos is not None
     position = positional_attention(v_pos, grid)
     gate = module.gating_param.sigmoid()[:, None, None]
     mixed = (1 - gate) * content + gate * position
-    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, 0)
+    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, 0, q, k)
 
 
 def positional_vectors(module: nn.Module) -> Tensor | None:
@@ -249,7 +246,7 @@ def position_embedding_off(model: nn.Module) -> contextlib.AbstractContextManage
     Raises:
         UserError: if it has none.
     """
-    return _filled(_parameters(model, "position embedding", "pos_embed"), 0.0)
+    return _fill_parameters(_parameters(model, "position embedding", "pos_embed"), 0.0)
 
 
 def content_off(
@@ -264,7 +261,7 @@ def content_off(
     Raises:
         UserError: if the model has fewer gated layers.
     """
-    return _filled(_gates(model, layers), math.inf)
+    return _fill_parameters(_gates(model, layers), math.inf)
 
 
 def position_off(
@@ -274,7 +271,7 @@ def position_off(
 
     Args and raises as `content_off`.
     """
-    return _filled(_gates(model, layers), -math.inf)
+    return _fill_parameters(_gates(model, layers), -math.inf)
 
 
 def _gates(model: nn.Module, layers: int | None) -> list[tuple[nn.Module, str]]:
@@ -295,8 +292,8 @@ def _parameters(model: nn.Module, what: str, *names: str) -> list[tuple[nn.Modul
 
 
 @contextlib.contextmanager
-def _filled(places: list[tuple[nn.Module, str]], value: float) -> Iterator[None]:
-    """Parameters replaced by others of the same shape with a constant value, for a while."""
+def _fill_parameters(places: list[tuple[nn.Module, str]], value: float) -> Iterator[None]:
+    """A context in which parameters are replaced by constants of the same shape."""
     own = [(module, name, getattr(module, name)) for module, name in places]
     try:
         for module, name, parameter in own:

@@ -1,4 +1,4 @@
-"""Speed and memory beside a peer with the same weights: what a benchmark measures, as settings."""
+"""The configuration of a benchmark: speed and memory beside a peer with the same weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = {
 """The models that `--all` measures, by the library that they are measured against."""
 
 ALL_SETTINGS = {"img_sizes": (224, 384, 512), "precisions": PRECISIONS, "modes": MODES}
-"""What it measures of them, unless told otherwise."""
+"""The settings of `--all`, unless given."""
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def interleave(
 ) -> Timing:
     """Time each piece of work once per round, all of them in every round.
 
-    What else the machine does then slows all contenders alike, and the ratio within a round is
-    steadier than any absolute time. On CUDA the device's own events take the place of `clock`.
+    Other load then slows all contenders equally, and the ratio within a round varies less than
+    absolute times. On CUDA, device events replace `clock`.
     """
     for _ in range(warmup):
         for function in work.values():
@@ -136,9 +136,9 @@ def _resident_peak() -> int:
 
 
 def compare_graphs(before: Path, after: Path, folder: str) -> str:
-    """What an exported graph in eight bits loses and gains beside the float one, in a sentence.
+    """The accuracy and speed of an 8-bit graph relative to the float one, in a sentence.
 
-    Accuracy is told if the images lie in folders that are called like the model's classes.
+    Accuracy is given if the images lie in folders named after the model's classes.
 
     Args:
         before, after: the graphs, as `export` wrote them.

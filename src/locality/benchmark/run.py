@@ -1,4 +1,4 @@
-"""Measuring models and their peers in turn, and what was measured as tables and as files."""
+"""Benchmarks of models and their peers, and the results as tables and files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_benchmark(
     Args:
         name: one of `list_models()`; a title if `model` is given.
         config: what to measure.
-        model: whose architecture to measure. Weights make no difference and are drawn anew.
+        model: whose architecture to measure, with random weights.
 
     Returns:
         a plain dictionary: `machine`, `settings`, and `rows`, one per measurement and contender.
@@ -158,7 +158,7 @@ def _transformers_cvt(model: ImageClassifier) -> nn.Module:
         "mlp_ratio": lambda stage: stage.mlp_ratios[0],
         "kernel_qkv": lambda stage: stage.projection_kernel,
         "padding_q": lambda stage: stage.projection_kernel // 2,
-        "padding_kv": lambda stage: stage.padding_of_keys,
+        "padding_kv": lambda stage: stage.resolved_kv_padding,
         "stride_kv": lambda stage: stage.kv_strides[0],
         "qkv_bias": lambda stage: stage.qkv_bias,
         "drop_path_rate": lambda stage: 0.0,
@@ -169,10 +169,10 @@ def _transformers_cvt(model: ImageClassifier) -> nn.Module:
     settings |= {"num_labels": model.num_classes, "num_channels": model.in_chans}
     peer = CvtForImageClassification(CvtConfig(**settings))
     peer.load_state_dict(state)
-    return _LogitsOnly(peer)
+    return _LogitsWrapper(peer)
 
 
-class _LogitsOnly(nn.Module):
+class _LogitsWrapper(nn.Module):
     """A transformers model called like ours: images in, logits out."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -187,7 +187,7 @@ def _contenders(
     model: ImageClassifier | str, size: int, against: str, device: torch.device
 ) -> dict[str, nn.Module]:
     """Ours and its peers on one device."""
-    # transformers' CvT has the exact GELU, so that is what ours is timed with beside it.
+    # transformers' CvT has the exact GELU, so ours is measured with it too.
     fields: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
     fields["img_size"] = size
     ours = build(model if isinstance(model, str) else model.config, **fields)

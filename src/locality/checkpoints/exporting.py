@@ -41,9 +41,10 @@ from locality.checkpoints.layouts import OURS
 from locality.checkpoints.where import check_empty, check_graph, check_target
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require
-from locality.files import atomic_file, render, write_atomic
+from locality.files import atomic_file, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
+from locality.templates import render
 
 Format = Literal["onnx", "torch-export"]
 

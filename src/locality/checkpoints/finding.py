@@ -37,9 +37,9 @@ from locality.checkpoints.where import SUFFIXES, Source, kind_of, refuse_entry, 
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require, saying
 from locality.files import open_file, read_json, read_yaml
-from locality.machine import hub_asked_once
+from locality.hub import offline_unless_reachable
 from locality.models import factory
-from locality.models.config import unlike
+from locality.models.config import signature_diff
 from locality.models.factory import published
 from locality.models.variants import identify, name_today
 from locality.settings import from_dict
@@ -196,7 +196,7 @@ def _confirmed(
     row = factory.variant(model)
     if type(row.config) is not type(checkpoint.config):
         raise UserError(f"{what} does not hold {model}, but a model of another family")
-    if differing := unlike(checkpoint.config, with_settings(row.config, settings)):
+    if differing := signature_diff(checkpoint.config, with_settings(row.config, settings)):
         told = identify(checkpoint.config)[0]
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
         raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")
@@ -284,7 +284,7 @@ def find_weights(row: Source) -> Path:
     causes: list[Exception] = []
     # What the hub's own cache has needs no network.
     for offline in (True, False):
-        with contextlib.nullcontext() if offline else hub_asked_once():
+        with contextlib.nullcontext() if offline else offline_unless_reachable():
             for file in _HUB_FILES:
                 try:
                     return Path(hf_hub_download(row.repo, file, local_files_only=offline))
@@ -332,5 +332,5 @@ def fetch(repository: str, **options: Any) -> Path:
         OSError: if it is neither there nor to be had.
     """
     wanted = [WEIGHTS, CONFIG, CARD]
-    with hub_asked_once():
+    with offline_unless_reachable():
         return Path(snapshot_download(repository, allow_patterns=wanted, **options))

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from locality.checkpoints.layouts import OURS, THEIR_SETTINGS, Layout, size_of
-from locality.checkpoints.reading import State, require_blocks, shorten
-from locality.errors import UserError
+from locality.checkpoints.reading import State, require_blocks
+from locality.errors import UserError, some
 from locality.layers.grid import mlp_ratio_of
 from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid
 
@@ -250,7 +250,7 @@ class _CvT(Layout):
             "embed_stride": [stage.embed_stride for stage in stages],
             "embed_padding": [stage.embed_padding for stage in stages],
             "kv_stride": [stage.kv_strides[0] for stage in stages],
-            "kv_padding": [stage.padding_of_keys for stage in stages],
+            "kv_padding": [stage.resolved_kv_padding for stage in stages],
         }
         if any(stage.projection != "conv" for stage in stages):
             untold["projection_kernel"] = [stage.projection_kernel for stage in stages]
@@ -358,5 +358,5 @@ def recognise(state: State) -> Layout:
         raise UserError(f"these weights have names of more than one layout: {' and '.join(titles)}")
     raise UserError(
         f"these weights are of no model that is known here ({', '.join(titles)}); their first "
-        f"tensors are {shorten(state)}"
+        f"tensors are {some(state, quote='')}"
     )

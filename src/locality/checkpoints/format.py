@@ -27,12 +27,13 @@ from locality.checkpoints.reading import (
 )
 from locality.data.config import Preprocessing
 from locality.errors import UserError, entry, naming
-from locality.files import parse_json, read_text, render, write_atomic
+from locality.files import parse_json, read_text, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig, ViTConfig
 from locality.models.factory import TimmConfig, build
 from locality.models.variants import name_today
 from locality.settings import from_dict
+from locality.templates import render
 
 FORMAT = "locality"
 FORMAT_VERSION = 1

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import ModelHubMixin
 from PIL import Image
+from timm.models import adapt_input_conv
 from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import NonFiniteLogits, UserError, naming
 from locality.models import factory
 from locality.models.base import ImageClassifier, position_embedding
-from locality.models.config import unlike
+from locality.models.config import signature_diff
 from locality.models.factory import TimmConfig
 from locality.models.initialisations import trained_conv, transform
 
@@ -369,8 +370,7 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
         check_family(type(checkpoint.config), target)
         changes = []
         if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
-            start = (target.gpsa, target.locality_strength, target.gating_init)
-            checkpoint = Checkpoint.of(transform(checkpoint.build(), *start))
+            checkpoint = Checkpoint.of(transform(checkpoint.build(), *target.attention))
             changes += [f"attention computes the convolutions of {target.gpsa}"]
         convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
         if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":
@@ -382,7 +382,7 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, OURS.title)
         if checkpoint.layout == OURS.name:
-            for name, (theirs, ours) in unlike(checkpoint.config, target).items():
+            for name, (theirs, ours) in signature_diff(checkpoint.config, target).items():
                 raise UserError(
                     f"these weights were made with {name}={theirs!r} and mean something else with "
                     f"{name}={ours!r}, which the model has"
@@ -423,18 +423,17 @@ def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[st
 
 
 def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]:
-    """As timm adapts a first convolution (out, in, k, k) from three."""
     given, wanted = source.in_chans, target.in_chans
     if given == wanted:
         return []
     name = f"{target.stem}.weight"
     if name in state:
-        weight = state[name].float()
-        if wanted == 1:
-            adapted = weight.sum(dim=1, keepdim=True)
-        else:
-            adapted = weight.repeat(1, -(-wanted // given), 1, 1)[:, :wanted] * (given / wanted)
-        state[name] = adapted.to(state[name].dtype)
+        if given != 3:
+            raise UserError(
+                f"these weights take {given} channels and the model {wanted}; only weights for 3 "
+                f"channels can be adapted"
+            )
+        state[name] = adapt_input_conv(wanted, state[name])
     return [f"the first convolution is adapted from {given} to {wanted} channels"]
 
 

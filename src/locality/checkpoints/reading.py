@@ -21,7 +21,7 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -30,14 +30,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from locality.checkpoints.where import refuse_entry
-from locality.errors import UserError, one_line, saying
+from locality.errors import UserError, one_line, saying, some
 from locality.files import open_file
 from locality.models.factory import build
 
 State = Mapping[str, Tensor]
-
-# Enough names to recognise a pattern in, few enough to read.
-_SHOWN = 6
 
 ALLOWED_CLASSES: tuple[Any, ...] = (
     argparse.Namespace,
@@ -257,7 +254,7 @@ def _pick(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
         return {str(name): tensor for name, tensor in content.items()}
     if not found:
         raise UserError(
-            f"{path} holds no state dict; its entries are: {shorten(map(str, content))}"
+            f"{path} holds no state dict; its entries are: {some(map(str, content), quote='')}"
         )
     if len(found) > 1:
         raise UserError(
@@ -309,7 +306,9 @@ def check_keys(
         "of another shape": wrong,
     }
     if any(faults.values()):
-        said = "; ".join(f"{what}: {shorten(names)}" for what, names in faults.items() if names)
+        said = "; ".join(
+            f"{what}: {some(names, quote='')}" for what, names in faults.items() if names
+        )
         raise UserError(f"these weights do not fit the model ({layout} names); {said}")
 
 
@@ -322,9 +321,9 @@ def require_blocks(state: State, prefix: str) -> int:
     pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
     found = {int(match[1]) for name in state if (match := pattern.match(name))}
     if not found or found != set(range(len(found))):
+        numbers = some(map(str, sorted(found)), quote="")
         raise UserError(
-            f"these weights have the blocks {shorten(map(str, sorted(found)))}; they have to be "
-            f"numbered from 0 without gaps"
+            f"these weights have the blocks {numbers}; they have to be numbered from 0 without gaps"
         )
     return len(found)
 
@@ -341,11 +340,4 @@ def check_finite(state: State) -> None:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all()
     ]
     if broken:
-        raise UserError(f"these weights contain NaN or infinity, in {shorten(broken)}")
-
-
-def shorten(names: Iterable[str]) -> str:
-    """The first few of `names`, and how many there are in all."""
-    names = list(names)
-    text = ", ".join(names[:_SHOWN])
-    return text if len(names) <= _SHOWN else f"{text}, … ({len(names)} in all)"
+        raise UserError(f"these weights contain NaN or infinity, in {some(broken, quote='')}")

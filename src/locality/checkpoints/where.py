@@ -125,8 +125,8 @@ def missing(path: Path) -> FileNotFoundError:
     """The error for a path that is not there, with the nearest names beside it."""
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = " or ".join(str(path.parent / other) for other in near(path.name, beside))
-    text = f"there is no file or folder {path}"
-    return FileNotFoundError(text + f"; did you mean {hint}?" * bool(hint))
+    suggestion = f"; did you mean {hint}?" if hint else ""
+    return FileNotFoundError(f"there is no file or folder {path}{suggestion}")
 
 
 def refuse_entry(what: Path | str, entry: str | None) -> None:

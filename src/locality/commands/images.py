@@ -22,7 +22,7 @@ from locality.commands.parsing import (
     say,
     with_aliases,
 )
-from locality.commands.train import images_at
+from locality.commands.resolve import images_at
 from locality.data.config import AS_PUBLISHED, DataConfig
 from locality.errors import UserError, entry, one_line, printable, require, unknown
 from locality.training.config import read_config
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from locality.figures.style import Figure
 
 _AT_ONCE = 32
-_OF_TRAINING = "data.fraction data.subset data.subset_seed data.difficulty"
+_OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _IMAGES = "files or folders; a run's own unless given"
 
 
@@ -63,13 +63,13 @@ def predict(arguments: Sequence[str]) -> int:
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
-    images = _readable(files, options.model, read, bad)
+    images = _read_images(files, options.model, read, bad)
     # One by one: a large image is shrunk before the next is read.
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
     results = list(zip(read, probabilities, strict=True))
     if options.csv:
-        code = _code(bad, files)
+        code = _report_unreadable(bad, files)
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
         write_predictions(sys.stdout, ["path"], names, results)
         return code
@@ -82,7 +82,7 @@ def predict(arguments: Sequence[str]) -> int:
             print(f"{printable(str(file))}: {printable(shown)}")
     if options.json:
         print(json.dumps(listed, indent=2))
-    return _code(bad, files)
+    return _report_unreadable(bad, files)
 
 
 def write_predictions(
@@ -106,7 +106,7 @@ def write_predictions(
         table.writerow([*named, classes[int(probabilities.argmax())], *shown])
 
 
-def _readable(
+def _read_images(
     files: Iterable[Path], model: str, read: list[Path], bad: list[str]
 ) -> Iterator[Image.Image]:
     """The images in files that can be read, decoded as those of `model` where it is a run.
@@ -130,7 +130,7 @@ def _readable(
         yield opened.pop()
 
 
-def _code(bad: Sequence[str], files: Sequence[Path]) -> int:
+def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
     """Name the files that could not be read; the exit code.
 
     Raises:
@@ -156,7 +156,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--json", False, "print JSON")
     parser.add("--predictions", None, "write a CSV: path, label, prediction, probabilities")
-    parser.add_class_arguments(DataConfig, "data")
+    parser.add_settings(DataConfig(), "data.")
     words = with_aliases(arguments, {"--data": "--data.dataset"})
     options = parser.read(words)
     parser.refuse(_OF_TRAINING, "chooses among training images; others are evaluated on")
@@ -168,11 +168,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     check_place(options.predictions)
 
     opened = open_given(what, options)
-    given = {
-        name.removeprefix("data."): value
-        for name, value in parser.given.items()
-        if name.startswith("data.")
-    }
+    given = parser.settings
     chosen, seed = DataConfig(), 0
     if is_run:
         config = read_config(Path(what))
@@ -285,7 +281,7 @@ def figure(arguments: Sequence[str]) -> int:
     parser.add_argument("name", help=", ".join(FIGURES))
     parser.add_model("sources", nargs="+", help="run folders, models, or images")
     _add_images(parser, 100)
-    parser.add("--layers", None, "such as [2,10]", list[int] | None)
+    parser.add("--layers", None, "such as [2,10]", tuple[int, ...] | None)
     parser.add("--heads", 4, "how many heads of each layer")
     where = "where to look from, as fractions of height and width"
     parser.add("--place", (0.5, 0.5), where, tuple[float, float])
@@ -326,7 +322,7 @@ def _draw(figure: NamedFigure, options: Any) -> tuple[Figure, int]:
 
 def _add_images(parser: Parser, count: int) -> None:
     """Add the options that `_shown` is given."""
-    parser.add_argument("--images", nargs="+", default=None, help=_IMAGES)
+    parser.add("--images", None, _IMAGES, nargs="+")
     parser.add("--count", count, "how many images at most")
 
 
@@ -343,11 +339,11 @@ def _shown(
     files = list(image_files(given))
     read: list[Path] = []
     bad: list[str] = []
-    images = list(islice(_readable(files, model, read, bad), count))
+    images = list(islice(_read_images(files, model, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are left out; --count {len(files)} takes all")
     names = [file.name for file in read]
-    return list(zip(names, images, strict=True)), _code(bad, files)
+    return list(zip(names, images, strict=True)), _report_unreadable(bad, files)
 
 
 def folders(arguments: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -139,14 +139,14 @@ def transform(arguments: Sequence[str]) -> None:
     opened = open_given(options.model, options)
 
     import locality
-    from locality.models.initialisations import chosen_convolutions
+    from locality.models.initialisations import select_convolutions
 
     before, starts = opened.module(), {"alpha": options.alpha, "gating": options.gating}
     starts = {name: value for name, value in starts.items() if value is not None}
     after = locality.transform(before, options.layers, **starts)
     locality.save(after, options.output, preprocessing=opened.preprocessing, classes=opened.classes)
     rows = [[name, *_costs(model)] for name, model in (("before", before), ("after", after))]
-    print(f"attention computes {', '.join(chosen_convolutions(before, options.layers))}\n")
+    print(f"attention computes {', '.join(select_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
     print(
         f"\n{options.output}: train it with --model.name timm/{after.config.name} "
@@ -200,8 +200,8 @@ def benchmark(arguments: Sequence[str]) -> None:
     pass keeps, beside a peer with equal weights; contenders take turns in one process.
     """
     parser = Parser("benchmark", benchmark.__doc__)
-    parser.add_model("models", nargs="*", help=f"name of an architecture, or {MODEL}")
-    parser.add_class_arguments(BenchmarkConfig, None)
+    parser.add_model("models", nargs="*", default=[], help=f"name of an architecture, or {MODEL}")
+    parser.add_settings(BenchmarkConfig())
     parser.add("--output", None, "write JSON here as well", str | None)
     parser.add("--loader", False, "measure the reading of images instead, beside timm's loader")
     every = "measure ConViT, DeiT and CvT in three sizes, and write a record of it to this folder"
@@ -209,15 +209,13 @@ def benchmark(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     if bool(options.models) + options.loader + options.all != 1:
         raise UserError("give the models to measure, or --loader or --all alone")
-    settings = {field.name: options[field.name] for field in fields(BenchmarkConfig)}
     if all(name in VARIANTS for name in options.models):
         parser.refuse("variant entry set", "is for weights, and none are given")
     if options.loader:
         parser.refuse(_NOT_LOADING, "does nothing beside --loader")
     if options.all:
         parser.refuse("against output", "does nothing beside --all")
-        settings |= {name: v for name, v in ALL_SETTINGS.items() if name not in parser.given}
-    config = from_dict(BenchmarkConfig, settings)
+    config = from_dict(BenchmarkConfig, (ALL_SETTINGS if options.all else {}) | parser.settings)
     check_place(options.output)
 
     for name in options.models:

@@ -1,25 +1,22 @@
-"""Reading options: jsonargparse on the typed settings, with errors for the reader."""
+"""Reading options: argparse on the typed settings, with errors for the reader."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from inspect import cleandoc
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from jsonargparse import ArgumentParser as _JsonArgumentParser
-from jsonargparse import Namespace
-from jsonargparse._actions import _ActionConfigLoad
+from argparse import Namespace
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, get_origin
 
 from locality import checks
 from locality.checkpoints.where import kind_of, refuse_entry
 from locality.errors import UserError, near
 from locality.files import parse_yaml, read_yaml
-from locality.settings import described
+from locality.settings import Setting, described, flatten, parse, settings_of, to_dict
 
 if TYPE_CHECKING:
     from locality.checkpoints.open import Classifier
@@ -32,55 +29,78 @@ _FIRST = (
 )
 
 
-class Parser(_JsonArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argument parser without abbreviations, whose errors are one sentence.
 
     Args:
         command: its name.
-        text: what it does, of which the first paragraph is told: a function's docstring.
+        text: what it does, of which the first paragraph is shown: a function's docstring.
         words: those before the options that the caller reads by itself, for the help.
 
     Attributes:
-        given: the options that the command line gave, by dotted name, without defaults.
+        given: the options that the command line gave, by name, without defaults.
+        settings: of those, the settings of `add_settings`, by dotted name.
     """
 
     def __init__(self, command: str, text: str | None, words: str = "") -> None:
         super().__init__(
             prog=f"locality {command}",
-            description=" ".join(cleandoc(text or "").partition("\n\n")[0].split()),
+            description=" ".join(inspect.cleandoc(text or "").partition("\n\n")[0].split()),
             exit_on_error=False,
             allow_abbrev=False,
         )
         self._words = words
+        self._values: dict[str, Any] = {}
+        self._hints: dict[str, Any] = {}
         self._counts: list[str] = []
+        self._groups: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
         self.given: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
 
-    def add(self, name: str, default: Any, help: str, type: Any = None) -> None:
+    def add(self, name: str, default: Any, help: str, type: Any = None, **how: Any) -> None:
         """Add an option that takes one value of its default's type, or is a switch (False).
 
-        A whole number is 1 or more unless its type is given as int.
+        A whole number is 1 or more unless its type is given as int. `how` goes to argparse.
         """
         if default is False:
-            self.add_argument(name, action="store_true", help=help)
-        elif type is None and not isinstance(default, (int, float)):
-            self.add_argument(name, default=default, help=help)
-        else:
-            self.add_argument(name, type=type or default.__class__, default=default, help=help)
-            self._counts += [name[2:]] * (type in (None, int | None))
+            how |= {"action": "store_true"}
+        elif type is not None or isinstance(default, (int, float)):
+            self._hints[name[2:]] = type or default.__class__
+            self._counts += [name[2:]] if type in (None, int | None) else []
+        self._values[name[2:]] = default
+        self.add_argument(name, default=argparse.SUPPRESS, help=help, **how)
+
+    def _add_setting(self, name: str, default: Any, setting: Setting, path: str) -> None:
+        self._hints[name], self._values[name], self._paths[name] = setting.hint, default, path
+        self.add_argument(f"--{name}", default=argparse.SUPPRESS, help=setting.text)
+
+    def add_settings(
+        self, config: Any, group: str = "", within: str = "", skip: Container[str] = ()
+    ) -> None:
+        """Add an option for each setting of a configuration, whose values are the defaults.
+
+        Args:
+            config: a configuration dataclass.
+            group: what comes before the names of the options.
+            within: what comes before the names in `settings`.
+            skip: groups to leave out.
+        """
+        values = flatten(to_dict(config), 1)
+        for name, setting in settings_of(type(config)).items():
+            if name.partition(".")[0] not in skip:
+                self._add_setting(f"{group}{name}", values[name], setting, f"{within}{name}")
+        groups = {name: type(getattr(config, name)) for name in to_dict(config)}
+        for name, of in ({group.rstrip("."): type(config)} if group else groups).items():
+            self._groups[name] = (inspect.getdoc(of) or "").partition("\n")[0].rstrip(".").lower()
 
     def add_model(self, name: str, **how: Any) -> None:
         """Add an argument that names a model, and the options that `open_given` reads with it."""
         self.add_argument(name, **({"help": MODEL} | how))
         self.add("--variant", None, "architecture, if the weights do not tell")
         self.add("--entry", None, "which state dict, if a file has several")
-        self.add_argument(
-            "--set",
-            action="append",
-            type=str,
-            default=[],
-            metavar="NAME=VALUE",
-            help="a setting of the model, where the weights do not tell it: kv_stride=1",
-        )
+        text = "a setting of the model, where the weights do not tell it: kv_stride=1"
+        self.add("--set", [], text, str, action="append", metavar="NAME=VALUE")
 
     def read(self, arguments: Sequence[str]) -> Namespace:
         """The options in `arguments`.
@@ -94,15 +114,36 @@ class Parser(_JsonArgumentParser):
         if "--help.all" in arguments:
             print(self._help(everything=True))
             raise SystemExit(0)
+        self._add_fields(arguments)
+        needed = [action for action in self._actions if action.required]
+        for action in needed:
+            action.required = False  # which is said below, in words of ours
         try:
-            options = self.parse_args(list(arguments))
-            self.given = vars(self.parse_args(list(arguments), defaults=False).as_flat())
+            found, others = self.parse_known_args(arguments)
         except argparse.ArgumentError as error:
             raise self._readable(error) from None
+        if others:
+            raise self._unknown(others[0])
+        for action in needed:
+            if getattr(found, action.dest, None) is None:
+                raise self._lacking(action)
+        given = {name: value for name, value in vars(found).items() if value not in (None, [])}
+        for name in given.keys() & self._hints.keys():
+            given[name] = parse(given[name], self._hints[name], name)
         for name in self._counts:
-            if options[name] is not None:
-                checks.integer(name, options[name], 1)
-        return options
+            if given.get(name) is not None:
+                checks.integer(name, given[name], 1)
+        self.given = given
+        self.settings = {to: given[name] for name, to in self._paths.items() if name in given}
+        return Namespace(**self._values | vars(found) | given)
+
+    def _add_fields(self, arguments: Sequence[str]) -> None:
+        """Add `--model.overrides.depth`, where it is given: a value of a setting of many."""
+        for flag in dict.fromkeys(word.partition("=")[0] for word in arguments):
+            whole, _, field = flag[2:].rpartition(".")
+            if get_origin(self._hints.get(whole)) is dict:
+                setting = Setting(Any, self._options()[whole].help or "")
+                self._add_setting(flag[2:], None, setting, f"{self._paths[whole]}.{field}")
 
     def refuse(self, options: str, why: str) -> None:
         """Refuse options that would do nothing.
@@ -114,15 +155,15 @@ class Parser(_JsonArgumentParser):
         Raises:
             UserError: if one of them is given.
         """
-        given, flags = self.given, self._option_string_actions
-        if found := [name for name in options.split() if given.get(name) is not None]:
-            named = [f"--{name}" if f"--{name}" in flags else str(given[name]) for name in found]
+        flags = self._option_string_actions
+        if found := [name for name in options.split() if self.given.get(name) is not None]:
+            named = [f"--{n}" if f"--{n}" in flags else str(self.given[n]) for n in found]
             raise UserError(f"{' and '.join(named)} {why}")
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+    def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)
 
-    def format_help(self, formatter: Any = None) -> str:
+    def format_help(self) -> str:
         return self._help(everything=False)
 
     def _help(self, everything: bool) -> str:
@@ -132,67 +173,56 @@ class Parser(_JsonArgumentParser):
         shown = [f"usage: {self.prog} {' '.join(filter(None, words))} [options]", ""]
         shown += [*textwrap.wrap(self.description or "", _WIDTH), ""]
         shown += [line for action in places for line in _row(action.dest, action.help or "")]
-        shown += [""] * bool(places)
+        shown += [""] if places else []
         rest: dict[str, list[str]] = {}
         for name, action in self._options().items():
             group, dot, setting = name.partition(".")
             if everything or not dot or name in _FIRST:
-                shown += _row(f"--{name}", _explained(action, everything))
+                shown += _row(f"--{name}", self._explained(name, action.help or "", everything))
             else:
                 rest.setdefault(group, []).append(setting)
-        titles = {each.title or "": each._group_actions for each in self._action_groups}
-        about = {a.dest.partition(".")[0]: title for title, of in titles.items() for a in of}
         for group, names in rest.items():
-            some = ", ".join(names[:6]) + ", …" * (len(names) > 6)
-            shown += _row(f"--{group}.*", f"{about[group].lower()}: {some}")
+            first = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+            shown += _row(f"--{group}.*", f"{self._groups[group]}: {first}")
         if rest:
             shown += ["", f"`{self.prog} --help.all` shows every setting, and what it accepts."]
         return "\n".join(shown) + "\n"
 
+    def _explained(self, name: str, text: str, everything: bool) -> str:
+        """The text of an option and its default; what it accepts, if everything is wanted."""
+        accepted = described(self._hints[name]) if everything and name in self._hints else ""
+        default = self._values.get(name)
+        text = text.rstrip(".") + (f"; {accepted}" if accepted else "")
+        return text if default in (None, False, [], {}, "") else f"{text} ({default})"
+
     def _options(self) -> dict[str, argparse.Action]:
-        """The options by name, without dashes, and without those of jsonargparse itself."""
+        """The options by name, without dashes."""
         return {
             flag[2:]: action
             for flag, action in self._option_string_actions.items()
-            if flag.startswith("--") and flag[-1] != "+" and action.help != argparse.SUPPRESS
-            if flag != "--help" and not isinstance(action, _ActionConfigLoad)
+            if flag[:2] == "--" and flag != "--help"
         }
 
     def _readable(self, error: argparse.ArgumentError) -> UserError:
-        message = " ".join(error.message.split())
-        options = self._options()
-        stray = re.search(r"[Uu]nrecognized arguments: (\S+)|(--print_shtab)", message)
-        if stray:
-            word = stray[1] or stray[2]
-            if word.startswith("--"):
-                return self._unknown(word[2:].partition("=")[0])
-            return UserError(f"'{word}' is one word too many; see {self.prog} --help")
-        wrong = re.search(r'Parser key "([^"]+)": (.*?)(?:Got value: (.*))?$', message)
-        if wrong:
-            name, value = wrong[1], wrong[3]
-            accepted = _accepted(options[name]) if name in options else wrong[2].strip(" .")
-            return UserError(f"{name} is {value or 'something else'}; give {accepted}")
-        lacking = re.search(
-            r"arguments are required: ([\w.-]+)|argument --(\S+): expected", message
-        )
-        if lacking:
-            name = lacking[1] or lacking[2]
-            action = next(action for action in self._actions if action.dest == name)
-            flag = f"--{name}" if action.option_strings else name
-            return UserError(
-                f"{self.prog} needs {flag}{' VALUE' * bool(lacking[2])}: {action.help}"
-            )
-        return UserError(f"{message}; see {self.prog} --help")
+        action = self._option_string_actions.get((error.argument_name or "").rpartition("/")[2])
+        if action is None:
+            return UserError(f"{error.message}; see {self.prog} --help")
+        if action.nargs == 0:
+            return UserError(f"--{action.dest} takes no value; see {self.prog} --help")
+        return self._lacking(action, " VALUE")
 
-    def _unknown(self, name: str) -> UserError:
-        """The error for an option that does not exist: a name like it, or what its text tells."""
-        options = self._options()
-        said = rf"\b{re.escape(name.replace('_', ' '))}\b"
-        told = [each for each, action in options.items() if re.search(said, action.help or "")]
-        like = near(name, options)
-        exact = any(each.rpartition(".")[2] == name for each in like)
-        found = like if exact or not told else told[:3]
-        hint = f"did you mean --{' or --'.join(found)}?" if found else f"see {self.prog} --help"
+    def _lacking(self, action: argparse.Action, value: str = "") -> UserError:
+        flag = f"--{action.dest}" if action.option_strings else action.dest
+        return UserError(f"{self.prog} needs {flag}{value}: {action.help}")
+
+    def _unknown(self, word: str) -> UserError:
+        """The error for a word that is no option: a name like it, or what its text says."""
+        if not word.startswith("--"):
+            return UserError(f"'{word}' is one word too many; see {self.prog} --help")
+        name = word[2:].partition("=")[0]
+        texts = {each: action.help or "" for each, action in self._options().items()}
+        found = " or ".join(f"--{each}" for each in near(name, texts, texts))
+        hint = f"did you mean {found}?" if found else f"see {self.prog} --help"
         return UserError(f"unknown setting '{name}'; {hint}")
 
 
@@ -213,21 +243,6 @@ def _row(name: str, text: str) -> list[str]:
     first = f"  {name:<{_INDENT - 2}}"
     head = [first + lines.pop(0)] if len(first) <= _INDENT else [first]
     return head + [" " * _INDENT + line for line in lines]
-
-
-def _explained(action: argparse.Action, everything: bool) -> str:
-    """The text of an option and its default; what it accepts, if everything is wanted."""
-    text = (action.help or "").rstrip(".")
-    if everything and (accepted := _accepted(action)):
-        text += f"; {accepted}"
-    default = "" if action.default in (None, False, [], {}, "") else f" ({action.default})"
-    return text + default
-
-
-def _accepted(action: argparse.Action) -> str:
-    """What an option accepts, in words."""
-    hint = getattr(action, "_typehint", action.type)
-    return described(hint) if hint is not None else ""
 
 
 MODEL = "run folder, weights of any layout, public name, hub repository or ONNX graph"
@@ -292,7 +307,7 @@ def read_settings_file(path: str) -> dict[str, Any]:
     return values
 
 
-def taken(words: Iterable[str], *flags: str) -> tuple[list[list[str]], list[str]]:
+def pop_options(words: Iterable[str], *flags: str) -> tuple[list[list[str]], list[str]]:
     """The values of each `FLAG VALUE` or `FLAG=VALUE` in `words` by flag, and the other words."""
     values: dict[str, list[str]] = {flag: [] for flag in flags}
     rest, remaining = [], iter(words)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from locality.checkpoints.where import missing
 from locality.commands.parsing import Parser, say
-from locality.commands.train import images_at, place_of
+from locality.commands.resolve import images_at, place_of
 from locality.errors import UserError, one_line, saying
 from locality.models.variants import PREFIX, variant
 
@@ -160,7 +160,7 @@ def compare(arguments: Sequence[str]) -> int:
         if not options.pretrained and not name.startswith(PREFIX):
             variant(name)
 
-    from locality.report.choosing import build_choice
+    from locality.report.comparison_page import build_comparison
     from locality.runner import comparison
     from locality.runner.executors import run_all
 
@@ -185,7 +185,7 @@ def compare(arguments: Sequence[str]) -> int:
         say(f"{outcome.run.name} failed: {outcome.error}")
     finished = [outcome.run for outcome in outcomes if outcome.error is None]
     speed = comparison.measure_inference(finished, folder)
-    page, said = build_choice([run.folder for run in finished], folder / "choice.html", speed)
+    page, said = build_comparison([run.folder for run in finished], folder / "choice.html", speed)
     print(f"{said}\n{page}")
     return 1 if failed else 0
 

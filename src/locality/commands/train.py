@@ -1,24 +1,38 @@
-"""`locality train`, `search`, `recipes` and `demo`: from a recipe to a trained model."""
+"""`locality train`, `search`, `recipes` and `demo`; `locality.fit` is `train` in Python."""
 
 from __future__ import annotations
 
 import itertools
-import shlex
+import os
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locality import training
-from locality.checkpoints.where import is_run_folder, kind_of, missing
-from locality.commands.parsing import Parser, read_settings_file, say, taken, with_aliases
+from locality.commands.parsing import (
+    Parser,
+    pop_options,
+    read_settings_file,
+    say,
+    with_aliases,
+)
+from locality.commands.resolve import (
+    ONLY_FOR_IMAGES,
+    check_names,
+    resolve,
+    resumed,
+    run_to_resume,
+    what_to_train,
+)
 from locality.errors import UserError
 from locality.files import csv_text, write_atomic
-from locality.models.variants import PREFIX, variant
-from locality.settings import replace, to_dict, to_yaml
+from locality.settings import flatten, replace, to_yaml
 from locality.training.config import MOVED, RunConfig, read_config
-from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted, describe, name_of, recipe
+from locality.training.recipes import RECIPES, adjusted, describe, name_of, recipe
+
+if TYPE_CHECKING:
+    from locality.trained import TrainedRun
 
 # What people type most, in short.
 ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"}
@@ -35,8 +49,8 @@ def train(arguments: Sequence[str]) -> None:
     if options.print_config:
         print(to_yaml(config), end="")
         return
-    folder = Path(options.output) if options.output else default_folder(config)
-    _check_names(config, folder)
+    folder = options.output
+    check_names(config, folder)
 
     if options.fit is not None and not options.quiet:
         print(options.fit, file=sys.stderr)
@@ -45,24 +59,29 @@ def train(arguments: Sequence[str]) -> None:
         return
     observer = None
     if options.measure_every is not None:
-        from locality.analysis.recording import OverTraining
+        from locality.analysis.recording import AttentionRecorder
 
-        observer = OverTraining(options.measure_every)
+        observer = AttentionRecorder(options.measure_every)
     if options.dry_run:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
         return
-    result = training.train(config, folder, quiet=options.quiet, observer=observer)
-    if result:  # of the first process
-        from locality.analysis.baselines import compared, read_baselines, record_baselines
-
-        record_baselines([folder])
-        if not options.quiet:
-            say(compared(result["top1"], read_baselines(folder)))
+    _train(config, folder, options.quiet, observer)
     if options.record:
         from locality.analysis.recording import record
 
         record(folder)
+
+
+def _train(config: RunConfig, folder: Path, quiet: bool, observer: Any = None) -> None:
+    """Train a run and record, and say, what pixels alone reach on its images."""
+    result = training.train(config, folder, quiet=quiet, observer=observer)
+    if result:  # on rank 0
+        from locality.analysis.baselines import compared, read_baselines, record_baselines
+
+        record_baselines([folder])
+        if not quiet:
+            say(compared(result["top1"], read_baselines(folder)))
 
 
 def _find_lr(config: RunConfig, folder: Path) -> None:
@@ -95,26 +114,15 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
     arguments = with_aliases(arguments, ALIASES | moved)
     flags = ("--recipe", "--config", "--resume", "--output")
-    (names, files, resumed, outputs), words = taken(arguments, *flags)
-    given: dict[str, Any] = {}
-    if words and not words[0].startswith("-"):
-        word = words.pop(0)
-        if word in RECIPES or not ("/" in word or Path(word).exists()):
-            names.append(word)
-        if word not in names or (word in OWN_IMAGES and Path(word).is_dir()):
-            given = images_at(Path(word))
-            names = names or ["photos"]
-    run = _run_to_resume(resumed, outputs, names + files)
-    # jsonargparse has an option of this name, which would print what this parser has alone.
-    printing = "--print_config" in words
-    words = [word for word in words if word != "--print_config"]
+    (names, files, runs, outputs), words = pop_options(arguments, *flags)
+    word = words.pop(0) if words and not words[0].startswith("-") else None
+    asked, given = what_to_train(word, names)
+    run = run_to_resume(runs, outputs, [*([asked] if asked else []), *files])
     for file in files:
-        given |= by_option(RunConfig.upgraded(read_settings_file(file)))
-    if len(set(names)) > 1:
-        raise UserError(f"recipes {' and '.join(names)} are asked for; give one")
+        given |= flatten(RunConfig.upgraded(read_settings_file(file)), 1)
     labelled = str(given.get("recipe"))
-    name = name_of(names[0]) if names else labelled if labelled in RECIPES else "digits"
-    if names and "recipe" in given and labelled != name:
+    name = name_of(asked) if asked else labelled if labelled in RECIPES else "digits"
+    if asked and "recipe" in given and labelled != name:
         raise UserError(
             f"recipe '{name}' is asked for and {files[-1]} is of '{labelled}'; give one"
         )
@@ -136,34 +144,65 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     every = "measure locality while training, every so many epochs or steps of the schedule"
     parser.add("--measure_every", None, every, float)
     parser.add("--quiet", False, "print nothing while training")
-    parser.add_class_arguments(RunConfig, None)
     base = recipe(name) if run is None else read_config(run)
-    values = by_option(to_dict(base))
-    parser.set_defaults(values)
+    parser.add_settings(base)
     options = parser.read(words)
-    options.print_config, options.fit = printing, None
-    options.output = next(reversed(outputs), None) if run is None else str(run)
     if not options.dry_run:
         parser.refuse("images_per_second", "is for the hours that --dry_run estimates")
     else:
         parser.refuse("record measure_every quiet lr_find", "does nothing beside --dry_run")
     if options.lr_find:
         parser.refuse("record measure_every quiet", "does nothing beside --lr_find")
-    given |= changed(parser, words, values)
-    if run is None and name in OWN_IMAGES and given.get("data.root") is not None:
-        return _for_own_images(name, given, options), options
-    parser.refuse("minutes", "is for own images: locality train FOLDER")
     if run is None:
-        return adjusted(name, given), options
-    config = replace(base, given)
-    if config.schedule != base.schedule:
-        raise UserError(
-            f"{run} was planned for {base.schedule.length:g} {base.schedule.unit}, and a run keeps "
-            f"its schedule; to go on from its weights with another one, start a run: locality "
-            f"train --config {run / 'config.yaml'} --model.weights {run} --output {run}-longer "
-            f"{shlex.join(words)}"
-        )
-    return config, options
+        new = options.minutes, outputs[-1] if outputs else None, options.quiet
+        config, options.output, options.fit = resolve(name, given | parser.settings, *new)
+        return config, options
+    parser.refuse("minutes", ONLY_FOR_IMAGES)
+    options.output, options.fit = run, None
+    return resumed(run, parser.settings, words), options
+
+
+def fit(
+    images: Path | str,
+    model: str | None = None,
+    *,
+    epochs: float | None = None,
+    minutes: float | None = None,
+    weights: Path | str | None = None,
+    output: Path | str | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> TrainedRun:
+    """Train as `locality train IMAGES` does: what is not given is chosen for images and machine.
+
+    A run lies in the folder that the command would give it. The same call again resumes what was
+    interrupted, and opens what has finished.
+
+    Args:
+        images: a folder of images by class, a labels.csv, or the name of a recipe.
+        model, epochs: of the run.
+        minutes: how long it may take, where neither epochs nor steps are given; 10 unless given.
+        weights: to start from, as `locality finetune IMAGES --from WEIGHTS`.
+        output: the run's folder.
+        quiet: print nothing.
+        settings: of `RunConfig`, with `__` for the dot: `optim__lr=1e-3`, `seed=1`.
+
+    Raises:
+        UserError: for a setting that does not exist or fit, or images that cannot be used.
+        Interrupted, RunFailed: as `locality.training.train`.
+    """
+    given = {"model.name": model, "schedule.epochs": epochs, "model.weights": weights}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    asked, found = what_to_train(os.fspath(images), [] if weights is None else ["finetune"])
+    config, folder, chosen = resolve(asked or "digits", found | given, minutes, output, quiet)
+    check_names(config, folder)
+    if chosen is not None and not quiet:
+        print(chosen)
+    _train(config, folder, quiet)
+    from locality.trained import TrainedRun
+
+    return TrainedRun(folder)
 
 
 def search(arguments: Sequence[str]) -> None:
@@ -171,9 +210,9 @@ def search(arguments: Sequence[str]) -> None:
     choose one within the limits, and write a page. The name gives every setting, and the training's
     are those of `locality train`. Stopped, the same command goes on.
     """
-    from locality.search.config import SEARCHES, SearchConfig, named, read_search
+    from locality.search.config import SEARCHES, named, read_search
 
-    (resumed,), words = taken(with_aliases(arguments, ALIASES), "--resume")
+    (resumed,), words = pop_options(with_aliases(arguments, ALIASES), "--resume")
     name = words.pop(0) if words and not words[0].startswith("-") else "digits"
     config = read_search(resumed[-1]) if resumed else named(name)
     parser = Parser("search", f"{search.__doc__} Names: {', '.join(SEARCHES)}.", "[NAME]")
@@ -181,17 +220,13 @@ def search(arguments: Sequence[str]) -> None:
     parser.add("--resume", None, "go on with the search in this folder; takes no settings")
     parser.add("--dry_run", False, "check everything, print the cost")
     parser.add("--quiet", False, "print nothing")
-    parser.add_class_arguments(SearchConfig, None, skip={"run"})
-    parser.add_class_arguments(RunConfig, None)
-    values = to_dict(config)
-    run = by_option(values.pop("run"))
-    parser.set_defaults(values | run)
+    parser.add_settings(config, skip={"run"})
+    parser.add_settings(config.run, within="run.")
     options = parser.read(words)
-    given = changed(parser, words, values)
-    given |= {f"run.{name}": value for name, value in changed(parser, words, run).items()}
-    if resumed and given:
-        raise UserError(f"--resume takes the search's own settings; leave {', '.join(given)} out")
-    config = replace(config, given)
+    if resumed and parser.settings:
+        names = ", ".join(parser.settings)
+        raise UserError(f"--resume takes the search's own settings; leave {names} out")
+    config = replace(config, parser.settings)
     from locality.search.run import Search, dry_run
 
     if options.dry_run:
@@ -202,135 +237,6 @@ def search(arguments: Sequence[str]) -> None:
     found = Search(config, folder, options.quiet).run()
     best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
     print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")
-
-
-def changed(parser: Parser, words: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `words` give, of those that `values` has, by the name of their option."""
-    given: dict[str, Any] = {}
-    for setting, value in parser.given.items():
-        # `--model.overrides.depth 3` changes one of them, `--model.overrides '{depth: 3}'` all.
-        if any(word.startswith(f"--{setting}.") for word in words):
-            given |= {f"{setting}.{key}": value[key] for key in value}
-        elif setting in values:
-            given[setting] = value
-    return given
-
-
-def images_at(path: Path) -> dict[str, Any]:
-    """The settings of own images: a table of them, or a folder."""
-    from locality.data.folder import TABLE
-
-    if not path.exists():
-        raise missing(path)
-    table = path.is_file() or (path / TABLE).is_file()
-    return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
-
-
-def place_of(data: Mapping[str, Any]) -> str:
-    """What to call own images in the name of a folder: as theirs."""
-    root = Path(data["data.root"]).resolve()
-    return root.parent.name if root.is_file() else root.name
-
-
-def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig:
-    """The run of a recipe for own images, chosen for `options.minutes` unless steps are given.
-
-    Where such a run has begun it stays as it is: today the machine may be faster.
-    """
-    length = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
-    minutes = 10.0 if options.minutes is None else options.minutes
-    if length and options.minutes is not None:
-        raise UserError(f"--minutes and --{length[0]} both say how long to train; give one of them")
-    config = adjusted(name, given)
-    # The folder that is chosen here is named after its minutes.
-    ignored = options.output is not None and options.minutes is not None
-    if options.output is None and not length:
-        own = f"{place_of(given)}-{minutes:g}min-s{config.seed}"
-        options.output = str(Path("runs") / name / own)
-    if options.output is not None and is_run_folder(options.output):
-        begun = read_config(Path(options.output))
-        if ignored and not options.quiet:
-            planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
-            say(f"{options.output} keeps the {planned} it was planned for; --minutes does nothing")
-        return replace(begun, given)
-    if config.model.weights is None or "model.name" in given:
-        _check_names(config, Path(options.output or "runs"))
-    from locality.training.fitting import fit, start_from
-
-    if config.model.weights is not None and "model.name" not in given:
-        given = start_from(config.model.weights) | given
-    if length:
-        return adjusted(name, given)
-    options.fit = fit(name, given, minutes)
-    return options.fit.config
-
-
-def _run_to_resume(
-    resumed: Sequence[str], outputs: Sequence[str], others: Sequence[str]
-) -> Path | None:
-    """The run that `--resume` names, or `--output` where nothing else says what to train.
-
-    Raises:
-        UserError: if it is not there, or there is more than one word on what to train.
-    """
-    if not resumed:
-        return Path(outputs[-1]) if outputs and not others and is_run_folder(outputs[-1]) else None
-    if others or outputs:
-        raise UserError(
-            f"--resume goes on with the settings of {resumed[-1]}, in its folder; leave out "
-            f"{', '.join([*others, *(f'--output {folder}' for folder in outputs)])}"
-        )
-    run = Path(resumed[-1])
-    if not run.exists():
-        raise missing(run)
-    return run
-
-
-def _check_names(config: RunConfig, folder: Path) -> None:
-    """Refuse names, sizes and paths that will not do, before torch is imported for the rest.
-
-    Raises:
-        FileNotFoundError, UserError: naming what was given.
-    """
-    from locality.data.folder import find_parts
-
-    model = config.model
-    if not model.name.startswith(PREFIX):
-        sizes = {"img_size": model.img_size, "patch_size": model.patch_size}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        variant(model.name).config.with_overrides(**given, **model.overrides)
-    if model.weights is not None and not is_run_folder(folder):
-        kind_of(model.weights)
-    if config.data.dataset == "folder":
-        find_parts(config.data.root)
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not place.is_dir():
-        raise UserError(f"{place} is a file; a run needs a folder")
-    try:
-        tempfile.TemporaryDirectory(dir=place).cleanup()
-    except OSError as error:
-        raise UserError(
-            f"run folder {folder} cannot be written to ({error.strerror}); choose another"
-        ) from error
-
-
-def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by the name of their option: the groups' by dotted name, the others' as they are."""
-    flat: dict[str, Any] = {}
-    for group, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{group}.{name}": setting for name, setting in value.items()}
-        else:
-            flat[group] = value
-    return flat
-
-
-def default_folder(config: RunConfig) -> Path:
-    """runs/RECIPE/MODEL-FRACTION-sSEED."""
-    percent = f"{100 * config.data.fraction:g}pct"
-    model = config.model.name.replace("/", "-")
-    name = f"{model}-{config.data.dataset}-{percent}-s{config.seed}"
-    return Path("runs") / (config.recipe or "custom") / name
 
 
 def recipes(arguments: Sequence[str]) -> None:

@@ -24,9 +24,9 @@ from PIL import Image
 
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import decode, read_bytes
-from locality.data.folder import existing_folder, lies_in, some
+from locality.data.folder import existing_folder, lies_in
 from locality.data.sources import BadImage, ImageSource
-from locality.errors import UserError, require
+from locality.errors import UserError, require, some
 from locality.files import atomic_file
 
 if TYPE_CHECKING:

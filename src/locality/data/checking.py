@@ -31,9 +31,9 @@ from tqdm import tqdm
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
-from locality.data.folder import class_difference, find_parts, list_folder, some
+from locality.data.folder import class_difference, find_parts, list_folder
 from locality.data.sources import BadImage, DataSplits, ImageSource
-from locality.errors import ProcessKilled, UserError, printable, saying
+from locality.errors import ProcessKilled, UserError, printable, saying, some
 from locality.files import in_threads
 from locality.machine import processors
 

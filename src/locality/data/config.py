@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from locality import checks
 from locality.errors import UserError
@@ -58,8 +58,6 @@ class DataConfig:
         subset: "balanced" keeps a seeded random choice, nested from one fraction to the next;
             "sorted" keeps the first int(n · fraction) file names of each class, as the code that
             was released with the ConViT paper does.
-        difficulty: file (.npy) with a number for each training image of the part; `fraction` then
-            keeps the lowest of each class.
         train_part: which part of each class's training images a run may use, as two fractions of
             an order that `split_seed` draws: (0, 0.2) and (0.2, 1) share no image. `fraction` is of
             this part.
@@ -96,7 +94,6 @@ class DataConfig:
     part: tuple[float, float] = (0.0, 1.0)
     fraction: float = checks.bounded(1.0, 0, 1, above=True)
     subset: Literal["balanced", "sorted"] = "balanced"
-    difficulty: str | None = None
     train_part: tuple[float, float] = (0.0, 1.0)
     val_part: tuple[float, float] | None = None
     fold: tuple[int, int] | None = None
@@ -116,8 +113,7 @@ class DataConfig:
     allow_outside: bool = False
     workers: int = checks.bounded(0, 0)
 
-    REMOVED: ClassVar[dict[str, Any]] = {"crops": "exact"}
-    """Settings that run folders may still have, with the only value that they can keep."""
+    REMOVED = {"crops": "exact", "difficulty": None}
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
@@ -137,6 +133,17 @@ class DataConfig:
             checks.integer("fold's i", self.fold[0], 0, self.fold[1] - 1)
             if self.val_part is not None or self.train_part != (0.0, 1.0):
                 raise UserError("fold divides all images; leave out train_part and val_part")
+
+    @property
+    def percent(self) -> str:
+        """The fraction of the training images in percent, for names."""
+        return f"{100 * self.fraction:g}"
+
+    @property
+    def train_share(self) -> float:
+        """The part of the training images that a run trains on, classes left out aside."""
+        low, high = self.train_part
+        return (high - low) * self.fraction * (1 - 1 / self.fold[1] if self.fold else 1)
 
     @property
     def decoding(self) -> Decoding:

@@ -29,17 +29,15 @@ from locality.data.folder import (
     list_folder,
     no_images,
     open_parts,
-    some,
 )
 from locality.data.sampling import (
     balanced_fraction,
     class_part,
-    easiest_fraction,
     sorted_fraction,
     stratified_split,
 )
 from locality.data.sources import ArraySource, DataSplits, ImageSource
-from locality.errors import UserError, saying
+from locality.errors import UserError, saying, some
 from locality.files import parse_json, read_text
 
 _IMAGENET_CLASSES = 1000
@@ -76,9 +74,7 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     if config.train_part != (0.0, 1.0):
         train = train.subset(class_part(train.labels, config.train_part, config.split_seed))
     if config.fraction < 1.0 and len(train):
-        if config.difficulty is not None:
-            kept = easiest_fraction(train.labels, config.fraction, Path(config.difficulty))
-        elif config.subset == "sorted":
+        if config.subset == "sorted":
             kept = sorted_fraction(train.labels, config.fraction)
         else:
             chosen_by = seed if config.subset_seed is None else config.subset_seed

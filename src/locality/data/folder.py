@@ -26,7 +26,7 @@ from PIL import Image
 from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, read_bytes
 from locality.data.sources import BadImage, ImageSource
-from locality.errors import UserError, printable, saying, unknown
+from locality.errors import UserError, printable, saying, some, unknown
 from locality.files import in_threads, read_text
 
 _log = logging.getLogger("locality")
@@ -330,12 +330,6 @@ def class_difference(listings: Mapping[str, Listing]) -> str:
     shared = set.intersection(*(set(listing.classes) for listing in listings.values()))
     only = {part: sorted({*listing.classes} - shared) for part, listing in listings.items()}
     return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
-
-
-def some(names: Sequence[str], most: int = 5) -> str:
-    """A few names and how many more there are."""
-    text = ", ".join(f"'{name}'" for name in names[:most])
-    return text + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def existing_folder(root: Path | str | None) -> Path:

@@ -338,8 +338,11 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             raise RuntimeError("this loader has been closed")
-        with _signals_held():
+        # Workers that wait for this iteration belong to the last one; one of them may be gone.
+        waiting = getattr(self._loader, "_iterator", None)
+        with _signals_held(), _naming_a_killed_worker_of(waiting):
             arriving: Iterator[Loaded] = iter(self._loader)
+        del waiting
         try:
             while (loaded := self._next(arriving)) is not None:
                 if loaded.error is not None:
@@ -355,21 +358,8 @@ class BatchLoader:
             del arriving
 
     def _next(self, arriving: Iterator[Loaded]) -> Loaded | None:
-        workers = getattr(arriving, "_workers", [])
-        try:
-            with naming_killed_workers():
-                return next(arriving, None)
-        except ProcessKilled:
-            raise
-        except (EOFError, OSError, RuntimeError) as error:
-            # Of a connection to a worker that is gone, or is just about to be.
-            deadline = time.monotonic() + _ENDING_SECONDS
-            while workers and time.monotonic() < deadline:
-                for code in (worker.exitcode for worker in workers):
-                    if code is not None and code < 0:
-                        raise ProcessKilled(_WORKER, -code) from error
-                time.sleep(0.01)
-            raise
+        with _naming_a_killed_worker_of(arriving):
+            return next(arriving, None)
 
     def close(self) -> None:
         """End workers that wait for the next iteration; nothing can be loaded after that."""
@@ -463,6 +453,26 @@ def eval_loader(
     batches = EvalBatches(source, preprocessing, batch_size, rank, world_size, on_bad_image)
     # Workers are started once for all the evaluations of a run.
     return BatchLoader(batches, range(len(batches)), persistent=True, **loading)
+
+
+@contextlib.contextmanager
+def _naming_a_killed_worker_of(iterator: Iterator[Loaded] | None) -> Iterator[None]:
+    """As `naming_killed_workers`, also where torch cannot tell how a worker has ended."""
+    try:
+        with naming_killed_workers():
+            yield
+    except ProcessKilled:
+        raise
+    except (EOFError, OSError, RuntimeError) as error:
+        # Of a connection to a worker that is gone, or is just about to be.
+        workers = getattr(iterator, "_workers", [])
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while workers and time.monotonic() < deadline:
+            for code in (worker.exitcode for worker in workers):
+                if code is not None and code < 0:
+                    raise ProcessKilled(_WORKER, -code) from error
+            time.sleep(0.01)
+        raise
 
 
 @contextlib.contextmanager

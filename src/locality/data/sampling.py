@@ -17,13 +17,12 @@ import random
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from math import isqrt
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from locality.errors import UserError, saying
+from locality.errors import UserError
 
 Keys = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -167,22 +166,6 @@ def sorted_fraction(labels: npt.ArrayLike, fraction: float) -> Indices:
         UserError: a class that has images would be left with none.
     """
     return _fraction(labels, fraction, None, lambda n: int(n * fraction))
-
-
-def easiest_fraction(labels: npt.ArrayLike, fraction: float, file: Path) -> Indices:
-    """The images of every class with the lowest numbers in a file, (n,) in numpy's format.
-
-    Raises:
-        UserError: if the file is not there or of other images, or a class would be left with none.
-    """
-    with saying(f"data.difficulty: {file} cannot be read", OSError, ValueError):
-        difficulty = np.load(file, allow_pickle=False)
-    if difficulty.shape != np.shape(labels):
-        raise UserError(
-            f"data.difficulty: {file} has the shape {difficulty.shape} for {np.size(labels)} images"
-        )
-    order = np.argsort(difficulty, kind="stable")
-    return np.sort(order[sorted_fraction(np.asarray(labels)[order], fraction)])
 
 
 def stratified_split(

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedFigure:
-    """A figure that can be asked for by name.
+    """A figure with a name on the command line.
 
     Attributes:
         papers: the published figures that it draws.
         takes: "runs" (measured run folders), "models" with images, or "images" alone.
-        about: what it shows.
+        about: a description.
         function: MODULE:NAME in `locality.figures`.
     """
 

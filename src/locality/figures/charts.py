@@ -14,7 +14,15 @@ from matplotlib.figure import Figure
 from locality.analysis.measures import uniform_nonlocality
 from locality.analysis.runs import RecordedRun, RunGroup
 from locality.analysis.statistics import estimate, mean_curve
-from locality.figures.style import CONVIT, FAINT, INK, colour_of, look_of, new_figure, settings
+from locality.figures.style import (
+    CONVIT,
+    FAINT,
+    INK,
+    family_colour,
+    family_style,
+    new_figure,
+    settings,
+)
 
 if TYPE_CHECKING:
     from locality.training.range_test import RangeTest
@@ -27,13 +35,13 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:g}%"
 
 
-def part_of(fraction: float) -> str:
+def subset_label(fraction: float) -> str:
     """That fraction of the training images, in words."""
     return "all training images" if fraction == 1 else f"{percent(fraction)} of the training images"
 
 
 def chart(draw: Callable[..., bool | None], *content: Any) -> Figure | None:
-    """A figure of its own for one of the functions below; None where it found nothing to draw."""
+    """A new figure drawn by one of the functions below; None if there is nothing to draw."""
     with settings():
         figure = new_figure(*PANEL)
         drawn = draw(figure.subplots(), *content)
@@ -44,7 +52,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     """Final accuracy: means, intervals, and every seed. By fraction of the training images, or by
     model, one below the other, where all have the same."""
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
-    looks = _looks(groups)
+    looks = _group_styles(groups)
     if len(fractions) == 1:
         axes.figure.set_size_inches(PANEL[0], max(PANEL[1], 0.9 + 0.4 * len(groups)))  # type: ignore[union-attr]
         for number, (one, look) in enumerate(zip(groups, looks, strict=True)):
@@ -52,8 +60,8 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
         axes.set_yticks(range(len(groups)), [fill(one.label, 30) for one in groups], fontsize=8)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.margins(x=0.1)
-        axes.set_xlim(*_of_accuracies(axes.get_xlim()))
-        _finish(axes, f"top-1 accuracy (%), {part_of(*fractions)}", "", grid="x")
+        axes.set_xlim(*_clip_limits(axes.get_xlim()))
+        _label_axes(axes, f"top-1 accuracy (%), {subset_label(*fractions)}", "", grid="x")
         return
     step = 0.7 / len(groups)
     for number, (one, look) in enumerate(zip(groups, looks, strict=True)):
@@ -64,8 +72,8 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
             _draw_seeds(axes, one, fraction, place, step * 0.22, look, label)
     axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
-    axes.set_ylim(*_of_accuracies(axes.get_ylim()))
-    _finish(axes, "fraction of the training images", "top-1 accuracy (%)")
+    axes.set_ylim(*_clip_limits(axes.get_ylim()))
+    _label_axes(axes, "fraction of the training images", "top-1 accuracy (%)")
 
 
 def _draw_seeds(
@@ -104,16 +112,16 @@ def _draw_seeds(
     )
 
 
-def _of_accuracies(limits: tuple[float, float]) -> tuple[float, float]:
-    """With two seeds an interval may reach beyond what an accuracy can be."""
+def _clip_limits(limits: tuple[float, float]) -> tuple[float, float]:
+    """Clip limits to 0 … 101%: the interval of two seeds may exceed the range of accuracies."""
     return max(0, limits[0]), min(101, limits[1])
 
 
-def _looks(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+def _group_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """The family's colour; its marker for the first of them, others for those after it."""
     looks, seen = [], dict[str, int]()
     for one in groups:
-        look, number = look_of(one.family), seen.get(one.family, 0)
+        look, number = family_style(one.family), seen.get(one.family, 0)
         looks.append(look | ({"marker": "DvPX*"[(number - 1) % 5]} if number else {}))
         seen[one.family] = number + 1
     return looks
@@ -121,7 +129,7 @@ def _looks(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
 
 def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> None:
     """Validation accuracy over training: each seed thin, their mean thick, with some markers."""
-    for one, look in zip(groups, _looks(groups), strict=True):
+    for one, look in zip(groups, _group_styles(groups), strict=True):
         curves = [curve for run in one.at(fraction) if len(curve := curve_of(run, "top1"))]
         for curve in curves:
             axes.plot(*curve.T, color=look["color"], linewidth=0.8, alpha=0.35)
@@ -130,8 +138,8 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
             axes.plot(
                 found["x"], found["mean"], linewidth=2.2, markevery=0.15, label=one.label, **look
             )
-    axes.set_title(part_of(fraction))
-    _finish(axes, "step", "top-1 accuracy (%)")
+    axes.set_title(subset_label(fraction))
+    _label_axes(axes, "step", "top-1 accuracy (%)")
 
 
 def curve_of(run: RecordedRun, column: str) -> np.ndarray:
@@ -160,11 +168,11 @@ def draw_curves(
     curves = {column: curve_of(run, column) for column in columns}
     looks: tuple[dict[str, Any], ...] = ({"color": FAINT}, {"linewidth": 2.2})
     for (column, label), look in zip(columns.items(), looks, strict=True):
-        axes.plot(*curves[column].T, **{"color": colour_of(run.family), "label": label} | look)
+        axes.plot(*curves[column].T, **{"color": family_colour(run.family), "label": label} | look)
         if best is not None and column == list(columns)[-1] and column in best:
             axes.plot(best["step"], best[column], "o", color=INK, label="best top-1")
             axes.axvline(best["step"], color=FAINT, linestyle=":", linewidth=1.2)
-    _finish(axes, "step", y_label)
+    _label_axes(axes, "step", y_label)
     return any(map(len, curves.values()))
 
 
@@ -177,11 +185,11 @@ def draw_lr_find(axes: Axes, found: RangeTest) -> None:
     axes.set_xscale("log")
     # Where the loss diverges there is nothing to see.
     axes.set_ylim(0.95 * min(found.losses), 1.5 * found.smoothed[0])
-    _finish(axes, "learning rate (optim.lr)", "training loss")
+    _label_axes(axes, "learning rate (optim.lr)", "training loss")
 
 
 def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[str]) -> None:
-    """How many images of each class (rows) were taken for which; colours are shares of the row."""
+    """The confusion matrix, labels in rows; colours are fractions of the row."""
     count = len(names)
     share = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
     axes.pcolormesh(share, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
@@ -199,21 +207,21 @@ def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[st
 
 def draw_calibration(axes: Axes, table: npt.NDArray[np.float64]) -> None:
     """Accuracy by confidence, (m, 3): confidence, accuracy, share of the images: a dot's area."""
-    axes.plot([0, 100], [0, 100], color=FAINT, linestyle="--", label="as sure as right")
+    axes.plot([0, 100], [0, 100], color=FAINT, linestyle="--", label="perfectly calibrated")
     confidence, accuracy, share = table.T
     axes.plot(100 * confidence, 100 * accuracy, color=INK, linewidth=1)
     axes.scatter(100 * confidence, 100 * accuracy, s=10 + 400 * share, color=CONVIT, zorder=3)
     axes.set(xlim=(0, 104), ylim=(-4, 104))
-    _finish(axes, "confidence (%)", "top-1 accuracy (%)")
+    _label_axes(axes, "confidence (%)", "top-1 accuracy (%)")
 
 
 def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
-    """σ(λ) of every head by layer, with the mean and where it started; False without gates."""
+    """σ(λ) of every head by layer with means before and after; False without gates."""
     after = _by_layer(one.at(fraction), "after", "gates")
     before = _by_layer(one.at(fraction), "before", "gates")
     for layer, values in after.items():
         jitter = np.linspace(-0.18, 0.18, values.size) if values.size > 1 else np.zeros(1)
-        look = look_of(one.family) | {"linestyle": "none", "markersize": 3.5, "alpha": 0.5}
+        look = family_style(one.family) | {"linestyle": "none", "markersize": 3.5, "alpha": 0.5}
         axes.plot(layer + jitter, values.ravel(), **look)
     for values_by_layer, label, look in (
         (before, "before training", {"color": FAINT, "linestyle": "--"}),
@@ -222,10 +230,10 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
         if values_by_layer:
             means = [values.mean() for values in values_by_layer.values()]
             axes.plot(list(values_by_layer), means, label=label, **look)
-    axes.set_title(part_of(fraction))
+    axes.set_title(subset_label(fraction))
     axes.set_ylim(-0.02, 1.02)
     axes.set_xticks(list(after))
-    _finish(axes, "layer", "gate σ(λ):  0 content … 1 position")
+    _label_axes(axes, "layer", "gate σ(λ):  0 content … 1 position")
     return bool(after)
 
 
@@ -236,7 +244,7 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
         "before": {"linestyle": "--", "linewidth": 1.2, "markerfacecolor": "none"},
         "after": {"linestyle": "-", "linewidth": 2},
     }
-    for one, own in zip(measured, _looks(measured), strict=True):
+    for one, own in zip(measured, _group_styles(measured), strict=True):
         for stage, look in looks.items():
             values = _by_layer(one.at(fraction), stage, "nonlocality")
             if not values:
@@ -253,17 +261,17 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
             )
     seen = [run.measures["after"]["layers"] for one in measured for run in one.at(fraction)[:1]]
     if seen and (everywhere := uniform_nonlocality(seen[0])) is not None:
-        label = "looking everywhere alike"
+        label = "uniform attention"
         axes.axhline(everywhere, color=FAINT, linestyle=":", linewidth=1.2, label=label)
-    axes.set_title(part_of(fraction))
+    axes.set_title(subset_label(fraction))
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.locator_params(axis="x", integer=True)
-    _finish(axes, "layer", "nonlocality (patches)")
+    _label_axes(axes, "layer", "nonlocality (patches)")
     return bool(measured)
 
 
 def draw_candidates(axes: Axes, rows: Sequence[Mapping[str, str]], cost: str, title: str) -> None:
-    """Candidates of a search by what they cost, and the front that none is left and above of.
+    """Candidates of a search by cost and accuracy, with the Pareto front.
 
     Args:
         axes: to draw on.
@@ -272,17 +280,17 @@ def draw_candidates(axes: Axes, rows: Sequence[Mapping[str, str]], cost: str, ti
         title: of that axis.
     """
     points = sorted({(float(row[cost]), float(row["top1"])) for row in rows})
-    for by, colour in (("random", FAINT), ("evolution", colour_of("cvt"))):
+    for by, colour in (("random", FAINT), ("evolution", family_colour("cvt"))):
         own = [(float(row[cost]), float(row["top1"])) for row in rows if row["by"] == by]
         axes.plot(*np.reshape(own, (-1, 2)).T, ".", color=colour, alpha=0.6, label=by)
     front = np.maximum.accumulate([top1 for _, top1 in points])
     axes.plot([at for at, _ in points], front, color=INK, linewidth=1.2, drawstyle="steps-post",
               label="Pareto front")  # fmt: skip
     axes.locator_params(axis="x", nbins=4)
-    _finish(axes, title, "top-1 on held-out images (%)")
+    _label_axes(axes, title, "top-1 on held-out images (%)")
 
 
-def _finish(axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] = "y") -> None:
+def _label_axes(axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] = "y") -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis=grid)

@@ -28,25 +28,25 @@ from locality.figures.style import (
     INK,
     MAP_COLOURS,
     OTHER,
-    colour_of,
-    look_of,
+    family_colour,
+    family_style,
     new_figure,
     settings,
 )
 
 Record = dict[str, Any]
 
-_MOST_COLUMNS = 4
+_MAX_COLUMNS = 4
 _PANEL = (3.4, 2.9)
 
 
 def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
-    """Panels side by side, without those that have nothing to show.
+    """Panels side by side; empty ones are left out.
 
     Args:
         panels: each with `title`, `x_label`, `y_label`, `log_x`, `scatter` (points with names
             instead of lines), perhaps `y_range`, and `series`:
-            `label`, `colour` (see `colour_named`), `dashed`, `band`, `empty` (why there is
+            `label`, `colour` (see `resolve_colour`), `dashed`, `band`, `empty` (why there is
             nothing, or None), `x`, `mean` and `half_width`.
         title: above all of them.
 
@@ -56,7 +56,7 @@ def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
     panels = [panel for panel in panels if filled(panel)]
     if not panels:
         raise UserError("there is nothing to draw in any of these panels")
-    columns = min(len(panels), _MOST_COLUMNS)
+    columns = min(len(panels), _MAX_COLUMNS)
     rows = math.ceil(len(panels) / columns)
     with settings():
         figure = new_figure(_PANEL[0] * columns, _PANEL[1] * rows)
@@ -72,7 +72,7 @@ def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
 
 
 def filled(panel: Record) -> list[Record]:
-    """The series of a panel that have something to show."""
+    """The series of a panel that are not empty."""
     return [series for series in panel["series"] if not series["empty"]]
 
 
@@ -92,7 +92,7 @@ def _draw_panel(axes: Axes, panel: Record) -> None:
 
 
 def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]) -> None:
-    """One legend beside panels that show the same; else one in each. Points are named anyway."""
+    """One legend beside panels with equal series; else one in each. Points have names anyway."""
     found = [axes.get_legend_handles_labels() for axes in grid]
     if len(found) > 1 and all(labels == found[0][1] for _, labels in found):
         figure.legend(*found[0], loc="outside right center", fontsize=7.5, handlelength=1.6)
@@ -119,7 +119,7 @@ def _plain_ticks(axes: Axes, panel: Record) -> None:
 
 
 def _draw_line(axes: Axes, series: Record) -> None:
-    colour = colour_named(series["colour"])
+    colour = resolve_colour(series["colour"])
     few = len(series["x"]) <= 6
     axes.plot(
         series["x"],
@@ -128,7 +128,7 @@ def _draw_line(axes: Axes, series: Record) -> None:
         label=series["label"],
         linestyle="--" if series["dashed"] else "-",
         linewidth=2.2 if series["colour"] == "ink" else 1.4,
-        marker=look_of(series["colour"])["marker"] if few else None,
+        marker=family_style(series["colour"])["marker"] if few else None,
         markersize=4,
     )
     halves = series["half_width"]
@@ -145,8 +145,8 @@ def _draw_points(axes: Axes, series: Record) -> None:
         series["x"],
         series["mean"],
         yerr=None if None in halves else halves,
-        color=colour_named(series["colour"]),
-        marker=look_of(series["colour"])["marker"],
+        color=resolve_colour(series["colour"]),
+        marker=family_style(series["colour"])["marker"],
         linestyle="none",
         markersize=6,
         capsize=2,
@@ -162,13 +162,13 @@ def _draw_points(axes: Axes, series: Record) -> None:
     )
 
 
-def colour_named(name: str) -> str:
+def resolve_colour(name: str) -> str:
     """A colour from a family's name, "ink", "other", or "depth:FRACTION" (0 … 1)."""
     if name.startswith("depth:"):
         # The lightest end would not show on white.
         return to_hex(matplotlib.colormaps[MAP_COLOURS](0.9 * float(name[6:])))
     named = {"ink": INK, "other": OTHER, "": FAINT}
-    return named[name] if name in named else colour_of(name)
+    return named[name] if name in named else family_colour(name)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Line:
 
 
 def nonlocality_lines(layers: int, one_grid: bool = True) -> list[Line]:
-    """Of every layer, dark to bright, and, on one grid, of attention that is alike everywhere."""
+    """A line per layer, dark to bright, and, on one grid, one for uniform attention."""
 
     def of(index: int) -> Callable[[Record], Sequence[float]]:
         return lambda found: found["layers"][index]["nonlocality"]
@@ -251,7 +251,7 @@ def _over_epochs(title: str, y_label: str, lines: list[Line], seeds: Sequence[Re
 
 
 def nonlocality(folders: Sequence[Path | str]) -> Figure:
-    """How far every layer looks, over training (Figs. 5, 10, 13)."""
+    """Nonlocality of every layer over training (Figs. 5, 10, 13)."""
     return draw(nonlocality_panels(_measured(folders)))
 
 
@@ -277,7 +277,7 @@ def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[Record]]]:
     """Runs measured over training: a label, and a record for each seed.
 
     Raises:
-        UserError: if a folder holds no run, or one says nothing of its training.
+        UserError: if a folder holds no run, or a run was not measured over training.
     """
     groups = group(read_runs(folders))
     fractions = {fraction for one in groups for fraction in one.fractions}

@@ -1,4 +1,4 @@
-"""Attention maps: what every head looks at from one patch.
+"""Attention maps of every head for one query patch.
 
 As in ConViT's Figs. 3, 7, 15, 16 and 17: the query is boxed, colours are logarithmic, and a frame
 from white (content) to red (position) shows the gate of heads that have one.
@@ -26,8 +26,8 @@ from locality.analysis.pictures import (
     LayerPicture,
     Pictures,
     Sample,
-    prepared,
-    take_pictures,
+    capture_pictures,
+    prepare_sample,
 )
 from locality.checkpoints import Classifier
 from locality.errors import UserError
@@ -41,7 +41,7 @@ _QUERY = "#ff3b30"
 _INCH = 0.85
 
 REACH = 10.0 ** (DECADES / 2)
-"""How many times even attention is the brightest of `even_colour`; the darkest is as far below."""
+"""`uniform_colour` spans uniform attention divided and multiplied by this."""
 _EVEN = LogNorm(1 / REACH, REACH, clip=True)
 
 
@@ -50,18 +50,18 @@ def maps(
     layers: Sequence[int] | None = None,
     heads: int | Sequence[int] = 4,
     image: int | Sequence[int] | None = 0,
-    own_scale: bool = False,
+    per_map_scale: bool = False,
 ) -> Figure:
     """Some layers of some models, side by side under their titles, lettered from (a).
 
     Args:
-        pictures: a title and what that model's heads look at, for each model.
+        pictures: a title and the attention pictures of each model.
         layers: depths to draw, from 0; the second and the last but two unless given, as in the
             paper's figures of twelve layers.
         heads: how many heads of each, or which.
         image: which image, also drawn, with its query boxed, or several below each other; None
             averages over all of them.
-        own_scale: colour each map from its own least value, which brings out shapes in nearly
+        per_map_scale: colour each map from its own least value, which brings out shapes in nearly
             even maps, instead of from `DECADES` below its largest, which compares maps.
 
     Raises:
@@ -87,7 +87,7 @@ def maps(
             if shown is not None:
                 _draw_image(parts.pop(0), pictures[0][1], shown, f"({next(letters)}) input")
             for part, (title, _), rows in zip(parts, pictures, blocks, strict=True):
-                _draw_rows(part, f"({next(letters)}) {title}", rows, heads, shown, own_scale)
+                _draw_rows(part, f"({next(letters)}) {title}", rows, heads, shown, per_map_scale)
     return figure
 
 
@@ -113,7 +113,7 @@ def initial_maps(
     Args:
         chosen: one image, prepared for the model.
         model: the architecture's name, with `overrides` of its configuration.
-        place: where to look from, as fractions of (height, width).
+        place: the query position, as fractions of (height, width).
         seed: of the initialisation.
         heads: see `maps`.
     """
@@ -125,8 +125,8 @@ def initial_maps(
     for title, changes in variants.items():
         torch.manual_seed(seed)
         network = build(model, **(dict(overrides) | changes))
-        taken.append((title, take_pictures(network, chosen, place)))
-    return maps(taken, layers=[0], heads=heads, own_scale=True)
+        taken.append((title, capture_pictures(network, chosen, place)))
+    return maps(taken, layers=[0], heads=heads, per_map_scale=True)
 
 
 def head_maps(
@@ -143,12 +143,12 @@ def head_maps(
         models: drawn side by side; each prepares the images in its own way.
         images: at least one.
         layers, heads: which; see `maps`.
-        place: where to look from, as fractions of (height, width).
+        place: the query position, as fractions of (height, width).
         mean: over all images.
     """
     chosen = images if mean else images[:1]
     taken = [
-        (model.name, take_pictures(model.module(), prepared(model, chosen), place))
+        (model.name, capture_pictures(model.module(), prepare_sample(model, chosen), place))
         for model in models
     ]
     return maps(taken, layers, heads, image=None if mean else 0)
@@ -160,9 +160,9 @@ mean_maps = partial(head_maps, mean=True)
 def untrained_maps(
     images: Sequence[Image.Image], place: tuple[float, float] = (0.5, 0.5)
 ) -> Figure:
-    """Untrained layers of a ConViT-Ti on the first image, seen from `place` (Fig. 3)."""
+    """The first layer of an untrained ConViT-Ti on the first image (Fig. 3)."""
     subject = Classifier.of(build("convit_tiny"))
-    return initial_maps(prepared(subject, images[:1]), "convit_tiny", {}, place)
+    return initial_maps(prepare_sample(subject, images[:1]), "convit_tiny", {}, place)
 
 
 def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
@@ -176,7 +176,7 @@ def _layers(pictures: Pictures, layers: Sequence[int] | None) -> Sequence[int]:
 
 
 def _draw_image(part: SubFigure, pictures: Pictures, index: int, title: str) -> None:
-    """One image, with the patch boxed that the heads of the first layer look from."""
+    """One image with a box around the query patch."""
     part.suptitle(title, fontsize=10, fontweight="bold")
     axes = part.subplots()
     image, layer = pictures.images[index], pictures.layers[0]
@@ -192,7 +192,7 @@ def _draw_rows(
     rows: Sequence[tuple[str, LayerPicture]],
     heads: int | Sequence[int],
     image: int | None,
-    own_scale: bool = False,
+    per_map_scale: bool = False,
 ) -> None:
     """Labelled layers below each other, one map per head; see `maps`."""
     part.suptitle(title, fontsize=10, fontweight="bold")
@@ -206,7 +206,7 @@ def _draw_rows(
             if head >= len(found):
                 axes.set_axis_off()
                 continue
-            norm, values = _scaled(found[head], own_scale)
+            norm, values = _scaled(found[head], per_map_scale)
             axes.imshow(values, cmap=MAP_COLOURS, norm=norm, interpolation="nearest")
             assert layer.query is not None
             # The query lies on the grid of the queries; its box has to lie on that of the keys.
@@ -221,37 +221,39 @@ def _draw_rows(
         line[0].set_ylabel(label, fontsize=8)
 
 
-def coloured(attention: Array, from_even: bool = False) -> npt.NDArray[np.uint8]:
+def map_to_rgb(attention: Array, relative_to_uniform: bool = False) -> npt.NDArray[np.uint8]:
     """A map (H, W) in colours, a pixel per patch: (H, W, 3).
 
-    As in `maps`, the brightest is its largest attention; or, `from_even`, the colours are those of
-    `even_colour`, so that attention that is the same everywhere looks it.
+    The brightest colour is the largest attention, as in `maps`. With `relative_to_uniform` the
+    colours are those of `uniform_colour`, so uniform attention has one colour everywhere.
     """
-    norm, values = (_EVEN, attention * attention.size) if from_even else _scaled(attention)
+    norm, values = (
+        (_EVEN, attention * attention.size) if relative_to_uniform else _scaled(attention)
+    )
     return (matplotlib.colormaps[MAP_COLOURS](norm(values))[..., :3] * 255).round().astype(np.uint8)
 
 
-def even_colour(times: float) -> str:
-    """The colour, for a page, of so many times even attention; beyond a `REACH` as of that."""
+def uniform_colour(times: float) -> str:
+    """The CSS colour of attention that is `times` uniform attention, clipped at `REACH`."""
     return to_hex(matplotlib.colormaps[MAP_COLOURS](_EVEN(times)))
 
 
 def gate_colour(gate: float) -> str:
-    """The colour of a gate's frame, for a page: white is content, red position."""
+    """The CSS colour of a gate: white is content, red is position."""
     return to_hex(GATE_COLOURS(gate))
 
 
-def _scaled(attention: Array, own_scale: bool = False) -> tuple[LogNorm, Array]:
+def _scaled(attention: Array, per_map_scale: bool = False) -> tuple[LogNorm, Array]:
     """The scale of a map's colours, and its values within it."""
     largest = max(float(attention.max()), 1e-12)
     lowest = largest * 10.0**-DECADES
-    if own_scale:
+    if per_map_scale:
         lowest = max(lowest, min(float(attention.min()), 0.999 * largest))
     return LogNorm(lowest, largest), np.maximum(attention, lowest)
 
 
 def _box(axes: Axes, query: Sequence[int], grid: Grid, shape: Sequence[int]) -> None:
-    """A box around the query patch on `grid`, on something of `shape` pixels drawn on `axes`."""
+    """A box around the query patch of `grid`, on an image of `shape` pixels in `axes`."""
     height, width = shape[0] / grid[0], shape[1] / grid[1]
     corner = (query[1] * width - 0.5, query[0] * height - 0.5)
     axes.add_patch(

@@ -1,4 +1,4 @@
-"""One look for every figure: colours that colour-blind readers can tell apart, PNG and SVG."""
+"""The style of all figures: a palette for colour-blind readers, and PNG and SVG output."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MAP_COLOURS = "viridis"
 """For attention: rises evenly in lightness, so that it reads in grey and to the colour-blind."""
 
 GATE_COLOURS = LinearSegmentedColormap.from_list("gate", ["#ffffff", "#c1121f"])
-"""White: the head looks at content (σ(λ) = 0). Red: it looks at position (σ(λ) = 1)."""
+"""White: the head attends to content (σ(λ) = 0). Red: to position (σ(λ) = 1)."""
 
 _SETTINGS: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_suffix(".mplstyle"), use_default_template=False
 )
 
-_THEMED = {
+_CSS_VARIABLES = {
     CONVIT: "var(--convit)",
     DEIT: "var(--deit)",
     CVT: "var(--cvt)",
@@ -70,12 +70,12 @@ def save(figure: Figure, path: Path | str, dpi: int = 160) -> list[Path]:
     written = []
     for suffix, options in ((".png", {"dpi": dpi}), (".svg", {"metadata": {"Date": None}})):
         target = path.with_suffix(suffix)
-        write_atomic(target, drawn(figure, suffix[1:], **options))
+        write_atomic(target, figure_bytes(figure, suffix[1:], **options))
         written.append(target)
     return written
 
 
-def drawn(figure: Figure, form: str = "png", **options: Any) -> bytes:
+def figure_bytes(figure: Figure, form: str = "png", **options: Any) -> bytes:
     """A figure on white, as the content of a PNG or SVG file."""
     buffer = io.BytesIO()
     with settings():
@@ -90,27 +90,27 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
         figure: drawn in the colours above, which become CSS variables (--convit, --deit, --cvt,
             --other, --ink, --faint) so that a page can have a light and a dark theme.
         identifier: unique on the page; prefixes every id of the drawing.
-        description: what a screen reader says.
+        description: the text for screen readers.
     """
     clear: Any = {"facecolor": "none", "transparent": True, "metadata": {"Date": None}}
-    text = drawn(figure, "svg", **clear).decode()
+    text = figure_bytes(figure, "svg", **clear).decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{identifier}-', text)
     text = re.sub(r'(href="|url\()#', rf"\1#{identifier}-", text)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
-    for colour, variable in _THEMED.items():
+    for colour, variable in _CSS_VARIABLES.items():
         text = text.replace(colour, variable)
     head = f'<svg role="img" aria-label="{html.escape(description)}" '
     text = re.sub(r'(<svg .*?)width="[^"]*" height="[^"]*"', r"\1", text, count=1)
     return text.replace("<svg ", head, 1)
 
 
-def colour_of(family: str) -> str:
+def family_colour(family: str) -> str:
     """The colour of a model family ("convit", "deit", "cvt"), the same in every figure."""
     return FAMILY_COLOURS.get(family, OTHER)
 
 
-def look_of(family: str) -> dict[str, Any]:
+def family_style(family: str) -> dict[str, Any]:
     """The colour and the marker of a model family."""
-    return {"color": colour_of(family), "marker": FAMILY_MARKERS.get(family, "D")}
+    return {"color": family_colour(family), "marker": FAMILY_MARKERS.get(family, "D")}

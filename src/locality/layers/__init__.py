@@ -11,12 +11,12 @@ from locality.lazy import lazily
 
 if TYPE_CHECKING:
     from locality.layers.attention import AttentionMaps as AttentionMaps
-    from locality.layers.attention import Block as Block
     from locality.layers.attention import (
         GatedPositionalSelfAttention as GatedPositionalSelfAttention,
     )
     from locality.layers.attention import PositionalSelfAttention as PositionalSelfAttention
     from locality.layers.attention import SelfAttention as SelfAttention
+    from locality.layers.block import Block as Block
     from locality.layers.convolution import ConvolutionalAttention as ConvolutionalAttention
     from locality.layers.convolution import ConvolutionalEmbedding as ConvolutionalEmbedding
     from locality.layers.convolution import ImageAttention as ImageAttention

@@ -1,4 +1,4 @@
-"""Self-attention, positional and gated positional self-attention, and the block around them.
+"""Self-attention, positional and gated positional self-attention.
 
 Shapes:  B batch · N tokens · C width · h heads · d = C/h head width · (H, W) token grid
 
@@ -15,21 +15,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, register_notrace_module
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from locality import checks
 from locality.layers.conv_init import (
-    as_convolution,
-    as_random_convolution,
-    as_whole_convolution,
+    attention_centres,
     convolution_window,
-    plain,
+    factorised,
+    init_random_convolution_,
+    trunc_normal_init_,
+    whole_convolution,
+    window_offsets,
 )
 from locality.layers.cpu import Linear, attend, linear
-from locality.layers.grid import Grid, Window, hidden_width
+from locality.layers.grid import Grid, Window
 from locality.layers.position import (
-    attend_to_positions,
+    apply_positional_attention,
     check_grid,
     positional_attention,
     positional_factors,
@@ -39,17 +41,19 @@ from locality.layers.position import (
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """What every head attends to, for one layer and one batch of inputs.
+    """The attention of every head, for one layer and one batch of inputs.
 
     Attributes:
-        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, less what
-            position pays to zero padding, where a layer has such.
+        mixed: the attention the layer uses, (B, h, queries, keys); rows sum to one, minus the
+            attention to zero padding, if there is any.
         content: its content part, softmax(QKᵀ/√d), same shape; None where the layer has one softmax
             over the sum of both terms.
         position: its positional part, (h, queries, keys); None for layers without one.
         gate: σ(λ), the fraction of the positional part, (h,); None for layers without a gate.
         query_grid, key_grid: the grids that queries and keys lie on.
         prefix_tokens: how many rows and columns (class tokens) come before the patches.
+        query, key: (B, h, queries, d) and (B, h, keys, d); the query is scaled, so that the content
+            scores are query @ keyᵀ.
     """
 
     mixed: Tensor
@@ -59,6 +63,8 @@ class AttentionMaps:
     query_grid: Grid
     key_grid: Grid
     prefix_tokens: int
+    query: Tensor
+    key: Tensor
 
 
 def prefix_length(tokens: int, grid: Grid) -> int:
@@ -68,7 +74,7 @@ def prefix_length(tokens: int, grid: Grid) -> int:
 
 @register_notrace_module
 class _Attention(nn.Module):
-    """What the three layers share: fused projections in, one projection out.
+    """The base of the three layers: a fused input projection and an output projection.
 
     Args:
         dim: token width C.
@@ -104,8 +110,8 @@ class _Attention(nn.Module):
         self.qkv = Linear(dim, num_heads * (2 * self.head_dim + self.value_dim), bias=qkv_bias)
         self.proj = Linear(num_heads * self.value_dim, self.out_dim)
         self.proj_drop = nn.Dropout(proj_drop)
-        plain(self.qkv)
-        plain(self.proj)
+        trunc_normal_init_(self.qkv)
+        trunc_normal_init_(self.proj)
 
     @property
     def value_weight(self) -> Tensor:
@@ -123,9 +129,8 @@ class _Attention(nn.Module):
         """Concatenate the heads' outputs, (B, h, N, d_v), and project them to (B, N, C_out)."""
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
-    def _content_scores(self, x: Tensor) -> Tensor:
-        """QKᵀ/√d: (B, N, C) → (B, h, N, N)."""
-        q, k, _ = self._queries_keys_values(x)
+    def _content_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """QKᵀ/√d, (B, h, N, N)."""
         return q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
 
     def extra_repr(self) -> str:
@@ -155,18 +160,23 @@ class SelfAttention(_Attention):
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses."""
-        content, prefix = self._content_scores(x).softmax(dim=-1), prefix_length(x.shape[1], grid)
-        return AttentionMaps(content, content, None, None, grid, grid, prefix)
+        q, k, _ = self._queries_keys_values(x)
+        content, prefix = (
+            self._content_scores(q, k).softmax(dim=-1),
+            prefix_length(x.shape[1], grid),
+        )
+        q = q / math.sqrt(self.head_dim)
+        return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
 
 
-class _PositionedAttention(_Attention):
-    """What PSA and GPSA share: a trained v_pos per head, and the convolutional initialisation.
+class _PositionalAttention(_Attention):
+    """The base of PSA and GPSA: a learned v_pos per head, and the convolutional initialisation.
 
     Args:
         locality_strength: α of Eq. 5, how sharply heads focus on their centre at initialisation.
-        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values are drawn
-            like every other weight.
-        shared: as of `SelfAttention`.
+        conv_init: start as a random convolution (Eq. 5); otherwise v_pos and the values are
+            initialised like every other weight.
+        kwargs: as of `SelfAttention`.
     """
 
     def __init__(
@@ -175,15 +185,15 @@ class _PositionedAttention(_Attention):
         num_heads: int,
         locality_strength: float = 1.0,
         conv_init: bool = True,
-        **shared: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **shared)
+        super().__init__(dim, num_heads, **kwargs)
         self.locality_strength = locality_strength
         self.conv_init = conv_init
         self.v_pos = nn.Parameter(torch.empty(num_heads, 3))
         nn.init.trunc_normal_(self.v_pos, std=0.02)
         if conv_init:
-            as_random_convolution(self.v_pos, self.value_weight, locality_strength)
+            init_random_convolution_(self.v_pos, self.value_weight, locality_strength)
 
     def extra_repr(self) -> str:
         return (
@@ -192,7 +202,7 @@ class _PositionedAttention(_Attention):
         )
 
 
-class PositionalSelfAttention(_PositionedAttention):
+class PositionalSelfAttention(_PositionalAttention):
     """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
 
     Content is scaled by 1/√d so that this layer and the gated one differ in the gate alone. The
@@ -200,8 +210,8 @@ class PositionalSelfAttention(_PositionedAttention):
     purely positional then, and stays so, since neither gets a gradient while the other is zero.
     """
 
-    def __init__(self, dim: int, num_heads: int, **positioned: Any) -> None:
-        super().__init__(dim, num_heads, **positioned)
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
         if self.conv_init:
             nn.init.zeros_(self.qkv.weight[: 2 * num_heads * self.head_dim].data)
 
@@ -215,13 +225,14 @@ class PositionalSelfAttention(_PositionedAttention):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and what each term alone would give."""
         check_grid(x, grid)
-        scores = self._content_scores(x)
+        q, k, _ = self._queries_keys_values(x)
+        scores, q = self._content_scores(q, k), q / math.sqrt(self.head_dim)
         mixed = (scores + positional_scores(self.v_pos, grid)).softmax(dim=-1)
         content, position = scores.softmax(dim=-1), positional_attention(self.v_pos, grid)
-        return AttentionMaps(mixed, content, position, None, grid, grid, 0)
+        return AttentionMaps(mixed, content, position, None, grid, grid, 0, q, k)
 
 
-class GatedPositionalSelfAttention(_PositionedAttention):
+class GatedPositionalSelfAttention(_PositionalAttention):
     """Gated positional self-attention (Eq. 6–7).
 
         A = (1 − σ(λ)) softmax(QKᵀ/√d) + σ(λ) softmax(v_pos·r),   one gate λ per head.
@@ -231,9 +242,9 @@ class GatedPositionalSelfAttention(_PositionedAttention):
     Args:
         gating_init: initial λ of every head (the paper's 1). Thanks to the gate W_qry and W_key
             start plainly (§3), whatever `conv_init`.
-        window: which tokens ask and what zeros surround the keys, where the layer stands in a
-            convolution's place; every token and none unless given.
-        positioned: as of `PositionalSelfAttention`.
+        window: the query positions and the zero padding of the keys, where the layer replaces a
+            convolution; every token and no padding unless given.
+        kwargs: as of `PositionalSelfAttention`.
     """
 
     def __init__(
@@ -242,44 +253,46 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         num_heads: int,
         gating_init: float = 1.0,
         window: Window | None = None,
-        **positioned: Any,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(dim, num_heads, **positioned)
+        super().__init__(dim, num_heads, **kwargs)
         self.gating = nn.Parameter(torch.full((num_heads,), float(gating_init)))
         self.window = window or Window()
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) → (B, N', C_out) with N = H·W and as many N' as tokens ask; Eq. 7 on values.
+        """(B, N, C) → (B, N', C_out) with N = H·W and N' query positions; Eq. 7 on values.
 
-        What makes it fast: `attend` never forms the N×N matrix, `attend_to_positions` costs
+        `attend` never forms the N×N matrix, `apply_positional_attention` costs
         O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
         """
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
         gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
-        content = attend(self._asking(q, grid), k, v)  # softmax(QKᵀ/√d) V
+        content = attend(self._select_queries(q, grid), k, v)  # softmax(QKᵀ/√d) V
         factors = positional_factors(self.v_pos, grid, self.window)
         rows, columns = (factor.to(v.dtype) for factor in factors)
-        position = attend_to_positions(rows, columns, v)  # softmax(v_pos·r) V
+        position = apply_positional_attention(rows, columns, v)  # softmax(v_pos·r) V
         # (1 - gate) * content + gate * position
         return self._project(gated_sum(content, position, gate))
 
-    def _asking(self, q: Tensor, grid: Grid) -> Tensor:
-        """Of something per token, (B, h, N, …), what the tokens that ask have: (B, h, N', …)."""
+    def _select_queries(self, x: Tensor, grid: Grid) -> Tensor:
+        """The rows of (B, h, N, …) at the query positions: (B, h, N', …)."""
         if self.window.grid(grid) == grid:
-            return q
+            return x
         rows, columns = map(self.window.queries, grid)
-        return q.unflatten(2, grid)[:, :, rows, columns].flatten(2, 3)
+        return x.unflatten(2, grid)[:, :, rows, columns].flatten(2, 3)
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and its two parts (Eq. 7 as printed)."""
         check_grid(x, grid)
         gate = self.gating.sigmoid()[:, None, None]
-        content = self._asking(self._content_scores(x), grid).softmax(dim=-1)
+        q, k, _ = self._queries_keys_values(x)
+        content = self._select_queries(self._content_scores(q, k), grid).softmax(dim=-1)
+        q = self._select_queries(q, grid) / math.sqrt(self.head_dim)
         position = positional_attention(self.v_pos, grid, self.window)
         mixed = (1 - gate) * content + gate * position
-        asking = self.window.grid(grid)
-        return AttentionMaps(mixed, content, position, gate.flatten(), asking, grid, 0)
+        query_grid = self.window.grid(grid)
+        return AttentionMaps(mixed, content, position, gate.flatten(), query_grid, grid, 0, q, k)
 
     @classmethod
     def for_conv2d(cls, conv: nn.Conv2d) -> GatedPositionalSelfAttention:
@@ -304,8 +317,9 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         return layer
 
     @classmethod
+    @torch.no_grad()
     def from_conv2d(
-        cls, conv: nn.Conv2d, locality_strength: float = 100.0, gating: float = 30.0
+        cls, conv: nn.Conv2d, locality_strength: float, gating: float
     ) -> GatedPositionalSelfAttention:
         """The layer that computes a given convolution (Cordonnier et al.'s construction).
 
@@ -328,10 +342,22 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         if not gating > 0:
             raise ValueError(f"gating has to be above 0, not {gating}")
         layer = cls.for_conv2d(conv)
-        as_whole_convolution(layer, conv, locality_strength, gating)
+        outputs, values, offsets = whole_convolution(conv, gating, layer.value_dim)
+        layer.value_weight.copy_(values.flatten(0, 1))
+        layer.proj.weight.copy_(outputs.transpose(0, 1).flatten(1))
+        if conv.bias is not None:
+            layer.proj.bias.copy_(conv.bias)
+        layer.v_pos.copy_(attention_centres(offsets, locality_strength))
+        layer.gating.fill_(gating)
+        layer.gating[-1] = -gating
+        # One content attention for all heads: that of the first.
+        contents = layer.qkv.weight[: 2 * layer.num_heads * layer.head_dim]
+        contents = contents.view(2, layer.num_heads, layer.head_dim, layer.dim)
+        contents.copy_(contents[:, :1].clone())
         layer.locality_strength = locality_strength
         return layer
 
+    @torch.no_grad()
     def init_from_conv2d_(
         self, conv: nn.Conv2d, locality_strength: float | None = None, gating: float | None = None
     ) -> Tensor:
@@ -356,75 +382,44 @@ class GatedPositionalSelfAttention(_PositionedAttention):
         Raises:
             ValueError: if `conv` is not such a convolution.
         """
+        window = convolution_window(conv)
+        if window.stride > 1 or window.before + window.after != window.kernel - 1:
+            raise ValueError(
+                f"a {window.kernel}×{window.kernel} convolution with stride {window.stride} and "
+                f"padding {conv.padding} changes the size of the grid; use stride 1 and "
+                'padding="same"'
+            )
+        offsets = window_offsets(window).to(self.v_pos)
+        heads = len(offsets)
+        if heads > self.num_heads:
+            raise ValueError(
+                f"a {window.kernel}×{window.kernel} kernel needs {heads} heads, "
+                f"this layer has {self.num_heads}"
+            )
+        if (conv.in_channels, conv.out_channels) != (self.dim, self.out_dim):
+            raise ValueError(
+                f"the convolution maps {conv.in_channels} to {conv.out_channels} channels, "
+                f"this layer {self.dim} to {self.out_dim}; they have to agree"
+            )
+        wanted_outputs, wanted_values, discarded = factorised(conv, self.value_dim)
+        rank = wanted_values.shape[1]
+        values = self.value_weight.view(self.num_heads, self.value_dim, self.dim)
+        outputs = self.proj.weight.view(self.out_dim, self.num_heads, self.value_dim)
+        outputs.zero_()
+        values[:heads, :rank] = wanted_values
+        outputs[:, :heads, :rank] = wanted_outputs.transpose(0, 1)
+        if self.qkv.bias is not None:
+            nn.init.zeros_(self.qkv.bias)
+        nn.init.zeros_(self.proj.bias)
+        if conv.bias is not None:
+            self.proj.bias.copy_(conv.bias)
         strength = self.locality_strength if locality_strength is None else locality_strength
-        return as_convolution(self, conv, strength, gating)
+        self.v_pos[:heads] = attention_centres(offsets, strength)
+        if gating is not None:
+            self.gating.fill_(gating)
+        return discarded
 
 
 def gated_sum(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
     """(1 − gate) · content + gate · position, in one pass over memory instead of three."""
     return torch.lerp(content, position, gate)
-
-
-class Mlp(nn.Module):
-    """Two linear layers with an activation between them.
-
-    Args:
-        dim: token width C.
-        hidden: width between the layers.
-        act_layer: the activation.
-        drop: dropout after each layer.
-    """
-
-    def __init__(self, dim: int, hidden: int, act_layer: type[nn.Module], drop: float) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = Linear(dim, hidden), Linear(hidden, dim)
-        self.act, self.drop = act_layer(), nn.Dropout(drop)
-        plain(self.fc1)
-        plain(self.fc2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) → (..., C)."""
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); either branch may be dropped per sample.
-
-    Args:
-        dim: token width C.
-        attn: a module called as attn(tokens, grid).
-        mlp_ratio: hidden width of the MLP over C.
-        act_layer: activation between the MLP's two layers.
-        norm_eps: epsilon of both LayerNorms.
-        proj_drop: dropout inside the MLP.
-        drop_path: probability of dropping a branch (stochastic depth).
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        attn: nn.Module,
-        mlp_ratio: float = 4.0,
-        act_layer: type[nn.Module] = nn.GELU,
-        norm_eps: float = 1e-6,
-        proj_drop: float = 0.0,
-        drop_path: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attn = attn
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer, proj_drop)
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-
-    def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
-        """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone: less work, equal values.
-
-        It attends to all tokens either way.
-        """
-        if class_token_only:
-            attended = self.attn(self.norm1(x), grid, class_token_only=True)
-            x = x[:, :1] + self.drop_path(attended)
-        else:
-            x = x + self.drop_path(self.attn(self.norm1(x), grid))
-        return x + self.drop_path(self.mlp(self.norm2(x)))

@@ -1,27 +1,24 @@
-"""How layers start: plainly, as a random convolution (ConViT Eq. 5), or as a given one.
+"""Initialisations: truncated normal, as a random convolution (ConViT Eq. 5), or as a given one.
 
 A k×k kernel is one matrix C_in → C_out per offset. A positional layer has one head per offset: its
-v_pos says where the head looks, its values and the output projection what it makes of it.
+v_pos is the head's offset; its values and the output projection are the matrix.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from locality.layers.grid import Window
 
-if TYPE_CHECKING:
-    from locality.layers.attention import GatedPositionalSelfAttention
-
 Weighted = TypeVar("Weighted", nn.Linear, nn.Conv2d)
 
 
-def plain(module: Weighted) -> Weighted:
-    """The module with truncated-normal weights (std 0.02) and no bias yet. In place."""
+def trunc_normal_init_(module: Weighted) -> Weighted:
+    """Initialise weights from a truncated normal (std 0.02) and biases with zero, in place."""
     nn.init.trunc_normal_(module.weight, std=0.02)
     if module.bias is not None:
         nn.init.zeros_(module.bias)
@@ -58,11 +55,11 @@ def attention_centres(offsets: Tensor, strength: float) -> Tensor:
 
 
 @torch.no_grad()
-def as_random_convolution(v_pos: Tensor, value_weight: Tensor, strength: float) -> None:
+def init_random_convolution_(v_pos: Tensor, value_weight: Tensor, strength: float) -> None:
     """Eq. 5, in place: W_val = I, and the k² offsets of a k×k kernel, k = ⌊√h⌋, to the first heads.
 
-    Offsets are in row-major order. Heads beyond k² keep α times their plain start, as in the code
-    released with the paper.
+    Offsets are in row-major order. Heads beyond k² keep α times their truncated-normal start, as
+    in the code released with the paper.
     """
     offsets = kernel_offsets(kernel_size(len(v_pos)))
     v_pos *= strength
@@ -70,82 +67,51 @@ def as_random_convolution(v_pos: Tensor, value_weight: Tensor, strength: float) 
     nn.init.eye_(value_weight)
 
 
-@torch.no_grad()
-def as_convolution(
-    layer: GatedPositionalSelfAttention, conv: nn.Conv2d, strength: float, gating: float | None
-) -> Tensor:
-    """Make `layer` compute `conv` as nearly as it can; see its `init_from_conv2d_`."""
-    window = convolution_window(conv)
-    if window.stride > 1 or window.before + window.after != window.kernel - 1:
-        raise ValueError(
-            f"a {window.kernel}×{window.kernel} convolution with stride {window.stride} and "
-            f'padding {conv.padding} changes the size of the grid; use stride 1 and padding="same"'
-        )
-    offsets = window_offsets(window)
-    if len(offsets) > layer.num_heads:
-        raise ValueError(
-            f"a {conv.kernel_size[0]}×{conv.kernel_size[1]} kernel needs {len(offsets)} heads, "
-            f"this layer has {layer.num_heads}"
-        )
-    if (conv.in_channels, conv.out_channels) != (layer.dim, layer.out_dim):
-        raise ValueError(
-            f"the convolution maps {conv.in_channels} to {conv.out_channels} channels, "
-            f"this layer {layer.dim} to {layer.out_dim}; they have to agree"
-        )
+def factorised(conv: nn.Conv2d, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The matrix at each of a kernel's offsets as a product whose inner width is `rank` at most.
+
+    Returns:
+        outputs (k², C_out, r) and values (k², r, C_in), nearest in the Frobenius norm, and the
+        discarded singular values (k², min(C_in, C_out) − r).
+    """
     left, scales, right = torch.linalg.svd(kernel_matrices(conv), full_matrices=False)
-    rank = min(layer.value_dim, scales.shape[-1])
     root = scales[:, :rank].sqrt()
-    values = layer.value_weight.view(layer.num_heads, layer.value_dim, layer.dim)
-    outputs = layer.proj.weight.view(layer.out_dim, layer.num_heads, layer.value_dim)
-    outputs.zero_()
-    values[: len(root), :rank] = root[..., None] * right[:, :rank]
-    outputs[:, : len(root), :rank] = (left[..., :rank] * root[:, None]).transpose(0, 1)
-    if layer.qkv.bias is not None:
-        nn.init.zeros_(layer.qkv.bias)
-    nn.init.zeros_(layer.proj.bias)
-    if conv.bias is not None:
-        layer.proj.bias.copy_(conv.bias)
-    layer.v_pos[: len(offsets)] = attention_centres(offsets.to(layer.v_pos), strength)
-    if gating is not None:
-        layer.gating.fill_(gating)
-    return scales[:, rank:]
+    return left[..., :rank] * root[:, None], root[..., None] * right[:, :rank], scales[:, rank:]
 
 
-@torch.no_grad()
-def as_whole_convolution(
-    layer: GatedPositionalSelfAttention, conv: nn.Conv2d, strength: float, gating: float
-) -> None:
-    """Make `layer` of k² + 1 heads of full width compute `conv`; see its `from_conv2d`.
+def whole_convolution(conv: nn.Conv2d, gating: float, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What k² + 1 heads of full width make of what they see, to compute `conv` together.
 
-    Head Δ has the kernel's matrix K_Δ, less what follows, and all heads have one content attention
-    C. With gates g, and 1 − g for the last head, which looks at the centre too, the layer computes
+    Head Δ has the kernel's matrix K_Δ with a correction, and all heads have one content attention
+    C. With gates g, and 1 − g for the last head, which is centred too, the layer computes
 
         g Σ B_Δ x(i+Δ) + (1−g) B_last x(i)  +  [(1−g) Σ B_Δ + g B_last] C x.
 
     B_last = −(1−g)/g · Σ B_Δ leaves no content, and the positional part is the convolution if
     B_Δ = K_Δ/g, and B_0 = (K_0 − (1−g) B_last)/g. That is solved by
     B_last = −(1−g)/(2g−1) Σ K_Δ.
+
+    Args:
+        conv: the convolution.
+        gating: λ of the heads, g = σ(λ).
+        width: of a head's values, the smaller of C_in and C_out.
+
+    Returns:
+        outputs (k² + 1, C_out, width) and values (k² + 1, width, C_in) with B = outputs · values,
+        and the offset that each head looks at, (k² + 1, 2).
     """
-    offsets = window_offsets(layer.window).to(layer.v_pos)
+    offsets = window_offsets(convolution_window(conv)).to(conv.weight)
     matrices = kernel_matrices(conv)
     gate = 1 / (1 + math.exp(-gating))
     last = -(1 - gate) / (2 * gate - 1) * matrices.sum(dim=0)
     centre = (offsets == 0).all(dim=1).to(matrices)[:, None, None]
     matrices = torch.cat(((matrices - (1 - gate) * centre * last) / gate, last[None]))
     # W_val = I as in Eq. 5, and W_out the kernel; or the other way round, if it has fewer rows.
-    narrow = torch.eye(layer.value_dim).to(matrices).expand(len(matrices), -1, -1)
-    values, outputs = (narrow, matrices) if layer.value_dim == layer.dim else (matrices, narrow)
-    layer.value_weight.copy_(values.flatten(0, 1))
-    layer.proj.weight.copy_(outputs.transpose(0, 1).flatten(1))
-    if conv.bias is not None:
-        layer.proj.bias.copy_(conv.bias)
-    centres = torch.cat((offsets, torch.zeros_like(offsets[:1])))
-    layer.v_pos.copy_(attention_centres(centres, strength))
-    layer.gating.fill_(gating)
-    layer.gating[-1] = -gating
-    contents = layer.qkv.weight[: 2 * layer.num_heads * layer.head_dim]
-    contents = contents.view(2, layer.num_heads, layer.head_dim, layer.dim)
-    contents.copy_(contents[:, :1].clone())
+    narrow = torch.eye(width).to(matrices).expand(len(matrices), -1, -1)
+    offsets = torch.cat((offsets, torch.zeros_like(offsets[:1])))
+    if width == conv.in_channels:
+        return matrices, narrow, offsets
+    return narrow, matrices, offsets
 
 
 def kernel_matrices(conv: nn.Conv2d) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from locality import checks
 from locality.errors import UserError
 from locality.layers.attention import AttentionMaps, GatedPositionalSelfAttention, prefix_length
-from locality.layers.conv_init import plain
+from locality.layers.conv_init import trunc_normal_init_
 from locality.layers.cpu import Linear
 from locality.layers.grid import (
     ATTENTION_SCALES,
@@ -28,7 +28,7 @@ from locality.layers.grid import (
     AttentionScale,
     Grid,
     ProjectionName,
-    check_window,
+    check_kernel,
     projected_grid,
 )
 from locality.layers.position import check_grid
@@ -76,7 +76,7 @@ class ConvolutionalEmbedding(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """`nn.BatchNorm2d`; a batch without statistics to train on is refused in a sentence."""
+    """`nn.BatchNorm2d`; raises a clear error for a single value per channel."""
 
     def forward(self, image: Tensor) -> Tensor:
         """(B, C, H, W) → (B, C, H, W).
@@ -97,7 +97,7 @@ class Projection(nn.Module):
 
     "conv": depth-wise convolution → BatchNorm → linear, a depth-wise separable convolution (Eq. 2).
         Stride 2 squeezes keys and values (Fig. 3c). The class token takes the linear part alone.
-    "avg": the mean over each window in the convolution's place; padding does not count.
+    "avg": average pooling instead of the convolution; padding does not count.
     "microsoft_avg": the same as in Microsoft's code, where padding counts as zeros and a last
         window may reach over the border. Only keys and values are averaged there.
     "linear": every token by itself, as in ViT (Table 8). It keeps all tokens, whatever the stride.
@@ -128,7 +128,7 @@ class Projection(nn.Module):
     ) -> None:
         super().__init__()
         checks.one_of("projection", projection, PROJECTIONS)
-        check_window(kernel_size)
+        check_kernel(kernel_size)
         if stride < 1:
             raise UserError(f"the stride of a projection has to be at least 1, not {stride}")
         self.projection = projection
@@ -142,7 +142,7 @@ class Projection(nn.Module):
             theirs = projection == "microsoft_avg"
             self.conv = nn.AvgPool2d(*self.window, ceil_mode=theirs, count_include_pad=theirs)
             self.norm = nn.Identity()
-        self.linear = plain(Linear(dim, dim, bias=bias))
+        self.linear = trunc_normal_init_(Linear(dim, dim, bias=bias))
 
     def grid(self, grid: Grid) -> Grid:
         """The grid that the projections of a `grid` of tokens lie on."""
@@ -156,17 +156,17 @@ class Projection(nn.Module):
             image: their patches as an image (B, C, H, W). Given apart because queries, keys and
                 values share it.
         """
-        return self.linear(self.mix(x, image))
+        return self.linear(self.linear_input(x, image))
 
-    def mix(self, x: Tensor, image: Tensor) -> Tensor:
-        """What the linear part is given: patches convolved (Eq. 2), the class token as it is."""
+    def linear_input(self, x: Tensor, image: Tensor) -> Tensor:
+        """The input of the linear layer: convolved patches (Eq. 2) and the class token."""
         if self.projection == "linear":
             return x
         patches = image_to_tokens(self.norm(self.conv(image)))
         prefix = prefix_length(x.shape[1], (image.shape[2], image.shape[3]))
         return torch.cat((x[:, :prefix], patches), dim=1) if prefix else patches
 
-    def observe(self, x: Tensor, image: Tensor) -> Tensor:
+    def forward_without_update(self, x: Tensor, image: Tensor) -> Tensor:
         """As `forward`; BatchNorm's running statistics stay as they are."""
         copies = {name: buffer.clone() for name, buffer in self.named_buffers()}
         return torch.func.functional_call(self, copies, (x, image))
@@ -225,7 +225,7 @@ class ConvolutionalAttention(nn.Module):
         self.q = Projection(dim, queries, kernel_size, 1, qkv_bias)
         self.k = Projection(dim, projection, kernel_size, kv_stride, qkv_bias, kv_padding)
         self.v = Projection(dim, projection, kernel_size, kv_stride, qkv_bias, kv_padding)
-        self.proj = plain(Linear(dim, dim))
+        self.proj = trunc_normal_init_(Linear(dim, dim))
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
@@ -241,17 +241,21 @@ class ConvolutionalAttention(nn.Module):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses. BatchNorm's statistics stay as they are."""
         image = self._image(x, grid)
-        q, k = (self._split_heads(part.observe(x, image)) for part in (self.q, self.k))
+        q, k = (
+            self._split_heads(part.forward_without_update(x, image)) for part in (self.q, self.k)
+        )
         content = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
         prefix = prefix_length(x.shape[1], grid)
-        return AttentionMaps(content, content, None, None, grid, self.k.grid(grid), prefix)
+        key_grid = self.k.grid(grid)
+        q = q * self.scale
+        return AttentionMaps(content, content, None, None, grid, key_grid, prefix, q, k)
 
     def _class_token_query(self, x: Tensor, image: Tensor) -> Tensor:
         if not self.training:
             return self.q.linear(x[:, :1])  # a class token has nothing to convolve
         # In training all of it runs, so that BatchNorm sees what it sees in the long form and every
         # parameter takes part in the graph, as data-parallel training demands.
-        return self.q.linear(self.q.mix(x, image)[:, :1])
+        return self.q.linear(self.q.linear_input(x, image)[:, :1])
 
     @staticmethod
     def _image(x: Tensor, grid: Grid) -> Tensor:
@@ -283,7 +287,7 @@ class LocalConvolution(nn.Module):
         super().__init__()
         # As wide as the output projections of attention: with W_val = I (ConViT Eq. 5) those are
         # what a random convolution consists of.
-        self.conv = plain(nn.Conv2d(dim, dim, kernel_size, padding="same"))
+        self.conv = trunc_normal_init_(nn.Conv2d(dim, dim, kernel_size, padding="same"))
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """(B, N, C) → (B, N, C) with N = H·W.
@@ -298,7 +302,7 @@ class LocalConvolution(nn.Module):
 
 @register_notrace_module
 class ImageAttention(nn.Module):
-    """Gated attention in the place of a k×k convolution: images in, images out.
+    """Gated attention that replaces a k×k convolution: images in, images out.
 
     Args:
         attn: a layer made by `GatedPositionalSelfAttention.from_conv2d` or `for_conv2d`.

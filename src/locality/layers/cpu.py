@@ -1,4 +1,4 @@
-"""Faster equal ways of two operations on some processors. A reader may skip this page.
+"""Faster equivalents of two operations on some processors. A reader may skip this file.
 
 `linear`: PyTorch computes `F.linear` in fp32 with MKL, and 1×1 convolutions with oneDNN. They are
 the same sum of products. MKL has no AVX-512 path for AMD's processors, and there oneDNN is twice as
@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-# Below this many input elements the convolution's own overhead (10 to 50 µs) eats what it saves.
-_WORTHWHILE = 2**16
+# For fewer input elements the overhead of the convolution (10 to 50 µs) outweighs its gain.
+_MIN_ELEMENTS = 2**16
 # Above this many entries the attention matrices no longer stay in a processor's caches.
-_MOST_ENTRIES = 2**25
+_MAX_ENTRIES = 2**25
 
 
-def _mkl_falls_short() -> bool:
+def _prefer_onednn() -> bool:
     """Whether this is an AMD processor with AVX-512, and oneDNN is there to use it."""
     libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not libraries or torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -38,7 +38,7 @@ def _mkl_falls_short() -> bool:
         return "AuthenticAMD" in platform.processor()
 
 
-_MKL_FALLS_SHORT = _mkl_falls_short()
+_USE_ONEDNN = _prefer_onednn()
 
 
 @register_notrace_module
@@ -53,13 +53,13 @@ class Linear(nn.Linear):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: (..., C_in) → (..., C_out), as a 1×1 convolution where that is faster."""
     if not (
-        _MKL_FALLS_SHORT
+        _USE_ONEDNN
         and x.device.type == "cpu"
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
-        # An exported graph is for other machines: it says what is meant.
+        # An exported graph runs on other machines.
         and not torch.compiler.is_exporting()
-        and x.numel() >= _WORTHWHILE
+        and x.numel() >= _MIN_ELEMENTS
     ):
         return F.linear(x, weight, bias)
     channels = x.shape[-1]
@@ -79,7 +79,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.compiler.is_exporting()
-        and q.shape[:3].numel() * k.shape[2] <= _MOST_ENTRIES
+        and q.shape[:3].numel() * k.shape[2] <= _MAX_ENTRIES
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ):
         return F.scaled_dot_product_attention(q, k, v)

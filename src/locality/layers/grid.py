@@ -38,8 +38,8 @@ def projected_grid(
     return height, width
 
 
-def check_window(kernel: int) -> None:
-    """Refuse a window of a projection that has no centre."""
+def check_kernel(kernel: int) -> None:
+    """Check that the kernel of a projection is odd."""
     checks.integer("projection_kernel", kernel, 1, 1023)
     if kernel % 2 == 0:
         raise UserError(f"projection_kernel has to be odd and above 0, not {kernel}")
@@ -58,11 +58,11 @@ def mlp_ratio_of(dim: int, hidden: int) -> float:
 
 
 class Window(NamedTuple):
-    """Which tokens of an axis ask, and how far keys reach over its ends, as a convolution has it.
+    """The query positions and the zero padding of one axis, as of a convolution.
 
     Attributes:
-        kernel: k, the width of the convolution whose place the attention takes.
-        stride: every how many tokens there is a query.
+        kernel: k, the width of the convolution that attention replaces.
+        stride: between query positions.
         before, after: keys of value zero at both ends. They take part in the softmax and are not
             multiplied: that is zero padding.
     """
@@ -74,11 +74,11 @@ class Window(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first token that asks: the centre of the kernel at its first place."""
+        """The first query position: the centre of the kernel at its first place."""
         return (self.kernel - 1) // 2 - self.before
 
     def queries(self, length: int) -> slice:
-        """The tokens of an axis that ask."""
+        """The query positions of an axis."""
         count = (length + self.before + self.after - self.kernel) // self.stride + 1
         return slice(self.first, self.first + (count - 1) * self.stride + 1, self.stride)
 

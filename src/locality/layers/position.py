@@ -1,4 +1,4 @@
-"""Where patches lie relative to each other, and what positional attention makes of it.
+"""Relative positions of patches, and positional attention in separable form.
 
 Shapes:  h heads · H×W token grid, rows first · N = H·W tokens, row-major · d head width
 
@@ -9,8 +9,8 @@ term in δ₁ and a term in δ₂,
     v · r_δ = (v₀ δ₁² + v₁ δ₁) + (v₀ δ₂² + v₂ δ₂),
 
 so its softmax over a full grid is the outer product of a softmax over rows and a softmax over
-columns: exactly, for any v. That is how this module computes it. The N×N matrix exists only for
-those who ask to look at it (`positional_attention`).
+columns, for any v. This module computes it that way. The N×N matrix is only computed for
+inspection (`positional_attention`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from locality.layers.grid import Grid, Window
 
-_EVERY = Window()
+_ALL_QUERIES = Window()
 
 
 def check_grid(tokens: Tensor, grid: Grid) -> None:
-    """Refuse tokens (B, N, C) that are not the patches of `grid` alone: others have no place."""
+    """Check that tokens (B, N, C) are exactly the patches of `grid`."""
     if tokens.shape[1] != grid[0] * grid[1]:
         raise ValueError(
             f"a positional layer got {tokens.shape[1]} tokens for a grid of {grid[0]}×{grid[1]} "
@@ -49,14 +49,14 @@ def positional_scores(v_pos: Tensor, grid: Grid) -> Tensor:
 
 
 def axis_attention(
-    quadratic: Tensor, linear: Tensor, length: int, window: Window = _EVERY
+    quadratic: Tensor, linear: Tensor, length: int, window: Window = _ALL_QUERIES
 ) -> Tensor:
     """Attention along one axis: softmax over keys of quadratic·δ² + linear·δ.
 
     Args:
         quadratic, linear: the two coefficients of each head, (h,).
         length: number of tokens along the axis, L.
-        window: which of them ask, and what lies around them.
+        window: the query positions and the zero padding.
 
     Returns:
         (h, Q, L), each row summing to one, less what falls on zero padding.
@@ -70,7 +70,9 @@ def axis_attention(
     return scores.softmax(dim=-1)[..., window.before : window.before + length]
 
 
-def positional_factors(v_pos: Tensor, grid: Grid, window: Window = _EVERY) -> tuple[Tensor, Tensor]:
+def positional_factors(
+    v_pos: Tensor, grid: Grid, window: Window = _ALL_QUERIES
+) -> tuple[Tensor, Tensor]:
     """The factors of positional attention: (h, 3) → (h, H', H) over rows, (h, W', W) over columns.
 
     The attention of query (i₁, i₂) to key (j₁, j₂) is rows[h, i₁, j₁] · columns[h, i₂, j₂]. The
@@ -83,13 +85,13 @@ def positional_factors(v_pos: Tensor, grid: Grid, window: Window = _EVERY) -> tu
     )
 
 
-def positional_attention(v_pos: Tensor, grid: Grid, window: Window = _EVERY) -> Tensor:
+def positional_attention(v_pos: Tensor, grid: Grid, window: Window = _ALL_QUERIES) -> Tensor:
     """softmax(v_pos · r_ij) as a matrix: (h, 3) → (h, N', N). For inspection; quadratic in N."""
     rows, columns = positional_factors(v_pos, grid, window)
     return torch.einsum("hik,hjl->hijkl", rows, columns).flatten(3).flatten(1, 2)
 
 
-def attend_to_positions(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+def apply_positional_attention(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Apply positional attention in its separable form: O(N·(H+W)) instead of O(N²).
 
     Args:

@@ -1,4 +1,4 @@
-"""What every model here offers, under the names that timm gives it."""
+"""The base class of all models, with timm's interface."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from locality.errors import UserError
 from locality.layers.grid import Grid
-from locality.models.config import Architecture, sides
+from locality.models.config import Architecture, to_2tuple
 
 Run = Callable[[nn.Module, Tensor, Grid], Tensor]
 
 
 class ImageClassifier(nn.Module):
-    """A classifier of images (B, C, H, W), with timm's surface around its tokens.
+    """A classifier of images (B, C, H, W), with timm's interface.
 
-    Subclasses define `_tokens`, `_map_blocks`, `_cut`, `feature_info` and `group_matcher`, and set
-    `norm`, `head` and `head_drop`. p is 1 where a class token comes before the patches, else 0.
+    Subclasses define `_tokens`, `_feature_blocks`, `_truncate`, `feature_info` and
+    `group_matcher`, and set `norm`, `head` and `head_drop`. p, 1 or 0, counts class tokens.
 
     Attributes:
         config: the complete architecture, a frozen dataclass.
@@ -50,7 +50,7 @@ class ImageClassifier(nn.Module):
     @property
     def img_size(self) -> Grid:
         """The image size (height, width) that the model was made for."""
-        return sides(self.config.img_size)
+        return to_2tuple(self.config.img_size)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → normalised tokens (B, p + N, width), the class token first."""
@@ -68,8 +68,8 @@ class ImageClassifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → logits (B, num_classes).
 
-        The same as `forward_head(forward_features(x))`. Where the classifier reads the class token
-        alone, the last block computes that token alone: a fifteenth of the work saved, exactly.
+        Equal to `forward_head(forward_features(x))`. If the classifier reads only the class token,
+        the last block computes only that token, which saves a fifteenth of the work.
         """
         reads_one = self.config.global_pool == "token" and self.num_prefix_tokens
         return self.forward_head(self.norm(self._tokens(x, self._read if reads_one else self._run)))
@@ -117,7 +117,7 @@ class ImageClassifier(nn.Module):
         """
         chosen, last = feature_take_indices(len(self.feature_info), indices)
         had_token, width = self.num_prefix_tokens, self.num_features
-        self._cut(last + 1)
+        self._truncate(last + 1)
         self.num_prefix_tokens = int(self.config.has_class_token)
         self.num_features = self.feature_info[-1]["num_chs"]
         self.embed_dim = self.head_hidden_size = self.num_features
@@ -129,18 +129,18 @@ class ImageClassifier(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """The class token and position embeddings: spared beside biases and norms."""
+        """The class token and position embeddings; biases and norms are never decayed."""
         return {
             name for name, _ in self.named_parameters() if name.endswith(("cls_token", "pos_embed"))
         }
 
-    def layer_numbers(self) -> dict[str, int]:
+    def layer_ids(self) -> dict[str, int]:
         """Parameter → number of its layer, the stem's first, as timm counts them."""
         matcher = self.group_matcher(coarse=False)  # type: ignore[operator]
         return group_parameters(self, matcher, reverse=True)
 
-    def idle_parameters(self) -> set[str]:
-        """Names of trained parameters that no output depends on, by the architecture's design."""
+    def unused_parameters(self) -> set[str]:
+        """Names of trainable parameters that do not affect the output, by design."""
         return set()
 
     @torch.jit.ignore
@@ -178,7 +178,7 @@ class ImageClassifier(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt='{output_fmt}' is not one of 'NCHW', 'NLC'")
         chosen, last = feature_take_indices(len(self.feature_info), indices)
-        shown = {self._map_blocks()[index] for index in chosen}
+        shown = {self._feature_blocks()[index] for index in chosen}
         maps: list[Tensor] = []
 
         def run(block: nn.Module, x: Tensor, grid: Grid) -> Tensor:
@@ -209,11 +209,11 @@ class ImageClassifier(nn.Module):
         """
         raise NotImplementedError
 
-    def _map_blocks(self) -> list[nn.Module]:
+    def _feature_blocks(self) -> list[nn.Module]:
         """The block whose output is each feature map."""
         raise NotImplementedError
 
-    def _cut(self, maps: int) -> None:
+    def _truncate(self, maps: int) -> None:
         """Keep what the first feature maps need, in the modules and in the configuration."""
         raise NotImplementedError
 
@@ -225,7 +225,7 @@ class ImageClassifier(nn.Module):
 
     def _read(self, block: nn.Module, x: Tensor, grid: Grid) -> Tensor:
         """As `_run`, but the last block computes the class token alone."""
-        return self._run(block, x, grid, block is self._map_blocks()[-1])
+        return self._run(block, x, grid, block is self._feature_blocks()[-1])
 
 
 def embedding(entries: int, width: int) -> nn.Parameter:
@@ -235,7 +235,7 @@ def embedding(entries: int, width: int) -> nn.Parameter:
     return learned
 
 
-def with_class_token(token: Tensor, patches: Tensor) -> Tensor:
+def prepend_class_token(token: Tensor, patches: Tensor) -> Tensor:
     """A class token (1, 1, C) before the patches: (B, N, C) → (B, 1 + N, C)."""
     return torch.cat((token.to(patches.dtype).expand(patches.shape[0], -1, -1), patches), dim=1)
 
@@ -257,12 +257,12 @@ def token_grids(config: Architecture, images: Sequence[int]) -> list[Grid]:
 
 
 @torch.fx.wrap
-def position_embedding(embedding: Tensor, made_for: Grid, grid: Grid, prefix: int = 0) -> Tensor:
+def position_embedding(embedding: Tensor, native_grid: Grid, grid: Grid, prefix: int = 0) -> Tensor:
     """A position embedding (1, p + N, C) for `grid`, resampled bicubically where it differs."""
-    if grid == made_for:
+    if grid == native_grid:
         return embedding
     return resample_abs_pos_embed(
-        embedding, new_size=list(grid), old_size=list(made_for), num_prefix_tokens=prefix
+        embedding, new_size=list(grid), old_size=list(native_grid), num_prefix_tokens=prefix
     )
 
 

@@ -1,4 +1,4 @@
-"""The architectures as values: what all families have in common, DeiT and ConViT, CvT by stages."""
+"""Configurations of the architectures: the common base, DeiT and ConViT, and CvT by stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from locality.layers.grid import (
     AttentionScale,
     Grid,
     ProjectionName,
-    check_window,
+    check_kernel,
     hidden_width,
     projected_grid,
 )
@@ -21,8 +21,8 @@ from locality.settings import from_dict
 
 T = TypeVar("T")
 
-# What may differ between two models that are the same architecture: the size of what goes in and
-# out, and what matters in training alone.
+# Fields in which models of one architecture may differ: input and output sizes, and what only
+# training uses.
 INTERFACE = ("img_size", "in_chans", "num_classes")
 _TRAINING = (
     *("locality_strength", "conv_init", "gating_init", "freeze_gating", "freeze_gpsa"),
@@ -33,15 +33,15 @@ PositionalAttention = Literal["gpsa", "psa", "conv"]
 Activation = Literal["quick_gelu", "gelu"]
 
 
-def meaning(config: Any) -> dict[str, Any]:
-    """The fields of a configuration that say what weights mean."""
+def weight_signature(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that the meaning of weights depends on."""
     names = (field.name for field in dataclasses.fields(config))
     return {name: getattr(config, name) for name in names if name not in INTERFACE + _TRAINING}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What the configurations of all families have, and what others ask of them.
+    """The common base of the configurations of all families.
 
     Attributes:
         img_size: image size the position embeddings are made for and costs are counted at, a
@@ -49,13 +49,13 @@ class Architecture:
         in_chans, num_classes: channels of the images, classes of the classifier.
         global_pool: what the classifier reads: "token", the class token; "avg", the mean over
             patches; "" leaves all tokens, for models without a classifier.
-        class_token: whether there is one; None: wherever it is of use. Without one, "token" reads
-            the first patch.
+        class_token: whether there is one; None is the default of the family. Without one, "token"
+            reads the first patch.
         drop_rate: dropout before the classifier.
         proj_drop_rate: dropout after every attention and inside every MLP.
         init: how attention starts: as the family does ("default"), or another way of
             `locality.models.initialisations`.
-        family, title: what files and people call models of this kind.
+        family, title: the name of the family in files and in messages.
         stem, classifier: the modules that read the image, and that make the logits.
 
     Raises:
@@ -102,17 +102,17 @@ class Architecture:
         raise NotImplementedError
 
     @property
-    def home_grids(self) -> list[Grid]:
-        """The token grids that the position embeddings are made for."""
-        return self.grids(sides(self.img_size))
+    def native_grids(self) -> list[Grid]:
+        """The token grids at `img_size`, which the position embeddings have."""
+        return self.grids(to_2tuple(self.img_size))
 
     def embeddings(self) -> dict[str, Grid]:
         """The grid of every position embedding that there may be, by its name."""
         raise NotImplementedError
 
-    def meaning(self) -> dict[str, Any]:
-        """What says what weights mean, by dotted name, in one spelling."""
-        return meaning(self) | {"class_token": self.has_class_token}
+    def weight_signature(self) -> dict[str, Any]:
+        """The fields that the meaning of weights depends on, by dotted name, normalised."""
+        return weight_signature(self) | {"class_token": self.has_class_token}
 
     def with_overrides(self, **fields: Any) -> Self:
         """This configuration with some fields changed.
@@ -125,21 +125,21 @@ class Architecture:
         return dataclasses.replace(self, **fields)
 
 
-def unlike(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two configurations of one family say that weights mean something else.
+def signature_diff(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """Fields that make weights of one configuration invalid for another of the same family.
 
-    Their ends may differ, and what matters in training alone. MLPs are compared by their width,
-    and keys and values by the stride they have: a ratio and a stride can be written in many ways.
+    Sizes of inputs and outputs are not compared, nor are settings that only training uses. MLPs
+    are compared by their width, keys and values by their stride per block.
 
     Returns:
         dotted name of the field → its two values.
     """
-    first, second = one.meaning(), other.meaning()
+    first, second = one.weight_signature(), other.weight_signature()
     both = {name: (first.get(name), second.get(name)) for name in (*first, *second)}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-def sides(img_size: int | Sequence[int]) -> Grid:
+def to_2tuple(img_size: int | Sequence[int]) -> Grid:
     """An image size, a number or (height, width), as (height, width)."""
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     return height, width
@@ -206,7 +206,7 @@ class ViTConfig(Architecture):
                 "embed_class_token=True needs a class token and gpsa_layers=0: with positional "
                 "layers the class token joins after the position embedding has been added"
             )
-        ((rows, columns),) = self.home_grids
+        ((rows, columns),) = self.native_grids
         entries = rows * columns * self.use_pos_embed + self.num_classes
         entries += self.in_chans * self.patch_size**2
         checks.parameters(self.embed_dim, self.depth, self.mlp_ratio, self.embed_dim * entries)
@@ -236,11 +236,13 @@ class ViTConfig(Architecture):
 
     def embeddings(self) -> dict[str, Grid]:
         """The one of the patches."""
-        return {"pos_embed": self.home_grids[0]}
+        return {"pos_embed": self.native_grids[0]}
 
-    def meaning(self) -> dict[str, Any]:
-        """As `Architecture.meaning`; which positional attention is told where a block has it."""
-        fields = super().meaning() | {"mlp_ratio": hidden_width(self.embed_dim, self.mlp_ratio)}
+    def weight_signature(self) -> dict[str, Any]:
+        """As `Architecture.weight_signature`; positional attention only if a block has it."""
+        fields = super().weight_signature() | {
+            "mlp_ratio": hidden_width(self.embed_dim, self.mlp_ratio)
+        }
         if not self.gpsa_layers:
             del fields["positional_attention"]
         return fields
@@ -252,7 +254,7 @@ def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
     Raises:
         UserError: if the image cannot be cut into whole patches.
     """
-    height, width = sides(img_size)
+    height, width = to_2tuple(img_size)
     if min(height, width) < patch_size or height % patch_size or width % patch_size:
         raise UserError(
             f"an image of {height}×{width} pixels cannot be cut into patches of {patch_size}×"
@@ -325,7 +327,7 @@ class StageConfig:
         checks.heads(self.embed_dim, self.num_heads)
         # More padding than that would make tokens of nothing but padding.
         checks.integer("embed_padding", self.embed_padding, 0, self.embed_kernel - 1)
-        check_window(self.projection_kernel)
+        check_kernel(self.projection_kernel)
         if self.kv_padding is not None:
             checks.integer("kv_padding", self.kv_padding, 0, self.projection_kernel // 2)
 
@@ -342,11 +344,11 @@ class StageConfig:
     def kv_grid(self, grid: Grid, kv_stride: int) -> Grid:
         """The grid that the keys and values of a `grid` of tokens lie on."""
         return projected_grid(
-            grid, self.projection, self.projection_kernel, kv_stride, self.padding_of_keys
+            grid, self.projection, self.projection_kernel, kv_stride, self.resolved_kv_padding
         )
 
     @property
-    def padding_of_keys(self) -> int:
+    def resolved_kv_padding(self) -> int:
         """The padding of keys and values, as a number."""
         return self.projection_kernel // 2 if self.kv_padding is None else self.kv_padding
 
@@ -362,14 +364,14 @@ class StageConfig:
             size, "conv", self.embed_kernel, self.embed_stride, self.embed_padding
         )
 
-    def meaning(self) -> dict[str, Any]:
-        """As `Architecture.meaning`."""
+    def weight_signature(self) -> dict[str, Any]:
+        """As `Architecture.weight_signature`."""
         linear = self.projection == "linear"
-        return meaning(self) | {
+        return weight_signature(self) | {
             "mlp_ratio": tuple(hidden_width(self.embed_dim, ratio) for ratio in self.mlp_ratios),
             "kv_stride": None if linear else self.kv_strides,
             "projection_kernel": None if linear else self.projection_kernel,
-            "kv_padding": None if linear else self.padding_of_keys,
+            "kv_padding": None if linear else self.resolved_kv_padding,
         }
 
 
@@ -405,7 +407,7 @@ class CvTConfig(Architecture):
         if not stages:
             raise UserError("stages has to hold at least one StageConfig, not none")
         channels = self.in_chans
-        for stage, (rows, columns) in zip(stages, self.home_grids, strict=True):
+        for stage, (rows, columns) in zip(stages, self.native_grids, strict=True):
             entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
             entries += 3 * stage.depth * stage.projection_kernel**2 + self.num_classes
             ratio = max(stage.mlp_ratios)
@@ -423,7 +425,7 @@ class CvTConfig(Architecture):
         side = 1
         for stage in reversed(self.stages):
             if stage.projection != "linear":
-                side = max(side, stage.projection_kernel - 2 * stage.padding_of_keys)
+                side = max(side, stage.projection_kernel - 2 * stage.resolved_kv_padding)
             side = (side - 1) * stage.embed_stride + stage.embed_kernel - 2 * stage.embed_padding
             side = max(1, side)
         return side
@@ -448,13 +450,13 @@ class CvTConfig(Architecture):
 
     def embeddings(self) -> dict[str, Grid]:
         """One per stage."""
-        return {f"stages.{i}.pos_embed": grid for i, grid in enumerate(self.home_grids)}
+        return {f"stages.{i}.pos_embed": grid for i, grid in enumerate(self.native_grids)}
 
-    def meaning(self) -> dict[str, Any]:
-        """As `Architecture.meaning`, each stage's among it."""
-        fields = super().meaning()
+    def weight_signature(self) -> dict[str, Any]:
+        """As `Architecture.weight_signature`, each stage's among it."""
+        fields = super().weight_signature()
         for index, stage in enumerate(fields.pop("stages")):
-            fields |= {f"stages.{index}.{name}": x for name, x in stage.meaning().items()}
+            fields |= {f"stages.{index}.{name}": x for name, x in stage.weight_signature().items()}
         return fields
 
     def with_overrides(self, **fields: Any) -> Self:
@@ -501,7 +503,7 @@ class CvTConfig(Architecture):
         ]
         if "embedding" in fields:
             embeddings = _spread("embedding", fields["embedding"], count)
-            stages = [_embedded(*pair) for pair in zip(stages, embeddings, strict=True)]
+            stages = [_with_embedding(*pair) for pair in zip(stages, embeddings, strict=True)]
         return dataclasses.replace(changed, stages=tuple(stages))
 
 
@@ -533,15 +535,15 @@ def _spread(name: str, value: Any, count: int, depths: list[int] | None = None) 
     )
 
 
-def _embedded(stage: StageConfig, embedding: str) -> StageConfig:
+def _with_embedding(stage: StageConfig, embedding: str) -> StageConfig:
     """The stage with a convolutional or a patch embedding of the same stride (Table 6)."""
     checks.one_of("embedding", embedding, ("conv", "patch"))
     stride = stage.embed_stride
-    kernel, padding = (stride, 0) if embedding == "patch" else overlapping(stride)
+    kernel, padding = (stride, 0) if embedding == "patch" else overlapping_embedding(stride)
     return dataclasses.replace(stage, embed_kernel=kernel, embed_padding=padding)
 
 
-def overlapping(stride: int) -> tuple[int, int]:
+def overlapping_embedding(stride: int) -> tuple[int, int]:
     """The kernel and padding of the paper's token embeddings: 7 and 2 for stride 4, 3 and 1 for 2.
 
     Stride 1, which the paper does not have, gets 3 and 1, so that tokens still overlap.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality.errors import UserError
-from locality.layers.attention import Block, Mlp
+from locality.layers.block import Block, Mlp
 from locality.layers.convolution import (
     ConvolutionalAttention,
     ConvolutionalEmbedding,
@@ -69,7 +69,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         width = config.embed_dim
-        self.made_for = grid
+        self.native_grid = grid
         self.embed = ConvolutionalEmbedding(
             in_chans,
             width,
@@ -110,12 +110,12 @@ class Stage(nn.Module):
         """(B, C_in, H_in, W_in) → the tokens the first block is given, (B, p + N, C)."""
         x = self.embed(image)
         if self.pos_embed is not None:
-            x = x + base.position_embedding(self.pos_embed, self.made_for, grid)
-        return x if self.cls_token is None else base.with_class_token(self.cls_token, x)
+            x = x + base.position_embedding(self.pos_embed, self.native_grid, grid)
+        return x if self.cls_token is None else base.prepend_class_token(self.cls_token, x)
 
 
 class ConvolutionalVisionTransformer(ImageClassifier):
-    """CvT, as its configuration says (Table 2)."""
+    """CvT (Table 2)."""
 
     config: CvTConfig
 
@@ -124,7 +124,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         super().__init__(config, width)
         self.fused = False
         inputs = [config.in_chans, *(stage.embed_dim for stage in config.stages)]
-        grids = config.home_grids
+        grids = config.native_grids
         last = len(config.stages) - 1
         self.stages = nn.ModuleList(
             Stage(stage, inputs[i], grids[i], config.has_class_token and i == last, config)
@@ -173,10 +173,10 @@ class ConvolutionalVisionTransformer(ImageClassifier):
                 x = run(block, x, grids[index])
         return x
 
-    def _map_blocks(self) -> list[nn.Module]:
+    def _feature_blocks(self) -> list[nn.Module]:
         return [cast(Stage, stage).blocks[-1] for stage in self.stages]
 
-    def _cut(self, maps: int) -> None:
+    def _truncate(self, maps: int) -> None:
         config = self.config
         token = config.has_class_token and maps == len(config.stages)
         self.stages = self.stages[:maps]
@@ -187,12 +187,12 @@ class ConvolutionalVisionTransformer(ImageClassifier):
             class_token=token,
         )
 
-    def idle_parameters(self) -> set[str]:
-        """Names of trained parameters that no output depends on, by the architecture's design.
+    def unused_parameters(self) -> set[str]:
+        """Names of trainable parameters that do not affect the output, by design.
 
         The bias of a linear key adds the same to the score of every key, which the softmax cancels;
         so does what BatchNorm adds to all keys where no class token is among them. And the last
-        block's convolved queries belong to patches that nobody reads if the class token is read.
+        block's convolved queries belong to patches that are not read if the class token is.
         """
         names, reads_token = set(), self.config.global_pool == "token" and self.num_prefix_tokens
         for name, module in self.named_modules():

@@ -1,4 +1,4 @@
-"""From a name to a model: ours, or one of timm's ("timm/NAME") under the same surface."""
+"""Building models by name: ours, or timm's ("timm/NAME") with the same interface."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, saying, unknown
+from locality.hub import offline_unless_reachable
 from locality.layers.grid import Grid
-from locality.machine import hub_asked_once
 from locality.models.base import ImageClassifier
-from locality.models.config import Architecture, CvTConfig, ViTConfig, meaning, sides
+from locality.models.config import Architecture, CvTConfig, ViTConfig, to_2tuple, weight_signature
 from locality.models.cvt import ConvolutionalVisionTransformer
-from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, put_attention
-from locality.models.variants import ALIASES, PREFIX, variant
+from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, replace_convolutions
+from locality.models.variants import PREFIX, variant
 from locality.models.vit import VisionTransformer
 
-Plain = str | bool | int | float | None
+Scalar = str | bool | int | float | None
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,16 @@ class TimmConfig:
     gpsa: str | int = ""
     locality_strength: float = checks.bounded(STRENGTH, 0, above=True)
     gating_init: float = checks.bounded(GATING, 0, above=True)
-    settings: tuple[tuple[str, Plain], ...] = ()
+    settings: tuple[tuple[str, Scalar], ...] = ()
 
-    has_class_token = False  # among what the wrapped model hands out as features
+    has_class_token = False  # in the features of the wrapped model
     family = "timm"
     title = "a model of timm's"
+
+    @property
+    def attention(self) -> tuple[str | int, float, float]:
+        """What `transform` is given for these layers: which, α and λ."""
+        return self.gpsa, self.locality_strength, self.gating_init
 
     def __post_init__(self) -> None:
         if not timm.is_model(self.name):
@@ -61,20 +66,20 @@ class TimmConfig:
     @property
     def classifier(self) -> str:
         """The module that makes the logits."""
-        return f"model.{_own(self.name).classifier}"
+        return f"model.{_pretrained_cfg(self.name).classifier}"
 
     @property
     def stem(self) -> str:
         """The module that reads the image."""
-        return f"model.{_own(self.name).first_conv}"
+        return f"model.{_pretrained_cfg(self.name).first_conv}"
 
     def embeddings(self) -> dict[str, Grid]:
-        """None that is known here."""
+        """None."""
         return {}
 
-    def meaning(self) -> dict[str, Any]:
+    def weight_signature(self) -> dict[str, Any]:
         """As of `Architecture`."""
-        return meaning(self)
+        return weight_signature(self)
 
     @classmethod
     def named(cls, name: str) -> TimmConfig:
@@ -84,7 +89,7 @@ class TimmConfig:
             UserError: for a name that timm does not have.
         """
         name = name.removeprefix(PREFIX)
-        cfg = _own(name)
+        cfg = _pretrained_cfg(name)
         return cls(name, num_classes=cfg.num_classes, img_size=cfg.input_size[1:])
 
     def with_overrides(self, **fields: Any) -> TimmConfig:
@@ -96,13 +101,13 @@ class TimmConfig:
         known = {field.name for field in dataclasses.fields(self)} - {"name", "settings"}
         own = {name: fields.pop(name) for name in known if name in fields}
         for name, value in fields.items():
-            if not isinstance(value, Plain):
+            if not isinstance(value, Scalar):
                 raise UserError(f"{name} is {value!r}; timm's models take plain values here")
         settings = tuple((dict(self.settings) | fields).items())
         return dataclasses.replace(self, settings=settings, **own)
 
 
-def _own(name: str) -> PretrainedCfg:
+def _pretrained_cfg(name: str) -> PretrainedCfg:
     return get_pretrained_cfg(name) or PretrainedCfg()
 
 
@@ -110,11 +115,11 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
     """timm's own weights for "timm/NAME": configuration, state dict, and its data configuration.
 
     Raises:
-        UserError: if timm has no such model, or no weights that are here or to be had.
+        UserError: if timm has no such model, or its weights cannot be loaded.
     """
     config = TimmConfig.named(name)
     missing = f"timm's weights of {name} could not be loaded"
-    with saying(missing, OSError, RuntimeError), hub_asked_once():
+    with saying(missing, OSError, RuntimeError), offline_unless_reachable():
         model = timm.create_model(config.name, pretrained=True)
     state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
     return config, state, timm.data.resolve_model_data_config(model)
@@ -130,7 +135,7 @@ class TimmModel(ImageClassifier):
     def __init__(self, config: TimmConfig) -> None:
         super().__init__(config, 0)
         settings: dict[str, Any] = dict(config.settings)
-        if _own(config.name).fixed_input_size:
+        if _pretrained_cfg(config.name).fixed_input_size:
             settings |= {"img_size": config.img_size}
         try:
             self.model: Any = timm.create_model(
@@ -141,7 +146,7 @@ class TimmModel(ImageClassifier):
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{PREFIX}{config.name} cannot be built: {error}") from error
         if config.gpsa:
-            put_attention(self, config.gpsa, config.locality_strength, config.gating_init)
+            replace_convolutions(self, *config.attention)
         width: Any = self.model.num_features
         self.num_features = self.embed_dim = self.head_hidden_size = width
 
@@ -182,7 +187,7 @@ class TimmModel(ImageClassifier):
         spared: set[str] = getattr(self.model, "no_weight_decay", set)()
         return {f"model.{name}" for name in spared}
 
-    def layer_numbers(self) -> dict[str, int]:
+    def layer_ids(self) -> dict[str, int]:
         numbers = group_parameters(self.model, self.model.group_matcher(), reverse=True)
         return {f"model.{name}": number for name, number in numbers.items()}
 
@@ -211,7 +216,7 @@ def named(name: str, fields: dict[str, Any]) -> Any:
 
 
 def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClassifier:
-    """Build a model, with fresh weights drawn from torch's default generator.
+    """Build a model, with random weights from torch's default generator.
 
     Args:
         model: one of `list_models()`, "timm/" and the name of one of timm's, or a configuration.
@@ -224,7 +229,7 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
     fields = {name: value for name, value in overrides.items() if value is not None}
     if isinstance(model, str):
         built = build(named(model, fields))
-        built.variant = ALIASES.get(model, model)
+        built.variant = model
         return built
     if type(model) not in _MODELS:
         raise UserError(f"no model is built from a {type(model).__name__}")
@@ -243,19 +248,27 @@ def count_parameters(model: nn.Module) -> int:
 def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = None) -> int:
     """Multiply-accumulates of one image's forward pass, attention's products included.
 
-    Counted on the meta device, so it costs neither memory nor arithmetic. What is no matrix product
-    or convolution (norms, softmax, activations) is left out, as in the papers' "FLOPs". All
-    tokens of the last block are counted, as in the papers, though `forward` needs only one of them.
+    Counted on the meta device unless the model is small, so it costs neither memory nor arithmetic.
+    What is no matrix product or convolution (norms, softmax, activations) is left out, as in the
+    papers' "FLOPs". All tokens of the last block are counted, as in the papers, though `forward`
+    needs only one of them.
 
     Args:
         model: any of our models.
         img_size: pixels, a number or (height, width); the model's own unless given.
     """
     with torch.device("meta"):
-        meta = build(model.config).eval()
-        size = model.img_size if img_size is None else sides(img_size)
-        images = torch.empty(1, model.in_chans, *size)
+        counted = build(model.config).eval()
+    size = model.img_size if img_size is None else to_2tuple(img_size)
+    # What a small model computes takes less time than the meta device needs to say its shapes.
+    small = count_parameters(counted) < 1_000_000 and size[0] * size[1] <= 64 * 64
+    device = "cpu" if small else "meta"
+    counted.to_empty(device=device)
+    images = torch.zeros(1, model.in_chans, *size, device=device)
     # The plain backend is made of counted products; the fused ones are opaque to the counter.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        meta.forward_head(meta.forward_features(images))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        for tensor in (*counted.parameters(), *counted.buffers()):
+            tensor.zero_()
+        with FlopCounterMode(display=False) as counter:
+            counted.forward_head(counted.forward_features(images))
     return counter.get_total_flops() // 2

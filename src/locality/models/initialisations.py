@@ -1,4 +1,4 @@
-"""Ways in which attention layers may start: functions on a built model, in place, and `transform`.
+"""Initialisations of attention layers, in place on a built model, and `transform`.
 
 Shapes:  C width · h heads · d = C/h head width · N = H·W tokens · Δ an offset in tokens
 
@@ -27,13 +27,13 @@ from locality.layers import (
     PositionalSelfAttention,
     SelfAttention,
 )
-from locality.layers.conv_init import as_random_convolution, kernel_offsets
+from locality.layers.conv_init import init_random_convolution_, kernel_offsets
 from locality.models.base import ImageClassifier
 
 _POSITIONAL = (PositionalSelfAttention, GatedPositionalSelfAttention)
 _SLOWEST = 10_000.0
 _GAP = 3.0
-"""How far an impulse's score lies above those of the patches beside it, in nats."""
+"""The difference of an impulse's score to those of neighbouring patches, in nats."""
 
 STRENGTH, GATING = 7.0, 1.0
 """α and λ of the layers unless given; docs/transform.md has the measurements behind them."""
@@ -45,10 +45,10 @@ Network = TypeVar("Network", bound=nn.Module)
 
 @torch.no_grad()
 def conv(model: nn.Module) -> None:
-    """Every positional layer as a random convolution (ConViT Eq. 5)."""
+    """Initialise every positional layer as a random convolution (ConViT Eq. 5)."""
     for layer in model.modules():
         if isinstance(layer, _POSITIONAL) and not layer.conv_init:
-            as_random_convolution(layer.v_pos, layer.value_weight, layer.locality_strength)
+            init_random_convolution_(layer.v_pos, layer.value_weight, layer.locality_strength)
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def mimetic(model: nn.Module) -> None:
 
 @torch.no_grad()
 def impulse(model: nn.Module) -> None:
-    """Content attention that looks at one neighbour (Zheng et al., NeurIPS 2025, arXiv 2505.19985).
+    """Content attention to a single neighbour (Zheng et al., NeurIPS 2025, arXiv 2505.19985).
 
         softmax(P W_Q W_Kᵀ Pᵀ/√d) ≈ the shift by Δ,    Δ random in a 3×3 window for each head,
 
@@ -139,7 +139,7 @@ INITIALISATIONS: dict[str, Callable[[nn.Module], None]] = {
     "mimetic": mimetic,
     "impulse": impulse,
 }
-"""What a model's `init` does to it once built; "trained_conv" waits for the net's weights."""
+"""The functions of a model's `init`; "trained_conv" is applied when weights are loaded."""
 
 
 def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
@@ -155,7 +155,7 @@ def sinusoidal_positions(grid: Grid, width: int) -> Tensor:
 def set_sinusoidal_positions(model: Any) -> None:
     """Start a model's learned position embedding, where it has one, as sinusoids."""
     if getattr(model, "pos_embed", None) is not None:
-        (grid,) = model.config.home_grids
+        (grid,) = model.config.native_grids
         model.pos_embed[:, -grid[0] * grid[1] :] = sinusoidal_positions(grid, model.embed_dim)
 
 
@@ -185,7 +185,7 @@ def transform(
     alpha: float | Literal["exact"] = STRENGTH,
     gating: float = GATING,
 ) -> Network:
-    """The same network with gated attention in the place of chosen k×k convolutions.
+    """A copy of a network in which gated attention replaces chosen k×k convolutions.
 
     "Transformed CNNs" (d'Ascoli et al. 2021, arXiv 2106.05795) continue from a trained ConvNet with
     such layers in the place of its last convolutions. In separable form, with zero padding inside
@@ -216,17 +216,19 @@ def transform(
             )
         fields = {"gpsa": layers, "locality_strength": strength, "gating_init": gating}
         changed.config = changed.config.with_overrides(**fields)
-    put_attention(changed, layers, strength, gating)
+    replace_convolutions(changed, layers, strength, gating)
     return changed
 
 
-def put_attention(model: nn.Module, layers: str | int, strength: float, gating: float) -> None:
+def replace_convolutions(
+    model: nn.Module, layers: str | int, strength: float, gating: float
+) -> None:
     """Replace convolutions of a network by the attention that computes them; see `transform`.
 
     Raises:
         UserError: as `transform`.
     """
-    for name in chosen_convolutions(model, layers):
+    for name in select_convolutions(model, layers):
         conv = model.get_submodule(name)
         if type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
             raise UserError(f"{name} is a {type(conv).__name__}, not a plain zero-padded Conv2d")
@@ -236,7 +238,7 @@ def put_attention(model: nn.Module, layers: str | int, strength: float, gating: 
         setattr(model.get_submodule(parent), own, ImageAttention(attn).train(model.training))
 
 
-def chosen_convolutions(model: nn.Module, layers: str | int) -> list[str]:
+def select_convolutions(model: nn.Module, layers: str | int) -> list[str]:
     """The names of the k×k convolutions, k > 1, that `layers` means; see `transform`.
 
     Raises:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from locality.errors import entry
-from locality.models.config import INTERFACE, CvTConfig, StageConfig, ViTConfig, unlike
+from locality.models.config import INTERFACE, CvTConfig, StageConfig, ViTConfig, signature_diff
 
 
 @dataclass(frozen=True)
@@ -127,26 +126,15 @@ VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 """All models, by name."""
 
 PREFIX = "timm/"
-"""What the names of timm's models begin with here."""
+"""The prefix of the names of timm's models."""
 
 FAMILY_NAMES = {"convit": "ConViT", "deit": "DeiT", "cvt": "CvT"}
-"""What people call the families."""
+"""The families' names for display."""
 
 
 def family_of(model: str | None) -> str:
     """The family of a model by its name; "other" for one that is not in the table."""
     return VARIANTS[model].family if model in VARIANTS else "other"
-
-
-# Earlier names, which still work.
-ALIASES = {f"deit_{size}_twin": f"deit_{size}_baseline" for size in ("tiny", "small", "base")}
-
-
-def current_name(name: str) -> str:
-    """What a model that may be given by an earlier name is called; that it is one is warned of."""
-    if name in ALIASES:
-        warnings.warn(f"{name} is called {ALIASES[name]} now", FutureWarning, stacklevel=3)
-    return ALIASES.get(name, name)
 
 
 # Names whose size has changed: what they are called today in files that version 0.1.0 wrote.
@@ -180,7 +168,7 @@ def variant(name: str) -> Variant:
     Raises:
         UserError: if there is none, with the nearest names.
     """
-    return entry("model", current_name(name), VARIANTS)
+    return entry("model", name, VARIANTS)
 
 
 def identify(config: Any) -> tuple[str | None, Any]:
@@ -191,7 +179,7 @@ def identify(config: Any) -> tuple[str | None, Any]:
         that settings which only matter in training are the row's; or None and `config` itself.
     """
     for name, row in VARIANTS.items():
-        if type(row.config) is type(config) and not unlike(row.config, config):
+        if type(row.config) is type(config) and not signature_diff(row.config, config):
             fields = {field: getattr(config, field) for field in INTERFACE}
             return name, dataclasses.replace(row.config, **fields)
     return None, config

@@ -28,8 +28,8 @@ from locality.models.base import ImageClassifier, Run
 from locality.models.config import ViTConfig
 
 
-def _shared(c: ViTConfig) -> dict[str, Any]:
-    """What PSA and GPSA are both made with."""
+def _positional_kwargs(c: ViTConfig) -> dict[str, Any]:
+    """The arguments that PSA and GPSA share."""
     return {
         "dim": c.embed_dim,
         "num_heads": c.num_heads,
@@ -40,16 +40,18 @@ def _shared(c: ViTConfig) -> dict[str, Any]:
     }
 
 
-# What stands in the first blocks, by name: another attention is a class and a row here.
+# The attention of the first blocks by name. A new kind is a class and a row here.
 POSITIONAL: dict[str, Callable[[ViTConfig], nn.Module]] = {
-    "gpsa": lambda c: GatedPositionalSelfAttention(gating_init=c.gating_init, **_shared(c)),
-    "psa": lambda c: PositionalSelfAttention(**_shared(c)),
+    "gpsa": lambda c: GatedPositionalSelfAttention(
+        gating_init=c.gating_init, **_positional_kwargs(c)
+    ),
+    "psa": lambda c: PositionalSelfAttention(**_positional_kwargs(c)),
     "conv": lambda c: LocalConvolution(c.embed_dim, kernel_size(c.num_heads)),
 }
 
 
 class VisionTransformer(ImageClassifier):
-    """DeiT or ConViT, as its configuration says (ConViT Table 1)."""
+    """DeiT or ConViT (ConViT Table 1)."""
 
     config: ViTConfig
 
@@ -60,7 +62,7 @@ class VisionTransformer(ImageClassifier):
             config.in_chans, width, kernel_size=config.patch_size, stride=config.patch_size
         )
         self.cls_token = base.embedding(1, width) if config.has_class_token else None
-        ((rows, columns),) = config.home_grids
+        ((rows, columns),) = config.native_grids
         entries = rows * columns + config.embed_class_token
         self.pos_embed = base.embedding(entries, width) if config.use_pos_embed else None
         # Stochastic depth grows linearly over the blocks.
@@ -97,20 +99,20 @@ class VisionTransformer(ImageClassifier):
         token: Tensor | None = self.cls_token
         prefix = int(self.config.embed_class_token)
         if token is not None and prefix:
-            x, token = base.with_class_token(token, x), None
+            x, token = base.prepend_class_token(token, x), None
         if self.pos_embed is not None:
-            (made_for,) = self.config.home_grids
-            x = x + base.position_embedding(self.pos_embed, made_for, grid, prefix)
+            (native_grid,) = self.config.native_grids
+            x = x + base.position_embedding(self.pos_embed, native_grid, grid, prefix)
         for index, block in enumerate(self.blocks[:maps]):
             if index == self.config.gpsa_layers and token is not None:
-                x = base.with_class_token(token, x)
+                x = base.prepend_class_token(token, x)
             x = run(block, x, grid)
         return x
 
-    def _map_blocks(self) -> list[nn.Module]:
+    def _feature_blocks(self) -> list[nn.Module]:
         return list(self.blocks)
 
-    def _cut(self, maps: int) -> None:
+    def _truncate(self, maps: int) -> None:
         config = self.config
         token = config.has_class_token and config.gpsa_layers < maps
         self.blocks = self.blocks[:maps]

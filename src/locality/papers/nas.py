@@ -26,7 +26,7 @@ from locality.papers.measures import (
 from locality.papers.specs import Row, Scale, Table, experiment
 from locality.runner.runs import Run
 from locality.search.config import named, read_search
-from locality.search.run import Search, default_of, space_of
+from locality.search.run import Search, default_index, space_of
 from locality.search.space import Candidates
 from locality.training import RunConfig, replace, train
 
@@ -49,7 +49,7 @@ def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any
     known = next(each for each in map(named, SEARCHED.values()) if each.run.recipe == config.recipe)
     search = dataclasses.replace(known, run=config, parameters=None)
     space = space_of(search)
-    macs = space.cost(default_of(search, space)).macs
+    macs = space.cost(default_index(search, space)).macs
     return Search(dataclasses.replace(search, macs=macs), folder, quiet=True).run()
 
 
@@ -72,7 +72,7 @@ def _supernet_top1(numbers: tuple[int, ...]) -> Measure:
         config = read_search(run.folder)
         search = Search(config, run.folder, quiet=True)
         search.begin()
-        search.take_weights(len(config.rounds()) - 1)
+        search.load_supernet(len(config.rounds()) - 1)
         return [search.score(number)[0] for number in numbers]
 
     return Measure(f"supernet top1 of {numbers}", read)
@@ -100,7 +100,7 @@ def nas(s: Scale) -> Table:
         return Table((Row("default", {"top1": empty}),), values=values)
     search = named(SEARCHED[s.name])
     space = space_of(search)
-    default = default_of(search, space)
+    default = default_index(search, space)
     most, generator = space.cost(default).macs, np.random.default_rng(0)
     drawn = Candidates(space, None, {"macs": most}).random(generator, 1000)
     alike = [number for number in drawn if space.cost(number).macs > 0.95 * most]

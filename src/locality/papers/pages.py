@@ -24,11 +24,12 @@ from typing import Any
 import yaml
 
 from locality.errors import UserError
-from locality.files import csv_text, render, write_page
+from locality.files import csv_text
 from locality.papers import records
 from locality.papers.published import COMPUTED
 from locality.papers.records import Record
 from locality.papers.specs import papers_order
+from locality.templates import render, write_page
 
 EMPTY = "—"
 SCALES = ("fashion14", "fashion", "digits")

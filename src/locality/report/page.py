@@ -11,23 +11,25 @@ import numpy as np
 from markupsafe import Markup
 
 from locality import __version__, checks
-from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_address, load_pictures
-from locality.analysis.recording import MISTAKES, MOST_MISTAKES, recorded_trajectory
-from locality.analysis.runs import RecordedRun, RunGroup, differing, group, read_runs
+from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_url, load_pictures
+from locality.analysis.recording import MAX_MISTAKES, MISTAKES, recorded_trajectory
+from locality.analysis.runs import RecordedRun, RunGroup, differing_settings, group, read_runs
 from locality.analysis.statistics import estimate
 from locality.data.checking import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg
-from locality.files import read_json, read_rows, render, write_page
-from locality.report import comparing
+from locality.files import read_json, read_rows
+from locality.report import baseline_pairs
 from locality.settings import flatten
+from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
 from locality.training.runs import RunFolder
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
+_MAX_NAMES = 4  # in the title
 
-_MOST_CLASSES = 20
+_MAX_CLASSES = 20
 """In the confusion matrix, which has to be readable on a phone, and in the table."""
 
 
@@ -56,8 +58,8 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
 
 
 def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
-    """What the template is given."""
-    comparisons = list(comparing.compare(groups))
+    """The values for the template."""
+    comparisons = list(baseline_pairs.baseline_pairs(groups))
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     runs = [run for one in groups for run in one.runs]
     measured = [run.measures for run in runs if run.measures]
@@ -68,15 +70,15 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         for gate in layer["gates"] or []
     }
     several = len(runs) > 1
-    apart = differing([_settings(run) for run in runs])
+    apart = differing_settings([_settings(run) for run in runs])
     return {
-        "title": comparing.headline(groups, comparisons),
+        "title": _title(groups),
         "kind": "run" if not several else "experiment" if len(fractions) > 1 else "comparison",
         "one": None if several else single_run(runs[0]),
         "fractions": fractions,
         "datasets": sorted({one.dataset for one in groups}),
-        "comparisons": [(each, comparing.sentence(each)) for each in comparisons],
-        "besides": sorted({name for each in comparisons for name in each.other_differences()}),
+        "comparisons": [(each, baseline_pairs.sentence(each)) for each in comparisons],
+        "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
         "families": {one.family for one in groups},
         # Of five classes or fewer, the five most probable ones are all.
@@ -97,10 +99,10 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         ),
         # Where the gates start, if all of them start at the same value.
         "first_gate": first_gates.pop() if len(first_gates) == 1 else None,
-        "galleries": _galleries(groups),
+        "galleries": _attention_galleries(groups),
         "decades": DECADES,
         "shared": {n: value for n, value in _settings(runs[0]).items() if n not in apart},
-        "differing": differing([_settings(one.runs[0]) for one in groups]),
+        "differing": differing_settings([_settings(one.runs[0]) for one in groups]),
         "rows": [
             _row(one, fraction) for fraction in fractions for one in groups if one.at(fraction)
         ],
@@ -109,8 +111,15 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     }
 
 
+def _title(groups: Sequence[RunGroup]) -> str:
+    """The models and the datasets."""
+    labels = [one.label for one in groups]
+    models = ", ".join(labels) if len(labels) <= _MAX_NAMES else f"{len(labels)} models or settings"
+    return f"{models} on {', '.join(sorted({one.dataset for one in groups}))}"
+
+
 def _svg(figure: Figure | None, title: str) -> Markup:
-    """A chart inside the page; the title is what a screen reader says, and names its parts."""
+    """A chart as inline SVG; the title is for screen readers and prefixes ids."""
     assert figure is not None
     return Markup(inline_svg(figure, re.sub(r"\W+", "-", title), title))
 
@@ -119,7 +128,7 @@ def _panels(
     what: str, fractions: Sequence[float], draw: Callable[..., Any], content: Any
 ) -> list[tuple[Markup, str]]:
     """One chart per fraction and its title, without those that had nothing to draw."""
-    titled = {charts.part_of(part): part for part in fractions}
+    titled = {charts.subset_label(part): part for part in fractions}
     drawn = {title: charts.chart(draw, content, part) for title, part in titled.items()}
     return [
         (_svg(figure, f"{what}, {title}"), title)
@@ -136,7 +145,7 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]
         if recorded := [each for each in found if each is not None]:
             part = charts.percent(one.fractions[-1])
             measured.append((f"{one.label}, {part} of the images", recorded))
-    titled = {"How far layers look": curves.nonlocality_panels(measured)}
+    titled = {"Nonlocality": curves.nonlocality_panels(measured)}
     titled |= {f"Gates of {label}": curves.gate_panels(seeds) for label, seeds in measured}
     return [
         (title, [_svg(curves.draw([panel]), f"{title}, {panel['title']}") for panel in panels])
@@ -145,8 +154,8 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]
     ]
 
 
-def _galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """The same images seen by one run of every group: on most data, of the lowest seed."""
+def _attention_galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+    """Attention on the same images by one run per group: most data, lowest seed."""
     seen: list[tuple[str, Pictures]] = []
     for one in groups:
         run = one.at(one.fractions[-1])[0]
@@ -159,7 +168,7 @@ def _galleries(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     first = seen[0][1]
     return [
         {
-            "image": data_address(image),
+            "image": data_url(image),
             "label": first.labels[index],
             "box": _box(first.layers[0]),
             "models": [
@@ -182,7 +191,7 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
             "layer": index + 1,
             "box": _box(layer),
             "heads": [
-                (data_address(maps.coloured(found)), gate)
+                (data_url(maps.map_to_rgb(found)), gate)
                 for found, gate in zip(
                     layer.mixed[image][:_HEADS],
                     [None] * _HEADS if layer.gates is None else layer.gates.tolist(),
@@ -216,10 +225,10 @@ def _row(one: RunGroup, fraction: float) -> dict[str, Any]:
 
 
 def _settings(run: RecordedRun) -> dict[str, Any]:
-    """A run's settings by dotted name, without what is told elsewhere on the page."""
+    """A run's settings by dotted name, without those shown elsewhere on the page."""
     flat = flatten(run.config)
-    told = ("seed", "model.name", "data.fraction", "data.dataset")
-    return {name: value for name, value in flat.items() if name not in told}
+    shown = ("seed", "model.name", "data.fraction", "data.dataset")
+    return {name: value for name, value in flat.items() if name not in shown}
 
 
 def _environments(runs: Sequence[RecordedRun]) -> list[tuple[dict[str, Any], int]]:
@@ -249,7 +258,7 @@ def _shown(value: Any) -> str:
 
 
 def single_run(run: RecordedRun) -> dict[str, Any]:
-    """What the template shows of a report's only run; figures and plain values.
+    """The values of a report on a single run.
 
     Raises:
         UserError: if a file in its folder is damaged.
@@ -287,7 +296,7 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
     for name, row in zip(predictions.classes, rows, strict=True):
         row |= {"name": name, "train_images": counts.get(name)}
     errors = [row["images"] + row["called"] - 2 * row["right"] for row in rows]
-    shown = sorted(np.argsort(np.negative(errors), kind="stable")[:_MOST_CLASSES].tolist())
+    shown = sorted(np.argsort(np.negative(errors), kind="stable")[:_MAX_CLASSES].tolist())
     table, error = predictions.calibration()
     names = [predictions.classes[number] for number in shown]
     worst = sorted(
@@ -297,7 +306,7 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
         "predictions": predictions,
         "reach": maps.REACH,
         "unread": int(run.result["val_images"]) - len(predictions.labels),
-        "rows": worst[:_MOST_CLASSES],
+        "rows": worst[:_MAX_CLASSES],
         "confusion": charts.chart(charts.draw_confusion, predictions.confusion(shown), names),
         "confused_classes": len(shown),
         "calibration": charts.chart(charts.draw_calibration, table),
@@ -316,23 +325,25 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
             "label": predictions.classes[predictions.labels[row]],
             "says": predictions.classes[predictions.predicted[row]],
             "confidence": predictions.confidence[row],
-            "image": taken and data_address(taken.images[place]),
+            "image": taken and data_url(taken.images[place]),
             "map": taken
-            and data_address(maps.coloured(taken.layers[-1].mixed[place, 0], from_even=True)),
+            and data_url(
+                maps.map_to_rgb(taken.layers[-1].mixed[place, 0], relative_to_uniform=True)
+            ),
         }
-        for place, row in enumerate(predictions.mistakes(MOST_MISTAKES))
+        for place, row in enumerate(predictions.mistakes(MAX_MISTAKES))
         if taken is None or place < len(taken.images)
     ]
 
 
 FILTERS: dict[str, Any] = {
     "percent": charts.percent,
-    "interval": comparing.with_interval,
+    "interval": baseline_pairs.format_estimate,
     "thousands": lambda number: f"{number:,.0f}",
     "millions": lambda number: f"{number / 1e6:.2f} M",
     "svg": _svg,
-    "part_of": charts.part_of,
+    "subset_label": charts.subset_label,
     "gate_colour": maps.gate_colour,
-    "even_colour": maps.even_colour,
+    "uniform_colour": maps.uniform_colour,
     "shown": _shown,
 }

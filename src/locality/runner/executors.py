@@ -7,6 +7,7 @@ it that each is performed once, and says of each whether it failed; results are 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -26,7 +27,7 @@ import torch
 from locality import checks
 from locality.errors import Interrupted, ProcessKilled, UserError, entry, one_line, require
 from locality.runner.runs import Outcome, Run, RunsProgress, threads_per_run, with_needs
-from locality.training import RunConfig, replace
+from locality.training import RunConfig
 from locality.training.distributed import launched_from_outside
 
 _POLL_SECONDS = 0.2
@@ -80,7 +81,7 @@ def _on_one_device(config: RunConfig) -> RunConfig:
     """
     if config.engine.devices or launched_from_outside():
         return config
-    return replace(config, {"engine.devices": 1})
+    return dataclasses.replace(config, engine=config.engine.on_one_device())
 
 
 def log_file(folder: Path) -> Path:

@@ -5,7 +5,6 @@ in images, multiply-accumulates and hours on the machine at hand; and how far th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
@@ -28,7 +27,7 @@ from locality.errors import UserError
 from locality.files import read_rows
 from locality.machine import processors
 from locality.models import count_macs, count_parameters
-from locality.settings import flatten, from_yaml, to_dict, to_yaml
+from locality.settings import flatten, from_dict, to_dict
 from locality.training.config import ModelConfig, RunConfig, make_plan
 from locality.training.fitting import step_seconds, timed_images
 from locality.training.preview import meta_model, span
@@ -133,9 +132,8 @@ def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:
 
     The name begins with what a person would look for: model, fraction and seed.
     """
-    percent = f"{100 * config.data.fraction:g}"
     name = config.model.name.replace("/", "-")
-    return root / f"{name}-{percent}-s{config.seed}-{digest(config, task)}"
+    return root / f"{name}-{config.data.percent}-s{config.seed}-{digest(config, task)}"
 
 
 def with_needs(runs: Iterable[Run]) -> list[Run]:
@@ -258,7 +256,7 @@ def _speed_key(config: RunConfig) -> str:
 
 def _architecture(model: ModelConfig) -> str:
     """What the network depends on, as text."""
-    return to_yaml(dataclasses.replace(model, weights=None))
+    return json.dumps(to_dict(model) | {"weights": None})
 
 
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
@@ -276,9 +274,7 @@ def image_counts(config: RunConfig) -> tuple[int, int, int]:
         images, evaluated, classes = known
         kept = min(data.first_classes or classes, classes) - data.skip_classes
         share = kept / classes * (data.part[1] - data.part[0])
-        part = (data.train_part[1] - data.train_part[0]) * data.fraction
-        part *= 1 - 1 / data.fold[1] if data.fold else 1
-        return round(images * share * part), round(evaluated * share), kept
+        return round(images * share * data.train_share), round(evaluated * share), kept
     return _opened(data, config.seed)
 
 
@@ -290,8 +286,9 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
 
 @cache
 def _size(architecture: str, classes: int) -> tuple[int, int]:
-    network = meta_model(RunConfig(model=from_yaml(ModelConfig, architecture)), classes)
-    return count_parameters(network), count_macs(network)
+    network = meta_model(RunConfig(model=from_dict(ModelConfig, json.loads(architecture))), classes)
+    with arithmetic_threads(1):  # several only wait for each other at products so small
+        return count_parameters(network), count_macs(network)
 
 
 def parameters(model: ModelConfig, classes: int) -> int:
@@ -310,7 +307,7 @@ def _steps_rate(architecture: str, classes: int, batch_size: int, threads: int) 
 
     A step that would take long here is timed on a part of its batch.
     """
-    config = RunConfig(model=from_yaml(ModelConfig, architecture))
+    config = RunConfig(model=from_dict(ModelConfig, json.loads(architecture)))
     images = timed_images(batch_size, _STEP_FORWARDS * forward_macs(config.model, classes))
     with arithmetic_threads(threads):
         # The fastest: everything else is what the machine was doing besides.

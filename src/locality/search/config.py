@@ -1,4 +1,4 @@
-"""A search as settings: what is searched, how its supernet is trained, and searches by name."""
+"""The configuration of a search, and the searches with a name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from locality.training import RunConfig, recipe
 
 SEARCH_FILE = "search.yaml"
 # The largest candidate alone at first, for this part of the supernet's training.
-_WARM_UP = 0.2
+_WARMUP_FRACTION = 0.2
 # The easiest part of the images that each round of a method trains on.
 ROUNDS = {"sandwich": (1.0,), "da_nas": (0.25, 0.5, 1.0)}
 
@@ -72,10 +72,10 @@ class SearchConfig:
     def rounds(self) -> list[RunConfig]:
         """The warm-up and the rounds of the supernet, without the weights they start from."""
         parts = ROUNDS[self.method]
-        runs = [_shortened(self.largest, _WARM_UP)]
+        runs = [_scaled_schedule(self.largest, _WARMUP_FRACTION)]
         for part in parts:
-            run = _shortened(self.largest, (1 - _WARM_UP) / len(parts))
-            changes: dict[str, Any] = {"objective.kind": "locality.search.supernet:Sandwich"}
+            run = _scaled_schedule(self.largest, (1 - _WARMUP_FRACTION) / len(parts))
+            changes: dict[str, Any] = {}
             if part < 1:
                 changes["data.fraction"] = part
                 changes["schedule.constant_images"] = run.schedule.unit == "epochs"
@@ -83,7 +83,7 @@ class SearchConfig:
         return runs
 
 
-def _shortened(run: RunConfig, part: float) -> RunConfig:
+def _scaled_schedule(run: RunConfig, part: float) -> RunConfig:
     """A run with a part of its steps or epochs, warm-up and cool-down in proportion."""
     ends = {
         f"schedule.{name}": getattr(run.schedule, name) * part for name in ("warmup", "cooldown")
@@ -101,9 +101,9 @@ def named(name: str) -> SearchConfig:
     Raises:
         UserError: for a name that does not exist, with the nearest.
     """
-    told = entry("search", name, SEARCHES)
-    run = replace(recipe(told["recipe"], model=told["model"]), told["settings"])
-    return SearchConfig(run, **told["search"])
+    row = entry("search", name, SEARCHES)
+    run = replace(recipe(row["recipe"], model=row["model"]), row["settings"])
+    return SearchConfig(run, **row["search"])
 
 
 def read_search(folder: Path | str) -> SearchConfig:

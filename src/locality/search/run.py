@@ -1,7 +1,7 @@
 """A search from beginning to end: train the supernet, choose a candidate, write what was found.
 
 search.yaml       the whole search
-warm-up/          run folder: the largest candidate alone, whose loss says which images are hard
+warm-up/          run folder: the largest candidate alone; its losses rank images by difficulty
 start/            its weights, hidden units in the order of importance
 round-1/ …        run folders of the supernet; one, or one for each amount of images
 difficulty.npy    the loss of every training image after the warm-up
@@ -9,12 +9,13 @@ latency.json      what each block takes with each option
 candidates.csv    every candidate that was evaluated, and how well it did
 chosen.yaml       what was found, as settings for `locality train --config`
 chosen/           and its weights from the supernet
-page.html         all of it to look at
+page.html         a report
 result.json       written last
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +36,19 @@ from locality.benchmark.measure import interleave, training_step
 from locality.checkpoints import save
 from locality.checkpoints.format import WEIGHTS
 from locality.checkpoints.open import load
-from locality.data import BatchLoader, ImageSource, eval_loader, open_data
+from locality.data import BatchLoader, DataSplits, ImageSource, eval_loader, open_data
+from locality.data.sampling import sorted_fraction
 from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import inline_svg
-from locality.files import atomic_file, read_json, read_rows, render, write_atomic
+from locality.files import atomic_file, read_json, read_rows, write_atomic
 from locality.models import ImageClassifier, build, variant
 from locality.runner.runs import image_counts
 from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 from locality.settings import replace
+from locality.templates import render
 from locality.training import RunFolder, train
 from locality.training.config import make_plan
 from locality.training.distributed import create_fabric
@@ -54,7 +57,7 @@ from locality.training.preview import meta_model, span
 from locality.training.recorder import CsvTable
 from locality.training.runs import MAY_CHANGE
 
-# Between two rounds da_nas drops this part of all options, by so many candidates' accuracy.
+# Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
 _DROPPED, _PRUNING = 0.25, 64
 _AXES = {
     "parameters": "parameters",
@@ -62,7 +65,7 @@ _AXES = {
     "latency": f"milliseconds for {supernet.LATENCY_BATCH} images",
 }
 _LATENCY = "latency.json"
-_AT_ONCE = 8  # candidates, before they are written down
+_CHUNK_SIZE = 8  # candidates, before they are written down
 _COLUMNS = ("step", "round", "by", "number", "shape", "top1", "val_loss", *_AXES)
 
 
@@ -72,7 +75,7 @@ def space_of(config: SearchConfig) -> SearchSpace:
     return SearchSpace(meta_model(run, image_counts(run)[2]).config)
 
 
-def default_of(config: SearchConfig, space: SearchSpace) -> int:
+def default_index(config: SearchConfig, space: SearchSpace) -> int:
     """The number of the CvT that the search starts from."""
     return space.index(meta_model(config.run, space.base.num_classes).config)
 
@@ -101,7 +104,7 @@ class Search:
         self.known: dict[tuple[int, int], Score] = {}
 
     def run(self) -> dict[str, Any]:
-        """Search to the end, from wherever it was left; returns the content of result.json.
+        """Run or resume the search; returns the content of result.json.
 
         Raises:
             UserError: if the folder is another search's, and as `train`.
@@ -110,27 +113,27 @@ class Search:
             return result
         try:
             if self.writes:
-                self._claim()
+                self._prepare_folder()
             warm_up, *rounds = self.config.rounds()
             train(warm_up, self.path / "warm-up", quiet=self.quiet)
             self.begin()
             weights = self._after_warm_up()
             candidates = Candidates(self.space, None, self.config.limits)
             for number, run in enumerate(rounds, 1):
-                changes = {"model.weights": str(weights), "objective.options": candidates.options}
-                if run.data.fraction < 1:
-                    changes["data.difficulty"] = str(self.path / "difficulty.npy")
+                run = replace(run, {"model.weights": str(weights)})
                 weights = self.path / f"round-{number}"
-                train(replace(run, changes), weights, quiet=self.quiet)
-                self.take_weights(number)
+                objective = partial(supernet.Sandwich, options=candidates.options)
+                splits = self.easiest(run.data.fraction)
+                train(run, weights, quiet=self.quiet, splits=splits, objective=objective)
+                self.load_supernet(number)
                 if number < len(rounds):
                     candidates = self._pruned(candidates)
-            return self._finish(self._searched(candidates))
+            return self._write_result(self._searched(candidates))
         finally:
             self.place.lock.release()
 
-    def _claim(self) -> None:
-        """Take the folder, write the search into it, and time its blocks if nobody has."""
+    def _prepare_folder(self) -> None:
+        """Lock the folder, write the configuration, and measure latencies if there are none."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.place.lock.claim()
         file = self.path / SEARCH_FILE
@@ -148,10 +151,10 @@ class Search:
         if not (self.path / _LATENCY).exists():
             measured = supernet.measure_latency(self.space, self.device)
             write_atomic(self.path / _LATENCY, json.dumps(measured))
-        self._weigh_latency()
+        self._load_latency()
         Candidates(self.space, None, self.config.limits)
 
-    def _weigh_latency(self) -> None:
+    def _load_latency(self) -> None:
         measured = read_json(self.path / _LATENCY)
         self.space.tables["latency"] = measured["fixed"], np.array(measured["blocks"])
 
@@ -163,10 +166,10 @@ class Search:
         evenly = np.linspace(0, len(train) - 1, count).astype(np.int64)
         calibrating = self._loader(train.subset(evenly))
         self.calibration = [batch.images.to(self.device) for batch in calibrating]
-        self._weigh_latency()
+        self._load_latency()
         if self.writes:
             self.table.cut(2**62)
-        _meet()
+        _barrier()
         for row in read_rows(self.table.path):
             self.known[int(row["round"]), int(row["number"])] = (
                 float(row["top1"]),
@@ -179,7 +182,7 @@ class Search:
 
     @torch.no_grad()
     def _after_warm_up(self) -> Path:
-        """Measure how hard images are, where that matters; the weights to go on from."""
+        """Record every image's loss if the method needs it; the supernet's initial weights."""
         model, start = load(self.path / "warm-up").to(self.device), self.path / "start"
         file, losses = self.path / "difficulty.npy", []
         if min(ROUNDS[self.config.method]) < 1 and not file.exists():
@@ -192,20 +195,31 @@ class Search:
         if self.writes and not (start / WEIGHTS).exists():  # what `save` writes last
             supernet.order_hidden_units(model)
             save(model, start)
-        _meet()
+        _barrier()
         return start
 
-    def take_weights(self, number: int) -> None:
-        """Evaluate candidates with the supernet as it is after this round from now on."""
+    def easiest(self, fraction: float) -> DataSplits:
+        """The splits with the fraction of each class's training images that has the lowest loss."""
+        if fraction == 1:
+            return self.splits
+        train = self.splits.train
+        order = np.argsort(np.load(self.path / "difficulty.npy"), kind="stable")
+        kept = order[sorted_fraction(train.labels[order], fraction)]
+        return dataclasses.replace(self.splits, train=train.subset(np.sort(kept)))
+
+    def load_supernet(self, number: int) -> None:
+        """Load the supernet of a round, by which candidates are evaluated from now on."""
         self.round, self.model = number, load(self.path / f"round-{number}").to(self.device)
 
     def scores(self, numbers: Sequence[int], by: str) -> Scores:
-        """Evaluate candidates, each once; whoever asks first is written down beside it."""
+        """Evaluate candidates, each once; `by` is recorded for new ones."""
         new = [number for number in numbers if (self.round, number) not in self.known]
         for start in tqdm(
-            range(0, len(new), _AT_ONCE), by, disable=self.quiet or not sys.stderr.isatty()
+            range(0, len(new), _CHUNK_SIZE), by, disable=self.quiet or not sys.stderr.isatty()
         ):
-            for number, (top1, loss) in _shared(new[start : start + _AT_ONCE], self.score).items():
+            for number, (top1, loss) in _map_over_ranks(
+                new[start : start + _CHUNK_SIZE], self.score
+            ).items():
                 self.known[self.round, number] = top1, loss
                 row = {"round": self.round, "by": by, "number": number, "top1": top1}
                 row |= {"step": len(self.known), "val_loss": -loss, "shape": self._shape(number)}
@@ -228,26 +242,26 @@ class Search:
 
     def _costs(self, number: int) -> dict[str, float]:
         digits = self.space.digits(np.array([number]))
-        return {name: self.space.weigh(name, digits)[0].item() for name in self.space.tables}
+        return {name: self.space.total_cost(name, digits)[0].item() for name in self.space.tables}
 
     def _pruned(self, candidates: Candidates) -> Candidates:
-        """Those that are left without the options that lose most with the present weights."""
+        """The candidates without the worst options by the current weights."""
         generator = np.random.default_rng([self.config.run.seed, self.round])
         scores = self.scores(candidates.random(generator, _PRUNING), "pruning")
         count = round(_DROPPED * self.space.blocks * len(self.space.options))
         return Candidates(self.space, prune(candidates, scores, count), self.config.limits)
 
     def _searched(self, candidates: Candidates) -> dict[str, Scores]:
-        """What each way of choosing has seen, with one budget."""
+        """The scores of evolution and of random search, with equal budgets."""
         generator = np.random.default_rng([self.config.run.seed, 0])
-        drawn = candidates.random(generator, self.config.evaluations)
-        by_chance = self.scores(drawn, "random")
+        sampled = candidates.random(generator, self.config.evaluations)
+        by_chance = self.scores(sampled, "random")
         ask = partial(self.scores, by="evolution")
-        evolved = evolve(candidates, ask, self.config.evaluations, generator, drawn)
+        evolved = evolve(candidates, ask, self.config.evaluations, generator, sampled)
         return {"evolution": evolved, "random": by_chance}
 
-    def _finish(self, searched: Mapping[str, Scores]) -> dict[str, Any]:
-        """Write what was found."""
+    def _write_result(self, searched: Mapping[str, Scores]) -> dict[str, Any]:
+        """Write the result."""
         seen = searched["evolution"] | searched["random"]
         number = max(seen, key=lambda each: seen[each])
         found = self.space.settings(number)
@@ -271,7 +285,7 @@ class Search:
             )
             write_atomic(self.path / "page.html", self._page(result))
             self.place.write_json(self.place.result_file, result)
-        _meet()
+        _barrier()
         return result
 
     def _page(self, result: Mapping[str, Any]) -> str:
@@ -298,8 +312,8 @@ class Search:
         )
 
 
-def _shared(numbers: Sequence[int], work: Callable[[int], Score]) -> Scores:
-    """What `work` says of each, dealt out to all processes."""
+def _map_over_ranks(numbers: Sequence[int], work: Callable[[int], Score]) -> Scores:
+    """The results of `work` on each number, computed by all ranks together."""
     if not dist.is_initialized():
         return {number: work(number) for number in numbers}
     parts: list[Any] = [None] * dist.get_world_size()
@@ -309,8 +323,8 @@ def _shared(numbers: Sequence[int], work: Callable[[int], Score]) -> Scores:
     return {number: merged[number] for number in numbers}
 
 
-def _meet() -> None:
-    """Wait for the other processes."""
+def _barrier() -> None:
+    """Wait for the other ranks."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -320,7 +334,7 @@ _GPU = 2e14
 
 
 def dry_run(config: SearchConfig) -> str:
-    """What a search comes to; needs no data where the dataset's size is known.
+    """The cost of a search; needs no data if the dataset's size is known.
 
     Raises:
         UserError: if no candidate is within the limits on parameters and multiply-accumulates.
@@ -328,7 +342,10 @@ def dry_run(config: SearchConfig) -> str:
     space, runs = space_of(config), config.rounds()
     fitting = Candidates(space, None, config.limits)
     digits = space.digits(np.random.default_rng(0).integers(0, len(space), 2**14))
-    inside, mean = space.fits(digits, fitting.limits).mean(), space.weigh("macs", digits).mean()
+    inside, mean = (
+        space.fits(digits, fitting.limits).mean(),
+        space.total_cost("macs", digits).mean(),
+    )
     least, most = space.bounds()
     plans = [make_plan(run, image_counts(run)[0]) for run in runs]
     step = most.macs + least.macs + supernet.RANDOM_CANDIDATES * mean  # of one image
@@ -357,7 +374,7 @@ def dry_run(config: SearchConfig) -> str:
 
 
 def _rate(config: SearchConfig, space: SearchSpace, macs: float) -> float:
-    """Multiply-accumulates per second here, of a supernet's step with so many for each image."""
+    """Multiply-accumulates per second of a supernet's training step on this machine."""
     device = create_fabric(config.run.engine).device
     model = build(space.base).to(device).train()
     batch = int(min(config.run.engine.batch_size, max(2, 2e10 // (3 * macs))))

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from locality import checks
 from locality.errors import UserError
 from locality.layers.grid import Grid, hidden_width
-from locality.models.config import CvTConfig, StageConfig, sides
+from locality.models.config import CvTConfig, StageConfig, to_2tuple
 
 Counts = npt.NDArray[np.int64]
 Score = tuple[float, float]
@@ -38,12 +38,12 @@ Scores = dict[int, Score]
 POPULATION = 25
 """How many the first generation has, and the best so far that the next ones are bred from."""
 _TOURNAMENT, _GENERATION = 5, 20
-# How many candidates are drawn before it is believed that no new one fits.
+# How many candidates are sampled before giving up on finding a new one that fits.
 _CHUNKS, _CHUNK = 256, 1024
 
 
 class Cost(NamedTuple):
-    """What an architecture costs.
+    """The cost of an architecture.
 
     Attributes:
         parameters: how many it learns.
@@ -122,22 +122,21 @@ class SearchSpace:
 
     def __getitem__(self, index: int) -> CvTConfig:
         """The candidate with this number."""
-        return self._spelled_out(self.base, self.choices(index))
+        return self._with_choices(self.base, self.choices(index))
 
     def choices(self, index: int) -> list[tuple[int, float]]:
         """The stride and the ratio of every block of the candidate with this number."""
-        return [self.options[digit] for digit in self.digits(np.array([self._at(index)]))[0]]
+        return [
+            self.options[digit] for digit in self.digits(np.array([self._check_index(index)]))[0]
+        ]
 
     def settings(self, index: int) -> dict[str, list[Any]]:
-        """What makes a run's model that candidate: settings by dotted name, one value per block."""
+        """The settings of a run that select a candidate, by dotted name, one value per block."""
         strides, ratios = zip(*self.choices(index), strict=True)
         return {
             "model.overrides.kv_stride": list(strides),
             "model.overrides.mlp_ratio": list(ratios),
         }
-
-    def __iter__(self) -> Iterator[CvTConfig]:
-        return (self[index] for index in range(len(self)))
 
     def index(self, config: CvTConfig) -> int:
         """The number of a candidate.
@@ -157,7 +156,7 @@ class SearchSpace:
                 f"its options are {self.options}"
             )
         alike = len(choices) == self.blocks and (
-            self._spelled_out(config, choices) == self._spelled_out(self.base, choices)
+            self._with_choices(config, choices) == self._with_choices(self.base, choices)
         )
         if not alike:
             raise UserError("this configuration differs from the search space's base elsewhere")
@@ -165,16 +164,12 @@ class SearchSpace:
         return int(self.numbers(np.array([digits]))[0])
 
     def cost(self, index: int) -> Cost:
-        """What the candidate with this number costs."""
-        return Cost(*(int(found[0]) for found in self.costs(np.array([self._at(index)]))))
+        """The cost of the candidate with this number."""
+        digits = self.digits(np.array([self._check_index(index)]))
+        return Cost(*(int(self.total_cost(name, digits)[0]) for name in Cost._fields))
 
-    def costs(self, indices: Counts) -> tuple[Counts, Counts]:
-        """Parameters and multiply-accumulates of many candidates: (n,) → (n,), (n,)."""
-        digits = self.digits(indices)
-        return self.weigh("parameters", digits), self.weigh("macs", digits)
-
-    def weigh(self, name: str, digits: Counts) -> npt.NDArray[Any]:
-        """What candidates cost by one of the tables: (n, blocks) → (n,)."""
+    def total_cost(self, name: str, digits: Counts) -> npt.NDArray[Any]:
+        """The cost of candidates by one of the tables: (n, blocks) → (n,)."""
         fixed, table = self.tables[name]
         return fixed + table[np.arange(self.blocks), digits].sum(axis=1)
 
@@ -182,7 +177,7 @@ class SearchSpace:
         """Which candidates cost no more than `limits` allow, by the names of tables: → (n,)."""
         inside = np.ones(len(digits), dtype=bool)
         for name, most in limits.items():
-            inside &= self.weigh(name, digits) <= most
+            inside &= self.total_cost(name, digits) <= most
         return inside
 
     def bounds(self) -> tuple[Cost, Cost]:
@@ -194,38 +189,24 @@ class SearchSpace:
         )
         return least, most
 
-    def within(
-        self, parameters: float = math.inf, macs: float = math.inf, chunk: int = 2**16
-    ) -> Iterator[int]:
-        """The numbers of all candidates that cost no more than this, found as they are asked for.
-
-        Args:
-            parameters, macs: upper limits, inclusive.
-            chunk: how many candidates to weigh at a time.
-        """
-        for start in range(0, len(self), chunk):
-            indices = np.arange(start, min(start + chunk, len(self)), dtype=np.int64)
-            limits = {"parameters": parameters, "macs": macs}
-            yield from indices[self.fits(self.digits(indices), limits)].tolist()
-
-    def _at(self, index: int) -> int:
+    def _check_index(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"candidate {index} does not exist; the space has {len(self)}")
         return index
 
     def digits(self, indices: Counts) -> Counts:
         """The option of every block: (n,) → (n, blocks)."""
-        return np.asarray(indices)[:, None] // self._places % len(self.options)
+        return np.asarray(indices)[:, None] // self._place_values % len(self.options)
 
     def numbers(self, digits: Counts) -> Counts:
         """The candidates whose blocks take these options: (n, blocks) → (n,)."""
-        return (digits * self._places).sum(axis=1)
+        return (digits * self._place_values).sum(axis=1)
 
     @property
-    def _places(self) -> Counts:
+    def _place_values(self) -> Counts:
         return len(self.options) ** np.arange(self.blocks - 1, -1, -1, dtype=np.int64)
 
-    def _spelled_out(self, config: CvTConfig, choices: list[tuple[int, float]]) -> CvTConfig:
+    def _with_choices(self, config: CvTConfig, choices: list[tuple[int, float]]) -> CvTConfig:
         """A configuration whose blocks take these choices, one after the other."""
         remaining = iter(choices)
         stages = [list(itertools.islice(remaining, depth)) for depth in self.depths]
@@ -239,7 +220,7 @@ def _stages(
     config: CvTConfig, img_size: int | tuple[int, int] | None
 ) -> Iterator[tuple[StageConfig, Grid, int]]:
     """Each stage with its token grid and how many tokens its blocks see."""
-    grids = config.grids(sides(config.img_size if img_size is None else img_size))
+    grids = config.grids(to_2tuple(config.img_size if img_size is None else img_size))
     class_tokens = [0] * (len(grids) - 1) + [int(config.has_class_token)]
     for stage, grid, extra in zip(config.stages, grids, class_tokens, strict=True):
         yield stage, grid, grid[0] * grid[1] + extra
@@ -254,8 +235,8 @@ def _fixed_cost(config: CvTConfig, img_size: int | tuple[int, int] | None) -> Co
         parameters += (width + 1) * config.num_classes
         macs += width * config.num_classes
     channels = config.in_chans
-    made_for = [grid for _, grid, _ in _stages(config, None)]
-    for (stage, grid, _), home in zip(_stages(config, img_size), made_for, strict=True):
+    native_grid = [grid for _, grid, _ in _stages(config, None)]
+    for (stage, grid, _), home in zip(_stages(config, img_size), native_grid, strict=True):
         kernel = stage.embed_kernel**2 * channels * stage.embed_dim
         parameters += kernel + 3 * stage.embed_dim  # with the convolution's bias and LayerNorm
         if stage.use_pos_embed:
@@ -285,7 +266,7 @@ def _block_cost(stage: StageConfig, grid: Grid, tokens: int, stride: int, ratio:
     return Cost(parameters, macs)
 
 
-def allowed(space: SearchSpace, options: Sequence[Sequence[int]] | None) -> list[list[int]]:
+def check_options(space: SearchSpace, options: Sequence[Sequence[int]] | None) -> list[list[int]]:
     """The options of every block: those given, or all."""
     if options is None:
         return [list(range(len(space.options)))] * space.blocks
@@ -295,7 +276,7 @@ def allowed(space: SearchSpace, options: Sequence[Sequence[int]] | None) -> list
 
 
 class Candidates:
-    """Those candidates of a space that may be chosen.
+    """The candidates of a space with allowed options and within limits.
 
     Args:
         space: all of them.
@@ -314,7 +295,7 @@ class Candidates:
         limits: Mapping[str, float] = {},
     ) -> None:
         self.space = space
-        self.options = allowed(space, options)
+        self.options = check_options(space, options)
         self.limits = {name: most for name, most in limits.items() if name in space.tables}
         for name, most in self.limits.items():
             fixed, table = space.tables[name]
@@ -331,21 +312,21 @@ class Candidates:
     def random(
         self, generator: np.random.Generator, count: int, known: Collection[int] = ()
     ) -> list[int]:
-        """Different ones that are not known yet, all alike likely; fewer where there are fewer."""
+        """Distinct candidates that are not in `known`, uniformly; fewer if there are fewer."""
         found: dict[int, None] = {}
         for _ in range(_CHUNKS):
-            for number in self.inside(self._drawn(generator, _CHUNK)):
+            for number in self.inside(self._sample_options(generator, _CHUNK)):
                 if len(found) < count and number not in known:
                     found[number] = None
             if len(found) == count:
                 break
         return list(found)
 
-    def _drawn(self, generator: np.random.Generator, count: int) -> Counts:
+    def _sample_options(self, generator: np.random.Generator, count: int) -> Counts:
         return np.stack([generator.choice(row, count) for row in self.options], axis=1)
 
-    def bred(self, generator: np.random.Generator, count: int, ranked: Sequence[int]) -> Counts:
-        """Children of tournament winners: uniform crossover, then a block or so drawn anew.
+    def breed(self, generator: np.random.Generator, count: int, ranked: Sequence[int]) -> Counts:
+        """Children of tournament winners: uniform crossover, then mutation of one block on average.
 
         Args:
             generator: draws.
@@ -359,7 +340,7 @@ class Candidates:
         )
         crossed = np.where(generator.random(one.shape) < 0.5, one, other)
         mutated = generator.random(one.shape) < 1 / self.space.blocks
-        return np.where(mutated, self._drawn(generator, count), crossed)
+        return np.where(mutated, self._sample_options(generator, count), crossed)
 
 
 def evolve(
@@ -369,7 +350,7 @@ def evolve(
     generator: np.random.Generator,
     first: Sequence[int],
 ) -> Scores:
-    """The scores of `budget` different candidates, each generation bred from the best so far.
+    """Evolutionary search: the scores of `budget` candidates.
 
     Args:
         candidates: what may be chosen.
@@ -381,7 +362,7 @@ def evolve(
     scores = dict(evaluate(first[:POPULATION]))
     while (wanted := min(_GENERATION, budget - len(scores))) > 0:
         ranked = sorted(scores, key=lambda number: scores[number], reverse=True)[:POPULATION]
-        children = candidates.inside(candidates.bred(generator, 8 * wanted, ranked))
+        children = candidates.inside(candidates.breed(generator, 8 * wanted, ranked))
         new = [number for number in dict.fromkeys(children) if number not in scores][:wanted]
         new += candidates.random(generator, wanted - len(new), {*scores, *new})
         if not new:
@@ -393,9 +374,9 @@ def evolve(
 def prune(candidates: Candidates, scores: Scores, count: int) -> list[list[int]]:
     """The options of every block without the `count` that lose most.
 
-    An option is as good as the mean accuracy of the candidates within the limits that take it, and
-    loses what it is below its block's best. One that no such candidate took goes first. Every block
-    keeps its best option, and the options that remain leave a candidate within the limits.
+    An option's score is the mean accuracy of the candidates that use it, and its loss is the
+    difference to the best option of its block. Options without a candidate go first. Every block
+    keeps its best option, and some candidate stays within the limits.
     """
     digits = candidates.space.digits(np.array(list(scores)))
     top1 = np.array([score[0] for score in scores.values()])

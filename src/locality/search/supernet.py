@@ -21,12 +21,12 @@ from torch.func import functional_call
 
 from locality.benchmark.measure import Work, interleave
 from locality.errors import UserError
-from locality.layers.attention import Block
+from locality.layers.block import Block
 from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
-from locality.models.base import sides
-from locality.search.space import Counts, SearchSpace, allowed
+from locality.models.base import to_2tuple
+from locality.search.space import Counts, SearchSpace, check_options
 from locality.training.objective import Objective
 
 RANDOM_CANDIDATES = 2
@@ -61,7 +61,7 @@ class Supernet(nn.Module):
             raise UserError("a supernet cannot recompute blocks; leave engine.grad_checkpointing")
         self.model = model
         self.space = space
-        self.options = allowed(space, options)
+        self.options = check_options(space, options)
         # By what a block costs with each option: the sandwich's two outer candidates.
         _, macs = space.tables["macs"]
         ordered = [sorted(row, key=lambda o: macs[b, o]) for b, row in enumerate(self.options)]
@@ -91,7 +91,7 @@ class Supernet(nn.Module):
         blocks = blocks_of(self.model)
         with _strides(blocks.values(), [stride for stride, _ in choices]):
             ratios = [ratio for _, ratio in choices]
-            return functional_call(self.model, _hidden_units(blocks, ratios), (images,))
+            return functional_call(self.model, _slice_hidden_units(blocks, ratios), (images,))
 
 
 def extract(model: ImageClassifier, space: SearchSpace, index: int) -> ImageClassifier:
@@ -99,7 +99,7 @@ def extract(model: ImageClassifier, space: SearchSpace, index: int) -> ImageClas
     with torch.device("meta"):
         small = build(space[index])
     ratios = [ratio for _, ratio in space.choices(index)]
-    state = model.state_dict() | _hidden_units(blocks_of(model), ratios)
+    state = model.state_dict() | _slice_hidden_units(blocks_of(model), ratios)
     copied = {name: tensor.detach().clone() for name, tensor in state.items()}
     small.load_state_dict(copied, assign=True)
     return small.requires_grad_().train(model.training)
@@ -110,7 +110,7 @@ def blocks_of(model: ImageClassifier) -> dict[str, Block]:
     return {name: part for name, part in model.named_modules() if isinstance(part, Block)}
 
 
-def _hidden_units(blocks: dict[str, Block], ratios: Sequence[float]) -> dict[str, Tensor]:
+def _slice_hidden_units(blocks: dict[str, Block], ratios: Sequence[float]) -> dict[str, Tensor]:
     """The weights of every MLP's first hidden units, under the names of the model's own."""
     taken = {}
     for (name, block), ratio in zip(blocks.items(), ratios, strict=True):
@@ -143,7 +143,7 @@ def _strides(blocks: Iterable[Block], strides: Sequence[int]) -> Iterator[None]:
 def order_hidden_units(model: ImageClassifier) -> None:
     """Put every MLP's hidden units in the order of their importance, in place.
 
-    Important is what the second layer listens to: Σ|w| of its weights. The model computes the same.
+    The importance is Σ|w| over the second layer's weights. The model computes the same function.
     """
     for block in blocks_of(model).values():
         first, second = block.mlp.fc1, block.mlp.fc2
@@ -155,13 +155,13 @@ def order_hidden_units(model: ImageClassifier) -> None:
 
 @torch.no_grad()
 def calibrate(model: ImageClassifier, images: Iterable[Tensor]) -> None:
-    """Take every BatchNorm's statistics anew, as the mean over batches of training images."""
+    """Recompute BatchNorm's running statistics as the mean over batches of training images."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # which averages over all batches alike
+        norm.momentum = None  # the cumulative average
         norm.train()
     for batch in images:
         model.forward_features(batch)
@@ -172,14 +172,14 @@ def calibrate(model: ImageClassifier, images: Iterable[Tensor]) -> None:
 
 @torch.inference_mode()
 def measure_latency(space: SearchSpace, device: torch.device) -> dict[str, Any]:
-    """What every block takes with each option, timed here and now.
+    """The latency of every block with each option, measured on this machine.
 
     Returns:
-        milliseconds for a batch: "blocks", (blocks, options), and "fixed", what the whole of a
-        model takes beside its blocks; and what the sum of them is off by on whole candidates, as
-        fractions: "median_error" and "largest_error".
+        milliseconds for a batch: "blocks", (blocks, options), and "fixed", the rest
+        of the model; and the relative error of their sum on whole candidates, "median_error" and
+        "largest_error".
     """
-    size = sides(space.base.img_size)
+    size = to_2tuple(space.base.img_size)
     images = torch.randn(LATENCY_BATCH, space.base.in_chans, *size, device=device)
     count = len(space.options)
     table, rests = np.empty((space.blocks, count)), []
@@ -220,7 +220,7 @@ def _block_calls(model: ImageClassifier, images: torch.Tensor) -> dict[str, Work
 
 
 def _milliseconds(work: Mapping[str, Work], device: torch.device) -> list[float]:
-    """The fastest of a few calls each: everything else is what the machine was doing besides."""
+    """The minimum over rounds: slower calls were disturbed by other work."""
     timing = interleave(dict(work), device, _ROUNDS, warmup=1)
     return [1000 * min(timing.seconds[label]) for label in work]
 
@@ -229,16 +229,28 @@ class Sandwich(Objective):
     """Trains all candidates at once: the sandwich rule with in-place distillation.
 
     In every step the largest candidate learns from the labels, and the smallest and some random
-    ones from what the largest says of the same images (Yu et al. 2020, "BigNAS").
+    ones from the predictions of the largest on the same images (Yu et al. 2020, "BigNAS").
+
+    Args:
+        arguments: of `Objective`.
+        options: which of the space's options each block may take; all unless given.
     """
 
-    def trained(self, model: ImageClassifier) -> nn.Module:
-        """The model as training calls it: images → logits of several candidates."""
-        return Supernet(model, SearchSpace(model.config), self.config.options)
+    def __init__(self, *arguments: Any, options: Sequence[Sequence[int]] | None = None) -> None:
+        super().__init__(*arguments)
+        self.options = options
 
-    def loss(self, logits: Tensor, targets: Tensor, images: Tensor) -> Tensor:
+    def wrap(self, model: ImageClassifier) -> nn.Module:
+        """The supernet: images → logits of several candidates."""
+        return Supernet(model, SearchSpace(model.config), self.options)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Those of the largest candidate."""
+        return outputs[0]
+
+    def loss(self, outputs: Tensor, targets: Tensor, images: Tensor) -> Tensor:
         """The mean over candidates, (candidates, B, classes) with the largest first."""
-        labels = super().loss(logits[0], targets, images)
-        said = logits[0].detach().float().softmax(dim=1)
-        others = [F.cross_entropy(each.float(), said) for each in logits[1:]]
-        return torch.stack([labels, *others]).mean()
+        label_loss = super().loss(outputs[0], targets, images)
+        soft_targets = outputs[0].detach().float().softmax(dim=1)
+        others = [F.cross_entropy(logits.float(), soft_targets) for logits in outputs[1:]]
+        return torch.stack([label_loss, *others]).mean()

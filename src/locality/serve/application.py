@@ -28,9 +28,9 @@ from locality.analysis.explorer import explorer_page
 from locality.checkpoints.open import Classifier
 from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError
-from locality.files import render
 from locality.serve.bodies import MEGABYTES, Bodies
 from locality.serve.decoding import decode
+from locality.templates import render
 
 # So many images are decoded, or wait with their pixels to be looked at.
 _DECODED = 4

@@ -17,7 +17,7 @@ from locality import checks, settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
 from locality.files import read_json, read_text
-from locality.models.variants import current_name, name_today
+from locality.models.variants import name_today
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
@@ -42,7 +42,6 @@ class ModelConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", current_name(self.name))
         checks.settings(self, "model.")
         for name in ("img_size", "patch_size", "num_classes", "in_chans"):
             if name in self.overrides:
@@ -186,9 +185,6 @@ class ObjectiveConfig:
         distillation: "hard" trains on the teacher's most likely class (ConViT appendix B), "soft"
             on its probabilities at `temperature`.
         temperature: of soft distillation.
-        kind: "module:class" of the objective; a package above this one may have another.
-        options: of a supernet (`locality.search`): what each block may take, by number; None is
-            everything.
     """
 
     label_smoothing: float = checks.bounded(0.0, 0, 1, below=True)
@@ -198,8 +194,8 @@ class ObjectiveConfig:
     teacher_share: float = checks.bounded(0.5, 0, 1, above=True)
     distillation: Literal["hard", "soft"] = "hard"
     temperature: float = checks.bounded(3.0, 0, above=True)
-    kind: str = "locality.training.objective:Objective"
-    options: tuple[tuple[int, ...], ...] | None = None
+
+    REMOVED = {"kind": "locality.training.objective:Objective", "options": None}
 
     def __post_init__(self) -> None:
         checks.settings(self, "objective.")
@@ -252,6 +248,10 @@ class EngineConfig:
     max_bad_losses: int = checks.bounded(0, 0)
     tensorboard: bool = True
     tracker: Literal["wandb", "mlflow"] | None = None
+
+    def on_one_device(self) -> EngineConfig:
+        """The same in one process."""
+        return replace(self, devices=1, num_nodes=1, strategy="auto")
 
     def __post_init__(self) -> None:
         checks.settings(self, "engine.")

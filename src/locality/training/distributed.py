@@ -283,10 +283,8 @@ def _signal_of(counts: list[float]) -> int:
 def measured(loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
     """A batch's mean loss and its number of right answers, (2,).
 
-    After mixing, the class that makes up most of an image counts as right. Of several candidates'
-    logits the first ones count.
+    After mixing, the class that makes up most of an image counts as right.
     """
-    logits = logits[0] if logits.ndim == 3 else logits
     labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
     right = (logits.argmax(dim=1) == labels).sum()
     kind = exact(loss.device)

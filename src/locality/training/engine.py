@@ -19,6 +19,7 @@ from lightning_fabric import Fabric
 from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
+from locality.data import DataSplits
 from locality.data.checking import ImageRecord, verify
 from locality.data.loader import naming_killed_workers
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
@@ -26,6 +27,7 @@ from locality.files import write_atomic
 from locality.training.config import RunConfig
 from locality.training.distributed import Interruption, create_fabric, forwarded_to_children
 from locality.training.loop import Components, Loop
+from locality.training.objective import Objective
 from locality.training.peers import Peers, end_processes
 from locality.training.preview import Preview, build_model, check_memory, starting_model
 from locality.training.recorder import Counts, Observer, Recorder, restore_metrics
@@ -40,6 +42,8 @@ def train(
     *,
     quiet: bool = False,
     observer: Observer | None = None,
+    splits: DataSplits | None = None,
+    objective: Callable[..., Objective] = Objective,
 ) -> dict[str, Any]:
     """Train as `config` says, in `folder`; resume what is there, or return what was finished.
 
@@ -50,6 +54,8 @@ def train(
         folder: its folder; see `locality.training.runs` for what is in it.
         quiet: print nothing.
         observer: is shown the model now and then; changes no number of the run.
+        splits: the images, if they are not those that `config.data` names.
+        objective: makes the loss, with the arguments of `Objective`.
 
     Returns:
         the content of result.json.
@@ -62,13 +68,13 @@ def train(
         DamagedCheckpoint: if there are checkpoints and none is whole.
         CheckpointNotSaved: if the disk is full.
     """
-    fabric = create_fabric(config.engine)
+    fabric, run = create_fabric(config.engine), RunFolder(folder)
     peers = Peers(fabric)
     within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
-    here = partial(_train_here, config, RunFolder(folder), quiet, observer, peers)
+    work = partial(_run, config, run, quiet, observer, splits, objective)
     try:
         with forwarded_to_children() if within else peers.watched():
-            outcome = fabric.launch(here)
+            outcome = fabric.launch(partial(_train_here, work, run, peers))
     except ProcessExitedException as error:
         if error.exit_code >= 0:
             raise
@@ -86,18 +92,13 @@ def train(
 
 
 def _train_here(
-    config: RunConfig,
-    run: RunFolder,
-    quiet: bool,
-    observer: Observer | None,
-    peers: Peers,
-    fabric: Fabric,
+    work: Callable[[Fabric], dict[str, Any]], run: RunFolder, peers: Peers, fabric: Fabric
 ) -> dict[str, Any] | Exception:
     """One process's part: what is in result.json, or what every process is to raise."""
     atexit.register(end_processes)
     try:
         with naming_killed_workers():
-            return _run(config, run, quiet, observer, fabric)
+            return work(fabric)
     except BaseException as error:
         # Its traceback holds the model, which holds the process group.
         _forget_locals(error)
@@ -122,15 +123,21 @@ def _forget_locals(error: BaseException | None) -> None:
 
 
 def _run(
-    config: RunConfig, run: RunFolder, quiet: bool, observer: Observer | None, fabric: Fabric
+    config: RunConfig,
+    run: RunFolder,
+    quiet: bool,
+    observer: Observer | None,
+    splits: DataSplits | None,
+    objective: Callable[..., Objective],
+    fabric: Fabric,
 ) -> dict[str, Any]:
-    told, own = _by_first(fabric, partial(_begin, config, run))
+    told, own = _by_first(fabric, partial(_begin, config, run, splits))
     if isinstance(told, dict):
         if fabric.is_global_zero and not quiet:
             print(f"run {run.path} is finished: top-1 {told['top1']:.2f}%")
         return told
     checkpoint, fingerprint, notes = told
-    seen, state = own or _follow(config, run, checkpoint)
+    seen, state = own or _follow(config, run, checkpoint, splits)
     classes = len(seen.splits.classes)
     with Interruption().listening() as interruption:
         # A resumed run takes its weights from the checkpoint, wherever they once came from.
@@ -139,7 +146,7 @@ def _run(
             notes += changes
         else:
             model = build_model(config, classes)
-        parts = Components(fabric, seen, model)
+        parts = Components(fabric, seen, model, objective)
         at = Counts() if state is None else parts.load(state)
         folder = run if fabric.is_global_zero else None
         with contextlib.closing(Recorder(folder, seen, at, quiet, observer)) as recorder:
@@ -177,7 +184,9 @@ def _by_first(fabric: Fabric, work: Callable[[], tuple[Any, T | None]]) -> tuple
 _Opened = tuple[Preview, dict[str, Any] | None]
 
 
-def _begin(config: RunConfig, run: RunFolder) -> tuple[Any, _Opened | None]:
+def _begin(
+    config: RunConfig, run: RunFolder, splits: DataSplits | None
+) -> tuple[Any, _Opened | None]:
     """Check everything and take the folder, on rank 0.
 
     Returns:
@@ -188,7 +197,7 @@ def _begin(config: RunConfig, run: RunFolder) -> tuple[Any, _Opened | None]:
         UserError: if the run cannot work as configured, or cannot go on with its images.
         DamagedCheckpoint: if there are checkpoints and none is whole.
     """
-    seen = Preview(config, resumes=run.has_begun())
+    seen = Preview(config, splits, resumes=run.has_begun())
     check_memory(seen)
     run.prepare(config)
     result = run.result()
@@ -212,10 +221,12 @@ def _begin(config: RunConfig, run: RunFolder) -> tuple[Any, _Opened | None]:
     return (checkpoint, record.fingerprint, notes), (seen, state)
 
 
-def _follow(config: RunConfig, run: RunFolder, checkpoint: str) -> _Opened:
+def _follow(
+    config: RunConfig, run: RunFolder, checkpoint: str, splits: DataSplits | None
+) -> _Opened:
     """What the other ranks open when the first one has found that it is there."""
     run.lock.join()
-    seen = Preview(config, resumes=run.has_begun())
+    seen = Preview(config, splits, resumes=run.has_begun())
     return seen, read_checkpoint(run.checkpoints.path / checkpoint) if checkpoint else None
 
 

@@ -26,11 +26,11 @@ from locality.models import ImageClassifier
 from locality.training.distributed import Interruption, Processes, measured
 from locality.training.evaluation import Collector, evaluate
 from locality.training.objective import (
+    Objective,
     class_weights,
     create_optimizer,
     create_schedule,
     load_teacher,
-    objective_class,
 )
 from locality.training.preview import Preview
 from locality.training.recorder import Counts, Recorder
@@ -44,6 +44,7 @@ class Components:
         fabric: devices and processes.
         run: what it is to do.
         model: its model.
+        objective: makes the loss, with the arguments of `Objective`.
 
     Attributes:
         model: the bare model; its weights are the run's.
@@ -55,7 +56,13 @@ class Components:
         scaler: of the gradients, for half precision; changes nothing in the others.
     """
 
-    def __init__(self, fabric: Fabric, run: Preview, model: ImageClassifier) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        run: Preview,
+        model: ImageClassifier,
+        objective: Callable[..., Objective] = Objective,
+    ) -> None:
         config, engine, classes = run.config, run.config.engine, len(run.splits.classes)
         if engine.channels_last:
             model = model.to(memory_format=torch.channels_last)
@@ -72,10 +79,10 @@ class Components:
                 teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
         if config.objective.class_weights:
             weights = class_weights(run.splits.train.labels, classes).to(fabric.device)
-        self.objective = objective_class(config.objective)(
+        self.objective = objective(
             config.objective, config.augment, classes, teacher, run.autocast, weights
         )
-        called: Any = self.objective.trained(model)
+        called: Any = self.objective.wrap(model)
         called = torch.compile(called) if engine.compile else called
         self.forward: Any = fabric.setup_module(called)
         model.train()
@@ -251,9 +258,9 @@ class Loop:
             images, targets = parts.objective.mix(images, labels)
             with self.fabric.no_backward_sync(parts.forward, enabled=not last and not alone):
                 with self.autocast():
-                    logits = parts.forward(images)
-                loss = parts.objective.loss(logits, targets, images)
-                total = measured(loss, logits, targets) + total
+                    outputs = parts.forward(images)
+                loss = parts.objective.loss(outputs, targets, images)
+                total = measured(loss, parts.objective.logits(outputs), targets) + total
                 if last:
                     # Asked for before the backward pass, whose results the check does not need.
                     reading = self.processes.share(total)
@@ -283,7 +290,7 @@ class Loop:
 
     def _name_the_unreached(self) -> None:
         """Say which trained parameters the first step's loss does not depend on."""
-        idle: set[str] = getattr(self.parts.model, "idle_parameters", set)()
+        idle: set[str] = getattr(self.parts.model, "unused_parameters", set)()
         names = [
             name
             for name, parameter in self.parts.model.named_parameters()

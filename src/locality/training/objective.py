@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -63,9 +61,13 @@ class Objective:
                 num_classes=num_classes,
             )
 
-    def trained(self, model: ImageClassifier) -> nn.Module:
-        """What training calls in the model's place: images → what `loss` takes as logits."""
+    def wrap(self, model: ImageClassifier) -> nn.Module:
+        """The module that training calls: images → outputs, of which the loss is computed."""
         return model
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """The logits (B, classes) of which the training accuracy is computed."""
+        return outputs
 
     def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Mixup or cutmix, if the run has them, drawing from numpy's generator.
@@ -75,21 +77,20 @@ class Objective:
         """
         return (images, labels) if self._mixup is None else self._mixup(images, labels)
 
-    def loss(self, logits: Tensor, targets: Tensor, images: Tensor) -> Tensor:
+    def loss(self, outputs: Tensor, targets: Tensor, images: Tensor) -> Tensor:
         """The mean loss of a batch, a float32 scalar.
 
         Args:
-            logits: (B, classes).
+            outputs: of the module that `wrap` returned; here logits (B, classes).
             targets, images: as `mix` returned them.
         """
         smoothing = self.config.label_smoothing if targets.ndim == 1 else 0.0
-        loss = F.cross_entropy(
-            logits.float(), targets, self.class_weights, label_smoothing=smoothing
-        )
+        logits = outputs.float()
+        loss = F.cross_entropy(logits, targets, self.class_weights, label_smoothing=smoothing)
         if self.teacher is None:
             return loss
         share = self.config.teacher_share
-        return (1 - share) * loss + share * self._distillation(logits.float(), images)
+        return (1 - share) * loss + share * self._distillation(logits, images)
 
     def _distillation(self, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None
@@ -102,21 +103,6 @@ class Objective:
         student = F.log_softmax(logits / tau, dim=1)
         target = F.log_softmax(taught / tau, dim=1)
         return F.kl_div(student, target, reduction="batchmean", log_target=True) * tau**2
-
-
-def objective_class(config: ObjectiveConfig) -> type[Objective]:
-    """The class that `config.kind` names.
-
-    Raises:
-        UserError: if it is no objective of this library.
-    """
-    module, _, name = config.kind.partition(":")
-    if module.partition(".")[0] == "locality":
-        with contextlib.suppress(ModuleNotFoundError):
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type) and issubclass(found, Objective):
-                return found
-    raise UserError(f"objective.kind is '{config.kind}', which names no objective of this library")
 
 
 def class_weights(labels: npt.NDArray[np.int64], num_classes: int) -> Tensor:
@@ -231,7 +217,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     frozen ones are in none.
     """
     spared: set[str] = getattr(model, "no_weight_decay", set)()
-    layers: dict[str, int] = model.layer_numbers() if config.layer_decay < 1 else {}  # type: ignore[operator]
+    layers: dict[str, int] = model.layer_ids() if config.layer_decay < 1 else {}  # type: ignore[operator]
     top = max(layers.values(), default=0)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
     for name, parameter in model.named_parameters():

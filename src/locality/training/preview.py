@@ -17,12 +17,11 @@ from locality import machine
 from locality.checkpoints import load, load_weights
 from locality.checkpoints.where import kind_of
 from locality.data import DataSplits, open_data
-from locality.data.folder import some
-from locality.errors import UserError, naming, require, saying
+from locality.errors import UserError, naming, require, saying, some
 from locality.models import ImageClassifier, build, count_macs, count_parameters
 from locality.training.config import Plan, RunConfig, make_plan
 from locality.training.distributed import autocast, choose_precision, layout, resolve_accelerator
-from locality.training.objective import check_optimizer, check_teacher, objective_class
+from locality.training.objective import check_optimizer, check_teacher
 from locality.training.runs import RunFolder
 
 
@@ -134,7 +133,6 @@ class Preview:
         # Whatever is wrong with the settings shows before a large dataset is read.
         check_optimizer(config.optim)
         check_teacher(config.objective)
-        objective_class(config.objective)
         if tracker := config.engine.tracker:
             require(f"engine.tracker={tracker}", _TRACKERS[tracker], tracker)
         if config.model.weights is not None and not resumes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 
 import numpy as np
 
-from locality import settings
 from locality.errors import NonFiniteLoss, UserError
 from locality.training.config import Plan, RunConfig
 from locality.training.distributed import Interruption, create_fabric
@@ -22,7 +21,7 @@ _SMOOTHING = 0.9
 _NEAR, _DIVERGED = 1.01, 4.0  # times the least loss
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RangeTest:
     """The loss of steps at rising learning rates.
 
@@ -55,8 +54,8 @@ def lr_find(config: RunConfig) -> RangeTest:
         UserError: if the run cannot work as configured, or has several processes.
         NonFiniteLoss: if the first loss is not finite.
     """
-    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "max_bad_losses": 0}
-    config = settings.replace(config, {f"engine.{name}": value for name, value in alone.items()})
+    engine = dataclasses.replace(config.engine.on_one_device(), max_bad_losses=0)
+    config = dataclasses.replace(config, engine=engine)
     seen = Preview(config)
     seen.plan = _Uninterrupted(**vars(seen.plan) | {"steps": STEPS, "patience": None})
     fabric = create_fabric(config.engine)

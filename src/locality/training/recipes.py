@@ -56,7 +56,7 @@ def _as(base: RunConfig, recipe: str, **groups: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(base, recipe=recipe, **changed)
 
 
-def digits(model: str = "convit_nano", fraction: float = 1.0, seed: int = 0) -> RunConfig:
+def digits(model: str = "convit_nano", seed: int = 0) -> RunConfig:
     """Handwritten digits of 8×8 pixels: the small-image recipe, and what `locality demo` runs.
 
     Command: `locality train digits`, and `--model.name deit_nano` for the baseline.
@@ -68,7 +68,7 @@ def digits(model: str = "convit_nano", fraction: float = 1.0, seed: int = 0) -> 
         recipe="digits",
         seed=seed,
         model=ModelConfig(model),
-        data=DataConfig("digits", fraction=fraction),
+        data=DataConfig("digits"),
         input=Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
         augment=AugmentConfig(crop="pad", pad=1, hflip=0.0),
         optim=OptimConfig("adamw", lr=2e-3, weight_decay=0.05),
@@ -202,7 +202,7 @@ def distill_hard(
     return _as(deit_300_plus(model, seed), "distill_hard", objective={"teacher": teacher})
 
 
-def subset(fraction: float = 0.1, model: str = "convit_small", seed: int = 0) -> RunConfig:
+def subset(model: str = "convit_small", seed: int = 0) -> RunConfig:
     """`deit_300` on a fraction f of each class, for 300 / f epochs (ConViT Table 2).
 
     The number of images seen stays that of `deit_300`, and so do its schedule and its cost.
@@ -214,7 +214,7 @@ def subset(fraction: float = 0.1, model: str = "convit_small", seed: int = 0) ->
     78.2 (74.6) at 50%.
     """
     base = deit_300(model, seed)
-    return _as(base, "subset", data={"fraction": fraction}, schedule={"constant_images": True})
+    return _as(base, "subset", data={"fraction": 0.1}, schedule={"constant_images": True})
 
 
 def imagenet100(model: str = "convit_small_plus", seed: int = 0) -> RunConfig:
@@ -470,7 +470,6 @@ _CHOICES = {
     "model": "model.name",
     "weights": "model.weights",
     "dataset": "data.dataset",
-    "fraction": "data.fraction",
     "teacher": "objective.teacher",
 }
 

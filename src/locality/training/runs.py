@@ -36,8 +36,7 @@ import psutil
 
 from locality import settings
 from locality.checkpoints.run_state import CheckpointFolder, classes_of
-from locality.data.folder import some
-from locality.errors import UserError
+from locality.errors import UserError, some
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, called_today, read_config
@@ -68,7 +67,7 @@ MAY_CHANGE = frozenset(
 
 
 # Settings that may name other run folders.
-PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights", "data.difficulty")
+PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights")
 
 # Data workers of a killed run notice within 5 s that it is gone; the lock is theirs until then.
 LEFTOVER_SECONDS = 20.0

@@ -1,6 +1,6 @@
 "use strict";
-// The page keeps, for every model and image, the scores of every head as two thin integer matrices
-// (see Head). Clicking a patch multiplies out one row per head; nothing else is ever computed.
+// The page holds the queries and keys of every head, for every model and image, in half precision.
+// Clicking a patch computes one row of attention per head.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
@@ -12,48 +12,38 @@ const state = {
   place: [0.5, 0.5], // of the query, as fractions of (height, width)
   classToken: false,
   mode: "mixed",
-  scale: "map", // whose largest attention has the brightest colour: this map's, its layer's, or any
+  scale: "map", // the brightest colour is the maximum of each map, of its layer, or of all maps
   layer: 0, // the one shown large
   hovered: null, // {model, layer, head, key}
 };
-// The patches one can ask from: the grid of the first model's last layer.
-const ASK = DATA.models[0].layers.at(-1).grid;
+// The grid of possible query patches: that of the first model's last layer.
+const QUERY_GRID = DATA.models[0].layers.at(-1).grid;
 const heads = []; // heads[model][layer][head], of the chosen image
 const rows = new Map(); // attention of the current query, by "model.layer.head"
 
 // -- attention --------------------------------------------------------------------------------
 
-// One head on one image: scores of query i and key j are step² Σ_r a[r][i] b[r][j] + const(i).
-class Head {
-  constructor(bytes, at, queries, keys) {
-    const view = new DataView(bytes.buffer, bytes.byteOffset);
-    this.scale = view.getFloat32(at + 4, true) ** 2;
-    this.queries = queries;
-    this.keys = keys;
-    this.rank = view.getUint32(at, true);
-    at += 8;
-    [this.a, at] = readMatrix(bytes, at, this.rank, queries);
-    [this.b, at] = readMatrix(bytes, at, this.rank, keys);
-    this.end = at;
-  }
+// Every half-precision number by its bits. Float16Array is not in every browser yet.
+const HALF = Float32Array.from({ length: 1 << 16 }, (_, bits) => {
+  const exponent = (bits >> 10) & 31, fraction = (bits & 1023) / 1024;
+  const size = exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction;
+  return bits >> 15 ? -size : size;
+});
 
-  scores(query) {
-    const scores = new Float64Array(this.keys);
-    for (let r = 0; r < this.rank; r++) {
-      const factor = this.scale * this.a[r * this.queries + query];
-      if (factor === 0) continue;
-      for (let j = 0, at = r * this.keys; j < this.keys; j++) scores[j] += factor * this.b[at + j];
-    }
-    return scores;
-  }
+// Half-precision numbers stored as all their low bytes, then all their high bytes.
+function readHalves(bytes, start, count) {
+  const numbers = new Float32Array(count);
+  for (let i = 0; i < count; i++) numbers[i] = HALF[bytes[start + i] | (bytes[start + count + i] << 8)];
+  return numbers;
 }
 
-// Integers plus 128: their low bytes, then their high ones.
-function readMatrix(bytes, at, rank, length) {
-  const size = rank * length;
-  const matrix = new Int16Array(size);
-  for (let i = 0; i < size; i++) matrix[i] = (bytes[at + i] | (bytes[at + size + i] << 8)) - 128;
-  return [matrix, at + 2 * size];
+// The content scores of one query with every key.
+function contentScores(head, width, query) {
+  const scores = new Float64Array(head.key.length / width);
+  for (let j = 0; j < scores.length; j++) {
+    for (let i = 0; i < width; i++) scores[j] += head.query[query * width + i] * head.key[j * width + i];
+  }
+  return scores;
 }
 
 function softmax(scores) {
@@ -64,8 +54,8 @@ function softmax(scores) {
   return weights.map((weight) => weight / sum);
 }
 
-// The softmax of v · (‖δ‖², δ_row, δ_column) over every key and the zero padding around them: what
-// is paid to the keys.
+// The softmax of v · (‖δ‖², δ_row, δ_column) over the keys and the zero padding around them, without
+// the padding.
 function positionalAttention([square, down, right], layer, cell) {
   const along = (axis, linear) => {
     const place = layer.first + cell[axis] / layer.key_stride[axis], [before, after] = layer.padding;
@@ -92,12 +82,12 @@ function queryIndex(layer) {
   return layer.prefix + row * layer.grid[1] + column;
 }
 
-// What a head pays to every key (class tokens first), or null where the mode has no meaning.
+// The attention of a head to every key (class tokens first), or null if the layer lacks this part.
 function attentionOf(model, index, number, mode = state.mode) {
   const layer = DATA.models[model].layers[index];
   const query = queryIndex(layer);
   if (query < 0 || (mode === "position" && !layer.position)) return null;
-  const scores = mode === "position" ? null : heads[model][index][number].scores(query);
+  const scores = mode === "position" ? null : contentScores(heads[model][index][number], layer.head_dim, query);
   if (mode === "content" || layer.kind === "sa") return softmax(scores);
   const position = positionalAttention(layer.position[number], layer, cellOf(layer));
   if (mode === "position") return position;
@@ -106,7 +96,7 @@ function attentionOf(model, index, number, mode = state.mode) {
   return content.map((value, key) => (1 - gate) * value + gate * position[key]);
 }
 
-// How far a row of attention looks on average, in patches, class tokens left out (Eq. 8).
+// The mean distance of a row of attention in patches, without class tokens (Eq. 8).
 function distanceOf(layer, attention) {
   if (!attention || state.classToken) return null;
   const [row, column] = cellOf(layer), [down, right] = layer.key_stride;
@@ -133,15 +123,13 @@ async function loadImage(image) {
   const loaded = await Promise.all(DATA.models.map(async (model, index) => {
     const bytes = await inflate(`blob-${index}-${image}`);
     let at = 0;
-    return model.layers.map((layer) => {
-      const queries = layer.prefix + layer.grid[0] * layer.grid[1];
-      const keys = layer.prefix + layer.key_grid[0] * layer.key_grid[1];
-      return Array.from({ length: layer.heads }, () => {
-        const head = new Head(bytes, at, queries, keys);
-        at = head.end;
-        return head;
-      });
-    });
+    const read = (layer, grid) => {
+      const count = (layer.prefix + grid[0] * grid[1]) * layer.head_dim;
+      at += 2 * count;
+      return readHalves(bytes, at - 2 * count, count);
+    };
+    return model.layers.map((layer) => Array.from({ length: layer.heads }, () => (
+      { query: read(layer, layer.grid), key: read(layer, layer.key_grid) })));
   }));
   heads.splice(0, heads.length, ...loaded);
 }
@@ -192,7 +180,7 @@ function makeCell(model, index, head, large) {
   const cell = { model, index, head, node, view, canvas, query, label };
   view.addEventListener("pointermove", (event) => hover(cell, event));
   view.addEventListener("click", (event) => hover(cell, event));
-  // A finger leaves as soon as it is lifted; what it asked for stays.
+  // On touch screens the pointer leaves when the finger is lifted; the readout stays.
   view.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hover(null); });
   cells.push(cell);
   return node;
@@ -211,7 +199,7 @@ function buildModels() {
     const most = Math.max(...model.layers.map((layer) => layer.heads));
     overview.style.setProperty("--heads", most);
     $("models").append(element("article", { class: `model ${model.family}`, "data-model": number },
-      element("h2", {}, model.label), element("p", { class: "says" }),
+      element("h2", {}, model.label), element("p", { class: "prediction" }),
       element("div", { class: "large" }), overview));
   });
 }
@@ -282,10 +270,10 @@ function buildPlots() {
     keys.append(element("span", { class: `key ${model.family}` }, model.label));
   });
   const far = DATA.models.flatMap((model) => model.layers.flatMap((layer) => layer.nonlocality));
-  plot("How far heads look", `Nonlocality in patches by layer, mean over ${images}. Each dot is a head, the line their mean.`,
+  plot("Nonlocality", `Mean attention distance in patches by layer, over ${images}. Each dot is a head, the line their mean.`,
     (layer) => layer.nonlocality, Math.max(...far));
   if (DATA.models.some((model) => model.layers.some((layer) => layer.gates))) {
-    plot("Position or content", "Gate by layer: 1 looks at position alone, 0 at content alone. Layers without dots have no gate.",
+    plot("Gates", "Gate by layer: 1 attends to position alone, 0 to content alone. Layers without dots have no gate.",
       (layer) => layer.gates, 1);
   }
   $("plots").prepend(keys);
@@ -300,7 +288,7 @@ function ticksTo(largest) {
   return Array.from({ length: count + 1 }, (_, at) => Number((at * step).toPrecision(6)));
 }
 
-// -- showing ------------------------------------------------------------------------------------
+// -- rendering ------------------------------------------------------------------------------------
 
 // viridis, every fifth of its 256 colours; those between lie on a straight line to within 1 of 255.
 const VIRIDIS = (
@@ -317,7 +305,7 @@ const COLOURS = Array.from({ length: 256 }, (_, at) => {
   });
 });
 
-// The largest attention to a patch on each scale: of a map, of its layer, of all maps.
+// The largest attention to a patch by scale: in a map, in its layer, in all maps.
 const tops = new Map();
 
 function rowOf(cell) {
@@ -360,8 +348,8 @@ function placeBox(box, grid, cell) {
   box.style.width = `${100 / grid[1]}%`;
 }
 
-function askCell() {
-  return ASK.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
+function queryCell() {
+  return QUERY_GRID.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
 }
 
 function showCell(cell) {
@@ -373,7 +361,7 @@ function showCell(cell) {
   placeBox(cell.query, layer.grid, cellOf(layer));
   if (cell.label) {
     const gate = layer.gates ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
-    const far = distance === null ? "" : ` · ${distance.toFixed(2)} away`;
+    const far = distance === null ? "" : ` · distance ${distance.toFixed(2)}`;
     cell.label.textContent = `head ${cell.head + 1}${far}${gate}`;
   }
 }
@@ -383,13 +371,13 @@ function show() {
   tops.clear();
   cells.forEach(rowOf); // before any is painted: a common scale needs them all
   cells.forEach(showCell);
-  const where = { map: "most in the map", layer: "most in the layer", all: "most in all maps" };
+  const where = { map: "maximum of the map", layer: "maximum of the layer", all: "maximum of all maps" };
   $("high").textContent = where[state.scale];
-  const [row, column] = askCell();
-  placeBox($("query"), ASK, [row, column]);
+  const [row, column] = queryCell();
+  placeBox($("query"), QUERY_GRID, [row, column]);
   $("where").textContent = state.classToken
-    ? "asking from the class token; hatched layers do not have it yet"
-    : `asking from row ${row + 1}, column ${column + 1} of ${ASK[0]} × ${ASK[1]} patches`;
+    ? "query: the class token; hatched layers do not have it yet"
+    : `query: row ${row + 1}, column ${column + 1} of ${QUERY_GRID[0]} × ${QUERY_GRID[1]} patches`;
   $("layer-number").textContent = state.layer + 1;
   readout();
 }
@@ -416,7 +404,7 @@ function readout() {
     $("readout").dataset.attention = value;
   }
   const distance = distanceOf(layer, attention);
-  if (distance !== null) parts.push(`looks ${distance.toFixed(2)} patches away`);
+  if (distance !== null) parts.push(`mean distance ${distance.toFixed(2)} patches`);
   if (attention && layer.prefix) parts.push(`${number(100 * attention[0])}% to the class token`);
   if (layer.gates) parts.push(`gate ${layer.gates[at.head].toFixed(3)}`);
   $("readout").textContent = parts.join(" · ");
@@ -450,7 +438,7 @@ function showImageUnderMaps() {
   document.querySelectorAll(".under").forEach((image) => { image.src = source; });
 }
 
-// -- doing ----------------------------------------------------------------------------------------
+// -- actions ----------------------------------------------------------------------------------------
 
 async function setImage(image) {
   await loadImage(image);
@@ -466,7 +454,7 @@ async function setImage(image) {
   document.querySelectorAll("#thumbnails button").forEach((button, at) =>
     button.setAttribute("aria-pressed", at === image));
   document.querySelectorAll(".model").forEach((article, at) => {
-    article.querySelector(".says").textContent = `says ${DATA.models[at].predictions[image]}`;
+    article.querySelector(".prediction").textContent = `predicts ${DATA.models[at].predictions[image]}`;
   });
   showImageUnderMaps();
   show();
@@ -488,7 +476,7 @@ function setMode(mode) {
 
 function setCell(row, column) {
   state.place = [row, column].map((value, axis) =>
-    (Math.max(0, Math.min(ASK[axis] - 1, value)) + 0.5) / ASK[axis]);
+    (Math.max(0, Math.min(QUERY_GRID[axis] - 1, value)) + 0.5) / QUERY_GRID[axis]);
   state.classToken = false;
   $("class-token").checked = false;
   show();
@@ -500,21 +488,12 @@ function setClassToken(on) {
   show();
 }
 
-// Time from an action to the frame that shows it; kept for whoever wants to know.
-function timed(action) {
-  const start = performance.now();
-  action();
-  requestAnimationFrame(() => setTimeout(() => {
-    document.documentElement.dataset.answered = (performance.now() - start).toFixed(1);
-  }));
-}
-
 function listen() {
-  $("grid").addEventListener("click", (event) => timed(() => {
+  $("grid").addEventListener("click", (event) => {
     const box = $("grid").getBoundingClientRect();
-    setCell(Math.floor((event.clientY - box.top) / box.height * ASK[0]),
-      Math.floor((event.clientX - box.left) / box.width * ASK[1]));
-  }));
+    setCell(Math.floor((event.clientY - box.top) / box.height * QUERY_GRID[0]),
+      Math.floor((event.clientX - box.left) / box.width * QUERY_GRID[1]));
+  });
   $("layer").addEventListener("input", () => setLayer(Number($("layer").value) - 1));
   $("scale").addEventListener("change", () => { state.scale = $("scale").value; show(); });
   $("opacity").addEventListener("input", () =>
@@ -526,10 +505,10 @@ function listen() {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.target.matches("select")) return; // letters choose among its options
     const onControl = event.target.matches("input");
-    const [row, column] = askCell();
+    const [row, column] = queryCell();
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
     if (event.key in moves && !onControl) {
-      timed(() => setCell(row + moves[event.key][0], column + moves[event.key][1]));
+      setCell(row + moves[event.key][0], column + moves[event.key][1]);
       event.preventDefault();
     } else if (event.key === "[" || event.key === "]") {
       setLayer(state.layer + (event.key === "]" ? 1 : -1));
@@ -551,8 +530,8 @@ async function start() {
     $("thumbnails").append(button);
   });
   $("thumbnails").hidden = DATA.images.length === 1;
-  $("grid").style.setProperty("--rows", ASK[0]);
-  $("grid").style.setProperty("--columns", ASK[1]);
+  $("grid").style.setProperty("--rows", QUERY_GRID[0]);
+  $("grid").style.setProperty("--columns", QUERY_GRID[1]);
   const layers = DATA.models.flatMap((model) => model.layers);
   $("layer").max = Math.max(...DATA.models.map((model) => model.layers.length));
   $("modes").hidden = !layers.some((layer) => layer.position);
@@ -560,9 +539,7 @@ async function start() {
   $("low").textContent = `1/${10 ** DATA.decades} of it`;
   const table = $("colours").getContext("2d");
   COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
-  const worst = Math.max(...DATA.models.map((model) => model.tolerance));
-  $("about").textContent = `Numbers are stored so that every attention shown lies within ` +
-    `${(100 * (Math.exp(2 * worst) - 1)).toFixed(1)}% of the model's own. ` +
+  $("about").textContent = `Queries and keys are stored in half precision. ` +
     `Written by locality ${document.querySelector('meta[name="generator"]').content.split(" ")[1]}.`;
   buildModels();
   buildPlots();

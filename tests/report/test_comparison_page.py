@@ -12,7 +12,13 @@ from scipy import stats
 from locality.analysis.runs import group, read_runs
 from locality.analysis.statistics import holm
 from locality.errors import UserError
-from locality.report.choosing import Candidate, allowed, build_choice, of_more_images, pairs_of
+from locality.report.comparison_page import (
+    Candidate,
+    build_comparison,
+    conclusion,
+    more_images_remark,
+    pairs_of,
+)
 
 IMAGES = 200
 
@@ -71,24 +77,24 @@ def test_a_difference_has_the_t_intervals_of_seeds_and_of_images(compared):
 
 def sentence(found):
     pairs = pairs_of(found)
-    return allowed(found, pairs, holm([pair.p_value for pair in pairs]))
+    return conclusion(found, pairs, holm([pair.p_value for pair in pairs]))
 
 
 def test_the_sentence_claims_no_more_than_the_numbers(compared):
     clear = compared(seeds=8, convit_nano=190, deit_nano=110, cvt_nano=120)[1]
     assert "ConViT has the highest accuracy" in sentence(clear)
-    assert "is above CvT and DeiT: neither" in sentence(clear)
+    assert "significantly above CvT and DeiT over seeds and over images" in sentence(clear)
 
 
 def test_what_cannot_be_told_is_said(compared):
     close = compared(seeds=8, convit_nano=190, deit_nano=100, cvt_nano=189)[1]
-    assert "is above DeiT, but these runs cannot tell it from CvT" in sentence(close)
-    assert "more images to evaluate on would" in sentence(close)
+    assert "is above DeiT, but the difference from CvT is not significant" in sentence(close)
+    assert "more images to evaluate on may decide it" in sentence(close)
 
 
 def test_one_seed_says_nothing(compared):
     found = compared(seeds=1, convit_nano=190, deit_nano=100)[1]
-    assert "says nothing about chance" in sentence(found)
+    assert "so without an interval" in sentence(found)
     assert pairs_of(found)[0].p_value == 1
 
 
@@ -101,14 +107,14 @@ def test_folds_share_images_and_their_intervals_are_wider(compared):
 
 def test_the_learning_curves_last_step(compared):
     found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150)[1]
-    text = of_more_images(found[0])
+    text = more_images_remark(found[0])
     assert text.startswith("ConViT gains +") and "from 50% to all images" in text
-    assert of_more_images(compared(cvt_nano=180, convit_micro=10)[1][0]) == ""
+    assert more_images_remark(compared(cvt_nano=180, convit_micro=10)[1][0]) == ""
 
 
 def test_the_page_shows_the_runs(compared, tmp_path):
     runs, found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150)
-    path, said = build_choice([runs], tmp_path / "choice.html", {"convit_nano": 1.234})
+    path, said = build_comparison([runs], tmp_path / "choice.html", {"convit_nano": 1.234})
     page = path.read_text()
     text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
     assert said in text and "Which model for photos?" in text
@@ -117,14 +123,13 @@ def test_the_page_shows_the_runs(compared, tmp_path):
     assert f"{worst:.1f}" in text
     assert not re.search(r'(src|href)="(?!data:|#)', page)
     with pytest.raises(UserError, match="fewer than two models"):
-        build_choice([runs / "convit_nano-1.0-0"], tmp_path / "none.html", {})
+        build_comparison([runs / "convit_nano-1.0-0"], tmp_path / "none.html", {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
 def test_nothing_lies_beyond_the_edge(compared, open_page, tmp_path, width, height):
     runs, _ = compared(fractions=(0.25, 0.5, 1.0), convit_nano=180, deit_nano=150, cvt_nano=160)
-    path, _ = build_choice([runs], tmp_path / "choice.html", {})
+    path, _ = build_comparison([runs], tmp_path / "choice.html", {})
     page = open_page(path, width, height)
     assert page.outside() == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width

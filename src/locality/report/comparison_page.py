@@ -1,4 +1,4 @@
-"""Which model for these images: a page of what a comparison's runs came to, and no more."""
+"""The page of `locality compare`: which model for these images."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from locality.analysis.runs import RecordedRun, RunGroup, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError
 from locality.figures import charts
-from locality.files import render, write_page
-from locality.report.comparing import with_interval
+from locality.report.baseline_pairs import format_estimate
 from locality.report.page import FILTERS
+from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
 from locality.training.runs import RunFolder
 
-_MOST_CLASSES = 20
-# Models that start from nothing have learnt little before.
-_FEW_PASSES = 20
+_MAX_CLASSES = 20
+# Models trained from scratch have learnt little in fewer epochs.
+_MIN_PASSES = 20
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model and what its runs on all images came to.
+    """A model and its runs on all images.
 
     Attributes:
         group: its runs, on any fraction of the images.
         shared: images of a fold / images it trains on; 0 where runs differ in their seed.
-        milliseconds: that an image takes, alone; None where it was not measured.
+        milliseconds: latency of one image; None if it was not measured.
     """
 
     group: RunGroup
@@ -54,7 +54,7 @@ class Candidate:
 
     @cached_property
     def right(self) -> dict[str, float]:
-        """How often each image was called right, in per cent, over the runs that were shown it."""
+        """The accuracy on each image in per cent, over the runs that evaluated it."""
         answers: dict[str, list[float]] = {}
         for found in self.predictions:
             for name, right in zip(found.paths, found.right.tolist(), strict=True):
@@ -67,7 +67,7 @@ class Candidate:
 
     @property
     def passes(self) -> float:
-        """How often each image was trained on."""
+        """How many times each image was trained on."""
         run = self.runs[0]
         batch = run.config["engine"]["batch_size"]
         return float(run.result["steps"] * batch / run.result["train_images"])
@@ -91,7 +91,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models on the same images, the more accurate first, and what chance may do to it.
+    """The difference of two models on the same images, the more accurate first.
 
     Attributes:
         first, second: labels.
@@ -106,7 +106,7 @@ class Pair:
 
     @property
     def p_value(self) -> float:
-        """Neither other seeds nor other images would turn it round: the larger of two p-values."""
+        """The larger of the p-values over runs and over images."""
         return max(self.over_runs.p_value(), self.over_images.p_value())
 
 
@@ -121,31 +121,31 @@ def pairs_of(candidates: Sequence[Candidate]) -> list[Pair]:
     return pairs
 
 
-def allowed(candidates: Sequence[Candidate], pairs: Sequence[Pair], decided: Sequence[bool]) -> str:
-    """What the numbers allow to say about the most accurate model, in one or two sentences."""
+def conclusion(
+    candidates: Sequence[Candidate], pairs: Sequence[Pair], decided: Sequence[bool]
+) -> str:
+    """The conclusion on the most accurate model, in one or two sentences."""
     best = candidates[0]
     own = [(pair, sure) for pair, sure in zip(pairs, decided, strict=True)
            if pair.first == best.label]  # fmt: skip
-    below = _listed([pair.second for pair, sure in own if sure])
+    below = _join_names([pair.second for pair, sure in own if sure])
     open_ = [pair for pair, sure in own if not sure]
-    reached = f"{best.label} has the highest accuracy, {with_interval(best.top1)}%"
+    reached = f"{best.label} has the highest accuracy, {format_estimate(best.top1)}%"
     if len(best.runs) < 2:
-        return f"{reached}, of a single run each, which says nothing about chance."
+        return f"{reached}, of a single run each, so without an interval."
     if not open_:
-        return (
-            f"{reached}, and is above {below}: neither seeds nor the choice of images explain it."
-        )
-    rest = _listed([pair.second for pair in open_], "or")
+        return f"{reached}, significantly above {below} over seeds and over images."
+    rest = _join_names([pair.second for pair in open_], "or")
     fewest = sum(p.over_runs.p_value() > p.over_images.p_value() for p in open_)
     more = "more runs" if 2 * fewest > len(open_) else "more images to evaluate on"
     above = f" and is above {below}, but" if below else ", but"
-    return f"{reached}{above} these runs cannot tell it from {rest}; {more} would say more."
+    return f"{reached}{above} the difference from {rest} is not significant; {more} may decide it."
 
 
-def of_longer_runs(candidates: Sequence[Candidate]) -> str:
-    """That runs were short, if they were."""
+def short_runs_remark(candidates: Sequence[Candidate]) -> str:
+    """A remark on short runs; "" for long ones."""
     passes = min(each.passes for each in candidates)
-    if passes >= _FEW_PASSES:
+    if passes >= _MIN_PASSES:
         return ""
     return (
         f"These runs were short: some saw each image only {passes:.2g} times. Longer ones may "
@@ -153,8 +153,8 @@ def of_longer_runs(candidates: Sequence[Candidate]) -> str:
     )
 
 
-def of_more_images(best: Candidate) -> str:
-    """What the last step of the learning curve says of the most accurate model; "" without one."""
+def more_images_remark(best: Candidate) -> str:
+    """A remark on the gain from more images; "" without several fractions."""
     fractions = best.group.fractions
     if len(fractions) < 2:
         return ""
@@ -162,13 +162,13 @@ def of_more_images(best: Candidate) -> str:
     found = paired_difference(top1(1.0), top1(part), shared=best.shared)
     if found is None or found.half_width is None:
         return ""
-    gain = f"{with_interval(found, sign=True)} points from {charts.percent(part)} to all images"
+    gain = f"{format_estimate(found, sign=True)} points from {charts.percent(part)} to all images"
     if found.excludes_zero and found.mean > 0:
         return f"{best.label} gains {gain}, at equal length: further images are likely to help."
-    return f"{best.label}: {gain}, at equal length, which these runs cannot tell from none."
+    return f"{best.label}: {gain}, at equal length, not significant."
 
 
-def build_choice(
+def build_comparison(
     folders: Sequence[Path], output: Path | str, milliseconds: Mapping[str, float]
 ) -> tuple[Path, str]:
     """Write the page of a comparison's finished runs. Recomputes nothing.
@@ -179,7 +179,7 @@ def build_choice(
         milliseconds: of inference, by the model's name.
 
     Returns:
-        its path, and what the numbers allow to say.
+        its path, and the conclusion.
 
     Raises:
         UserError: if fewer than two models have finished a run on all images.
@@ -193,15 +193,15 @@ def build_choice(
     found.sort(key=lambda each: -each.top1.mean)
     pairs = pairs_of(found)
     decided = holm([pair.p_value for pair in pairs])
-    said = allowed(found, pairs, decided)
+    said = conclusion(found, pairs, decided)
     drawn = any(len(run.curve) > 1 for run in found[0].runs)  # one evaluation makes no line
     html = render(
         "locality.report",
-        "choosing.html",
+        "comparison.html",
         FILTERS,
         title=f"Which model for {Path(groups[0].runs[0].config['data']['root']).name}?",
         said=said,
-        remarks=[each for each in (of_longer_runs(found), of_more_images(found[0])) if each],
+        remarks=[each for each in (short_runs_remark(found), more_images_remark(found[0])) if each],
         folds=folds and folds[1],
         candidates=found,
         result=found[0].runs[0].result,
@@ -227,9 +227,9 @@ def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, list[float
         for index, name in enumerate(first.classes)
         if images[index]
     ]
-    return sorted(rows, key=lambda row: fmean(part or 0.0 for part in row[2]))[:_MOST_CLASSES]
+    return sorted(rows, key=lambda row: fmean(part or 0.0 for part in row[2]))[:_MAX_CLASSES]
 
 
-def _listed(names: Sequence[str], word: str = "and") -> str:
+def _join_names(names: Sequence[str], word: str = "and") -> str:
     *first, last = names or [""]
     return f"{', '.join(first)} {word} {last}" if first else last

@@ -1,0 +1,195 @@
+"""What to train, as somebody asks for it → a run's configuration and folder. Without torch.
+
+It is asked for as a recipe, as images or as a run to go on with, and with settings by name.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locality.checkpoints.where import is_run_folder, kind_of, missing
+from locality.commands.parsing import say
+from locality.errors import UserError
+from locality.models.variants import PREFIX, variant
+from locality.settings import replace, typed
+from locality.training.config import RunConfig, read_config
+from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted
+
+if TYPE_CHECKING:
+    from locality.training.fitting import Fit
+
+ONLY_FOR_IMAGES = "is for own images: locality train FOLDER"
+
+
+def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """The recipe that is asked for, and the settings of the images that are.
+
+    Args:
+        word: a recipe, or the path of images; None is neither.
+        recipes: those asked for otherwise.
+
+    Raises:
+        FileNotFoundError, UserError: if there are no such images, or for two recipes.
+    """
+    given: dict[str, Any] = {}
+    if word is not None:
+        named = word in RECIPES or not ("/" in word or Path(word).exists())
+        if not named or (word in OWN_IMAGES and Path(word).is_dir()):
+            given = images_at(Path(word))
+        recipes = [*recipes, word] if named else recipes or ["photos"]
+    if len(set(recipes)) > 1:
+        raise UserError(f"recipes {' and '.join(recipes)} are asked for; give one")
+    return (recipes[0] if recipes else None), given
+
+
+def images_at(path: Path) -> dict[str, Any]:
+    """The settings of own images: a table of them, or a folder."""
+    from locality.data.folder import TABLE
+
+    if not path.exists():
+        raise missing(path)
+    table = path.is_file() or (path / TABLE).is_file()
+    return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
+
+
+def place_of(data: Mapping[str, Any]) -> str:
+    """What to call own images in the name of a folder: as theirs."""
+    root = Path(data["data.root"]).resolve()
+    return root.parent.name if root.is_file() else root.name
+
+
+def resolve(
+    name: str,
+    given: Mapping[str, Any],
+    minutes: float | None = None,
+    output: Path | str | None = None,
+    quiet: bool = False,
+) -> tuple[RunConfig, Path, Fit | None]:
+    """A new run, its folder, and what was chosen for it where it is on own images.
+
+    Of such images a run that has begun stays as it is: today the machine may be faster.
+
+    Args:
+        name: of the recipe.
+        given: settings by dotted name.
+        minutes: how long a run on own images may take, unless a length is given.
+        output: the folder; one in runs/ unless given.
+        quiet: say nothing of what is ignored.
+
+    Raises:
+        UserError: for a setting that does not exist or fit, or images that cannot be used.
+    """
+    given = typed(RunConfig, given)
+    on_images = name in OWN_IMAGES and given.get("data.root") is not None
+    if minutes is not None and not on_images:
+        raise UserError(f"--minutes {ONLY_FOR_IMAGES}")
+    length = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
+    if length and minutes is not None:
+        raise UserError(f"--minutes and --{length[0]} both say how long to train; give one of them")
+    config = adjusted(name, given)
+    folder = Path(output or default_folder(config))
+    if not on_images:
+        return config, folder, None
+    span = 10 if minutes is None else minutes
+    if output is None and not length:
+        folder = Path("runs", name, f"{place_of(given)}-{span:g}min-s{config.seed}")
+    if is_run_folder(folder):
+        begun = read_config(folder)
+        if output is not None and minutes is not None and not quiet:
+            planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
+            say(f"{folder} keeps the {planned} it was planned for; --minutes does nothing")
+        return replace(begun, given), folder, None
+    if config.model.weights is None or "model.name" in given:
+        check_names(config, folder)
+    from locality.training.fitting import fit, start_from
+
+    if config.model.weights is not None and "model.name" not in given:
+        given = start_from(config.model.weights) | given
+    if length:
+        config = adjusted(name, given)
+        return config, Path(output or default_folder(config)), None
+    chosen = fit(name, given, span)
+    return chosen.config, folder, chosen
+
+
+def resumed(run: Path, given: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
+    """The configuration of a run that goes on, with some settings changed.
+
+    Args:
+        run: its folder.
+        given: settings by dotted name.
+        words: of the command that asks for it, but for the folder.
+
+    Raises:
+        UserError: if its schedule would change, with the command for a run from its weights.
+    """
+    begun = read_config(run)
+    config, planned = replace(begun, given), begun.schedule
+    if config.schedule != planned:
+        raise UserError(
+            f"{run} was planned for {planned.length:g} {planned.unit}, and a run keeps "
+            f"its schedule; to go on from its weights with another one, start a run: locality "
+            f"train --config {run / 'config.yaml'} --model.weights {run} --output {run}-longer "
+            f"{shlex.join(words)}"
+        )
+    return config
+
+
+def run_to_resume(
+    resumed: Sequence[str], outputs: Sequence[str], others: Sequence[str]
+) -> Path | None:
+    """The run that `--resume` names, or `--output` where nothing else says what to train.
+
+    Raises:
+        UserError: if it is not there, or there is more than one word on what to train.
+    """
+    if not resumed:
+        return Path(outputs[-1]) if outputs and not others and is_run_folder(outputs[-1]) else None
+    if others or outputs:
+        raise UserError(
+            f"--resume goes on with the settings of {resumed[-1]}, in its folder; leave out "
+            f"{', '.join([*others, *(f'--output {folder}' for folder in outputs)])}"
+        )
+    run = Path(resumed[-1])
+    if not run.exists():
+        raise missing(run)
+    return run
+
+
+def check_names(config: RunConfig, folder: Path) -> None:
+    """Refuse names, sizes and paths that will not do, before torch is imported for the rest.
+
+    Raises:
+        FileNotFoundError, UserError: naming what was given.
+    """
+    from locality.data.folder import find_parts
+
+    model = config.model
+    if not model.name.startswith(PREFIX):
+        sizes = {"img_size": model.img_size, "patch_size": model.patch_size}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        variant(model.name).config.with_overrides(**given, **model.overrides)
+    if model.weights is not None and not is_run_folder(folder):
+        kind_of(model.weights)
+    if config.data.dataset == "folder":
+        find_parts(config.data.root)
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not place.is_dir():
+        raise UserError(f"{place} is a file; a run needs a folder")
+    try:
+        tempfile.TemporaryDirectory(dir=place).cleanup()
+    except OSError as error:
+        raise UserError(
+            f"run folder {folder} cannot be written to ({error.strerror}); choose another"
+        ) from error
+
+
+def default_folder(config: RunConfig) -> Path:
+    """runs/RECIPE/MODEL-FRACTION-sSEED."""
+    model = config.model.name.replace("/", "-")
+    name = f"{model}-{config.data.dataset}-{config.data.percent}pct-s{config.seed}"
+    return Path("runs") / (config.recipe or "custom") / name
