@@ -68,8 +68,8 @@ def _plain(value: Any) -> Any:
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """The configuration of type `cls` that `to_dict` turned into `values`.
 
-    What is missing takes its default. Settings that a class has no longer may still be there with
-    the value in its `REMOVED`, the one that means what the others do without them.
+    What is missing takes its default. Settings that the class no longer has may still be there
+    with the value in its `REMOVED`, by which nothing changes.
 
     Args:
         cls: a configuration dataclass.
@@ -85,12 +85,11 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     values = getattr(cls, "upgraded", dict)(values)
     hints = type_hints(cls)  # type: ignore[arg-type]
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    removed = getattr(cls, "REMOVED", {})
     given: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
         if name not in hints:
-            if name in removed and value == removed[name]:
+            if (name, value) in getattr(cls, "REMOVED", ()):
                 continue
             raise _unknown(dotted, cls, f"{path}." if path else "")
         given[name] = _typed(hints[name], value, dotted)

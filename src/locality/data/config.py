@@ -113,7 +113,7 @@ class DataConfig:
     allow_outside: bool = False
     workers: int = checks.bounded(0, 0)
 
-    REMOVED = {"crops": "exact", "difficulty": None}
+    REMOVED = (("crops", "exact"), ("difficulty", None))
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)

@@ -195,7 +195,7 @@ class ObjectiveConfig:
     distillation: Literal["hard", "soft"] = "hard"
     temperature: float = checks.bounded(3.0, 0, above=True)
 
-    REMOVED = {"kind": "locality.training.objective:Objective", "options": None}
+    REMOVED = (("kind", "locality.training.objective:Objective"), ("options", None))
 
     def __post_init__(self) -> None:
         checks.settings(self, "objective.")
