@@ -41,7 +41,7 @@ from locality.hub import offline_unless_reachable
 from locality.models import factory
 from locality.models.config import signature_diff
 from locality.models.factory import published
-from locality.models.variants import identify, name_today
+from locality.models.variants import identify
 from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
@@ -112,15 +112,13 @@ def _run(folder: Path) -> Checkpoint:
     """
     content, state = read_yaml(folder / "config.yaml"), latest_state(folder)
     classes = classes_of(folder)
-    result, environment = (
-        read_json(folder / name) if (folder / name).exists() else {}
-        for name in ("result.json", "environment.json")
-    )
+    finished = folder / "result.json"
+    result = read_json(finished) if finished.exists() else {}
     with naming(f"run folder {folder}"):
         if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
             raise UserError("its config.yaml names no model")
         model = content["model"]
-        name = name_today(str(model.get("name")), environment.get("locality"))
+        name = str(model.get("name"))
         fields = {key: model.get(key) for key in ("img_size", "patch_size")}
         fields = {key: value for key, value in fields.items() if value is not None}
         fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})

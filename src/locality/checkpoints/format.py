@@ -31,7 +31,6 @@ from locality.files import parse_json, read_text, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig, ViTConfig
 from locality.models.factory import TimmConfig, build
-from locality.models.variants import name_today
 from locality.settings import from_dict
 from locality.templates import render
 
@@ -149,7 +148,6 @@ class Checkpoint:
             )
         checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
         given, labels = content.get("input"), content.get("labels")
-        name, version = content.get("name"), str(content.get("written_by")).partition(" ")[2]
         fields = dict(content["architecture"])
         family = entry("family of models", str(fields.pop("family", None)), FAMILIES)
         config = from_dict(family, fields, "architecture")
@@ -159,7 +157,7 @@ class Checkpoint:
         return cls(
             config,
             state,
-            None if name is None else name_today(name, version),
+            content.get("name"),
             preprocessing,
             None if labels is None else tuple(labels),
         )
