@@ -18,10 +18,10 @@ from timm.models import (
 )
 from torch import Tensor
 
-from locality.checkpoints.finding import PREPARED
+from locality.checkpoints.adaptation import resample_positions
 from locality.checkpoints.foreign import recognise
-from locality.checkpoints.open import resample_positions
-from locality.checkpoints.where import SOURCES, Source
+from locality.checkpoints.registry import SOURCES, Source
+from locality.checkpoints.resolve import PREPARED
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CvtConfig, CvtForImageClassification
 
 from locality.checkpoints import LAYOUTS, read, save
-from locality.checkpoints.reading import read_state
+from locality.checkpoints.safe_load import read_state
 from locality.cli import main
 from locality.models import build
 from locality.models.config import CvTConfig

@@ -15,17 +15,18 @@ import torch
 from PIL import Image
 
 import locality.checkpoints.exporting as exporting
-import locality.checkpoints.finding as finding
 from locality.checkpoints import (
     LAYOUTS,
     Classifier,
     Preprocessing,
     TrainedModel,
     export,
+    hub,
     open_model,
+    resolve,
     save,
 )
-from locality.checkpoints.where import SUFFIX
+from locality.checkpoints.registry import SUFFIX
 from locality.errors import UserError
 from locality.models import VARIANTS, build
 from locality.models.config import CvTConfig, StageConfig
@@ -106,7 +107,7 @@ def test_what_onnx_runtime_merely_notes_is_not_printed(exported, tmp_path, capfd
     onnx.save(graph, tmp_path / "noted.onnx")
     onnxruntime.InferenceSession(tmp_path / "noted.onnx", providers=["CPUExecutionProvider"])
     assert "unused" in capfd.readouterr().err
-    finding.read_graph(tmp_path / "noted.onnx")
+    resolve.read_graph(tmp_path / "noted.onnx")
     assert capfd.readouterr().err == ""
 
 
@@ -244,9 +245,7 @@ def test_pictures_are_brought_to_the_models_device():
 def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
     trained = TrainedModel(build("convit_nano"), Preprocessing(8), CLASSES)
     trained.save_pretrained(tmp_path)
-    monkeypatch.setattr(
-        finding, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name]
-    )
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name])
     opened = open_model("me/model")
     assert opened.name == "me/model" and opened.classes == tuple(CLASSES)
 

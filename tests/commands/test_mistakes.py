@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from locality.checkpoints import LAYOUTS
-from locality.checkpoints.where import LAYOUT_NAMES
+from locality.checkpoints.registry import LAYOUT_NAMES
 from locality.cli import COMMANDS, main
 from locality.commands.parsing import Parser
 from locality.settings import to_yaml

@@ -28,7 +28,7 @@ from locality.data import (
     preserved_generators,
     train_loader,
 )
-from locality.data.loader import Failure, Loaded
+from locality.data.batches import Failure, Loaded
 from locality.data.sampling import Stream, keys, sample_order, seed_generators
 from locality.errors import ProcessKilled, UserError
 

@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from locality.data import DataConfig, open_data
-from locality.data.sampling import (
-    balanced_fraction,
-    class_part,
-    sorted_fraction,
-    stratified_split,
-)
+from locality.data.sampling import balanced_fraction, class_part, sorted_fraction, stratified_split
 from locality.data.sources import _digit_arrays
 from locality.errors import UserError
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from locality.checkpoints.run_state import latest_state, pack, read_checkpoint, write_checkpoint
-from locality.data import checking
+from locality.data import fingerprint, validation
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
 from locality.training import train as train_loudly
@@ -71,7 +71,7 @@ def test_a_damaged_validation_image_is_named_before_the_first_step(
 def test_many_validation_images_are_recognised_by_their_headers(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(checking, "DECODED_AT_MOST", 11)
+    monkeypatch.setattr(validation, "DECODED_AT_MOST", 11)
     train_loudly(on(photos), tmp_path / "run")
     assert "headers of 12 validation images are whole; more than 11" in capsys.readouterr().err
     (photos / "val/cat/0.bmp").write_bytes(b"")
@@ -207,7 +207,7 @@ def test_a_run_is_not_resumed_on_other_images_unnoticed(
 ) -> None:
     """Small datasets are compared by content, large ones by size and time of modification."""
     if large:
-        monkeypatch.setattr(checking, "CONTENT_BYTES", 0)
+        monkeypatch.setattr(fingerprint, "CONTENT_BYTES", 0)
         for number, file in enumerate(sorted(photos.rglob("*.bmp"))):
             os.utime(file, (10**9 + number, 10**9 + number))
     stop_before(5)

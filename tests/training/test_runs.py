@@ -13,7 +13,7 @@ import torch
 
 import locality
 from locality.analysis.runs import read_runs
-from locality.checkpoints.where import is_run_folder
+from locality.checkpoints.registry import is_run_folder
 from locality.errors import UserError
 from locality.models import count_parameters
 from locality.settings import from_yaml

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
-from locality.checkpoints.where import is_run_folder
+from locality.checkpoints.registry import is_run_folder
 from locality.data import open_data
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise

@@ -13,12 +13,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from huggingface_hub import SpaceCardData
 from safetensors.torch import save as to_safetensors
@@ -26,7 +23,6 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from locality import __version__
-from locality.checkpoints.finding import graph_session, read
 from locality.checkpoints.foreign import LAYOUTS
 from locality.checkpoints.format import (
     FORMAT,
@@ -37,11 +33,12 @@ from locality.checkpoints.format import (
     write_file,
     write_folder,
 )
-from locality.checkpoints.layouts import OURS
-from locality.checkpoints.where import check_empty, check_graph, check_target
+from locality.checkpoints.key_map import OURS
+from locality.checkpoints.registry import check_graph, check_target
+from locality.checkpoints.resolve import graph_session, read
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require
-from locality.files import atomic_file, write_atomic
+from locality.files import atomic_file, check_new_folder, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
 from locality.templates import render
@@ -59,35 +56,6 @@ TOLERANCE = 1e-4
 """How far the logits of an ONNX graph may lie from the model's, in units of the largest logit."""
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` did.
-
-    Attributes:
-        source: what was read.
-        target: the path that was written.
-        layout, to: the layouts of both.
-        model: the name of the architecture, or None if the table has no such row.
-        parameters: how many numbers were converted.
-        untold: what weights in the layout `to` do not tell their reader, in a sentence, or "".
-    """
-
-    source: str
-    target: Path
-    layout: str
-    to: str
-    model: str | None
-    parameters: int
-    untold: str = ""
-
-    def __str__(self) -> str:
-        model = self.model or "a model without a name"
-        return (
-            f"{self.source} ({self.layout}) → {self.target} ({self.to}): {model}, "
-            f"{self.parameters:,} numbers" + f"\n{self.untold}" * bool(self.untold)
-        )
-
-
 def convert(
     source: Path | str,
     target: Path | str,
@@ -96,7 +64,7 @@ def convert(
     entry: str | None = None,
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
-) -> Conversion:
+) -> str:
     """Read a model from wherever it is and write it in a layout of one's choice.
 
     Args:
@@ -110,6 +78,9 @@ def convert(
         overwrite: replace `target` if it is there.
         settings: fields of the model's configuration that stand above what the source says.
 
+    Returns:
+        what was done, and what weights of that layout do not specify, in sentences.
+
     Raises:
         FileNotFoundError: if there is no `source`.
         UserError: if it cannot be read, the layout cannot hold the model, or `target` exists;
@@ -121,7 +92,7 @@ def convert(
     checkpoint = read(source, model, entry, settings)
     with naming(source):
         state = checkpoint.build().state_dict()
-    untold = ""
+    notes = ""
     if wanted is not OURS:
         state = owned(wanted.from_ours(state, checkpoint.config))
         if target.suffix == ".safetensors":
@@ -129,17 +100,20 @@ def convert(
         else:
             with atomic_file(target) as file:
                 torch.save(state, file)
-        if settings_untold := wanted.untold(checkpoint.config):
-            untold = (
-                f"weights in this layout do not tell {wanted.listed(settings_untold)}; whoever "
-                f"reads them has to set that"
+        if unspecified := wanted.untold(checkpoint.config):
+            notes = (
+                f"\nweights with these key names do not specify {wanted.listed(unspecified)}; set "
+                f"that when they are read"
             )
     elif target.suffix:
         write_file(checkpoint, target)
     else:
         write_folder(checkpoint, target)
     size = sum(tensor.numel() for tensor in state.values())
-    return Conversion(str(source), target, checkpoint.layout, to, checkpoint.name, size, untold)
+    return (
+        f"{source} ({checkpoint.layout}) → {target} ({to}): "
+        f"{checkpoint.name or 'a model without a name'}, {size:,} numbers{notes}"
+    )
 
 
 def export(
@@ -186,7 +160,7 @@ def export(
             f"makes {preprocessing.size[0]}×{preprocessing.size[1]}; create the model with "
             f"img_size={preprocessing.img_size} to export it at that size"
         )
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), suppress_warnings():
         program = torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,))
     description = json.dumps(checkpoint.describe())
     if format == "onnx":
@@ -197,76 +171,6 @@ def export(
         with atomic_file(path) as file:
             torch.export.save(program, file, extra_files={DESCRIPTION: description})
     return path
-
-
-def quantise(graph: Path | str, target: Path | str) -> None:
-    """Write an exported ONNX graph with its linear layers in eight bits, by ONNX Runtime's tools.
-
-    Weights are rounded once, per output channel; what goes into a layer is scaled to its own range
-    in every call, so that no images are needed beforehand. The products within attention, softmax,
-    gates, positional factors, convolutions and normalisation stay in float.
-
-    The graph means the same on every processor: one without VNNI adds neighbouring products in 16
-    bits, which no pair of these weights can leave (`_ranges`).
-
-    Args:
-        graph: as `export` wrote it; it is not changed.
-        target: the file to write, ending in .onnx.
-
-    Raises:
-        UserError: if a package for ONNX is missing, with the line that installs it.
-    """
-    require("eight bits", "locality[export]", "onnx", "onnxruntime")
-    import onnx
-    from onnxruntime import quantization
-
-    proto = onnx.load(graph)
-    # The exporter's shapes of values between the layers stop ONNX's own inference of them.
-    del proto.graph.value_info[:]
-    # As ONNX Runtime does first, so that the weights below have their last shapes and names.
-    quantization.onnx_model.ONNXModel(proto).replace_gemm_with_matmul()
-    weights = {
-        tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer
-    }
-    linear = [node.input[1] for node in proto.graph.node if node.op_type == "MatMul"]
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        written = Path(folder) / "int8.onnx"
-        quantization.quantize_dynamic(
-            proto,
-            written,
-            op_types_to_quantize=["MatMul"],
-            per_channel=True,
-            weight_type=quantization.QuantType.QInt8,
-            extra_options={
-                # Not products of two things that are computed: attention's.
-                "MatMulConstBOnly": True,
-                "TensorQuantOverrides": {
-                    name: _ranges(weights[name]) for name in linear if name in weights
-                },
-            },
-        )
-        quantised = onnx.load(written)
-    quantised.ClearField("metadata_props")
-    quantised.metadata_props.extend(proto.metadata_props)
-    write_atomic(target, quantised.SerializeToString())
-
-
-def _ranges(weight: npt.NDArray[np.float32]) -> list[dict[str, Any]]:
-    """The range that a linear layer's weights are rounded in, by output channel.
-
-    Without VNNI, x86 multiplies activations of 0…255 with weights of -127…127 and adds products 2k
-    and 2k + 1 in 16 bits, where 255·127·2 does not fit. So the range ends at the largest sum of
-    such a pair, as far as its signs agree: in steps of range/127 the sum is at most 127, after
-    rounding 128, and 255·128 < 2¹⁵. Random weights lose 0.4 bits, weights of one size a whole one.
-
-    Args:
-        weight: (..., inputs, outputs).
-    """
-    inputs, outputs = weight.shape[-2:]
-    padding = ((0, 0), (0, inputs % 2), (0, 0))
-    pairs = np.pad(weight.reshape(-1, inputs, outputs), padding).reshape(-1, 2, outputs)
-    sums = [np.maximum(sign * pairs, 0).sum(1).max(0) for sign in (1, -1)]
-    return [{"axis": weight.ndim - 1, "rmin": -m, "rmax": m} for m in np.maximum(*sums)]
 
 
 def export_space(
@@ -293,7 +197,7 @@ def export_space(
         ModuleNotFoundError: if something that serving needs is not installed.
     """
     folder = Path(folder).resolve()
-    check_empty(folder)
+    check_new_folder(folder)
     title = Path(source).resolve().name
     card = SpaceCardData(title=title, sdk="docker", app_port=PORT)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -369,7 +273,7 @@ def _smallest_grid(config: CvTConfig, side: int) -> int:
 def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:
     import onnx
 
-    with _quiet():
+    with suppress_warnings():
         exported = torch.onnx.export(
             program,
             input_names=[INPUT],
@@ -413,7 +317,7 @@ def _example(model: ImageClassifier, batch: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def suppress_warnings() -> Iterator[None]:
     """Without torch's warnings about its own inside and the exporter's notes on its optimiser."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

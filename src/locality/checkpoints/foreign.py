@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locality.checkpoints.layouts import OURS, THEIR_SETTINGS, Layout, size_of
-from locality.checkpoints.reading import State, require_blocks
+from locality.checkpoints.key_map import OURS, THEIR_SETTINGS, Layout, size_of
+from locality.checkpoints.state_dict import State, require_blocks
 from locality.errors import UserError, some
 from locality.layers.grid import mlp_ratio_of
 from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid

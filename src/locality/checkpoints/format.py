@@ -18,13 +18,8 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from locality import __version__, checks
-from locality.checkpoints.reading import (
-    State,
-    blank_state,
-    check_finite,
-    check_keys,
-    read_safetensors,
-)
+from locality.checkpoints.safe_load import read_safetensors
+from locality.checkpoints.state_dict import State, blank_state, check_finite, check_keys
 from locality.data.config import Preprocessing
 from locality.errors import UserError, entry, naming
 from locality.files import parse_json, read_text, write_atomic

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from locality import checks
-from locality.checkpoints.reading import unpickle
+from locality.checkpoints.safe_load import unpickle
 from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError
 from locality.files import atomic_file, open_file, parse_json, read_text
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from locality import checks, data, training
-from locality.checkpoints.where import check_empty, check_place, is_run_folder
+from locality.checkpoints.registry import is_run_folder
 from locality.commands.parsing import (
     MODEL,
     Parser,
@@ -25,6 +25,7 @@ from locality.commands.parsing import (
 from locality.commands.resolve import images_at
 from locality.data.config import AS_PUBLISHED, DataConfig
 from locality.errors import UserError, entry, one_line, printable, require, unknown
+from locality.files import check_new_folder, check_parent
 from locality.training.config import read_config
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     what = options.weights if options.run is None else options.run
 
     is_run = check_given(what, options) == "run"
-    check_place(options.predictions)
+    check_parent(options.predictions)
 
     opened = open_given(what, options)
     given = parser.settings
@@ -254,7 +255,7 @@ def serve(arguments: Sequence[str]) -> None:
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     if options.export_space is not None:
         parser.refuse("host port hosts", "does nothing beside --export_space")
-        check_empty(Path(options.export_space))
+        check_new_folder(Path(options.export_space))
         from locality.checkpoints.exporting import export_space
 
         given = options.variant, options.entry, read_settings(options)

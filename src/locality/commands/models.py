@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 from locality import checkpoints, models
 from locality.benchmark import ALL, ALL_SETTINGS, BenchmarkConfig
-from locality.checkpoints.where import (
+from locality.checkpoints.registry import (
     LAYOUT_NAMES,
     SOURCES,
     check_graph,
-    check_place,
     check_target,
 )
 from locality.commands.parsing import (
@@ -32,7 +31,7 @@ from locality.commands.parsing import (
     with_aliases,
 )
 from locality.errors import UserError, entry, one_line
-from locality.files import write_atomic
+from locality.files import check_parent, write_atomic
 from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
 from locality.settings import from_dict
 
@@ -216,7 +215,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     if options.all:
         parser.refuse("against output", "does nothing beside --all")
     config = from_dict(BenchmarkConfig, (ALL_SETTINGS if options.all else {}) | parser.settings)
-    check_place(options.output)
+    check_parent(options.output)
 
     for name in options.models:
         if name not in VARIANTS:

@@ -13,13 +13,13 @@ from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin
 
 from locality import checks
-from locality.checkpoints.where import kind_of, refuse_entry
+from locality.checkpoints.registry import kind_of, refuse_entry
 from locality.errors import UserError, near
 from locality.files import parse_yaml, read_yaml
 from locality.settings import Setting, described, flatten, parse, settings_of, to_dict
 
 if TYPE_CHECKING:
-    from locality.checkpoints.open import Classifier
+    from locality.checkpoints.classifier import Classifier
 
 
 # Of settings by dotted name, those that the first screen of help shows.
@@ -256,7 +256,7 @@ def open_given(what: str, options: Any) -> Classifier:
         FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
     """
     check_given(what, options)
-    from locality.checkpoints.open import open_model
+    from locality.checkpoints.api import open_model
 
     return open_model(what, options.variant, options.entry, read_settings(options))
 

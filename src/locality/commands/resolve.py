@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality.checkpoints.where import is_run_folder, kind_of, missing
+from locality.checkpoints.registry import is_run_folder, kind_of, missing
 from locality.commands.parsing import say
 from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
@@ -48,7 +48,7 @@ def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None,
 
 def images_at(path: Path) -> dict[str, Any]:
     """The settings of own images: a table of them, or a folder."""
-    from locality.data.folder import TABLE
+    from locality.data.table import TABLE
 
     if not path.exists():
         raise missing(path)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.data.checking import CheckReport as CheckReport
-    from locality.data.checking import check as check
+    from locality.data.batches import Batch as Batch
     from locality.data.config import DATASETS as DATASETS
     from locality.data.config import AugmentConfig as AugmentConfig
     from locality.data.config import DataConfig as DataConfig
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from locality.data.config import Preprocessing as Preprocessing
     from locality.data.datasets import open_data as open_data
     from locality.data.decoding import decode as decode
-    from locality.data.loader import Batch as Batch
     from locality.data.loader import BatchLoader as BatchLoader
     from locality.data.loader import eval_loader as eval_loader
     from locality.data.loader import train_loader as train_loader
@@ -31,5 +29,7 @@ if TYPE_CHECKING:
     from locality.data.sources import BadImage as BadImage
     from locality.data.sources import DataSplits as DataSplits
     from locality.data.sources import ImageSource as ImageSource
+    from locality.data.validation import CheckReport as CheckReport
+    from locality.data.validation import check as check
 
 __all__, __getattr__ = lazily(__name__, __file__)

@@ -23,19 +23,8 @@ from huggingface_hub.utils import WeakFileLock
 
 from locality import checks
 from locality.data.config import DATASETS, DataConfig
-from locality.data.folder import (
-    FileSource,
-    existing_folder,
-    list_folder,
-    no_images,
-    open_parts,
-)
-from locality.data.sampling import (
-    balanced_fraction,
-    class_part,
-    sorted_fraction,
-    stratified_split,
-)
+from locality.data.folder import FileSource, existing_folder, list_folder, no_images, open_parts
+from locality.data.sampling import balanced_fraction, class_part, sorted_fraction, stratified_split
 from locality.data.sources import ArraySource, DataSplits, ImageSource
 from locality.errors import UserError, saying, some
 from locality.files import parse_json, read_text

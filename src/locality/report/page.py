@@ -15,7 +15,7 @@ from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_url
 from locality.analysis.recording import MAX_MISTAKES, MISTAKES, recorded_trajectory
 from locality.analysis.runs import RecordedRun, RunGroup, differing_settings, group, read_runs
 from locality.analysis.statistics import estimate
-from locality.data.checking import duplicates
+from locality.data.fingerprint import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg

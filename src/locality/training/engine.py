@@ -20,8 +20,9 @@ from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data import DataSplits
-from locality.data.checking import ImageRecord, verify
+from locality.data.fingerprint import ImageRecord
 from locality.data.loader import naming_killed_workers
+from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.training.config import RunConfig

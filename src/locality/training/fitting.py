@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from locality import checks, machine
-from locality.checkpoints.finding import read
-from locality.checkpoints.where import kind_of
+from locality.checkpoints.registry import kind_of
+from locality.checkpoints.resolve import read
 from locality.data import DataSplits, open_data, train_loader
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError

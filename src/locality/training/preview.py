@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.checkpoints import load, load_weights
-from locality.checkpoints.where import kind_of
+from locality.checkpoints.registry import kind_of
 from locality.data import DataSplits, open_data
 from locality.errors import UserError, naming, require, saying, some
 from locality.models import ImageClassifier, build, count_macs, count_parameters

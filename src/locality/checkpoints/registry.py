@@ -14,7 +14,7 @@ from typing import Literal
 
 from locality.data.config import Preprocessing
 from locality.errors import UserError, entry, near, unknown
-from locality.files import read_yaml
+from locality.files import check_parent, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
@@ -162,17 +162,6 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
         raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")
 
 
-def check_empty(folder: Path) -> None:
-    """Refuse a folder to be made that holds something, or whose own folder is not there.
-
-    Raises:
-        UserError: naming it.
-    """
-    check_place(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; give a new folder, or an empty one")
-
-
 def check_graph(path: Path, format: str) -> None:
     """Refuse a file that `export` could not write.
 
@@ -184,14 +173,4 @@ def check_graph(path: Path, format: str) -> None:
         raise unknown("export format", format, SUFFIX)
     if path.suffix != SUFFIX[format]:
         raise UserError(f"a file of format '{format}' has to end in {SUFFIX[format]}, not {path}")
-    check_place(path)
-
-
-def check_place(path: Path | str | None) -> None:
-    """Refuse to write a file to a folder that is not there, before anything is computed.
-
-    Raises:
-        UserError: if it is not.
-    """
-    if path is not None and not Path(path).parent.is_dir():
-        raise UserError(f"there is no folder {Path(path).parent} to write {Path(path).name} to")
+    check_parent(path)

@@ -6,23 +6,14 @@ model of timm's, or on the Hugging Face hub.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import tempfile
-import urllib.error
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import RemoteEntryNotFoundError
-
 from locality.checkpoints.foreign import recognise
 from locality.checkpoints.format import (
-    CARD,
     CONFIG,
     FORMAT,
     WEIGHTS,
@@ -30,14 +21,14 @@ from locality.checkpoints.format import (
     described,
     read_folder,
 )
-from locality.checkpoints.layouts import our_names, with_settings
-from locality.checkpoints.reading import read_state
+from locality.checkpoints.hub import HUB_FILES, fetch, find_weights
+from locality.checkpoints.key_map import our_names, with_settings
+from locality.checkpoints.registry import kind_of, refuse_entry, source
 from locality.checkpoints.run_state import classes_of, latest_state
-from locality.checkpoints.where import SUFFIXES, Source, kind_of, refuse_entry, source
+from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require, saying
 from locality.files import open_file, read_json, read_yaml
-from locality.hub import offline_unless_reachable
 from locality.models import factory
 from locality.models.config import signature_diff
 from locality.models.factory import published
@@ -46,9 +37,7 @@ from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
 
-# What others call the weights in a repository on the hub, and in a folder.
-_HUB_FILES = (WEIGHTS, "pytorch_model.bin")
-_FOREIGN_WEIGHTS = (*_HUB_FILES, "pytorch_model.pth")
+_FOREIGN_WEIGHTS = (*HUB_FILES, "pytorch_model.pth")
 
 # Protocol Buffers hold no more.
 _LARGEST_GRAPH = 2 << 30
@@ -259,76 +248,3 @@ def no_model(graph: str) -> UserError:
     return UserError(
         f"{graph} is an exported graph, which can only be run; give the model that it was made from"
     )
-
-
-def home() -> Path:
-    """Where weights are kept: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
-    if "LOCALITY_HOME" in os.environ:
-        return Path(os.environ["LOCALITY_HOME"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "locality"
-
-
-def find_weights(row: Source) -> Path:
-    """The file of public weights: the user's own copy, the hub's cache, or a download.
-
-    Raises:
-        UserError: if it is nowhere and cannot be downloaded, saying which file is wanted and where
-            to put it.
-    """
-    folder = home() / "weights"
-    for suffix in SUFFIXES:
-        if (folder / f"{row.name}{suffix}").exists():
-            return folder / f"{row.name}{suffix}"
-    causes: list[Exception] = []
-    # What the hub's own cache has needs no network.
-    for offline in (True, False):
-        with contextlib.nullcontext() if offline else offline_unless_reachable():
-            for file in _HUB_FILES:
-                try:
-                    return Path(hf_hub_download(row.repo, file, local_files_only=offline))
-                except OSError as error:
-                    causes.append(error)
-                    if not offline and not isinstance(error, RemoteEntryNotFoundError):
-                        break  # nor can the other file be had
-    if row.url is not None and not constants.HF_HUB_OFFLINE:
-        try:
-            return _download(row, folder / f"{row.name}.pth")
-        except (OSError, RuntimeError) as error:
-            causes.append(error)
-    last = causes[-1]
-    reason = str(last.reason if isinstance(last, urllib.error.URLError) else last)
-    reason = reason.split("\n")[0].rstrip(". ") or type(last).__name__
-    wanted = f"{_HUB_FILES[0]} of https://huggingface.co/{row.repo}"
-    if row.url is not None:
-        wanted += f" or {row.url}"
-    raise UserError(
-        f"{row.name} could not be downloaded ({reason}); fetch {wanted} and put it at "
-        f"{folder / row.name}.safetensors (.pth and .bin are read too), or give its path as weights"
-    ) from causes[0]
-
-
-def _download(row: Source, path: Path) -> Path:
-    assert row.url is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A part of a file must never lie in its place, where it would be taken for the whole for ever.
-    # What came is compared with its hash where one is published, and read in any case.
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        partial = Path(folder) / path.name
-        torch.hub.download_url_to_file(row.url, str(partial), hash_prefix=row.sha256)
-        try:
-            read_state(partial)
-        except UserError as error:
-            raise RuntimeError(f"what came from {row.url} is no sound weight file") from error
-        os.replace(partial, path)
-    return path
-
-
-def fetch(repository: str, **options: Any) -> Path:
-    """The folder of a saved model from the hub's cache, downloaded if need be.
-
-    Raises:
-        OSError: if it is neither there nor to be had.
-    """
-    wanted = [WEIGHTS, CONFIG, CARD]
-    with offline_unless_reachable():
-        return Path(snapshot_download(repository, allow_patterns=wanted, **options))

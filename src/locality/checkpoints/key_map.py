@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from locality.checkpoints.reading import State, blank_state, check_keys
+from locality.checkpoints.state_dict import State, blank_state, check_keys
 from locality.errors import UserError
 from locality.models.config import CvTConfig, ViTConfig, token_grid
 from locality.settings import from_dict, to_dict
