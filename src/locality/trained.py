@@ -88,7 +88,7 @@ class TrainedRun:
             image = read_image(Path(image), RunFolder(self.folder).config().data.decoding)
         (row,) = self.classifier([image])
         return Prediction(
-            self.classifier.most_likely(row, top),
+            self.classifier.top_classes(row, top),
             high_resolution_crop(self.classifier.preprocessing, image),
         )
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 import locality.checkpoints.exporting as exporting
 from locality.checkpoints import (
-    LAYOUTS,
+    KEY_MAPS,
     Classifier,
     Preprocessing,
     TrainedModel,
@@ -26,7 +26,7 @@ from locality.checkpoints import (
     resolve,
     save,
 )
-from locality.checkpoints.registry import SUFFIX
+from locality.checkpoints.registry import EXPORT_SUFFIXES
 from locality.errors import UserError
 from locality.models import VARIANTS, build
 from locality.models.config import CvTConfig, StageConfig
@@ -151,7 +151,7 @@ def test_a_preprocessing_of_another_size_than_the_graphs_is_refused(tmp_path):
 
 @pytest.mark.parametrize("format", ["onnx", "torch-export"])
 def test_a_model_for_images_too_small_to_export_says_the_smallest(format, tmp_path):
-    path = tmp_path / f"model{SUFFIX[format]}"
+    path = tmp_path / f"model{EXPORT_SUFFIXES[format]}"
     with pytest.raises(UserError, match="5×5 or more, and it was made for 4×4"):
         export(build("cvt_nano", img_size=4), path, format)
     assert not path.exists()
@@ -198,7 +198,7 @@ def test_everything_opened_classifies_alike(exported, tmp_path):
 
 def test_foreign_weights_are_opened_as_well(tmp_path):
     model = build("convit_nano")
-    state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
+    state = KEY_MAPS["convit"].from_native(model.state_dict(), model.config)
     torch.save(state, tmp_path / "timm.pth")
     opened = open_model(tmp_path / "timm.pth")
     assert opened.name == "convit_nano" and opened.preprocessing.size == (8, 8)

@@ -12,8 +12,8 @@ import sys
 import pytest
 from PIL import Image
 
-from locality.checkpoints import LAYOUTS
-from locality.checkpoints.registry import LAYOUT_NAMES
+from locality.checkpoints import KEY_MAPS
+from locality.checkpoints.registry import KEY_MAP_NAMES
 from locality.cli import COMMANDS, main
 from locality.commands.parsing import Parser
 from locality.settings import to_yaml
@@ -321,4 +321,4 @@ def test_every_way_is_of_a_command_and_every_command_has_one():
 
 
 def test_layouts_are_told_without_opening_their_modules():
-    assert list(LAYOUTS) == list(LAYOUT_NAMES)
+    assert list(KEY_MAPS) == list(KEY_MAP_NAMES)

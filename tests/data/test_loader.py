@@ -28,8 +28,8 @@ from locality.data import (
     preserved_generators,
     train_loader,
 )
-from locality.data.batches import Failure, Loaded
-from locality.data.sampling import Stream, keys, sample_order, seed_generators
+from locality.data.batches import LoadedBatch, UnreadableImage
+from locality.data.sampling import Stream, hash_seed, sample_order, seed_generators
 from locality.errors import ProcessKilled, UserError
 
 SMALL = Preprocessing(8)
@@ -194,7 +194,7 @@ def test_a_sample_is_what_timm_makes_of_it():
         8, is_training=True, color_jitter=0.4, hflip=0.5, interpolation="bicubic"
     )
     batch = collect(source, augment)[0]
-    seeds = keys(0, Stream.AUGMENT, batch.positions).tolist()
+    seeds = hash_seed(0, Stream.AUGMENT, batch.positions).tolist()
     for image, index, seed in zip(batch.images, batch.indices, seeds, strict=True):
         with preserved_generators():
             seed_generators(seed)
@@ -463,7 +463,7 @@ def test_what_workers_send_passes_through_torchs_pinning_thread(digits, monkeypa
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: pinned.append(1) or self)
     batch = collect(digits.train, PAD)[0]
-    loaded = Loaded(batch, (Failure("a", "b"),), None)
+    loaded = LoadedBatch(batch, (UnreadableImage("a", "b"),), None)
     result = torch_pin_memory(loaded)
-    assert isinstance(result, Loaded) and result.skipped == loaded.skipped
+    assert isinstance(result, LoadedBatch) and result.skipped == loaded.skipped
     assert same(result.batch, batch) and len(pinned) == 2

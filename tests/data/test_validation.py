@@ -133,7 +133,7 @@ def kill_oneself(path, decoding):
 
 
 def test_a_killed_process_is_named(train_val, monkeypatch):
-    monkeypatch.setattr(validation, "_examine", kill_oneself)
+    monkeypatch.setattr(validation, "_inspect", kill_oneself)
     monkeypatch.setattr(validation, "_CHUNK", 1)
     with pytest.raises(
         ProcessKilled, match=r"checks images was killed from outside .*starts again"

@@ -21,9 +21,9 @@ from locality.benchmark import BenchmarkConfig
 from locality.benchmark.measure import Work, interleave
 from locality.benchmark.run import machine, timed_rows
 from locality.data import Preprocessing, train_loader
-from locality.data.config import AS_PUBLISHED, IMAGENET_MEAN, IMAGENET_STD
+from locality.data.config import DEFAULT_DECODING, IMAGENET_MEAN, IMAGENET_STD
 from locality.data.folder import list_folder
-from locality.data.preprocessing import allow_black
+from locality.data.preprocessing import patch_posterize
 from locality.training.recipes import DEIT_AUGMENT
 
 _SIZE = 224
@@ -84,7 +84,7 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
     """Loaders of one pass over the files by label, all in this process."""
     listing = list_folder(folder)
     augment = dataclasses.replace(DEIT_AUGMENT, repeats=1)
-    source = listing.source(listing.classes, AS_PUBLISHED)
+    source = listing.source(listing.classes, DEFAULT_DECODING)
     contenders: dict[str, Iterable[Any]] = {
         "locality": train_loader(
             source,
@@ -110,7 +110,7 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
         device=torch.device("cpu"),
     )
     for step in theirs.dataset.transform.transforms:
-        allow_black(step)
+        patch_posterize(step)
     contenders["timm"] = theirs
     transform = v2.Compose(
         [

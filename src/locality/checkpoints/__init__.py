@@ -1,4 +1,4 @@
-"""Weights: everyone's layouts, our own format, public weights by name, opening and export.
+"""Weights: everyone's formats, our own format, public weights by name, opening and export.
 
 Names are imported when they are first used: which public weights there are is told without torch.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from locality.checkpoints.classifier import Classifier as Classifier
     from locality.checkpoints.exporting import convert as convert
     from locality.checkpoints.exporting import export as export
-    from locality.checkpoints.foreign import LAYOUTS as LAYOUTS
-    from locality.checkpoints.foreign import recognise as recognise
+    from locality.checkpoints.foreign import KEY_MAPS as KEY_MAPS
+    from locality.checkpoints.foreign import detect_key_map as detect_key_map
     from locality.checkpoints.format import Checkpoint as Checkpoint
     from locality.checkpoints.format import save as save
     from locality.checkpoints.hub import TrainedModel as TrainedModel
-    from locality.checkpoints.key_map import Layout as Layout
+    from locality.checkpoints.key_map import KeyMap as KeyMap
     from locality.checkpoints.quantization import quantise as quantise
     from locality.checkpoints.registry import SOURCES as SOURCES
     from locality.checkpoints.registry import Source as Source

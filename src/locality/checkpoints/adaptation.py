@@ -12,7 +12,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor
 
 from locality.checkpoints.format import Checkpoint
-from locality.checkpoints.key_map import OURS, check_family
+from locality.checkpoints.key_map import NATIVE, check_config_class
 from locality.checkpoints.resolve import read
 from locality.checkpoints.state_dict import check_finite, check_keys
 from locality.errors import UserError, naming
@@ -55,21 +55,21 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     target = model.config
     checkpoint = read(what, entry=entry, like=target)
     with naming(what):
-        check_family(type(checkpoint.config), target)
+        check_config_class(type(checkpoint.config), target)
         changes = []
         if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
             checkpoint = Checkpoint.of(transform(checkpoint.build(), *target.attention))
             changes += [f"attention computes the convolutions of {target.gpsa}"]
         convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
         if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":
-            checkpoint = _gated(model, checkpoint)
+            checkpoint = _init_gates(model, checkpoint)
             changes += ["the gated layers start from the weights' convolutions"]
         fresh = model.state_dict()
         state = dict(checkpoint.state)
-        for adapt in (_classifier, _channels, resample_positions):
+        for adapt in (_classifier, _channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)
-        check_keys(state, fresh, OURS.title)
-        if checkpoint.layout == OURS.name:
+        check_keys(state, fresh, NATIVE.title)
+        if checkpoint.key_map == NATIVE.name:
             for name, (theirs, ours) in signature_diff(checkpoint.config, target).items():
                 raise UserError(
                     f"these weights were made with {name}={theirs!r} and mean something else with "
@@ -82,7 +82,7 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     return changes
 
 
-def _gated(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
+def _init_gates(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
     """`model` with the convolutions of `net` in its gated layers; all else from `net` too, unless
     the model's `init` is "trained_conv"."""
     started = copy.deepcopy(model)
@@ -125,7 +125,7 @@ def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]
     return [f"the first convolution is adapted from {given} to {wanted} channels"]
 
 
-def resample_positions(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+def resample_pos_embeds(state: State, source: Any, target: Any, fresh: State) -> list[str]:
     """Resample, in place, every position embedding of `state` whose grid differs.
 
     Args:

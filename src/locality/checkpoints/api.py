@@ -16,7 +16,7 @@ from locality.checkpoints.format import (
     INPUT,
     OUTPUT,
 )
-from locality.checkpoints.registry import is_run_folder, kind_of, source
+from locality.checkpoints.registry import detect_kind, is_run_folder, source
 from locality.checkpoints.resolve import read, read_graph
 from locality.errors import UserError, naming
 from locality.models import factory
@@ -38,7 +38,7 @@ def open_model(
     Raises:
         FileNotFoundError, UserError: as `read`.
     """
-    if kind_of(what) == "graph":
+    if detect_kind(what) == "graph":
         return _open_graph(Path(what))
     checkpoint = read(what, variant, entry, settings)
     name = Path(what).name if is_run_folder(what) else checkpoint.name
@@ -98,7 +98,7 @@ def create_model(
         name: one of `list_models()`; with a tag ("convit_tiny.fb_in1k") the model as those public
             weights have it, image size included.
         pretrained: load the public weights of that name; without a tag, the model's first.
-        weights: a file or folder to load from instead, of any layout.
+        weights: a file or folder to load from instead, of any format.
         num_classes, in_chans, img_size, patch_size: the model's own unless given.
         features_only: give what timm's models give then: images → a list of feature maps
             (B, C, H, W), with `feature_info`, instead of a classifier.

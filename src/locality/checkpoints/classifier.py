@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from locality.checkpoints.resolve import no_model
+from locality.checkpoints.resolve import graph_not_model
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import NonFiniteLogits, UserError
@@ -121,7 +121,7 @@ class Classifier:
         """The name of a class, or its number where there is none."""
         return str(index) if self.classes is None else self.classes[index]
 
-    def most_likely(self, probabilities: Tensor, top: int = 5) -> dict[str, float]:
+    def top_classes(self, probabilities: Tensor, top: int = 5) -> dict[str, float]:
         """One image's probabilities, (classes,) → those of its most likely classes, best first."""
         best = probabilities.topk(min(top, len(probabilities)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -134,7 +134,7 @@ class Classifier:
             UserError: if there is none.
         """
         if self.model is None:
-            raise no_model(self.name)
+            raise graph_not_model(self.name)
         return self.model
 
 
@@ -149,4 +149,4 @@ def default_preprocessing(
         )
     if given is None:
         return Preprocessing.imagenet(img_size, in_chans)
-    return given.completed(img_size)
+    return given.with_default_size(img_size)

@@ -1,4 +1,4 @@
-"""Taking a model elsewhere: in another layout, as ONNX, a program of torch.export, or a Space."""
+"""Taking a model elsewhere: in another format, as ONNX, a program of torch.export, or a Space."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from locality import __version__
-from locality.checkpoints.foreign import LAYOUTS
+from locality.checkpoints.foreign import KEY_MAPS
 from locality.checkpoints.format import (
     FORMAT,
     INPUT,
     OUTPUT,
     Checkpoint,
-    owned,
+    contiguous_copies,
     write_file,
     write_folder,
 )
-from locality.checkpoints.key_map import OURS
-from locality.checkpoints.registry import check_graph, check_target
+from locality.checkpoints.key_map import NATIVE
+from locality.checkpoints.registry import check_export_path, check_target
 from locality.checkpoints.resolve import graph_session, read
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require
@@ -65,13 +65,13 @@ def convert(
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> str:
-    """Read a model from wherever it is and write it in a layout of one's choice.
+    """Read a model from wherever it is and write it in a format of one's choice.
 
     Args:
         source: whatever `locality.load` takes.
         target: a folder (only for our own format) if it has no ending, else a `.safetensors` file
             or a PyTorch file (`.pth`, `.pt`, `.bin`).
-        to: the layout to write, one of `LAYOUTS`.
+        to: the format to write, one of `KEY_MAPS`.
         model: the name of the architecture, where the weights alone cannot tell it; refused where
             they tell another.
         entry: which state dict to take from a training checkpoint that holds several.
@@ -79,39 +79,37 @@ def convert(
         settings: fields of the model's configuration that stand above what the source says.
 
     Returns:
-        what was done, and what weights of that layout do not specify, in sentences.
+        what was done, and what weights of that format do not specify, in sentences.
 
     Raises:
         FileNotFoundError: if there is no `source`.
-        UserError: if it cannot be read, the layout cannot hold the model, or `target` exists;
+        UserError: if it cannot be read, the format cannot hold the model, or `target` exists;
             nothing is written then.
     """
     target = Path(target)
     check_target(target, to, overwrite)
-    wanted = LAYOUTS[to]
+    wanted = KEY_MAPS[to]
     checkpoint = read(source, model, entry, settings)
     with naming(source):
         state = checkpoint.build().state_dict()
     notes = ""
-    if wanted is not OURS:
-        state = owned(wanted.from_ours(state, checkpoint.config))
+    if wanted is not NATIVE:
+        state = contiguous_copies(wanted.from_native(state, checkpoint.config))
         if target.suffix == ".safetensors":
             write_atomic(target, to_safetensors(state, {"format": "pt"}))
         else:
             with atomic_file(target) as file:
                 torch.save(state, file)
-        if unspecified := wanted.untold(checkpoint.config):
-            notes = (
-                f"\nweights with these key names do not specify {wanted.listed(unspecified)}; set "
-                f"that when they are read"
-            )
+        if unspecified := wanted.unspecified(checkpoint.config):
+            missing = wanted.format_settings(unspecified)
+            notes = f"\nthese weights do not specify {missing}; set that when they are read"
     elif target.suffix:
         write_file(checkpoint, target)
     else:
         write_folder(checkpoint, target)
     size = sum(tensor.numel() for tensor in state.values())
     return (
-        f"{source} ({checkpoint.layout}) → {target} ({to}): "
+        f"{source} ({checkpoint.key_map}) → {target} ({to}): "
         f"{checkpoint.name or 'a model without a name'}, {size:,} numbers{notes}"
     )
 
@@ -147,13 +145,13 @@ def export(
             line that installs it.
     """
     path = Path(path)
-    check_graph(path, format)
+    check_export_path(path, format)
     if format == "onnx":
         require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)
     preprocessing = checkpoint.preprocessing
     copy = checkpoint.build()
-    axes = _open_axes(copy)
+    axes = _dynamic_axes(copy)
     if preprocessing is not None and 2 not in axes and preprocessing.size != copy.img_size:
         raise UserError(
             f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, the preprocessing "
@@ -165,7 +163,7 @@ def export(
     description = json.dumps(checkpoint.describe())
     if format == "onnx":
         content = _onnx(program, axes, description)
-        _compare(copy, content)
+        _check_onnx(copy, content)
         write_atomic(path, content)
     else:
         with atomic_file(path) as file:
@@ -204,7 +202,7 @@ def export_space(
     pages: dict[str, dict[str, Any]] = {
         "README.md": {"metadata": card.to_yaml(), "title": title, "version": __version__},
         "Dockerfile": {"python": version, "port": PORT},
-        "requirements.txt": {"packages": _needed()},
+        "requirements.txt": {"packages": _pinned_requirements()},
     }
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / folder.name
@@ -220,7 +218,7 @@ def export_space(
     return folder
 
 
-def _needed() -> list[str]:
+def _pinned_requirements() -> list[str]:
     """What serving needs beside this package, each as `name==version` of what is installed here.
 
     Of versions for one kind of hardware, such as 2.9.0+cu128, the public part.
@@ -242,7 +240,7 @@ def _needed() -> list[str]:
     return needed
 
 
-def _open_axes(model: ImageClassifier) -> dict[int, Any]:
+def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
     """The axes of the images whose length is left open, and their range.
 
     Raises:
@@ -289,7 +287,7 @@ def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], descripti
     return proto.SerializeToString()
 
 
-def _compare(model: ImageClassifier, content: bytes) -> None:
+def _check_onnx(model: ImageClassifier, content: bytes) -> None:
     """Run an ONNX graph beside the model, where ONNX Runtime is installed.
 
     Raises:

@@ -23,7 +23,7 @@ from locality.checkpoints.format import (
     read_folder,
     write_folder,
 )
-from locality.checkpoints.registry import SUFFIXES, Source
+from locality.checkpoints.registry import WEIGHT_SUFFIXES, Source
 from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming
@@ -34,22 +34,22 @@ from locality.models.base import ImageClassifier
 HUB_FILES = (WEIGHTS, "pytorch_model.bin")
 
 
-def home() -> Path:
+def cache_dir() -> Path:
     """Where weights are kept: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
     if "LOCALITY_HOME" in os.environ:
         return Path(os.environ["LOCALITY_HOME"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "locality"
 
 
-def find_weights(row: Source) -> Path:
+def locate_weights(row: Source) -> Path:
     """The file of public weights: the user's own copy, the hub's cache, or a download.
 
     Raises:
         UserError: if it is nowhere and cannot be downloaded, saying which file is wanted and where
             to put it.
     """
-    folder = home() / "weights"
-    for suffix in SUFFIXES:
+    folder = cache_dir() / "weights"
+    for suffix in WEIGHT_SUFFIXES:
         if (folder / f"{row.name}{suffix}").exists():
             return folder / f"{row.name}{suffix}"
     causes: list[Exception] = []
@@ -96,7 +96,7 @@ def _download(row: Source, path: Path) -> Path:
     return path
 
 
-def fetch(repository: str, **options: Any) -> Path:
+def download_snapshot(repository: str, **options: Any) -> Path:
     """The folder of a saved model from the hub's cache, downloaded if need be.
 
     Raises:
@@ -144,7 +144,7 @@ class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-c
     def _from_pretrained(cls, *, model_id: str, **options: Any) -> TrainedModel:
         folder = Path(model_id)
         if not folder.is_dir():
-            folder = fetch(model_id, **options)
+            folder = download_snapshot(model_id, **options)
         held = read_folder(folder)
         with naming(folder):
             return cls(held.build(), held.preprocessing, held.classes)

@@ -22,7 +22,7 @@ def quantise(graph: Path | str, target: Path | str) -> None:
     gates, positional factors, convolutions and normalisation stay in float.
 
     The graph means the same on every processor: one without VNNI adds neighbouring products in 16
-    bits, which no pair of these weights can leave (`_ranges`).
+    bits, which no pair of these weights can leave (`_weight_ranges`).
 
     Args:
         graph: as `export` wrote it; it is not changed.
@@ -56,7 +56,7 @@ def quantise(graph: Path | str, target: Path | str) -> None:
                 # Not products of two things that are computed: attention's.
                 "MatMulConstBOnly": True,
                 "TensorQuantOverrides": {
-                    name: _ranges(weights[name]) for name in linear if name in weights
+                    name: _weight_ranges(weights[name]) for name in linear if name in weights
                 },
             },
         )
@@ -66,7 +66,7 @@ def quantise(graph: Path | str, target: Path | str) -> None:
     write_atomic(target, quantised.SerializeToString())
 
 
-def _ranges(weight: npt.NDArray[np.float32]) -> list[dict[str, Any]]:
+def _weight_ranges(weight: npt.NDArray[np.float32]) -> list[dict[str, Any]]:
     """The range that a linear layer's weights are rounded in, by output channel.
 
     Without VNNI, x86 multiplies activations of 0…255 with weights of -127…127 and adds products 2k

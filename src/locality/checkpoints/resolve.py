@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from locality.checkpoints.foreign import recognise
+from locality.checkpoints.foreign import detect_key_map
 from locality.checkpoints.format import (
     CONFIG,
     FORMAT,
     WEIGHTS,
     Checkpoint,
-    described,
+    parse_description,
     read_folder,
 )
-from locality.checkpoints.hub import HUB_FILES, fetch, find_weights
-from locality.checkpoints.key_map import our_names, with_settings
-from locality.checkpoints.registry import kind_of, refuse_entry, source
-from locality.checkpoints.run_state import classes_of, latest_state
+from locality.checkpoints.hub import HUB_FILES, download_snapshot, locate_weights
+from locality.checkpoints.key_map import native_setting_names, override_config
+from locality.checkpoints.registry import check_no_entry, detect_kind, source
+from locality.checkpoints.run_state import load_best_state, read_class_names
 from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require, saying
@@ -40,7 +40,7 @@ _log = logging.getLogger("locality")
 _FOREIGN_WEIGHTS = (*HUB_FILES, "pytorch_model.pth")
 
 # Protocol Buffers hold no more.
-_LARGEST_GRAPH = 2 << 30
+_MAX_GRAPH_BYTES = 2 << 30
 _ERRORS = 3  # of ONNX Runtime's severities
 
 
@@ -55,7 +55,7 @@ def read(
     """A model at rest, from wherever it is.
 
     Args:
-        what: a run folder, a folder or file of weights of any layout, the name of public weights,
+        what: a run folder, a folder or file of weights of any format, the name of public weights,
             "timm/" and the name of a model of timm's with its weights, or a repository on the
             Hugging Face hub ("user/name").
         variant: the name of the architecture, where the weights alone cannot tell it; refused
@@ -70,28 +70,28 @@ def read(
         UserError: if it cannot be opened, naming it and the cause.
     """
     path, name = Path(what), str(what)
-    kind = kind_of(what)
+    kind = detect_kind(what)
     if kind == "graph":
-        raise no_model(read_graph(path)[2])
+        raise graph_not_model(read_graph(path)[2])
     if kind != "path":
-        refuse_entry(what, entry)
+        check_no_entry(what, entry)
     like = like if variant is None else factory.variant(variant).config
-    settings = our_names(settings)
+    settings = native_setting_names(settings)
     if kind == "run":
         found = _run(path)
     elif kind == "path":
-        found = _weights(path, like, entry, settings)
+        found = _from_weights(path, like, entry, settings)
     elif kind == "public":
-        found = _public(name)
+        found = _from_public(name)
     elif kind == "timm":
-        found = _timms(name)
+        found = _from_timm(name)
     else:
         found = _from_hub(name)
     if settings:
         with naming(what):
-            config = with_settings(found.config, settings)
+            config = override_config(found.config, settings)
             found = replace(found, config=config, name=identify(config)[0])
-    return found if variant is None else _confirmed(found, variant, what, settings)
+    return found if variant is None else _check_variant(found, variant, what, settings)
 
 
 def _run(folder: Path) -> Checkpoint:
@@ -99,8 +99,8 @@ def _run(folder: Path) -> Checkpoint:
 
     The averaged weights if the run keeps an average, since those are what it was evaluated by.
     """
-    content, state = read_yaml(folder / "config.yaml"), latest_state(folder)
-    classes = classes_of(folder)
+    content, state = read_yaml(folder / "config.yaml"), load_best_state(folder)
+    classes = read_class_names(folder)
     finished = folder / "result.json"
     result = read_json(finished) if finished.exists() else {}
     with naming(f"run folder {folder}"):
@@ -113,89 +113,91 @@ def _run(folder: Path) -> Checkpoint:
         fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})
         config = factory.named(name, fields)
     weights = state["model"] if state["ema"] is None else state["ema"]
-    preprocessing = _prepared_in_run(content, config.img_size)
+    preprocessing = _run_preprocessing(content, config.img_size)
     return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
 
 
-PREPARED = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 """What decides, beside the size, how images are prepared: a run's `input`, or timm's own words."""
 
 
-def _prepared_in_run(content: dict[str, Any], img_size: Any) -> Preprocessing:
+def _run_preprocessing(content: dict[str, Any], img_size: Any) -> Preprocessing:
     given = (content.get("augment") or {}) | (content.get("input") or {})
     if given.get("interpolation") in (None, "random"):  # the latter for training alone
         given["interpolation"] = "bicubic"
-    fields = {name: given[name] for name in PREPARED if name in given}
+    fields = {name: given[name] for name in PREPROCESSING_KEYS if name in given}
     return from_dict(Preprocessing, fields | {"img_size": img_size}, "input")
 
 
-def _weights(path: Path, like: Any, entry: str | None, settings: Mapping[str, Any]) -> Checkpoint:
-    """The weights of any known layout in a file or folder, recognised by their names.
+def _from_weights(
+    path: Path, like: Any, entry: str | None, settings: Mapping[str, Any]
+) -> Checkpoint:
+    """The weights of any known format in a file or folder, recognised by their names.
 
     What they do not tell is taken to be as in the published models, and the log says so.
     """
     folder = path.parent if path.name == WEIGHTS else path
-    if _is_ours(folder):
-        refuse_entry(path, entry)
+    if _is_native_folder(folder):
+        check_no_entry(path, entry)
         return read_folder(folder)
-    path = _foreign_file(path) if path.is_dir() else path
+    path = _find_weight_file(path) if path.is_dir() else path
     state, metadata = read_state(path, entry)
     if FORMAT in metadata:
-        return described(metadata[FORMAT], state, path)
+        return parse_description(metadata[FORMAT], state, path)
     shapes = "its tensors are named as those of a model, but have other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with naming(path), saying(shapes, *wrong):
-        layout = recognise(state)
-        config = layout.configuration(state, like, settings)
+        key_map = detect_key_map(state)
+        config = key_map.configuration(state, like, settings)
         name, config = identify(config) if like is None else (None, config)
-        ours = layout.to_ours(state, config)
+        ours = key_map.to_native(state, config)
     assumed = {
         setting: value
-        for setting, value in layout.untold(config).items()
+        for setting, value in key_map.unspecified(config).items()
         if like is None and setting not in settings
     }
     if assumed:
         _log.warning(
-            f"{path}: these weights do not tell {layout.listed(assumed)}, which are assumed here; "
-            f"set what is otherwise (--set NAME=VALUE, or settings={{...}} in Python)"
+            f"{path}: these weights do not specify {key_map.format_settings(assumed)}, which are "
+            f"assumed here; if they differ, give --set NAME=VALUE, or settings={{...}} in Python"
         )
-    return Checkpoint(config, ours, name, layout=layout.name)
+    return Checkpoint(config, ours, name, key_map=key_map.name)
 
 
-def _public(name: str) -> Checkpoint:
+def _from_public(name: str) -> Checkpoint:
     row = source(name)
     like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
-    checkpoint = _weights(find_weights(row), like, None, {})
+    checkpoint = _from_weights(locate_weights(row), like, None, {})
     return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
 
 
-def _timms(name: str) -> Checkpoint:
+def _from_timm(name: str) -> Checkpoint:
     config, state, data = published(name)
-    fields = {key: data[key] for key in PREPARED}
+    fields = {key: data[key] for key in PREPROCESSING_KEYS}
     prepared = Preprocessing(data["input_size"][1:], **fields)
     return Checkpoint(config, state, name, prepared)
 
 
-def _confirmed(
+def _check_variant(
     checkpoint: Checkpoint, model: str, what: Path | str, settings: Mapping[str, Any]
 ) -> Checkpoint:
     """The checkpoint under the name `model`, if that is its architecture."""
     row = factory.variant(model)
     if type(row.config) is not type(checkpoint.config):
         raise UserError(f"{what} does not hold {model}, but a model of another family")
-    if differing := signature_diff(checkpoint.config, with_settings(row.config, settings)):
+    if differing := signature_diff(checkpoint.config, override_config(row.config, settings)):
         told = identify(checkpoint.config)[0]
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
         raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")
     return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_native_folder(folder: Path) -> bool:
     config = folder / CONFIG
     return config.exists() and read_json(config).get("format") == FORMAT
 
 
-def _foreign_file(folder: Path) -> Path:
+def _find_weight_file(folder: Path) -> Path:
     for name in _FOREIGN_WEIGHTS:
         if (folder / name).exists():
             return folder / name
@@ -206,7 +208,7 @@ def _foreign_file(folder: Path) -> Path:
 
 def _from_hub(name: str) -> Checkpoint:
     try:
-        return read_folder(fetch(name))
+        return read_folder(download_snapshot(name))
     except OSError as error:
         raise FileNotFoundError(
             f"there is no file or folder {name}, and no model could be fetched from "
@@ -220,7 +222,7 @@ def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
     Raises:
         UserError: if it is no graph that this library exported, or ONNX Runtime is not installed.
     """
-    open_file(path, _LARGEST_GRAPH).close()
+    open_file(path, _MAX_GRAPH_BYTES).close()
     require("running an ONNX graph", "locality[export]", "onnxruntime")
     # The runtime has a class for each cause, and no common one.
     with saying(f"{path} is not a sound ONNX graph", Exception):
@@ -230,7 +232,7 @@ def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
         raise UserError(
             f"{path} does not say how its images are prepared; it was not exported by this library"
         )
-    held = described(metadata[FORMAT], {}, path)
+    held = parse_description(metadata[FORMAT], {}, path)
     return session, held, held.name or path.stem
 
 
@@ -243,7 +245,7 @@ def graph_session(graph: Path | bytes) -> Any:
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-def no_model(graph: str) -> UserError:
+def graph_not_model(graph: str) -> UserError:
     """The error for the graph of this name, where a model is needed."""
     return UserError(
         f"{graph} is an exported graph, which can only be run; give the model that it was made from"

@@ -15,21 +15,21 @@ from locality.models.factory import build
 State = Mapping[str, Tensor]
 
 
-def blank_state(config: Any) -> dict[str, Tensor]:
+def meta_state_dict(config: Any) -> dict[str, Tensor]:
     """The names and shapes of the model that `config` describes: a state dict without data."""
     with torch.device("meta"):
         return build(config).state_dict()
 
 
 def check_keys(
-    given: State, expected: State, layout: str, dropped: Collection[str] = frozenset()
+    given: State, expected: State, owner: str, dropped: Collection[str] = frozenset()
 ) -> None:
     """Refuse a state dict that is not exactly what is expected.
 
     Args:
         given: the state dict to check.
         expected: names, shapes and kinds of number it has to have; `dropped` names may be absent.
-        layout: whose names these are, for the message.
+        owner: whose names these are, for the message.
         dropped: names which are allowed, and which the conversion leaves out.
 
     Raises:
@@ -53,10 +53,10 @@ def check_keys(
         said = "; ".join(
             f"{what}: {some(names, quote='')}" for what, names in faults.items() if names
         )
-        raise UserError(f"these weights do not fit the model ({layout} names); {said}")
+        raise UserError(f"these weights do not fit the model ({owner} names); {said}")
 
 
-def require_blocks(state: State, prefix: str) -> int:
+def count_blocks(state: State, prefix: str) -> int:
     """How many blocks `prefix0`, `prefix1`, … there are.
 
     Raises:

@@ -23,7 +23,7 @@ from locality.commands.parsing import (
     with_aliases,
 )
 from locality.commands.resolve import images_at
-from locality.data.config import AS_PUBLISHED, DataConfig
+from locality.data.config import DEFAULT_DECODING, DataConfig
 from locality.errors import UserError, entry, one_line, printable, require, unknown
 from locality.files import check_new_folder, check_parent
 from locality.training.config import read_config
@@ -76,7 +76,7 @@ def predict(arguments: Sequence[str]) -> int:
         return code
     listed = []
     for file, row in results:
-        classes = classifier.most_likely(row, options.top)
+        classes = classifier.top_classes(row, options.top)
         listed.append({"image": str(file), "classes": classes})
         if not options.json:
             shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
@@ -119,7 +119,7 @@ def _read_images(
     """
     from locality.data.folder import read_image
 
-    decoding = read_config(Path(model)).data.decoding if is_run_folder(model) else AS_PUBLISHED
+    decoding = read_config(Path(model)).data.decoding if is_run_folder(model) else DEFAULT_DECODING
     for file in files:
         try:
             # In no variable, which would keep it while the next one is decoded.

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from locality import checkpoints, models
 from locality.benchmark import ALL, ALL_SETTINGS, BenchmarkConfig
 from locality.checkpoints.registry import (
-    LAYOUT_NAMES,
+    KEY_MAP_NAMES,
     SOURCES,
-    check_graph,
+    check_export_path,
     check_target,
 )
 from locality.commands.parsing import (
@@ -100,13 +100,13 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
 
 
 def convert(arguments: Sequence[str]) -> None:
-    """Read a model, weights of any known layout, recognised from the names of their tensors,
+    """Read a model, weights of any known format, recognised from the names of their tensors,
     and write it in another. Nothing in a pickled file is ever executed.
     """
     parser = Parser("convert", convert.__doc__)
     parser.add_model("source")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
-    parser.add("--to", "locality", f"one of: {', '.join(LAYOUT_NAMES)}")
+    parser.add("--to", "locality", f"one of: {', '.join(KEY_MAP_NAMES)}")
     parser.add("--overwrite", False, "replace the target")
     options = parser.read(with_aliases(arguments, {"--model": "--variant"}))
     check_given(options.source, options)
@@ -172,7 +172,7 @@ def export(arguments: Sequence[str]) -> None:
     )
     options = parser.read(arguments)
 
-    check_graph(Path(options.output), options.format)
+    check_export_path(Path(options.output), options.format)
     check_given(options.model, options)
     if options.int8 is not None:
         if options.format != "onnx":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from locality.data.loader import eval_loader as eval_loader
     from locality.data.loader import train_loader as train_loader
     from locality.data.sampling import Stream as Stream
-    from locality.data.sampling import keys as keys
+    from locality.data.sampling import hash_seed as hash_seed
     from locality.data.sampling import preserved_generators as preserved_generators
     from locality.data.sampling import seed_generators as seed_generators
     from locality.data.sources import ArraySource as ArraySource

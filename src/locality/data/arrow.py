@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
+from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import decode, read_bytes
-from locality.data.folder import existing_folder, lies_in
+from locality.data.folder import is_inside, require_folder
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError, require, some
 from locality.files import atomic_file
@@ -38,11 +38,11 @@ _log = logging.getLogger("locality")
 _VAL_NAMES = ("val", "validation", "valid", "dev", "test")
 # Image files hardly compress, and labels are small beside them: what Parquet files may hold, in
 # bytes and as a multiple of their size.
-_UNCOMPRESSED_ALWAYS, _UNCOMPRESSED_TIMES = 1 << 24, 100
+_MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION = 1 << 24, 100
 # Rows that are converted together.
 _BATCH_ROWS = 100
 # ImageNet has 21,841.
-_MOST_CLASSES = 1_000_000
+_MAX_CLASSES = 1_000_000
 _SPLIT_NAMES = re.compile(rf"^(train|{'|'.join(_VAL_NAMES)})(?=$|[-_.])", re.IGNORECASE)
 
 
@@ -58,7 +58,7 @@ class ArrowSource(ImageSource):
         image_column: str,
         labels: npt.ArrayLike,
         name: str,
-        decoding: Decoding = AS_PUBLISHED,
+        decoding: Decoding = DEFAULT_DECODING,
         files: Sequence[tuple[str, str]] = (),
         inside: Path | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class ArrowSource(ImageSource):
         path = (cell or {}).get("path")
         if path is None:
             raise BadImage("the row has no image")
-        if self._inside is not None and not lies_in(self._inside, os.path.abspath(path)):
+        if self._inside is not None and not is_inside(self._inside, os.path.abspath(path)):
             raise BadImage(
                 f"the row names '{path}', outside of '{self._inside}'; set data.allow_outside to "
                 f"true if images there are to be read"
@@ -119,7 +119,7 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         UserError: no such files, no such columns, or parts with different classes; and with the
             command to install it, when `datasets` is missing.
     """
-    folder = existing_folder(config.root)
+    folder = require_folder(config.root)
     parts = _parts(folder)
     opened = {part: _read(files, part, folder) for part, files in parts.items()}
     hf, train = huggingface_datasets(), opened["train"]
@@ -181,7 +181,7 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
             f"'{folder}' has both .arrow and .parquet files for {part}; keep one of the two"
         )
     try:
-        files = arrow or [_converted(path) for path in parquet]
+        files = arrow or [_convert_parquet(path) for path in parquet]
         return hf.concatenate_datasets([hf.Dataset.from_file(str(path)) for path in files])
     except UserError:
         raise
@@ -193,7 +193,7 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
         raise UserError(f"'{folder}': {names} cannot be read: {cause}") from error
 
 
-def _converted(path: Path) -> Path:
+def _convert_parquet(path: Path) -> Path:
     """A Parquet file as an Arrow file in the cache, written the first time.
 
     Raises:
@@ -208,7 +208,7 @@ def _converted(path: Path) -> Path:
     target = cache / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()}.arrow"
     if target.exists():
         return target
-    most = max(_UNCOMPRESSED_ALWAYS, _UNCOMPRESSED_TIMES * status.st_size)
+    most = max(_MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION * status.st_size)
     with pq.ParquetFile(path) as file:
         groups = [
             file.metadata.row_group(number).total_byte_size
@@ -218,7 +218,7 @@ def _converted(path: Path) -> Path:
         _log.warning("'%s' is converted to Arrow, once; the copy is '%s'", path, target)
         cache.mkdir(parents=True, exist_ok=True)
         # Values that are there once may stand in many rows, each of which is written in full.
-        rows = min(_BATCH_ROWS, max(1, _UNCOMPRESSED_ALWAYS // max(1, *groups)))
+        rows = min(_BATCH_ROWS, max(1, _MIN_UNCOMPRESSED_LIMIT // max(1, *groups)))
         with atomic_file(target) as out, pa.ipc.new_stream(out, file.schema_arrow) as stream:
             for batch in file.iter_batches(rows):
                 _check_uncompressed(path, out.tell() + batch.nbytes, most)
@@ -259,10 +259,10 @@ def _classes(rows: datasets.Dataset, column: str, folder: Path) -> list[str]:
     if all(isinstance(value, str) for value in values):
         return sorted(values)
     if all(isinstance(value, int) for value in values):
-        if values and not 0 <= min(values) <= max(values) < _MOST_CLASSES:
+        if values and not 0 <= min(values) <= max(values) < _MAX_CLASSES:
             raise UserError(
                 f"{column} of train in '{folder}' goes from {min(values)} to {max(values)}; "
-                f"classes are numbered from 0 to {_MOST_CLASSES - 1:,} at most"
+                f"classes are numbered from 0 to {_MAX_CLASSES - 1:,} at most"
             )
         return [str(number) for number in range(max(values, default=-1) + 1)]
     raise UserError(f"the column {column} holds neither names nor whole numbers")

@@ -22,8 +22,8 @@ from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.preprocessing import (
     Images,
     ImageTransform,
-    affine_maps,
-    erasing,
+    affine_matrices,
+    create_erasing,
     eval_transform,
     normalise,
     train_transform,
@@ -32,7 +32,7 @@ from locality.data.preprocessing import (
 from locality.data.sampling import (
     Indices,
     Stream,
-    keys,
+    hash_seed,
     preserved_generators,
     sample_order,
     seed_generators,
@@ -43,7 +43,7 @@ from locality.errors import UserError
 OnBad = Literal["error", "skip"]
 
 # How often a replacement for an unreadable image is drawn before giving up on the dataset.
-_REPLACEMENTS = 100
+_MAX_REPLACEMENTS = 100
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,21 @@ class Batch:
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
-class Failure(NamedTuple):
+class UnreadableImage(NamedTuple):
     """An image that could not be decoded: its name for people, and why."""
 
     image: str
     reason: str
 
 
-class Loaded(NamedTuple):
+class LoadedBatch(NamedTuple):
     """What a worker sends: a batch, what was left out of it, and why there is none.
 
     Errors travel as values: torch would wrap an exception's message in a worker's traceback.
     """
 
     batch: Batch | None
-    skipped: tuple[Failure, ...] = ()
+    skipped: tuple[UnreadableImage, ...] = ()
     error: str | None = None
 
 
@@ -113,23 +113,23 @@ class Batches(Dataset, ABC):
     transform: ImageTransform = field(init=False)
 
     @abstractmethod
-    def batch(self, number: int, skipped: list[Failure]) -> Batch | None:
+    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch | None:
         """Batch `number`; what could not be read joins `skipped`."""
 
-    def __getitem__(self, number: int) -> Loaded:
-        skipped: list[Failure] = []
+    def __getitem__(self, number: int) -> LoadedBatch:
+        skipped: list[UnreadableImage] = []
         with preserved_generators():
             try:
-                return Loaded(self.batch(number, skipped), tuple(skipped))
+                return LoadedBatch(self.batch(number, skipped), tuple(skipped))
             except UserError as error:
-                return Loaded(None, error=str(error))
+                return LoadedBatch(None, error=str(error))
 
-    def read(self, index: int, skipped: list[Failure]) -> Image.Image | None:
+    def read(self, index: int, skipped: list[UnreadableImage]) -> Image.Image | None:
         """An image; None if it cannot be decoded and may be left out."""
         try:
             return self.source.read(index)
         except BadImage as error:
-            failure = Failure(self.source.describe(index), str(error))
+            failure = UnreadableImage(self.source.describe(index), str(error))
         if self.on_bad == "error":
             raise UserError(
                 f"{failure.image}: {failure.reason}; repair or remove the file, or set "
@@ -141,9 +141,9 @@ class Batches(Dataset, ABC):
     def in_memory(self) -> torch.Tensor | None:
         """All images, (n, 3, H, W) uint8, where the transform can take them as they are."""
         pixels = self.source.pixels
-        return pixels if pixels is not None and self.transform.takes_tensors(pixels) else None
+        return pixels if pixels is not None and self.transform.accepts_tensors(pixels) else None
 
-    def assembled(
+    def make_batch(
         self,
         pixels: Images,
         indices: Indices,
@@ -171,7 +171,7 @@ class TrainBatches(Batches):
 
     def __post_init__(self) -> None:
         self.transform = train_transform(self.augment, self.preprocessing)
-        self.erasing = erasing(self.augment)
+        self.erasing = create_erasing(self.augment)
 
     def positions(self, step: int, micro: int) -> Indices:
         """The global positions of one micro-batch of this process, (B,) int64."""
@@ -179,7 +179,7 @@ class TrainBatches(Batches):
         stop = (step + 1) * self.batch_size
         return np.arange(first, stop, self.world_size * self.accumulate, dtype=np.int64)
 
-    def batch(self, number: int, skipped: list[Failure]) -> Batch:
+    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch:
         step, micro = divmod(number, self.accumulate)
         positions = self.positions(step, micro)
         indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
@@ -188,8 +188,8 @@ class TrainBatches(Batches):
         else:
             images = self._read(positions, indices, skipped)
         if self.augment.affine:
-            images = warp(images, affine_maps(self._uniform(positions, 4), self.augment.affine))
-        batch = self.assembled(images, indices, positions, step, micro)
+            images = warp(images, affine_matrices(self._uniform(positions, 4), self.augment.affine))
+        batch = self.make_batch(images, indices, positions, step, micro)
         if self.erasing is not None:
             seeds = self._seeds(Stream.ERASE, positions)
             for image, seed in zip(batch.images, seeds, strict=True):
@@ -198,11 +198,11 @@ class TrainBatches(Batches):
         return batch
 
     def _seeds(self, stream: Stream, positions: Indices) -> list[int]:
-        return keys(self.seed, stream, positions).tolist()
+        return hash_seed(self.seed, stream, positions).tolist()
 
     def _uniform(self, positions: Indices, count: int) -> torch.Tensor:
         """(B, count) float32 numbers in [0, 1) of the affine maps."""
-        drawn = keys(self.seed, Stream.AFFINE, positions[:, None], np.arange(count))
+        drawn = hash_seed(self.seed, Stream.AFFINE, positions[:, None], np.arange(count))
         return torch.from_numpy((drawn >> np.uint64(40)).astype(np.float32) / 2**24)
 
     def _drawn(self, pixels: torch.Tensor, positions: Indices) -> torch.Tensor:
@@ -216,7 +216,7 @@ class TrainBatches(Batches):
         return torch.stack(drawn)
 
     def _read(
-        self, positions: Indices, indices: Indices, skipped: list[Failure]
+        self, positions: Indices, indices: Indices, skipped: list[UnreadableImage]
     ) -> list[torch.Tensor]:
         """Images read and transformed; `indices` are put right where another takes a place."""
         images, seeds = [], self._seeds(Stream.AUGMENT, positions)
@@ -229,18 +229,21 @@ class TrainBatches(Batches):
         return images
 
     def _readable(
-        self, position: int, index: int, skipped: list[Failure]
+        self, position: int, index: int, skipped: list[UnreadableImage]
     ) -> tuple[Image.Image, int]:
         # The image due here, and what may replace it, in a fixed random order.
         others = (
-            int(keys(self.seed, Stream.REPLACE, position, attempt)[0] % np.uint64(len(self.source)))
-            for attempt in range(_REPLACEMENTS)
+            int(
+                hash_seed(self.seed, Stream.REPLACE, position, attempt)[0]
+                % np.uint64(len(self.source))
+            )
+            for attempt in range(_MAX_REPLACEMENTS)
         )
         for candidate in chain([index], others):
             if (image := self.read(candidate, skipped)) is not None:
                 return image, candidate
         raise UserError(
-            f"{_REPLACEMENTS} images in a row could not be read; the last: "
+            f"{_MAX_REPLACEMENTS} images in a row could not be read; the last: "
             f"{skipped[-1].image}: {skipped[-1].reason}"
         )
 
@@ -256,14 +259,14 @@ class EvalBatches(Batches):
     def __len__(self) -> int:
         return -(-len(self.own) // self.batch_size)
 
-    def batch(self, number: int, skipped: list[Failure]) -> Batch | None:
+    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch | None:
         indices = self.own[number * self.batch_size : (number + 1) * self.batch_size]
         if (pixels := self.in_memory()) is not None:
-            return self.assembled(pixels[torch.from_numpy(indices)], indices, indices, number)
+            return self.make_batch(pixels[torch.from_numpy(indices)], indices, indices, number)
         images, used = [], []
         for index in indices.tolist():
             if (image := self.read(index, skipped)) is not None:
                 images.append(self.transform(image))
                 used.append(index)
         indices = np.array(used, dtype=np.int64)
-        return self.assembled(images, indices, indices, number) if used else None
+        return self.make_batch(images, indices, indices, number) if used else None

@@ -38,7 +38,7 @@ class Decoding:
     max_pixels: int = PIXEL_LIMIT
 
 
-AS_PUBLISHED = Decoding()
+DEFAULT_DECODING = Decoding()
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Preprocessing:
         """The same for images of another size."""
         return replace(self, img_size=img_size)
 
-    def completed(self, img_size: int | tuple[int, int]) -> Preprocessing:
+    def with_default_size(self, img_size: int | tuple[int, int]) -> Preprocessing:
         """The same, with a model's image size where none is given."""
         return self.at(img_size) if self.img_size is None else self
 

@@ -28,11 +28,11 @@ _OPENING_BYTES = 10_000
 
 _DIGITS = 16  # of a file's digest; a time of modification has fewer
 
-_LARGEST_TABLE = 1 << 28
+_MAX_TABLE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class ImageRecord:
+class ImageFingerprint:
     """Which images a run uses, as far as can be told cheaply.
 
     Attributes:
@@ -47,7 +47,7 @@ class ImageRecord:
     table: bytes
 
     @classmethod
-    def of(cls, splits: DataSplits) -> ImageRecord:
+    def of(cls, splits: DataSplits) -> ImageFingerprint:
         """Look at the images of a run, or at the sizes and times of their files."""
         labels = hashlib.sha256(json.dumps(splits.classes).encode())
         files = hashlib.sha256()
@@ -68,7 +68,7 @@ class ImageRecord:
 
     def differences(self, before: bytes) -> str:
         """Which files changed, are gone or are new since the table `before`, in words."""
-        old, new = (_by_line(gzip.decompress(each).decode()) for each in (before, self.table))
+        old, new = (_parse_table(gzip.decompress(each).decode()) for each in (before, self.table))
         found = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
             "gone": [name for name in old if name not in new],
@@ -112,14 +112,14 @@ def _content(path: str) -> str:
         return "-"
 
 
-def _by_line(table: str) -> dict[str, str]:
+def _parse_table(table: str) -> dict[str, str]:
     """Size and stamp of every file by its name."""
     lines = (line.rsplit("\t", 1) for line in table.splitlines())
     return {name[1:-1]: stamp for stamp, name in lines}
 
 
 def duplicates(record: Path) -> list[list[str]] | None:
-    """Names of files with the same content, in groups, from where a `ImageRecord.table` lies.
+    """Names of files with the same content, in groups, from where a `ImageFingerprint.table` lies.
 
     Returns:
         None if it tells files by their time of modification, as it does of large datasets.
@@ -131,7 +131,7 @@ def duplicates(record: Path) -> list[list[str]] | None:
         saying(f"{record} is no record of images", EOFError, OSError, ValueError, zlib.error),
         gzip.open(record) as file,
     ):
-        stamps = _by_line(file.read(_LARGEST_TABLE).decode())
+        stamps = _parse_table(file.read(_MAX_TABLE_BYTES).decode())
     groups: dict[str, list[str]] = {}
     for name, stamp in stamps.items():
         if len(stamp.partition("\t")[2]) == _DIGITS:

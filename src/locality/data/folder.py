@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
+from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, read_bytes
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError, printable, saying, some
@@ -51,7 +51,7 @@ class FileSource(ImageSource):
         root: Path | str,
         paths: Iterable[str],
         labels: npt.ArrayLike,
-        decoding: Decoding = AS_PUBLISHED,
+        decoding: Decoding = DEFAULT_DECODING,
     ) -> None:
         self.root = str(root)
         # One array: millions of Python strings would cost 200 bytes each, and a copy in every
@@ -120,11 +120,11 @@ def list_folder(root: Path | str) -> Listing:
     listing = Listing(root, folders, [], files)
     _note(listing, others)
     for name in folders:
-        listing.files.append(sorted(_images(root, name, {_identity(root)}, listing)))
+        listing.files.append(sorted(_images(root, name, {_inode(root)}, listing)))
     return listing
 
 
-def find_parts(root: Path | str | None) -> dict[str, Path]:
+def find_splits(root: Path | str | None) -> dict[str, Path]:
     """The folders of training and validation images by name; of "all" where they are to be divided.
 
     Tells a folder with train/ and val/ from one that holds the class folders itself.
@@ -132,14 +132,14 @@ def find_parts(root: Path | str | None) -> dict[str, Path]:
     Raises:
         UserError: it does not exist, or has train/ but nothing to evaluate on.
     """
-    root = existing_folder(root)
+    root = require_folder(root)
     train = root / "train"
     # A class may be called "train", too; it holds images, not folders.
     if not train.is_dir() or not _entries(train)[0]:
         if train.is_dir() and any((root / name).is_dir() for name in VAL_NAMES):
-            raise no_images(train)
+            raise no_images_error(train)
         if not _entries(root)[0]:
-            raise no_images(root)
+            raise no_images_error(root)
         return {"all": root}
     for name in VAL_NAMES:
         if (root / name).is_dir():
@@ -150,7 +150,9 @@ def find_parts(root: Path | str | None) -> dict[str, Path]:
     )
 
 
-def open_parts(parts: Mapping[str, Path], decoding: Decoding) -> tuple[list[str], list[FileSource]]:
+def open_splits(
+    parts: Mapping[str, Path], decoding: Decoding
+) -> tuple[list[str], list[FileSource]]:
     """Classes and images of folders, by name, that have the same class folders.
 
     Raises:
@@ -159,7 +161,7 @@ def open_parts(parts: Mapping[str, Path], decoding: Decoding) -> tuple[list[str]
     listings = {part: list_folder(root) for part, root in parts.items()}
     for listing in listings.values():
         if not any(listing.files):
-            raise no_images(listing.root)
+            raise no_images_error(listing.root)
         if loops := [str(listing.root / path) for path in listing.loops]:
             _log.warning("links that lead in circles are not followed: %s", printable(some(loops)))
     if difference := class_difference(listings):
@@ -172,13 +174,13 @@ def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource |
     """Classes, training and validation images of any image folder; None where one is to be divided.
 
     Raises:
-        UserError: as `find_parts` and `open_parts`.
+        UserError: as `find_splits` and `open_splits`.
     """
-    classes, sources = open_parts(find_parts(config.root), config.decoding)
+    classes, sources = open_splits(find_splits(config.root), config.decoding)
     return classes, sources[0], sources[1] if len(sources) > 1 else None
 
 
-def lies_in(folder: Path | str, path: str) -> bool:
+def is_inside(folder: Path | str, path: str) -> bool:
     """Whether a path, relative to a folder, leads to a place below it; links are not looked at."""
     below = os.path.join(os.path.abspath(folder), "")
     return os.path.abspath(os.path.join(below, path)).startswith(below)
@@ -209,7 +211,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
             raise FileNotFoundError(f"there is no file or folder {path}")
 
 
-def read_image(file: Path, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
+def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """The image in a file, as RGB.
 
     Raises:
@@ -226,7 +228,7 @@ def class_difference(listings: Mapping[str, Listing]) -> str:
     return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
 
 
-def existing_folder(root: Path | str | None) -> Path:
+def require_folder(root: Path | str | None) -> Path:
     """`root` as a path, if it is a folder."""
     if root is None:
         raise UserError("this dataset needs a folder; give it as data.root")
@@ -238,7 +240,7 @@ def existing_folder(root: Path | str | None) -> Path:
     return path
 
 
-def no_images(root: Path) -> UserError:
+def no_images_error(root: Path) -> UserError:
     if any(path.suffix.lower() in IMAGE_SUFFIXES for path in root.glob("*")):
         return UserError(
             f"'{root}' holds images itself; expected one folder per class in it (if it is "
@@ -254,7 +256,7 @@ def _images(
 ) -> Iterator[str]:
     """The images anywhere below a folder; what else there is goes to `listing`."""
     folder = root / relative
-    identity = _identity(folder)
+    identity = _inode(folder)
     if identity in above:
         listing.loops.append(relative)
         return
@@ -286,7 +288,7 @@ def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if _leads_to_itself(entry):
+            if _is_symlink_loop(entry):
                 others.append(entry.name)
             elif entry.is_dir():
                 folders.append(entry.name)
@@ -297,7 +299,7 @@ def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
     return sorted(folders), sorted(files), sorted(others)
 
 
-def _leads_to_itself(entry: os.DirEntry[str]) -> bool:
+def _is_symlink_loop(entry: os.DirEntry[str]) -> bool:
     try:
         entry.stat()
     except OSError as error:
@@ -305,6 +307,6 @@ def _leads_to_itself(entry: os.DirEntry[str]) -> bool:
     return False
 
 
-def _identity(folder: Path) -> tuple[int, int]:
+def _inode(folder: Path) -> tuple[int, int]:
     status = folder.stat()
     return status.st_dev, status.st_ino

@@ -15,18 +15,25 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from locality.data.batches import Batch, EvalBatches, Failure, Loaded, OnBad, TrainBatches
+from locality.data.batches import (
+    Batch,
+    EvalBatches,
+    LoadedBatch,
+    OnBad,
+    TrainBatches,
+    UnreadableImage,
+)
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.data.sources import ImageSource
 from locality.errors import ProcessKilled, UserError
 
 _WORKER = "a process that loads images"
 _KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (.*?)\.")
-_ENDING_SECONDS = 1.0
+_EXIT_SECONDS = 1.0
 
 _OURS = (signal.SIGINT, signal.SIGTERM)
 # Signals can be held back and looked at; elsewhere workers take them as torch made them.
-_CAN_HOLD = hasattr(signal, "sigwaitinfo")
+_CAN_BLOCK = hasattr(signal, "sigwaitinfo")
 
 
 class BatchLoader:
@@ -68,7 +75,7 @@ class BatchLoader:
             num_workers=workers,
             collate_fn=_unchanged,
             pin_memory=pin_memory,
-            worker_init_fn=_prepare_worker,
+            worker_init_fn=_init_worker,
             multiprocessing_context=start_method if workers else None,
             persistent_workers=persistent and workers > 0,
             # Its own, since a loader without one draws from the process's default generator.
@@ -83,8 +90,8 @@ class BatchLoader:
             raise RuntimeError("this loader has been closed")
         # Workers that wait for this iteration belong to the last one; one of them may be gone.
         waiting = getattr(self._loader, "_iterator", None)
-        with _signals_held(), _naming_a_killed_worker_of(waiting):
-            arriving: Iterator[Loaded] = iter(self._loader)
+        with _block_signals(), _naming_a_killed_worker_of(waiting):
+            arriving: Iterator[LoadedBatch] = iter(self._loader)
         del waiting
         try:
             while (loaded := self._next(arriving)) is not None:
@@ -100,7 +107,7 @@ class BatchLoader:
             # Workers end with their iterator, and an error's traceback would keep it alive.
             del arriving
 
-    def _next(self, arriving: Iterator[Loaded]) -> Loaded | None:
+    def _next(self, arriving: Iterator[LoadedBatch]) -> LoadedBatch | None:
         with _naming_a_killed_worker_of(arriving):
             return next(arriving, None)
 
@@ -108,7 +115,7 @@ class BatchLoader:
         """End workers that wait for the next iteration; nothing can be loaded after that."""
         self._loader = None
 
-    def _note_skipped(self, skipped: Sequence[Failure]) -> None:
+    def _note_skipped(self, skipped: Sequence[UnreadableImage]) -> None:
         for image, reason in skipped:
             self.skipped.setdefault(image, reason)
         if len(self.skipped) > self._max_bad_images:
@@ -199,17 +206,17 @@ def eval_loader(
 
 
 @contextlib.contextmanager
-def _naming_a_killed_worker_of(iterator: Iterator[Loaded] | None) -> Iterator[None]:
-    """As `naming_killed_workers`, also where torch cannot tell how a worker has ended."""
+def _naming_a_killed_worker_of(iterator: Iterator[LoadedBatch] | None) -> Iterator[None]:
+    """As `translate_killed_worker`, also where torch cannot tell how a worker has ended."""
     try:
-        with naming_killed_workers():
+        with translate_killed_worker():
             yield
     except ProcessKilled:
         raise
     except (EOFError, OSError, RuntimeError) as error:
         # Of a connection to a worker that is gone, or is just about to be.
         workers = getattr(iterator, "_workers", [])
-        deadline = time.monotonic() + _ENDING_SECONDS
+        deadline = time.monotonic() + _EXIT_SECONDS
         while workers and time.monotonic() < deadline:
             for code in (worker.exitcode for worker in workers):
                 if code is not None and code < 0:
@@ -219,7 +226,7 @@ def _naming_a_killed_worker_of(iterator: Iterator[Loaded] | None) -> Iterator[No
 
 
 @contextlib.contextmanager
-def naming_killed_workers() -> Iterator[None]:
+def translate_killed_worker() -> Iterator[None]:
     """Have torch's error for a loading process that was killed, raised anywhere, say just that.
 
     Raises:
@@ -239,9 +246,9 @@ def _unchanged(loaded: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Keep Ctrl-C and SIGTERM waiting while workers start: a new one would die of them."""
-    if not _CAN_HOLD:
+    if not _CAN_BLOCK:
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
@@ -251,19 +258,19 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _prepare_worker(_: int) -> None:
+def _init_worker(_: int) -> None:
     torch.set_num_threads(1)
-    if not _CAN_HOLD:
+    if not _CAN_BLOCK:
         return
     # Ctrl-C and SIGTERM reach whole groups of processes. What follows from them is for the
     # training process to decide, and it needs its workers for the step it is in. They end when
     # it says so, or has ended itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_when_told, name="end when told", daemon=True).start()
+    threading.Thread(target=_exit_on_sigterm, name="end when told", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _end_when_told() -> None:
+def _exit_on_sigterm() -> None:
     """Wait for a SIGTERM from the training process; SIGTERM stays blocked for the others."""
     trainer = multiprocessing.parent_process()
     while trainer is not None:

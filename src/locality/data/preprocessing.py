@@ -67,7 +67,7 @@ class ImageTransform:
         """Whether nothing is done to an image of this size."""
         return self.on_tensors and not (self.pad or self.steps)
 
-    def takes_tensors(self, pixels: torch.Tensor) -> bool:
+    def accepts_tensors(self, pixels: torch.Tensor) -> bool:
         """Whether images like `pixels`, (…, 3, H, W) uint8, need not become PIL images first."""
         return self.on_tensors and tuple(pixels.shape[-2:]) == self.size
 
@@ -94,7 +94,7 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
         separate=True,
     )
     for step in secondary.transforms:
-        allow_black(step)
+        patch_posterize(step)
     if augment.crop == "resized":
         return ImageTransform(size, steps=[*primary.transforms, *secondary.transforms])
     _, *flips = primary.transforms
@@ -123,14 +123,14 @@ def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
     return ImageTransform(size, pipeline.transforms[:-1], on_tensors=resized == size)
 
 
-def erasing(augment: AugmentConfig) -> RandomErasing | None:
+def create_erasing(augment: AugmentConfig) -> RandomErasing | None:
     """timm's random erasing with noise, for normalised tensors, or None when it is off."""
     if not augment.random_erasing:
         return None
     return RandomErasing(augment.random_erasing, mode="pixel", max_count=1, device="cpu")
 
 
-def affine_maps(uniform: torch.Tensor, strength: float) -> torch.Tensor:
+def affine_matrices(uniform: torch.Tensor, strength: float) -> torch.Tensor:
     """Random affine maps as `F.affine_grid` takes them.
 
     Args:
@@ -180,7 +180,7 @@ def normalise(pixels: Images, preprocessing: Preprocessing) -> torch.Tensor:
     return images
 
 
-def _posterized(
+def _posterize(
     posterize: Callable[..., Image.Image], image: Image.Image, bits: int, **options: Any
 ) -> Image.Image:
     """timm's posterize, where keeping no bits gives black, as it did before Pillow 13.
@@ -191,11 +191,11 @@ def _posterized(
     return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
 
 
-def allow_black(policy: Any) -> None:
+def patch_posterize(policy: Any) -> None:
     """Replace the posterize operation wherever a timm policy has one."""
     operations = [*getattr(policy, "ops", ())]
     for sub_policy in getattr(policy, "policy", ()):
         operations += sub_policy
     for operation in operations:
         if operation.name.startswith("Posterize"):
-            operation.aug_fn = partial(_posterized, operation.aug_fn)
+            operation.aug_fn = partial(_posterize, operation.aug_fn)

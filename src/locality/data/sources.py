@@ -68,7 +68,7 @@ class ImageSource(ABC):
         """
         return ()
 
-    def read_or_name(self, index: int) -> Image.Image:
+    def read_or_raise(self, index: int) -> Image.Image:
         """As `read`, for where a damaged image is nobody's to skip.
 
         Raises:

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from locality.data.config import DataConfig
-from locality.data.folder import IMAGE_SUFFIXES, FileSource, lies_in
+from locality.data.folder import IMAGE_SUFFIXES, FileSource, is_inside
 from locality.errors import UserError, saying, some, unknown
 from locality.files import in_threads, read_text
 
 TABLE = "labels.csv"
 
-_LARGEST_TABLE = 1 << 30
+_MAX_TABLE_BYTES = 1 << 30
 
 
 def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
@@ -49,19 +49,19 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
     if short is not None:
         raise UserError(f"'{path}' has a row of too few columns: {' '.join(rows[short])!r}")
     images, labels = ([row[column].strip() for row in rows] for column in columns)
-    _check_places(path, images, config.allow_outside)
+    _check_paths(path, images, config.allow_outside)
     if again := [image for image, times in Counter(images).items() if times > 1]:
         raise UserError(f"'{path}' names {some(again)} more than once")
     if not images or not (path.parent / images[0]).exists():
         named = f"names '{images[0]}', which is not" if images else "names no image"
         raise UserError(f"'{path}' {named} in '{path.parent}'")
-    classes = _in_order(set(labels))
+    classes = _sort_labels(set(labels))
     numbers = {label: number for number, label in enumerate(classes)}
     chosen = [numbers[label] for label in labels]
     return classes, FileSource(path.parent, images, chosen, config.decoding), None
 
 
-def _check_places(table: Path, images: list[str], allow_outside: bool) -> None:
+def _check_paths(table: Path, images: list[str], allow_outside: bool) -> None:
     """The images of a table have to lie beside it or below, and to be files.
 
     Those that are missing are damaged images, and dealt with as such.
@@ -69,17 +69,19 @@ def _check_places(table: Path, images: list[str], allow_outside: bool) -> None:
     Raises:
         UserError: naming those that do not.
     """
-    if not allow_outside and (out := [name for name in images if not lies_in(table.parent, name)]):
+    if not allow_outside and (
+        out := [name for name in images if not is_inside(table.parent, name)]
+    ):
         raise UserError(
             f"'{table}' names {some(out)}, outside of '{table.parent}'; set data.allow_outside to "
             f"true if images there are to be read"
         )
-    strange = in_threads(_no_file, (table.parent / name for name in images))
+    strange = in_threads(_is_special_file, (table.parent / name for name in images))
     if found := [name for name, is_none in zip(images, strange, strict=True) if is_none]:
         raise UserError(f"'{table}' names {some(found)}, no file but a folder, device or pipe")
 
 
-def _no_file(path: Path) -> bool:
+def _is_special_file(path: Path) -> bool:
     try:
         return not stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):
@@ -88,7 +90,7 @@ def _no_file(path: Path) -> bool:
 
 def _rows(path: Path) -> list[list[str]]:
     # Names may hold line breaks, within quotation marks.
-    lines = io.StringIO(read_text(path, _LARGEST_TABLE), newline="")
+    lines = io.StringIO(read_text(path, _MAX_TABLE_BYTES), newline="")
     first = next((line for line in lines if line.strip()), None)
     if first is None:
         raise UserError(f"'{path}' has no rows")
@@ -110,7 +112,7 @@ def _column(path: Path, first: list[str], given: str) -> int:
     raise unknown(f"column of '{path}'", given, [*first, *numbers])
 
 
-def _in_order(labels: Iterable[str]) -> list[str]:
+def _sort_labels(labels: Iterable[str]) -> list[str]:
     """Numbers by their value, other labels by the alphabet."""
     try:
         return sorted(labels, key=float)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
+from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
-from locality.data.folder import class_difference, find_parts, list_folder
+from locality.data.folder import class_difference, find_splits, list_folder
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import ProcessKilled, UserError, printable, some
 from locality.files import in_threads
@@ -116,7 +116,7 @@ class CheckReport:
         return list(map(printable, text))
 
 
-class Examined(NamedTuple):
+class ImageInfo(NamedTuple):
     """What one file is: its digest, size and mode, or why it is none of that."""
 
     digest: bytes
@@ -130,7 +130,7 @@ def check(
     folder: Path | str | None,
     *,
     dataset: str = "folder",
-    decoding: Decoding = AS_PUBLISHED,
+    decoding: Decoding = DEFAULT_DECODING,
     allow_outside: bool = False,
     workers: int | None = None,
     progress: bool = True,
@@ -152,7 +152,7 @@ def check(
     report = CheckReport(root or dataset)
     found: dict[str, tuple[list[str], ImageSource]]
     if dataset == "folder":
-        listings = {part: list_folder(root) for part, root in find_parts(folder).items()}
+        listings = {part: list_folder(root) for part, root in find_splits(folder).items()}
         report.class_difference = class_difference(listings)
         for each in listings.values():
             report.ignored += [str(each.root / path) for path in each.ignored]
@@ -169,7 +169,7 @@ def check(
         splits = open_data(config, seed=0)
         found = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
     report.classes = len(next(iter(found.values()))[0])
-    good: list[Examined] = []
+    good: list[ImageInfo] = []
     first: dict[str, dict[bytes, str]] = {part: {} for part in found}
     total = sum(len(source) for _, source in found.values())
     bar = tqdm(total=total, unit="image", disable=not progress, desc="checking")
@@ -178,7 +178,7 @@ def check(
         missing = np.bincount(source.labels, minlength=len(classes)) == 0
         report.empty_classes[part] = [classes[number] for number in np.flatnonzero(missing)]
         names = [source.describe(index) for index in range(len(source))]
-        examined = _examine_all(source, names, decoding, workers)
+        examined = _inspect_all(source, names, decoding, workers)
         for path, item in zip(names, examined, strict=True):
             bar.update()
             # Bad files are reported as such; all empty ones would be duplicates of each other.
@@ -193,23 +193,25 @@ def check(
     bar.close()
     report.modes = dict(Counter(item.mode for item in good).most_common())
     if good:
-        report.sizes = Sizes(_spread(item.width for item in good), _spread(i.height for i in good))
+        report.sizes = Sizes(
+            _percentiles(item.width for item in good), _percentiles(i.height for i in good)
+        )
     return report
 
 
-def _spread(sides: Iterable[int]) -> tuple[int, ...]:
+def _percentiles(sides: Iterable[int]) -> tuple[int, ...]:
     found = np.percentile(list(sides), (0, 5, 50, 95, 100), method="nearest")
     return tuple(found.astype(int).tolist())
 
 
-def _examine_all(
+def _inspect_all(
     source: ImageSource, names: list[str], decoding: Decoding, workers: int | None
-) -> Iterator[Examined]:
+) -> Iterator[ImageInfo]:
     """What each image of a source is: files, in parallel, as themselves, others decoded."""
     if names != [path for _, path in source.files(np.arange(len(source)))]:
-        yield from (_examine_decoded(source, index) for index in range(len(source)))
+        yield from (_inspect_decoded(source, index) for index in range(len(source)))
         return
-    examine = partial(_examine, decoding=decoding)
+    examine = partial(_inspect, decoding=decoding)
     workers = min(workers or processors(), -(-len(names) // _CHUNK))
     if workers <= 1:
         yield from map(examine, names)
@@ -222,25 +224,25 @@ def _examine_all(
         raise ProcessKilled("a process that checks images") from error
 
 
-def _examine(path: str, decoding: Decoding) -> Examined:
+def _inspect(path: str, decoding: Decoding) -> ImageInfo:
     try:
         data = read_bytes(path)
         image = load(data, decoding)
         mode = image.mode
         image = to_rgb(image, decoding)
     except BadImage as error:
-        return Examined(b"", 0, 0, "", str(error))
+        return ImageInfo(b"", 0, 0, "", str(error))
     digest = hashlib.blake2b(data, digest_size=16).digest()
-    return Examined(digest, image.width, image.height, mode, None)
+    return ImageInfo(digest, image.width, image.height, mode, None)
 
 
-def _examine_decoded(source: ImageSource, index: int) -> Examined:
+def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo:
     try:
         image = source.read(index)
     except BadImage as error:
-        return Examined(b"", 0, 0, "", str(error))
+        return ImageInfo(b"", 0, 0, "", str(error))
     digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
-    return Examined(digest, image.width, image.height, image.mode, None)
+    return ImageInfo(digest, image.width, image.height, image.mode, None)
 
 
 def _listed(what: str, items: list[str], most: int) -> list[str]:
@@ -251,7 +253,7 @@ def _listed(what: str, items: list[str], most: int) -> list[str]:
 
 
 # As many images of ImageNet's size are decoded in half a minute by one processor.
-DECODED_AT_MOST = 5_000
+MAX_DECODED = 5_000
 
 
 def verify(source: ImageSource) -> str:
@@ -265,7 +267,7 @@ def verify(source: ImageSource) -> str:
     """
     if source.pixels is not None:
         return ""
-    whole = len(source) <= DECODED_AT_MOST
+    whole = len(source) <= MAX_DECODED
     look = source.read if whole else source.check_header
 
     def problem(index: int) -> str | None:
@@ -289,5 +291,5 @@ def verify(source: ImageSource) -> str:
         return f"all {len(source):,} validation images can be decoded"
     return (
         f"the headers of {len(source):,} validation images are whole; more than "
-        f"{DECODED_AT_MOST:,} are not decoded beforehand"
+        f"{MAX_DECODED:,} are not decoded beforehand"
     )

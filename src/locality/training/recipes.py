@@ -287,7 +287,7 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     return _as(cvt_300(model, seed), "cvt_22k", data=data, schedule={"epochs": 90})
 
 
-# Updates by target (CvT §4.1); own images are taken for a small one.
+# Updates by target (CvT §4.1); a custom dataset counts as a small one.
 _FINETUNE_STEPS = {
     "imagenet": 20_000,
     "cifar10": 10_000,
@@ -435,7 +435,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 """All recipes, by name."""
 
 
-OWN_IMAGES = ("photos", "finetune")
+CUSTOM_DATASET_RECIPES = ("photos", "finetune")
 """Recipes that are completed for the images and the machine at hand (`training.fitting`)."""
 
 
