@@ -20,7 +20,7 @@ TWO := --numprocesses 2 --dist loadfile
 # These fork processes that train, which torch allows only where nothing has trained before.
 FORKING := tests/training/test_processes.py
 
-.PHONY: setup demo test test-slow coverage check format lint types bench docs dist clean
+.PHONY: setup demo test test-slow coverage check format lint types bench pages docs dist clean
 
 setup: $(RUN)
 
@@ -65,6 +65,9 @@ types: $(TEST)
 
 bench: $(TEST)          ## speed and memory against timm and transformers, written to benchmarks/results
 	$(BIN)/python benchmarks/run.py
+
+pages: $(RUN)           ## Markdown, CSV and HTML of the records in results/, and docs/results.md
+	$(BIN)/python -m locality_papers.pages
 
 docs: $(DOCS)           ## the pages of docs/ and a reference of every public name, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

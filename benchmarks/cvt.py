@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -42,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from locality.benchmark.measure import Timing, inference, interleave, training_step
+from locality.benchmark.measure import inference, interleave, training_step
 from locality.benchmark.run import machine, peers, randomise
 from locality.files import write_atomic
 from locality.machine import commit
@@ -119,17 +118,19 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
             f"{label}, images/s": batch_size / speed.median(label)
             for label in ("theirs", "ours", "fused")
         },
-        "inference, ours over theirs": ratio(speed, "ours", "theirs"),
-        "inference, fused over theirs": ratio(speed, "fused", "theirs"),
-        "fused, fraction of F.linear": macs / product * ratio(speed, "fused", "linear"),
-        "fused, fraction of 1×1 convolution": macs / product * ratio(speed, "fused", "convolution"),
+        "inference, ours over theirs": speed.times_as_fast("ours", "theirs"),
+        "inference, fused over theirs": speed.times_as_fast("fused", "theirs"),
+        "fused, fraction of F.linear": macs / product * speed.times_as_fast("fused", "linear"),
+        "fused, fraction of 1×1 convolution": macs
+        / product
+        * speed.times_as_fast("fused", "convolution"),
         **{
             f"{label} in training, images/s": batch_size / steps.median(label)
             for label in ("theirs", "ours")
         },
-        "training step, ours over theirs": ratio(steps, "ours", "theirs"),
-        "fused inference, fraction of its floor": ratio(speed, "fused", "floor"),
-        "training step, fraction of its floor": ratio(steps, "ours", "floor"),
+        "training step, ours over theirs": steps.times_as_fast("ours", "theirs"),
+        "fused inference, fraction of its floor": speed.times_as_fast("fused", "floor"),
+        "training step, fraction of its floor": steps.times_as_fast("ours", "floor"),
         "floor of fused inference, ms": products.milliseconds(rounds),
         "floor of a training step, ms": step_products.milliseconds(rounds),
     }
@@ -202,11 +203,6 @@ class Products(TorchDispatchMode):
         work = {kind: partial(self.run_kind, kind) for kind in sorted(self.calls)}
         timing = interleave(work, torch.device("cpu"), rounds, warmup=1)
         return {kind: round(timing.median(kind) * 1e3, 1) for kind in work}
-
-
-def ratio(timing: Timing, label: str, reference: str) -> float:
-    """How many times as fast, the median over rounds."""
-    return statistics.median(timing.ratios(label, reference))
 
 
 def forward_macs(name: str, img_size: int) -> int:

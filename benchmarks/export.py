@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -159,7 +158,8 @@ SCHEMES: dict[str, Callable[[Path, Path], None]] = {
 
 def ratio(timing: Timing, label: str, reference: str) -> list[float]:
     """How many times as fast: lower quartile, median, upper quartile over rounds."""
-    return [round(q, 2) for q in statistics.quantiles(timing.ratios(label, reference), n=4)]
+    low, high = timing.middle_half(label, reference)
+    return [round(value, 2) for value in (low, timing.times_as_fast(label, reference), high)]
 
 
 if __name__ == "__main__":

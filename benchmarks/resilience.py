@@ -14,8 +14,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from lightning_fabric import Fabric
 
+from locality.benchmark.measure import interleave
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace
@@ -42,12 +41,6 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     run.prepare(config)
     parts = Components(fabric, seen, build_model(config, len(seen.splits.classes)))
     return Loop(fabric, seen, parts, Recorder(run, seen, Counts(), quiet=True), Interruption())
-
-
-def milliseconds(action: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    action()
-    return 1e3 * (time.perf_counter() - started)
 
 
 def measure(fabric: Fabric, model: str, pairs: int, folder: Path) -> dict[str, Any]:
@@ -77,29 +70,29 @@ def measure(fabric: Fabric, model: str, pairs: int, folder: Path) -> dict[str, A
         for _ in range(epoch):
             next(batches)
 
-    steps(epoch)
-    found: dict[str, list[float]] = {"with": [], "without": [], "bare": [], "load": []}
-    for _ in range(pairs):
-        found["without"].append(milliseconds(lambda: steps(epoch)))
-        found["with"].append(milliseconds(epoch_with_checkpoint))
-        loop.recorder.wait_until_saved()
-        found["bare"].append(milliseconds(bare))
-        found["load"].append(milliseconds(load))
+    work = {
+        "without": lambda: steps(epoch),
+        "with": epoch_with_checkpoint,
+        "waiting": loop.recorder.wait_until_saved,
+        "bare": bare,
+        "load": load,
+    }
+    timing = interleave(work, torch.device("cpu"), pairs, warmup=1)
     loop.recorder.close()
-    ratios = [a / b for a, b in zip(found["without"], found["with"], strict=True)]
-    rest = [
-        (a - b - c) / a
-        for a, b, c in zip(found["without"], found["bare"], found["load"], strict=True)
-    ]
+    times = (timing.seconds[label] for label in ("without", "bare", "load"))
+    rest = [(a - b - c) / a for a, b, c in zip(*times, strict=True)]
+    low, high = timing.middle_half("with", "without")
     return {
         "model": model,
         "steps_per_epoch": epoch,
         "pairs": pairs,
-        "throughput_with_a_checkpoint_every_epoch": round(statistics.median(ratios), 4),
-        "quartiles": [round(q, 4) for q in statistics.quantiles(ratios, n=4)],
-        "step_ms": round(statistics.median(found["without"]) / epoch, 3),
-        "bare_step_ms": round(statistics.median(found["bare"]) / epoch, 3),
-        "loading_ms": round(statistics.median(found["load"]) / epoch, 3),
+        "throughput_with_a_checkpoint_every_epoch": round(
+            timing.times_as_fast("with", "without"), 4
+        ),
+        "middle_half": [round(low, 4), round(high, 4)],
+        "step_ms": round(1e3 * timing.median("without") / epoch, 3),
+        "bare_step_ms": round(1e3 * timing.median("bare") / epoch, 3),
+        "loading_ms": round(1e3 * timing.median("load") / epoch, 3),
         "share_of_the_loop_itself": round(statistics.median(rest), 4),
     }
 

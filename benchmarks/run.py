@@ -1,6 +1,6 @@
 """`make bench`: every speed and memory figure that the documentation quotes, in one go.
 
-Each line of PLAN is one call of `locality benchmark` in its own process. The results go to
+Each model is measured in a process of its own, as by `locality benchmark`. The results go to
 benchmarks/results/NAME.json and, as tables, NAME.md, where NAME says device and date. The same
 script measures on a processor and, where torch sees one, on a CUDA device.
 
@@ -11,52 +11,51 @@ script measures on a processor and, where torch sees one, on a CUDA device.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from locality.benchmark import BenchmarkConfig
 from locality.benchmark.measure import interleave
-from locality.benchmark.run import write_record
+from locality.benchmark.run import one_process_each, run_benchmark, write_record
 from locality.files import write_atomic
 
 RESULTS = Path(__file__).parent / "results"
 
-# question → (what is asked, models, options of `locality benchmark`)
-PLAN: dict[str, tuple[str, list[str], list[str]]] = {
+# question → (what is asked, models, what to measure)
+PLAN: dict[str, tuple[str, list[str], BenchmarkConfig]] = {
     "resolution": (
         "What separable positional attention saves as images grow: inference, fp32",
         ["convit_tiny"],
-        ["--img_sizes=[224,384,512]", '--tasks=["inference"]', "--memory=false"],
+        BenchmarkConfig(img_sizes=(224, 384, 512), tasks=("inference",), memory=False),
     ),
     "floor": (
         "Beside a plain ViT of the same width and heads: 224 px, fp32, eager and compiled",
         ["convit_tiny", "convit_small"],
-        ['--modes=["eager","compiled"]', "--memory=false"],
+        BenchmarkConfig(modes=("eager", "compiled"), memory=False),
     ),
     "bf16": (
         "bf16 autocast beside fp32: inference at 224 px",
         ["convit_tiny", "convit_small"],
-        ['--precisions=["fp32","bf16"]', '--tasks=["inference"]', "--memory=false"],
+        BenchmarkConfig(precisions=("fp32", "bf16"), tasks=("inference",), memory=False),
     ),
     "memory": (
         "What the backward pass keeps: a training step at 224 and 384 px",
         ["convit_small"],
-        ["--img_sizes=[224,384]", '--tasks=["training"]', "--rounds=1", "--batch_size=2"],
+        BenchmarkConfig(img_sizes=(224, 384), tasks=("training",), batch_size=2),
     ),
     "deit": (
         "DeiT beside timm's: 224 px, fp32",
         ["deit_tiny"],
-        ["--memory=false"],
+        BenchmarkConfig(memory=False),
     ),
     "cvt": (
         "CvT beside transformers': 224 px, fp32",
         ["cvt_13"],
-        ["--against=transformers", "--memory=false"],
+        BenchmarkConfig(against="transformers", memory=False),
     ),
 }
 
@@ -70,11 +69,12 @@ def main() -> None:
     options = parser.parse_args()
     measured, remarks = {}, []
     for question in options.only:
-        about, models, settings = PLAN[question]
-        if not any(word.startswith("--rounds") for word in settings):
-            settings = [*settings, f"--rounds={options.rounds}"]
+        about, models, config = PLAN[question]
+        rounds = 1 if question == "memory" else options.rounds
         print(f"{question}: {about} …", flush=True)
-        measured[about] = benchmark(models, settings)
+        with one_process_each() as pool:
+            measure = partial(run_benchmark, config=replace(config, rounds=rounds))
+            measured[about] = list(pool.map(measure, models))
         if question == "bf16":
             remarks += map(bf16_gain, measured[about])
     RESULTS.mkdir(exist_ok=True)
@@ -104,18 +104,6 @@ def matmul_rate(tokens: int = 4096, width: int = 1024, rounds: int = 5) -> float
     x, weight = torch.randn(tokens, width), torch.randn(width, width)
     timing = interleave({"linear": lambda: F.linear(x, weight)}, x.device, rounds, 2)
     return tokens * width * width / timing.median("linear")
-
-
-def benchmark(models: list[str], settings: list[str]) -> list[dict]:
-    """The results of one call of `locality benchmark` per model."""
-    results = []
-    for model in models:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "result.json"
-            command = [sys.executable, "-m", "locality", "benchmark", model, *settings]
-            subprocess.run([*command, f"--output={path}"], check=True, stdout=subprocess.DEVNULL)
-            results += json.loads(path.read_text())
-    return results
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ REFERENCE = {
     "figures": ["locality.figures"],
     "search": ["locality.search"],
     "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
-    "papers": [f"locality.papers.{module}" for module in ("specs", "measures", "reproduce")],
+    "locality_papers": [
+        f"locality_papers.{module}" for module in ("specs", "scales", "measures", "reproduce")
+    ],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")
 # An entry for several names, with the deeper lines that go on with it.
@@ -91,25 +93,19 @@ def linked(source: str) -> Iterator[tuple[str, str]]:
 def place_of(path: str) -> str:
     """Where a file of the repository is on the site.
 
-    What is no page is put beside the pages, as text unless browsers show its kind. A page of HTML
-    is too: `docs/results.md` is `results.html` here.
+    What is no page is put beside the pages, as text unless browsers show its kind.
     """
     if path in TOP:
         return TOP[path]
-    if path.startswith("docs/") and not path.endswith(".html"):
+    if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    shown = PurePosixPath(path).suffix in (".png", ".svg", ".html", ".csv", ".json", ".ipynb")
+    shown = PurePosixPath(path).suffix in (".png", ".svg", ".csv", ".json", ".ipynb")
     return f"files/{path}" if shown else f"files/{path}.txt"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = [*(f"docs/{file.src_uri}" for file in files.documentation_pages()), *TOP]
-    copied: set[str] = set()
-    while pages:
-        found = {path for _, path in linked(pages.pop())} - copied
-        copied |= found
-        pages += [path for path in found if path.endswith(".html")]
-    for path in sorted(copied):
+    for path in sorted({path for page in pages for _, path in linked(page)}):
         if (place := place_of(path)).startswith("files/"):
             files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
     for source, place in TOP.items():

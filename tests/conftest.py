@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import shutil
 import signal
@@ -15,7 +14,6 @@ import torch
 from hypothesis import settings
 
 from locality.data import datasets
-from locality.papers.specs import SCALES, Scale
 from locality.runner.executors import perform
 from locality.runner.runs import Outcome, Run, content_folder
 from locality.training import RunConfig, recipe, replace
@@ -99,19 +97,6 @@ def truncated_kernel() -> Callable[[torch.Tensor, int], torch.Tensor]:
 @pytest.fixture
 def here() -> Here:
     return Here()
-
-
-@pytest.fixture
-def tiny_scale(tmp_path: Path) -> Scale:
-    """The digits scale with three steps, two seeds."""
-    return dataclasses.replace(
-        SCALES["digits"],
-        settings={"*": TINY, "*CNN": {"model.img_size": 32}},
-        root=tmp_path / "runs",
-        seeds=(0, 1),
-        few_seeds=(0,),
-        snapshots=3,
-    )
 
 
 def _idx(array: np.ndarray) -> bytes:

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from locality import create_model, save
 from locality.checkpoints import convert, export
 from locality.cli import main
-from locality.papers import specs
 from locality.training import recipe, replace, train
+from locality_papers import specs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,7 +1,7 @@
 """The command `locality`: names, help, and what an error looks like. The work is elsewhere.
 
-Each command is a function (arguments) → exit code | None in `locality.commands`, imported when it
-is called, so that `--help` answers at once.
+Each command is a function (arguments) → exit code | None, imported when it is called, so that
+`--help` answers at once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from locality import __version__
 from locality.errors import RunFailed, one_line, printable, unknown
 
-# name → (module of locality.commands: function, what it does)
+# name → (function, as MODULE:NAME in `locality.commands` or in a package by its whole name; help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("train:demo", "train ConViT and its DeiT baseline on digits and write a report"),
     "models": ("models:architectures", "list the models: sizes, cost, public weights"),
@@ -34,7 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "serve": ("images:serve", "a page on this machine to try a model on images, and an endpoint"),
     "figure": ("images:figure", "draw one of the papers' figures from runs or models"),
-    "reproduce": ("reports:reproduce", "run a table or figure of either paper, by name"),
+    "reproduce": (
+        "locality_papers.commands:reproduce",
+        "run a table or figure of either paper, by name",
+    ),
     "benchmark": ("models:benchmark", "speed and memory against timm and transformers"),
     "convert": ("models:convert", "turn weights from one format into another"),
     "transform": (
@@ -88,9 +91,14 @@ def _run(given: list[str]) -> int | None:
         return 2
     if first not in COMMANDS:
         raise unknown("command", first, COMMANDS)
-    module, _, function = COMMANDS[first][0].partition(":")
-    called = getattr(importlib.import_module(f"locality.commands.{module}"), function)
-    return called([_with_underscores(word) for word in given[1:]])
+    return load_command(first)([_with_underscores(word) for word in given[1:]])
+
+
+def load_command(name: str) -> Callable[[Sequence[str]], int | None]:
+    """The function of one of `COMMANDS`."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    module = module if "." in module else f"locality.commands.{module}"
+    return getattr(importlib.import_module(module), function)
 
 
 def _with_underscores(word: str) -> str:

@@ -82,7 +82,6 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
-    values = getattr(cls, "upgraded", dict)(values)
     hints = type_hints(cls)  # type: ignore[arg-type]
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     given: dict[str, Any] = {}

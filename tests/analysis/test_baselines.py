@@ -8,7 +8,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from locality.analysis import baselines
 from locality.analysis.baselines import (
-    compared,
+    advice,
+    listed,
     logistic_regression,
     nearest_neighbours,
     pixel_baselines,
@@ -115,9 +116,8 @@ def test_damaged_baselines_are_named(tmp_path):
 
 def test_a_model_below_a_baseline_is_told_what_to_do():
     found = {"chance": 10.0, "nearest neighbour": 90.0, "logistic regression": 88.0}
-    assert compared(91.0, found) == (
-        "on the same pixels: chance 10.0%, nearest neighbour 90.0%, logistic regression 88.0%"
-    )
-    assert "The model's 89.0% is below the nearest neighbour: train it longer" in (
-        compared(89.0, found)
-    )
+    assert listed(found) == "chance 10.0%, nearest neighbour 90.0%, logistic regression 88.0%"
+    assert advice("ConViT", 90.0, found) == ""
+    below = advice("ConViT", 87.5, found)
+    assert below.startswith("ConViT (87.5%) is below nearest neighbour and logistic regression on")
+    assert "augment.affine" in below and "locality finetune" in below

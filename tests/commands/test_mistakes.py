@@ -14,7 +14,7 @@ from PIL import Image
 
 from locality.checkpoints import KEY_MAPS
 from locality.checkpoints.registry import KEY_MAP_NAMES
-from locality.cli import COMMANDS, main
+from locality.cli import COMMANDS, load_command, main
 from locality.commands.parsing import Parser
 from locality.settings import to_yaml
 
@@ -146,7 +146,10 @@ WAYS = {
     "data check photos": "",
     "reproduce all": "json list",
     "reproduce all --finished": "json list dry_run jobs threads executor",
-    "reproduce --list": ("dry_run finished output seeds fraction jobs threads executor data quiet"),
+    "reproduce all --dry_run": "json list finished recorded",
+    "reproduce --list": (
+        "dry_run finished output seeds fraction jobs threads executor data recorded quiet"
+    ),
     "demo": "",
     "recipes": "",
 }
@@ -165,6 +168,7 @@ VALUES = {
     "models": "convit_nano,deit_nano", "folds": "2", "fractions": "1",
     "tasks": "[inference]", "rounds": "1", "warmup": "1", "device": "cpu", "memory": "false",
     "host": "127.0.0.1", "port": "0", "export_space": "made",
+    "recorded": "made.jsonl.gz",
 }  # fmt: skip
 
 CHILD = """
@@ -251,8 +255,7 @@ def parser_of(command, monkeypatch):
         built.append(self)
         raise Built
 
-    module, _, function = COMMANDS[command][0].partition(":")
-    called = getattr(importlib.import_module(f"locality.commands.{module}"), function)
+    called = load_command(command)
     with monkeypatch.context() as patch:
         patch.setattr(Parser, "read", read)
         with pytest.raises(Built):
@@ -263,9 +266,7 @@ def parser_of(command, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_read_and_has_a_text(command, monkeypatch):
     parser = parser_of(command, monkeypatch)
-    source = inspect.getsource(
-        importlib.import_module(f"locality.commands.{COMMANDS[command][0].partition(':')[0]}")
-    )
+    source = inspect.getsource(inspect.getmodule(load_command(command)))
     source += inspect.getsource(importlib.import_module("locality.commands.parsing"))
     for name, action in parser._options().items():
         assert action.help, name
@@ -304,10 +305,10 @@ def test_every_option_acts_or_is_refused(ask, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_option_may_be_written_with_dashes(command, monkeypatch):
-    module, _, function = COMMANDS[command][0].partition(":")
+    called = load_command(command)
     options = [f"--{name}" for name in parser_of(command, monkeypatch)._options()]
     heard = []
-    monkeypatch.setattr(f"locality.commands.{module}.{function}", heard.append)
+    monkeypatch.setattr(inspect.getmodule(called), called.__name__, heard.append)
     for value in ([], ["a-file.png"], ["--set", "kv-stride=1-1"]):
         main([command, *(option.replace("_", "-") for option in options), *value])
         assert heard.pop() == [*options, *value]

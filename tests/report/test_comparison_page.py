@@ -114,7 +114,7 @@ def test_the_learning_curves_last_step(compared):
 
 def test_the_page_shows_the_runs(compared, tmp_path):
     runs, found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150)
-    path, said = build_comparison([runs], tmp_path / "choice.html", {"convit_nano": 1.234})
+    path, said = build_comparison([runs], tmp_path / "comparison.html", {"convit_nano": 1.234})
     page = path.read_text()
     text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
     assert said in text and "Which model for photos?" in text
@@ -129,7 +129,7 @@ def test_the_page_shows_the_runs(compared, tmp_path):
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
 def test_nothing_lies_beyond_the_edge(compared, open_page, tmp_path, width, height):
     runs, _ = compared(fractions=(0.25, 0.5, 1.0), convit_nano=180, deit_nano=150, cvt_nano=160)
-    path, _ = build_comparison([runs], tmp_path / "choice.html", {})
+    path, _ = build_comparison([runs], tmp_path / "comparison.html", {})
     page = open_page(path, width, height)
     assert page.outside() == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -165,4 +165,4 @@ def test_the_whole_command_killed_and_given_again(photos, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in done} == kept
     runs = read_runs([out / "runs"])
     assert len(runs) == 8 and all(run.is_finished for run in runs)
-    assert "highest accuracy" in again.stdout and (out / "choice.html").exists()
+    assert "highest accuracy" in again.stdout and (out / "comparison.html").exists()

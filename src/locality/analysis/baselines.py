@@ -142,16 +142,19 @@ def read_baselines(folder: Path | str) -> dict[str, float]:
     return record["top1"]
 
 
-def compared(top1: float, baselines: Mapping[str, float]) -> str:
-    """Where a model stands beside the baselines and, below one of them, what to do."""
-    best = max(baselines, key=lambda name: baselines[name])
-    listed = ", ".join(f"{name} {value:.1f}%" for name, value in baselines.items())
-    said = f"on the same pixels: {listed}"
-    if top1 >= baselines[best]:
-        return said
+def listed(baselines: Mapping[str, float]) -> str:
+    """Baselines for people: "chance 10.2%, nearest neighbour 90.1%"."""
+    return ", ".join(f"{name} {top1:.1f}%" for name, top1 in baselines.items())
+
+
+def advice(what: str, top1: float, baselines: Mapping[str, float]) -> str:
+    """What to do about a model, called `what`, that is below a baseline; "" if it is below none."""
+    above = [name for name, other in baselines.items() if top1 < other]
+    if not above:
+        return ""
     return (
-        f"{said}. The model's {top1:.1f}% is below the {best}: train it longer, change the images "
-        f"more (augment.affine, augment.mixup), or start from weights (locality finetune)"
+        f"{what} ({top1:.1f}%) is below {' and '.join(above)} on the same pixels: train it longer, "
+        f"augment more (augment.affine, augment.mixup), or start from weights (locality finetune)"
     )
 
 

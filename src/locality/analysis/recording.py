@@ -26,7 +26,6 @@ from locality import checks
 from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import (
-    Pictures,
     capture_pictures,
     sample,
     sample_at,
@@ -109,19 +108,6 @@ def record_missing(folders: Iterable[Path]) -> None:
         if not (run.path / MEASURES).exists() or not run.predictions_file.exists():
             record(run.path)
     record_baselines(run.path for run in finished)
-
-
-def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
-    """The attention of a run's model from the centre of its first validation images.
-
-    Args:
-        folder: of the run.
-        count: how many images.
-        trained: whether to use the final weights or the initial ones.
-    """
-    model, config = load_run(folder)
-    model = model if trained else initial_model(folder)
-    return capture_pictures(model, validation_sample(config, model.img_size, count))
 
 
 @dataclass

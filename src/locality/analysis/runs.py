@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from locality import checks
+from locality.analysis.baselines import read_baselines
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
+from locality.analysis.statistics import Estimate, estimate
 from locality.checkpoints.registry import is_run_folder
 from locality.errors import UserError, saying
 from locality.files import read_json, read_rows, read_yaml
-from locality.models.variants import FAMILY_NAMES, family_of, name_today
+from locality.models.variants import FAMILY_NAMES, family_of
 from locality.settings import flatten
 from locality.training.runs import MAY_CHANGE, RunFolder
 
@@ -54,7 +56,7 @@ class RecordedRun:
 
     @property
     def model(self) -> str:
-        return name_today(self.config["model"]["name"], self.environment.get("locality"))
+        return self.config["model"]["name"]
 
     @property
     def family(self) -> str:
@@ -91,6 +93,11 @@ class RecordedRun:
     def measures(self) -> dict[str, Any]:
         """What the instruments measured before and after; empty if they did not run."""
         return _read_checked(self.folder / MEASURES, _MEASURES, {})
+
+    @cached_property
+    def baselines(self) -> dict[str, float]:
+        """Top-1 in per cent of the baselines on its images; empty if they were not recorded."""
+        return read_baselines(self.folder)
 
     @cached_property
     def curve(self) -> list[dict[str, float]]:
@@ -233,6 +240,19 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
     ordered = sorted(groups.values(), key=lambda members: order.index(members[0].family))
     firsts = [members[0] for members in ordered]
     return [RunGroup(_label(one[0], firsts), tuple(one)) for one in ordered]
+
+
+def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estimate]:
+    """The baselines on the images that runs of a fraction had, by name, over their seeds.
+
+    Without an interval where all seeds had the same images.
+    """
+    by_seed = {run.seed: run.baselines for one in groups for run in one.at(fraction)}
+    found: dict[str, Estimate] = {}
+    for name in dict.fromkeys(name for baselines in by_seed.values() for name in baselines):
+        values = [baselines[name] for baselines in by_seed.values() if name in baselines]
+        found[name] = estimate(values if len(set(values)) > 1 else values[:1])
+    return found
 
 
 def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 from mpmath import betainc, findroot
 
 
@@ -129,13 +128,3 @@ def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         rejected[index] = going = going and p_values[index] < level / (len(p_values) - rank)
     return rejected
-
-
-def kendall(first: Sequence[float], second: Sequence[float]) -> float:
-    """Kendall's rank correlation τ_b: 1 for the same order, −1 for the opposite one.
-
-    Pairs that one of the two cannot tell apart count as it does in τ_b. 0 where all are alike.
-    """
-    signs = [np.sign(np.subtract.outer(values, values)) for values in (first, second)]
-    scale = math.sqrt(np.square(signs[0]).sum() * np.square(signs[1]).sum())
-    return float((signs[0] * signs[1]).sum() / scale) if scale else 0.0

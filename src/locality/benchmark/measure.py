@@ -41,6 +41,16 @@ class Timing:
         pairs = zip(self.seconds[reference], self.seconds[label], strict=True)
         return [theirs / ours for theirs, ours in pairs]
 
+    def middle_half(self, label: str, reference: str) -> tuple[float, float]:
+        """The lower and the upper quartile of `ratios`."""
+        ratios = sorted(self.ratios(label, reference))
+        quarter = len(ratios) // 4
+        return ratios[quarter], ratios[-1 - quarter]
+
+    def times_as_fast(self, label: str, reference: str) -> float:
+        """The median of `ratios`."""
+        return statistics.median(self.ratios(label, reference))
+
 
 def interleave(
     work: Mapping[str, Work],

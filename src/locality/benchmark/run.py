@@ -9,10 +9,11 @@ import datetime
 import itertools
 import json
 import math
+import multiprocessing
 import platform
 import re
-import statistics
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def run_benchmark(
         "settings": dataclasses.asdict(config),
         "rows": rows,
     }
+
+
+def one_process_each() -> ProcessPoolExecutor:
+    """A process for each model, so that none inherits another's memory or caches."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, max_tasks_per_child=1)
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
@@ -257,11 +264,10 @@ def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[s
     ours = next(label for label in reversed(timing.seconds) if label.startswith("locality"))
     rows = []
     for label in timing.seconds:
-        ratios = sorted(timing.ratios(ours, label))
-        quarter, is_peer = len(ratios) // 4, not label.startswith("locality")
+        is_peer = not label.startswith("locality")
         row = {"contender": label, **what, "images_per_second": images / timing.median(label)}
-        row["locality_is_times_as_fast"] = statistics.median(ratios) if is_peer else None
-        row["middle_half"] = (ratios[quarter], ratios[-1 - quarter]) if is_peer else None
+        row["locality_is_times_as_fast"] = timing.times_as_fast(ours, label) if is_peer else None
+        row["middle_half"] = timing.middle_half(ours, label) if is_peer else None
         rows.append(row)
     return rows
 

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from locality.checkpoints.adaptation import load_weights
 from locality.checkpoints.classifier import Classifier, default_preprocessing
-from locality.checkpoints.format import (
-    INPUT,
-    OUTPUT,
-)
+from locality.checkpoints.format import INPUT, OUTPUT
 from locality.checkpoints.registry import detect_kind, is_run_folder, source
 from locality.checkpoints.resolve import read, read_graph
 from locality.errors import UserError, naming

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +12,7 @@ from typing import Any, Literal
 
 from locality import checkpoints, models
 from locality.benchmark import ALL, ALL_SETTINGS, BenchmarkConfig
-from locality.checkpoints.registry import (
-    KEY_MAP_NAMES,
-    SOURCES,
-    check_export_path,
-    check_target,
-)
+from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands.parsing import (
     MODEL,
     Parser,
@@ -234,7 +227,9 @@ def benchmark(arguments: Sequence[str]) -> None:
     if len(options.models) == 1:
         results = [measure(options.models[0])]
     else:
-        with _process_each() as pool:
+        from locality.benchmark.run import one_process_each
+
+        with one_process_each() as pool:
             results = list(pool.map(measure, options.models))
     _show(results, options.output)
 
@@ -242,18 +237,12 @@ def benchmark(arguments: Sequence[str]) -> None:
 _NOT_LOADING = "against img_sizes batch_size precisions modes tasks threads device memory"
 
 
-def _process_each() -> ProcessPoolExecutor:
-    """A process for each model, so that none inherits another's memory or caches."""
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawn, max_tasks_per_child=1)
-
-
 def _measure_all(config: BenchmarkConfig, options: Any) -> None:
     """Measure the models of `ALL`, and write what is there after each; name what fails."""
-    from locality.benchmark.run import write_record
+    from locality.benchmark.run import one_process_each, write_record
 
     measured: dict[str, list[dict[str, Any]]] = {}
-    with _process_each() as pool:
+    with one_process_each() as pool:
         for against, names in ALL.items():
             of_this = replace(config, against=against)
             for name in names:

@@ -1,8 +1,7 @@
-"""`locality report`, `reproduce` and `compare`: pages of what runs came to."""
+"""`locality report` and `compare`: pages of what runs came to."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,67 +57,6 @@ def report(arguments: Sequence[str]) -> int:
     return 1 if bad else 0
 
 
-def reproduce(arguments: Sequence[str]) -> None:
-    """Carry out the runs that a table or figure needs, measure, and write it with the paper's
-    numbers beside ours. Finished runs are used as they are, broken ones resume.
-    """
-    parser = Parser("reproduce", reproduce.__doc__)
-    parser.add_argument(
-        "name", nargs="?", default=None, help="convit/table-3, cvt/figure-1, convit, beyond, all"
-    )
-    parser.add("--list", False, "every table and figure, and its state")
-    parser.add("--dry_run", False, "runs, images, MACs, hours; no start")
-    parser.add("--finished", False, "write what finished runs give; no start")
-    parser.add("--scale", "digits", "digits, fashion, fashion14, cifar100, imagenet100, imagenet")
-    parser.add("--output", "results", "folder for tables and figures")
-    parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
-    parser.add("--seeds", None, "runs of every cell; the scale's unless given", int | None)
-    parser.add(
-        "--fraction",
-        None,
-        "of the fractions of the data that a table compares, this alone",
-        float | None,
-    )
-    parser.add("--jobs", 2, "runs at a time")
-    parser.add("--threads", None, "threads per run", int | None)
-    parser.add("--executor", "local", "local, submitit or ray")
-    parser.add("--data", None, "folders: '{imagenet: PATH}'", dict[str, str] | None)
-    parser.add("--quiet", False, "no progress")
-    parser.add("--json", False, "with --list: print JSON")
-    options = parser.read(arguments)
-    if options.list:
-        own = "name dry_run finished output seeds fraction jobs threads executor data quiet"
-        parser.refuse(own, "does nothing beside --list")
-    else:
-        parser.refuse("json", "is for --list")
-    if options.finished:
-        parser.refuse("dry_run jobs threads executor", "does nothing beside --finished")
-
-    from locality.papers import reproduce as papers
-
-    if options.list:
-        rows = papers.list_experiments(options.scale, options.runs)
-        print(json.dumps(rows, indent=2) if options.json else papers.show_list(rows))
-        return
-    if options.name is None:
-        raise UserError("say what to reproduce; `locality reproduce --list` has every name")
-    papers.reproduce(
-        options.name,
-        options.scale,
-        options.output,
-        plan_only=options.dry_run,
-        finished_only=options.finished,
-        executor=options.executor,
-        jobs=options.jobs,
-        threads=options.threads,
-        runs=options.runs,
-        data=options.data,
-        seeds=options.seeds,
-        fraction=options.fraction,
-        quiet=options.quiet,
-    )
-
-
 def compare(arguments: Sequence[str]) -> int:
     """Train several models on your images, alike in recipe and budget, over seeds or folds and
     on parts of the images, and write a page that says which is most accurate, and how sure that
@@ -160,6 +98,7 @@ def compare(arguments: Sequence[str]) -> int:
         if not options.pretrained and not name.startswith(PREFIX):
             variant(name)
 
+    from locality.analysis.baselines import record_baselines
     from locality.report.comparison_page import build_comparison
     from locality.runner import comparison
     from locality.runner.executors import run_all
@@ -184,8 +123,11 @@ def compare(arguments: Sequence[str]) -> int:
     for outcome in failed:
         say(f"{outcome.run.name} failed: {outcome.error}")
     finished = [outcome.run for outcome in outcomes if outcome.error is None]
+    record_baselines(run.folder for run in finished)
     speed = comparison.measure_inference(finished, folder)
-    page, said = build_comparison([run.folder for run in finished], folder / "choice.html", speed)
+    page, said = build_comparison(
+        [run.folder for run in finished], folder / "comparison.html", speed
+    )
     print(f"{said}\n{page}")
     return 1 if failed else 0
 

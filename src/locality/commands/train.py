@@ -28,8 +28,8 @@ from locality.commands.resolve import (
 from locality.errors import UserError
 from locality.files import csv_text, write_atomic
 from locality.settings import flatten, replace, to_yaml
-from locality.training.config import MOVED, RunConfig, read_config
-from locality.training.recipes import RECIPES, adjusted, describe, name_of, recipe
+from locality.training.config import RunConfig, read_config
+from locality.training.recipes import RECIPES, adjusted, describe, recipe
 
 if TYPE_CHECKING:
     from locality.trained import TrainedRun
@@ -77,11 +77,14 @@ def _train(config: RunConfig, folder: Path, quiet: bool, observer: Any = None) -
     """Train a run and record, and say, what pixels alone reach on its images."""
     result = training.train(config, folder, quiet=quiet, observer=observer)
     if result:  # on rank 0
-        from locality.analysis.baselines import compared, read_baselines, record_baselines
+        from locality.analysis.baselines import advice, listed, read_baselines, record_baselines
 
         record_baselines([folder])
         if not quiet:
-            say(compared(result["top1"], read_baselines(folder)))
+            baselines = read_baselines(folder)
+            say(f"baselines on the same pixels: {listed(baselines)}")
+            if warning := advice(config.model.name, result["top1"], baselines):
+                say(warning)
 
 
 def _find_lr(config: RunConfig, folder: Path) -> None:
@@ -111,17 +114,16 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     Raises:
         UserError: for an unknown recipe or setting, or a value that does not fit.
     """
-    moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
-    arguments = with_aliases(arguments, ALIASES | moved)
+    arguments = with_aliases(arguments, ALIASES)
     flags = ("--recipe", "--config", "--resume", "--output")
     (names, files, runs, outputs), words = pop_options(arguments, *flags)
     word = words.pop(0) if words and not words[0].startswith("-") else None
     asked, given = what_to_train(word, names)
     run = run_to_resume(runs, outputs, [*([asked] if asked else []), *files])
     for file in files:
-        given |= flatten(RunConfig.upgraded(read_settings_file(file)), 1)
+        given |= flatten(read_settings_file(file), 1)
     labelled = str(given.get("recipe"))
-    name = name_of(asked) if asked else labelled if labelled in RECIPES else "digits"
+    name = asked if asked else labelled if labelled in RECIPES else "digits"
     if asked and "recipe" in given and labelled != name:
         raise UserError(
             f"recipe '{name}' is asked for and {files[-1]} is of '{labelled}'; give one"

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from locality.analysis.measures import uniform_nonlocality
-from locality.analysis.runs import RecordedRun, RunGroup
+from locality.analysis.runs import RecordedRun, RunGroup, baselines_at
 from locality.analysis.statistics import estimate, mean_curve
 from locality.figures.style import (
     CONVIT,
@@ -53,6 +53,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     model, one below the other, where all have the same."""
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     looks = _group_styles(groups)
+    _draw_baselines(axes, groups, fractions)
     if len(fractions) == 1:
         axes.figure.set_size_inches(PANEL[0], max(PANEL[1], 0.9 + 0.4 * len(groups)))  # type: ignore[union-attr]
         for number, (one, look) in enumerate(zip(groups, looks, strict=True)):
@@ -74,6 +75,23 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     axes.set_xlim(-0.6, len(fractions) - 0.4)
     axes.set_ylim(*_clip_limits(axes.get_ylim()))
     _label_axes(axes, "fraction of the training images", "top-1 accuracy (%)")
+
+
+_BASELINE_STYLES = {"nearest neighbour": ":", "logistic regression": "--"}
+
+
+def _draw_baselines(axes: Axes, groups: Sequence[RunGroup], fractions: Sequence[float]) -> None:
+    """Grey lines at the accuracy of the baselines on each fraction; chance is left out."""
+    for place, fraction in enumerate(fractions):
+        for name, found in baselines_at(groups, fraction).items():
+            if name not in _BASELINE_STYLES:
+                continue
+            style: dict[str, Any] = {"color": "0.55", "linestyle": _BASELINE_STYLES[name]}
+            style |= {"linewidth": 1.2, "label": None if place else name, "zorder": 1}
+            if len(fractions) == 1:
+                axes.axvline(found.mean, **style)
+            else:
+                axes.plot([place - 0.4, place + 0.4], [found.mean] * 2, **style)
 
 
 def _draw_seeds(

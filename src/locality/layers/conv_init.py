@@ -39,12 +39,6 @@ def kernel_offsets(kernel: int) -> Tensor:
     return torch.cartesian_prod(places, places).view(-1, 2)
 
 
-def corner_heads(num_heads: int) -> list[int]:
-    """The heads of a kernel's corners as in ConViT's Fig. 3: (−, +), (−, −), (+, +), (+, −)."""
-    k = kernel_size(num_heads)
-    return [k - 1, 0, k * k - 1, k * (k - 1)]
-
-
 def attention_centres(offsets: Tensor, strength: float) -> Tensor:
     """The v_pos that centres attention on `offsets`: (n, 2) → (n, 3), −α (1, −2Δ₁, −2Δ₂) (Eq. 5).
 

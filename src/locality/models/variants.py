@@ -137,15 +137,6 @@ def family_of(model: str | None) -> str:
     return VARIANTS[model].family if model in VARIANTS else "other"
 
 
-# Names whose size has changed: what they are called today in files that version 0.1.0 wrote.
-_IN_0_1_0 = {"cvt_nano": "cvt_pico"}
-
-
-def name_today(name: str, version: str | None) -> str:
-    """The name of the model that a file written by `version` calls `name`."""
-    return _IN_0_1_0.get(name, name) if version == "0.1.0" else name
-
-
 def list_models(filter: str = "", family: str | None = None) -> list[str]:
     """Names of the models, in the order of the table.
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean
 
 from locality import __version__
-from locality.analysis.runs import RecordedRun, RunGroup, group, read_runs
+from locality.analysis.baselines import advice
+from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError
 from locality.figures import charts
@@ -142,6 +143,14 @@ def conclusion(
     return f"{reached}{above} the difference from {rest} is not significant; {more} may decide it."
 
 
+def below_baseline_remark(candidates: Sequence[Candidate], groups: Sequence[RunGroup]) -> str:
+    """What to do if the most accurate model is below a baseline; "" if it is not."""
+    found = {name: of.mean for name, of in baselines_at(groups, 1.0).items()}
+    best = candidates[0]
+    warning = advice(best.label, best.top1.mean, found)
+    return f"Even the best model, {warning}." if warning else ""
+
+
 def short_runs_remark(candidates: Sequence[Candidate]) -> str:
     """A remark on short runs; "" for long ones."""
     passes = min(each.passes for each in candidates)
@@ -201,7 +210,16 @@ def build_comparison(
         FILTERS,
         title=f"Which model for {Path(groups[0].runs[0].config['data']['root']).name}?",
         said=said,
-        remarks=[each for each in (short_runs_remark(found), more_images_remark(found[0])) if each],
+        baselines=baselines_at(groups, 1.0),
+        remarks=[
+            remark
+            for remark in (
+                below_baseline_remark(found, groups),
+                short_runs_remark(found),
+                more_images_remark(found[0]),
+            )
+            if remark
+        ],
         folds=folds and folds[1],
         candidates=found,
         result=found[0].runs[0].result,

@@ -11,9 +11,17 @@ import numpy as np
 from markupsafe import Markup
 
 from locality import __version__, checks
+from locality.analysis.baselines import advice
 from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_url, load_pictures
 from locality.analysis.recording import MAX_MISTAKES, MISTAKES, recorded_trajectory
-from locality.analysis.runs import RecordedRun, RunGroup, differing_settings, group, read_runs
+from locality.analysis.runs import (
+    RecordedRun,
+    RunGroup,
+    baselines_at,
+    differing_settings,
+    group,
+    read_runs,
+)
 from locality.analysis.statistics import estimate
 from locality.data.fingerprint import duplicates
 from locality.errors import UserError
@@ -83,6 +91,13 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "families": {one.family for one in groups},
         # Of five classes or fewer, the five most probable ones are all.
         "top5": any(len(RunFolder(run.folder).classes()) > 5 for run in runs),
+        "baselines": {part: baselines_at(groups, part) for part in fractions},
+        "below": [
+            sentence
+            for one in groups
+            for part in one.fractions
+            if (sentence := _below(groups, one, part))
+        ],
         "accuracy": charts.chart(charts.draw_accuracy, groups) if several else None,
         "learning": _panels(
             "Learning curves", fractions if several else [], charts.draw_learning, groups
@@ -116,6 +131,13 @@ def _title(groups: Sequence[RunGroup]) -> str:
     labels = [one.label for one in groups]
     models = ", ".join(labels) if len(labels) <= _MAX_NAMES else f"{len(labels)} models or settings"
     return f"{models} on {', '.join(sorted({one.dataset for one in groups}))}"
+
+
+def _below(groups: Sequence[RunGroup], one: RunGroup, fraction: float) -> str:
+    """What to do about a group of runs that is below a baseline on its images; "" if it is not."""
+    top1 = estimate(list(one.top1(fraction).values())).mean
+    found = {name: of.mean for name, of in baselines_at(groups, fraction).items()}
+    return advice(f"{one.label} on {charts.subset_label(fraction)}", top1, found)
 
 
 def _svg(figure: Figure | None, title: str) -> Markup:

@@ -75,11 +75,6 @@ def space_of(config: SearchConfig) -> SearchSpace:
     return SearchSpace(meta_model(run, image_counts(run)[2]).config)
 
 
-def default_index(config: SearchConfig, space: SearchSpace) -> int:
-    """The number of the CvT that the search starts from."""
-    return space.index(meta_model(config.run, space.base.num_classes).config)
-
-
 class Search:
     """One search in its folder. It may be killed at any moment, and `run` called again.
 

@@ -39,7 +39,7 @@ from locality.checkpoints.run_state import CheckpointFolder, read_class_names
 from locality.errors import UserError, some
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
-from locality.training.config import RunConfig, called_today, read_config
+from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import Predictions
 
 # Settings that say where and on how many processes a run computes, not what. A run may be resumed
@@ -151,7 +151,7 @@ class RunFolder:
         """
         # Settings that it does not have, of a later version say, are as they are now.
         values = settings.to_dict(config)
-        for name, value in RunConfig.upgraded(saved).items():
+        for name, value in saved.items():
             values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
         before = settings.from_dict(RunConfig, values)
         if told := _told(_changed(before, config, _same_place)):
@@ -201,7 +201,7 @@ class RunFolder:
         result = read_json(self.result_file)
         if "model" not in result:
             raise UserError(f"{self.result_file} does not say which model the run had")
-        return result | {"model": called_today(self.path, str(result["model"]))}
+        return result
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.

@@ -1,0 +1,381 @@
+"""Beyond the papers: attention that starts from trained convolutions, and other ways to start; few
+images of new classes for models that know others; what it does to findings that runs are short.
+
+ConViT ends with a question: "if SA layers benefit from being initialized as random convolutions,
+could one reduce even more drastically their sample complexity by initializing them as pre-trained
+convolutions?" It is asked here of the same images that the model is then trained on, so that no
+further data comes in: of a ConViT whose gated layers start as near as their heads allow to those of
+a convolutional net, against other initialisations (`locality.models.initialisations`), and of a
+ResNet whose convolutions become gated attention exactly (`locality.models.initialisations`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locality.analysis.measures import positional_focus
+from locality.errors import UserError
+from locality.figures.charts import percent
+from locality.layers import ImageAttention
+from locality.layers.conv_init import window_offsets
+from locality.runner.runs import Run, image_counts
+from locality.training import load_run
+from locality_papers.measures import (
+    TOP1,
+    TRAJECTORY,
+    Measure,
+    Quantity,
+    combined,
+    masked_top1,
+    measured,
+    summed_rate,
+)
+from locality_papers.scales import FAMILIES, Scale
+from locality_papers.specs import Cells, Claim, Column, Row, Table, experiment, rows_of
+
+FRACTIONS = (0.05, 0.2, 1.0)
+
+
+def _top1(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> Cells:
+    """Top-1 of runs: column → label → runs, in the order of the last column's labels."""
+    *_, labels = found.values()
+    return {
+        label: {column: measured(runs[label], TOP1) for column, runs in found.items()}
+        for label in labels
+    }
+
+
+def _top1_by_fraction(
+    of: Callable[[float], dict[str, tuple[Run, ...]]], fractions: Sequence[float]
+) -> Cells:
+    """Top-1 on parts of the data of the runs that each asks for, by label."""
+    return _top1({percent(fraction): of(fraction) for fraction in fractions})
+
+
+def _parts(fractions: Sequence[float]) -> dict[str, Column]:
+    return {percent(fraction): Column(f"{percent(fraction)} of the data") for fraction in fractions}
+
+
+def _questions(
+    cells: Cells, columns: Mapping[str, str], pairs: Mapping[str, tuple[str, str]]
+) -> tuple[Claim, ...]:
+    """Our own questions, of every column that has both rows: is the first above the second?
+
+    Args:
+        cells: the table.
+        columns: metric of a column → what its questions begin with.
+        pairs: question → labels of the two rows.
+    """
+    return tuple(
+        Claim(f"{name}: {text}", "", cells[first][metric] - cells[second][metric])
+        for metric, name in columns.items()
+        for text, (first, second) in pairs.items()
+        if metric in cells[first] and metric in cells[second]
+    )
+
+
+def _is_above(first: str, second: str) -> dict[str, tuple[str, str]]:
+    return {f"{first} is above {second}": (first, second)}
+
+
+# e⁻⁴ of positional attention on each neighbour of a head's centre, 2% of content; both may move.
+_AS_CONVOLUTIONS = {"locality_strength": 4.0, "gating_init": 4.0}
+
+
+def _from_convolutions(s: Scale, fraction: float) -> tuple[tuple[Run, ...], ...]:
+    """Convolutional nets, ConViTs whose gated layers start from them, and whole ones that do."""
+    part: dict[str, Any] = {"role": "ConViT-3×3", "fraction": fraction}
+    nets = s.runs(**part, fields={"positional_attention": "conv"})
+    gated = s.started(nets=nets, **part, label="trained_conv", fields={"init": "trained_conv"})
+    label = "from a trained convolutional net"
+    return nets, gated, s.started(nets=nets, **part, label=label, fields=_AS_CONVOLUTIONS)
+
+
+def _with_convolutions(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
+    """Runs by row on a fraction of the data."""
+    part: dict[str, Any] = {"role": "ConViT-3×3", "fraction": fraction}
+    random, (nets, gated, whole) = s.runs(**part), _from_convolutions(s, fraction)
+    twice: dict[str, Any] = random[0].config.schedule.lasting(2)
+    return {
+        "DeiT": s.runs("DeiT-3×3", fraction=fraction),
+        "ConViT, random convolutions (the paper's)": random,
+        "ConViT, random convolutions, trained twice as long": s.runs(**part, **twice),
+        "the convolutional net itself": nets,
+        "ConViT, gated layers from it": gated,
+        "ConViT, everything from it": whole,
+    }
+
+
+@experiment("beyond/trained-convolutions", "Gated layers that start as trained convolutions")
+def trained_convolutions(s: Scale) -> Table:
+    """Against random convolutions, twice the training, the net itself, and DeiT."""
+    cells = _top1_by_fraction(partial(_with_convolutions, s), FRACTIONS)
+    random, longer = (
+        "ConViT, random convolutions (the paper's)",
+        "ConViT, random convolutions, trained twice as long",
+    )
+    gated, whole = "ConViT, gated layers from it", "ConViT, everything from it"
+    pairs = {
+        "gated layers from trained convolutions are above random ones": (gated, random),
+        "a whole trained start is above random convolutions": (whole, random),
+        "… and above random ones trained as long in all": (whole, longer),
+    }
+    parts = _parts(FRACTIONS)
+    return Table(
+        rows_of(cells),
+        parts,
+        about="Not in the papers. The net is trained on the same images for the same number of "
+        "steps; `init_from_conv2d_` then keeps as much of each kernel as the heads can carry.",
+        claims=_questions(cells, {part: part for part in parts}, pairs),
+    )
+
+
+_FEW = FRACTIONS[0]
+_LAYERWISE = "from weights, rates falling by a quarter with each layer below the classifier"
+
+
+def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
+    """Runs on the second half of the classes, few images each, by where training starts."""
+    half = image_counts(s.runs(role, seeds=(0,))[0].config)[2] // 2
+    nets = s.runs(role, data__first_classes=half, keep_weights=False)
+    new: dict[str, Any] = {"fraction": _FEW, "data__skip_classes": half}
+    tuned = new | {"label": "fine-tuned to other classes"}
+    layerwise = {"label": f"{tuned['label']}, layer by layer", "optim__layer_decay": 0.75}
+    return {
+        "from scratch": s.runs(role, **new),
+        "from weights": s.started(role, nets, **tuned),
+        _LAYERWISE: s.started(role, nets, **tuned | layerwise),
+    }
+
+
+@experiment("beyond/finetuning", "Few images of new classes, from weights that know others")
+def finetuning(s: Scale) -> Table:
+    """Against training from scratch, at equal length."""
+    cells = _top1({family: _transferred(s, f"{family}-S") for family in FAMILIES})
+    pairs = _is_above("from weights", "from scratch") | _is_above(_LAYERWISE, "from scratch")
+    return Table(
+        rows_of(cells),
+        {family: Column(family) for family in FAMILIES},
+        about=f"Not in the papers. Weights come from all images of the first half of the classes; "
+        f"then {percent(_FEW)} of the images of the other half are trained on, for as many steps, "
+        f"and accuracy is that on the validation images of these.",
+        claims=_questions(cells, {family: family for family in FAMILIES}, pairs),
+    )
+
+
+@experiment("beyond/converged", "DeiT and ConViT trained twice as long")
+def converged(s: Scale) -> Table:
+    """Top-1 on all data, as long as everywhere and twice as long."""
+    rows = []
+    for role in ("DeiT-S", "ConViT-S"):
+        once, (run, *_) = s.measured(TOP1, role), s.runs(role)
+        twice = s.measured(TOP1, role, **run.config.schedule.lasting(2))
+        rows.append(Row(role, {"once": once, "twice": twice, "more": twice - once}))
+    columns = {
+        "once": Column("as everywhere"),
+        "twice": Column("twice as long"),
+        "more": Column("difference", signed=True),
+    }
+    about = "Not in the papers. Top-1 with all training images, and after twice as many updates."
+    return Table(tuple(rows), columns, about=about)
+
+
+def _fractions(s: Scale) -> list[float]:
+    found = [fraction for fraction in (0.05, 0.1, 1.0) if fraction in s.fractions]
+    if not found:
+        raise UserError("this experiment is on 0.05, 0.1 and 1 of the data; give one of these")
+    return found
+
+
+@contextmanager
+def _on_changed_images(change: Callable[[Tensor], Tensor], model: nn.Module) -> Iterator[None]:
+    """A model that gets to see other images than it is given."""
+    handle = model.register_forward_pre_hook(lambda _, given: (change(given[0]),))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _shifted(images: Tensor) -> Tensor:
+    return images.roll((images.shape[2] // 8, images.shape[3] // 8), (2, 3))
+
+
+def _noisy(images: Tensor) -> Tensor:
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    return images + 0.5 * noise.to(images)
+
+
+def _low_contrast(images: Tensor) -> Tensor:
+    mean = images.mean(dim=(1, 2, 3), keepdim=True)
+    return mean + 0.3 * (images - mean)
+
+
+ROBUSTNESS = {
+    "shifted by ⅛": masked_top1("shifted by 1/8", partial(_on_changed_images, _shifted)),
+    "noise, σ = ¼": masked_top1("noise of 1/4", partial(_on_changed_images, _noisy)),
+    "30% contrast": masked_top1("30% contrast", partial(_on_changed_images, _low_contrast)),
+}
+
+
+@torch.no_grad()
+def _gates_and_moves(run: Run) -> dict[str, float]:
+    """Of the heads that took over a kernel: their mean gate, and how many look elsewhere now."""
+    layers = [m.attn for m in load_run(run.folder)[0].modules() if isinstance(m, ImageAttention)]
+    gates = torch.cat([layer.gating[:-1].sigmoid() for layer in layers])
+    moves = torch.cat(
+        [positional_focus(a.v_pos).centre[:-1] - window_offsets(a.window) for a in layers]
+    )
+    # A head without a centre (nan) has left it too.
+    left = ~(moves.norm(dim=1) < 0.5)
+    return {"gate": 100 * float(gates.mean()), "left": 100 * float(left.float().mean())}
+
+
+_ATTENTION = Measure("gates and moves of a transformed network", _gates_and_moves)
+
+
+_FINE_TUNING = 0.2  # of the steps
+_TRANSFORMED: dict[str, dict[str, Any]] = {
+    "transformed (α = 7, λ = 1)": {},
+    "transformed, α = 4": {"fields": {"locality_strength": 4.0}},
+    "transformed, α = 20": {"fields": {"locality_strength": 20.0}},
+    "transformed, α = 20, v_pos and λ at 10 times the rate": {
+        "fields": {"locality_strength": 20.0},
+        "optim__position_lr_factor": 10.0,
+    },
+    "transformed, λ = 6": {"fields": {"gating_init": 6.0}},
+}
+
+
+def _transformed_runs(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
+    nets = s.runs("CNN", fraction=fraction, keep_weights=False)
+    schedule = nets[0].config.schedule
+
+    def lasting(part: float) -> dict[str, Any]:
+        return schedule.lasting(part) | {"schedule.warmup": part * schedule.warmup}
+
+    short = {"fraction": fraction, **lasting(_FINE_TUNING)}
+    trained_on = s.started("CNN", nets, label="trained on", **short)
+    found = {"the ResNet": nets, "the ResNet, trained on": trained_on}
+    for label, changes in _TRANSFORMED.items():
+        found[label] = s.started("T-CNN", nets, label=label, **short, **changes)
+    whole = s.runs("ConViT-S", fraction=fraction, **lasting(1 + _FINE_TUNING))
+    return found | {"ConViT from scratch, as long in all": whole}
+
+
+@experiment("beyond/transformed", "A trained ResNet whose convolutions become gated attention")
+def transformed(s: Scale) -> Table:
+    """Fine-tuned, against the ResNet trained on as long, and ConViT from scratch for the sum."""
+    fractions = _fractions(s)
+    cells = _top1_by_fraction(partial(_transformed_runs, s), fractions)
+    for label, runs in _transformed_runs(s, fractions[-1]).items():
+        cells[label] |= {name: measured(runs, measure) for name, measure in ROBUSTNESS.items()}
+        if label in _TRANSFORMED:
+            heads = measured(runs, _ATTENTION)
+            cells[label] |= {name: combined(itemgetter(name), heads) for name in ("gate", "left")}
+    columns = _parts(fractions) | {name: Column(name) for name in ROBUSTNESS}
+    first = next(iter(_TRANSFORMED))
+    pairs = _is_above(first, "the ResNet, trained on")
+    pairs |= _is_above(first, "ConViT from scratch, as long in all")
+    return Table(
+        rows_of(cells),
+        columns | {"gate": Column("mean gate"), "left": Column("heads that left")},
+        about=f"Not in the papers here: d'Ascoli et al. 2021 did it with ImageNet. The net is "
+        f"trained, transformed and fine-tuned for {_FINE_TUNING:.0%} of its steps, on the same "
+        f"images. Shifts, noise and contrast are those of the evaluated images, of models of the "
+        f"last column before them. A head has left if it looks half a token or more beside its "
+        f"place.",
+        claims=_questions(cells, {name: column.name for name, column in columns.items()}, pairs),
+    )
+
+
+_STARTS: dict[str, dict[str, Any]] = {
+    "DeiT, default": {"role": "DeiT-3×3"},
+    "ConViT, default": {"role": "ConViT-3×3", "fields": {"conv_init": False}},
+    "ConViT, conv (Eq. 5)": {"role": "ConViT-3×3"},
+    "DeiT, mimetic": {"role": "DeiT-3×3", "fields": {"init": "mimetic"}},
+    "ConViT, mimetic": {"role": "ConViT-3×3", "fields": {"init": "mimetic", "conv_init": False}},
+    "DeiT, impulse": {"role": "DeiT-3×3", "fields": {"init": "impulse"}},
+    "ConViT, impulse": {"role": "ConViT-3×3", "fields": {"init": "impulse", "conv_init": False}},
+}
+
+
+def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
+    """Runs by initialisation on a fraction of the data."""
+    nets, gated, _ = _from_convolutions(s, fraction)
+    return {label: s.runs(**row, fraction=fraction) for label, row in _STARTS.items()} | {
+        "ConViT, trained_conv": gated,
+        "the convolutional net of trained_conv": nets,
+    }
+
+
+@experiment("beyond/initialisations", "How attention starts")
+def initialisations(s: Scale) -> Table:
+    """Five ways to start a ConViT, and three to start a DeiT, on parts of the data."""
+    parts = _parts(_fractions(s))
+    cells = _top1_by_fraction(partial(_initialised, s), _fractions(s))
+    pairs = (
+        _is_above("DeiT, mimetic", "DeiT, default")
+        | _is_above("DeiT, impulse", "DeiT, default")
+        | _is_above("ConViT, mimetic", "ConViT, default")
+        | _is_above("ConViT, impulse", "ConViT, default")
+        | _is_above("ConViT, conv (Eq. 5)", "ConViT, default")
+        | _is_above("ConViT, trained_conv", "ConViT, conv (Eq. 5)")
+    )
+    return Table(
+        rows_of(cells),
+        parts,
+        about="Not in the papers. Mimetic: Trockman & Kolter 2023; impulse: Zheng et al. 2025, in "
+        "closed form. For trained_conv the net of the last row is trained for as many steps on the "
+        "same images first.",
+        claims=_questions(cells, {part: part for part in parts}, pairs),
+    )
+
+
+FACTORS = (1.0, 3.0, 10.0, 30.0)
+"""Of the learning rate of positions: Adam moves a parameter by at most about the sum of its rates,
+some 186 over the 300 epochs of ConViT's recipe, 1,251 steps each, and 0.5 to 1.5 in runs of a
+thousand steps."""
+
+
+@experiment("beyond/position-rate", "Gates and nonlocality at higher rates of v_pos and λ")
+def position_rate(s: Scale) -> Table:
+    """What ConViT's gated layers become with a factor on the learning rate of their positions."""
+    layers = range(s.architecture("ConViT-S").gpsa_layers)
+    columns = {"sum": Column("Σ learning rate", "", 2), "top1": Column("top-1")}
+    for n in layers:
+        columns[f"gate {n}"] = Column(f"σ(λ), layer {n + 1}", "", 3)
+        columns[f"left {n}"] = Column(f"nonlocality gained, layer {n + 1}", "", 2, signed=True)
+    rows = []
+    for factor in FACTORS:
+        chosen: dict[str, Any] = {"seeds": s.few_seeds, "keep_weights": True}
+        if factor != 1:
+            chosen["optim__position_lr_factor"] = factor
+        config = s.runs("ConViT-S", **chosen)[0].config
+        trajectory = s.measured(TRAJECTORY, "ConViT-S", **chosen)
+        cells = {"sum": summed_rate(config), "top1": s.measured(TOP1, "ConViT-S", **chosen)}
+        for n in layers:
+            cells[f"gate {n}"] = _of_layer(trajectory, n, lambda layer: fmean(layer["gates"][-1]))
+            cells[f"left {n}"] = _of_layer(
+                trajectory, n, lambda layer: layer["nonlocality"][-1] - layer["nonlocality"][0]
+            )
+        rows.append(Row(f"×{factor:g}", cells))
+    return Table(
+        tuple(rows),
+        columns,
+        about="Not in the papers. The learning rate of v_pos and λ times a factor; its sum, about "
+        "how far Adam can move them (186 in the paper); gates at the end, mean over heads; "
+        "nonlocality at the end less that at the start.",
+    )
+
+
+def _of_layer(trajectory: Quantity, n: int, function: Callable[[Any], float]) -> Quantity:
+    return combined(lambda found: function(found["layers"][n]), trajectory)

@@ -1,0 +1,76 @@
+"""`locality reproduce`: a table or figure of either paper by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from locality.commands.parsing import Parser
+from locality.errors import UserError
+
+
+def reproduce(arguments: Sequence[str]) -> None:
+    """Carry out the runs that a table or figure needs, measure, and write it with the paper's
+    numbers beside ours. Finished runs are used as they are, broken ones resume.
+    """
+    parser = Parser("reproduce", reproduce.__doc__)
+    parser.add_argument(
+        "name", nargs="?", default=None, help="convit/table-3, cvt/figure-1, convit, beyond, all"
+    )
+    parser.add("--list", False, "every table and figure, and its state")
+    parser.add("--dry_run", False, "runs, images, MACs, hours; no start")
+    parser.add("--finished", False, "write what finished runs give; no start")
+    parser.add("--scale", "digits", "digits, fashion, fashion14, cifar100, imagenet100, imagenet")
+    parser.add("--output", "results", "folder for tables and figures")
+    parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
+    parser.add("--seeds", None, "runs of every cell; the scale's unless given", int | None)
+    parser.add(
+        "--fraction",
+        None,
+        "of the fractions of the data that a table compares, this alone",
+        float | None,
+    )
+    parser.add("--jobs", 2, "runs at a time")
+    parser.add("--threads", None, "threads per run", int | None)
+    parser.add("--executor", "local", "local, submitit or ray")
+    parser.add("--data", None, "folders: '{imagenet: PATH}'", dict[str, str] | None)
+    parser.add("--recorded", None, "file of finished runs, to take from and to add to: X.jsonl.gz")
+    parser.add("--quiet", False, "no progress")
+    parser.add("--json", False, "with --list: print JSON")
+    options = parser.read(arguments)
+    if options.list:
+        own = (
+            "name dry_run finished output seeds fraction jobs threads executor data recorded quiet"
+        )
+        parser.refuse(own, "does nothing beside --list")
+    else:
+        parser.refuse("json", "is for --list")
+    if options.dry_run:
+        parser.refuse("recorded", "does nothing beside --dry_run")
+    if options.finished:
+        parser.refuse("dry_run jobs threads executor", "does nothing beside --finished")
+
+    from locality_papers import reproduce as study
+
+    if options.list:
+        rows = study.list_experiments(options.scale, options.runs)
+        print(json.dumps(rows, indent=2) if options.json else study.show_list(rows))
+        return
+    if options.name is None:
+        raise UserError("say what to reproduce; `locality reproduce --list` has every name")
+    study.reproduce(
+        options.name,
+        options.scale,
+        options.output,
+        plan_only=options.dry_run,
+        finished_only=options.finished,
+        executor=options.executor,
+        jobs=options.jobs,
+        threads=options.threads,
+        runs=options.runs,
+        data=options.data,
+        seeds=options.seeds,
+        fraction=options.fraction,
+        recorded=options.recorded,
+        quiet=options.quiet,
+    )

@@ -1,0 +1,305 @@
+"""ConViT's curves of accuracy: over data, sizes, layers and epochs, and what they claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from locality.figures.charts import percent
+from locality_papers import published
+from locality_papers.convit_tables import INGREDIENTS, table_2
+from locality_papers.measures import (
+    BEST_TOP1,
+    CURVE_OVER_FRACTION,
+    LEARNING_CURVE,
+    PARAMETERS,
+    TOP1,
+    TOP1_EARLY,
+    Measure,
+    Quantity,
+    absent,
+    combined,
+    computed,
+    ratio,
+    relative_gain,
+    top1_at,
+)
+from locality_papers.scales import FAMILIES, Scale
+from locality_papers.specs import (
+    Claims,
+    Expect,
+    Figure,
+    Panel,
+    Series,
+    claims_at,
+    experiment,
+    shaded,
+)
+
+
+def over(xs: Sequence[float], parts: Sequence[Quantity]) -> Quantity:
+    """Numbers as a curve: x → the quantity of that x."""
+    return combined(lambda *values: {"x": list(xs), "y": list(values)}, *parts)
+
+
+def accuracy_by_size(
+    s: Scale, roles: Mapping[str, tuple[int, ...]], printed: Mapping[str, Iterable[str]]
+) -> tuple[Panel, ...]:
+    """Top-1 against parameters: a panel of ours, over their seeds, and panels of what is printed.
+
+    Args:
+        s: the scale.
+        roles: role → its seeds.
+        printed: title of a panel → rows of ConViT's Table 1 or CvT's Table 3.
+    """
+    tables = published.rows("cvt/table-3") | published.rows("convit/table-1")
+
+    def panel(title: str, names: Iterable[str], of: Callable[[str, str], Quantity]) -> Panel:
+        series = tuple(
+            Series(
+                name,
+                combined(
+                    lambda parameters, top1: {"x": [parameters], "y": [top1]},
+                    of(name, "parameters"),
+                    of(name, "top1"),
+                ),
+                name.partition("-")[0].lower(),
+            )
+            for name in names
+        )
+        return Panel(title, "parameters (M)", "top-1 (%)", series, log_x=True, scatter=True)
+
+    def here(role: str, metric: str) -> Quantity:
+        return s.measured({"top1": TOP1, "parameters": PARAMETERS}[metric], role, seeds=roles[role])
+
+    def there(row: str, metric: str) -> Quantity:
+        return computed(partial(float, tables[row][metric].value))
+
+    return panel("Here", roles, here), *(panel(title, of, there) for title, of in printed.items())
+
+
+_BIASES: dict[str, dict[str, Any]] = {
+    "hard: convolutions": {"role": "ConViT-3×3", "fields": {"positional_attention": "conv"}},
+    "soft: ConViT": {"role": "ConViT-3×3"},
+    "none: DeiT": {"role": "DeiT-3×3"},
+}
+
+
+@experiment("convit/figure-1", "Soft inductive biases help without being restrictive")
+def figure_1(s: Scale) -> Figure:
+    """The paper's sketch as a measurement: convolutions, gated layers, plain attention."""
+    fractions = (0.05, 0.2, 1.0)
+    top1 = {
+        label: [s.measured(TOP1, **row, fraction=f) for f in fractions]
+        for label, row in _BIASES.items()
+    }
+    series = tuple(
+        Series(label, over([100 * f for f in fractions], of), colour)
+        for (label, of), colour in zip(top1.items(), ("other", "convit", "deit"), strict=True)
+    )
+    hard, soft, none = top1.values()
+    claims: Claims = {
+        "with few images, convolutions are above attention": hard[0] - none[0],
+        "with all images, convolutions are below attention": none[-1] - hard[-1],
+        "… and what is soft is above what is hard": soft[-1] - hard[-1],
+    }
+    return Figure(
+        (Panel("Inductive bias", "training images (%)", "top-1 (%)", series, log_x=True),),
+        about="The first layers are 3×3 convolutions, gated positional attention, or attention.",
+        claims=claims_at("§1, p. 2, Fig. 1", claims),
+    )
+
+
+@experiment("convit/figure-2a", "Sample efficiency")
+def figure_2a(s: Scale) -> Figure:
+    """Accuracy against the fraction of the data, and the relative improvement."""
+    rows, table = table_2(s).rows, published.rows("convit/table-2")
+    parts, label = [100 * fraction for fraction in s.fractions], "training images (%)"
+    cells: dict[str, Mapping[str, Mapping[str, Quantity]]] = {
+        "Here": {row.label: row.cells for row in rows},
+        "Published": {
+            row: {column: computed(partial(float, of.value)) for column, of in table[row].items()}
+            for row in map(percent, s.fractions)
+        },
+    }
+    panels, gains = [], []
+    for title, by_row in cells.items():
+        found = {f: [row[f"{f}-S/top1"] for row in by_row.values()] for f in FAMILIES}
+        series = tuple(
+            Series(f"{family}-S", over(parts, curve), family.lower())
+            for family, curve in found.items()
+        )
+        panels.append(Panel(title, label, "top-1 (%)", series, log_x=True))
+        gain = over(parts, list(map(relative_gain, found["ConViT"], found["DeiT"])))
+        gains.append(Series(title.lower(), gain, "other", dashed=title == "Published"))
+    panels.append(Panel("ConViT over DeiT", label, "% of DeiT's top-1", tuple(gains), log_x=True))
+    return Figure(tuple(panels), about="Table 2 as curves, where its claims stand.")
+
+
+@experiment("convit/figure-2b", "Parameter efficiency")
+def figure_2b(s: Scale) -> Figure:
+    """Accuracy against the number of parameters."""
+    roles = {f"{family}-{size}": s.seeds_of(size) for family in FAMILIES for size in s.sizes}
+    others = [f"ResNet-{depth}" for depth in (50, 101, 152)]
+    others += [f"T2T-ViT_t-{depth}" for depth in (14, 19, 24)]
+    printed = {"Published": [*published.rows("convit/table-1"), *others]}
+    return Figure(
+        accuracy_by_size(s, roles, printed),
+        about="The models of Table 1 on all data; its claims stand there.",
+    )
+
+
+def _with_gpsa(s: Scale, measure: Measure, layers: int, strength: float = 1.0) -> Quantity:
+    """A cell of Figs. 8 and 12; the model's own values are left out, to share its runs."""
+    if layers == 0:
+        return s.measured(measure, "DeiT-S+", seeds=s.few_seeds, **s.small)
+    fields: dict[str, Any] = {}
+    if layers != s.gpsa_counts[-1]:
+        fields["gpsa_layers"] = layers
+    if strength != 1.0:
+        fields["locality_strength"] = strength
+    return s.measured(measure, "ConViT-S+", seeds=s.few_seeds, fields=fields, **s.small)
+
+
+@experiment("convit/figure-8", "Accuracy against locality strength and number of GPSA layers")
+def figure_8(s: Scale) -> Figure:
+    """Final accuracy (left) and accuracy at stages of training (right)."""
+    by_strength = {
+        f"{layers} GPSA layer{'s' if layers > 1 else ''}": over(
+            s.strengths, [_with_gpsa(s, TOP1, layers, each) for each in s.strengths]
+        )
+        for layers in s.gpsa_counts
+    }
+    counts = (0, *s.gpsa_counts)
+    third = top1_at("after 30% of training", lambda schedule: 0.3 * schedule.length)
+    stages = {"early": TOP1_EARLY, "after 30% of training": third, "at the end": TOP1}
+    by_stage = {
+        label: over([float(n) for n in counts], [_with_gpsa(s, measure, n) for n in counts])
+        for label, measure in stages.items()
+    }
+    panels = (
+        Panel("Locality strength", "α", "final top-1 (%)", shaded(by_strength), log_x=True),
+        Panel("GPSA layers", "number of GPSA layers", "top-1 (%)", shaded(by_stage)),
+    )
+    # The paper's example is 9 of its 10 gated layers.
+    least, *_, all_of_them = s.gpsa_counts
+    most = 9 if 9 in s.gpsa_counts else all_of_them
+    few, many, none = (_with_gpsa(s, TOP1, layers) for layers in (least, most, 0))
+    weak, *_, strong = (_with_gpsa(s, TOP1, all_of_them, strength) for strength in s.strengths)
+    early_boost = ratio(_with_gpsa(s, TOP1_EARLY, most), _with_gpsa(s, TOP1_EARLY, 0))
+    claims: Claims = {
+        "final accuracy grows with the locality strength": strong - weak,
+        "final accuracy grows with the number of GPSA layers": many - few,
+        "at the end, GPSA layers are above none": many - none,
+        "early, GPSA layers multiply accuracy by more than at the end": early_boost
+        - ratio(many, none),
+        "early, they almost double it: by more than 1.5": early_boost - 1.5,
+    }
+    return Figure(
+        panels,
+        about="On the smaller training set; zero GPSA layers is DeiT. Early is the first "
+        "evaluation from a twentieth of the run after its warm-up on: the paper's boost is ×1.87 "
+        "at such a time and ×1.47 at the end.",
+        claims=claims_at("§4, pp. 8–9, Fig. 8", claims),
+    )
+
+
+@experiment("convit/figure-9", "PSA in GPSA's place: gating is what keeps the gain")
+def figure_9(s: Scale) -> Figure:
+    """Learning curves of DeiT, of ConViT with PSA, and of ConViT."""
+    convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
+    series, top1, early = [], [], []
+    for label, colour, role, fields in (
+        ("ConViT (GPSA)", "convit", convit, {}),
+        ("ConViT with PSA", "other", convit, {"positional_attention": "psa"}),
+        ("DeiT", "deit", deit, {}),
+    ):
+        series.append(Series(label, s.measured(LEARNING_CURVE, role, fields=fields), colour))
+        top1.append(s.measured(TOP1, role, fields=fields))
+        early.append(s.measured(TOP1_EARLY, role, fields=fields))
+    (_, early_psa, early_none), (gpsa, psa, none) = early, top1
+    claims: Claims = {
+        "early in training, PSA with convolutional init is above DeiT": early_psa - early_none,
+        "at the end, DeiT is above PSA": none - psa,
+        "at the end, GPSA is above PSA": gpsa - psa,
+        "PSA's layers stay convolutions that ignore content": absent(
+            "the initialisation decides it: W_qry = W_key = 0 get no gradient from each other"
+        ),
+    }
+    return Figure(
+        (Panel("Learning curves", "epochs", "top-1 (%)", tuple(series)),),
+        about="PSA adds content and position before one softmax (Eq. 4); GPSA mixes two (Eq. 7).",
+        claims=claims_at("app. A, Fig. 9", claims),
+    )
+
+
+@experiment("convit/figure-11", "Learning curves by size and by fraction of the data")
+def figure_11(s: Scale) -> Figure:
+    """Curves of ConViT (solid) and DeiT (dashed)."""
+    sizes = [size for size in s.sizes if size.endswith("+")] or s.sizes
+
+    def both(measure: Measure, size: str, **choices: Any) -> tuple[Quantity, ...]:
+        return tuple(s.measured(measure, f"{family}-{size}", **choices) for family in FAMILIES)
+
+    def panel(title: str, x_label: str, found: Mapping[str, tuple[Quantity, ...]]) -> Panel:
+        series = tuple(
+            Series(f"{family}, {label}", each, f"depth:{n / len(found)}", family == "DeiT")
+            for n, (label, pair) in enumerate(found.items())
+            for family, each in zip(FAMILIES, pair, strict=True)
+        )
+        return Panel(title, x_label, "top-1 (%)", series)
+
+    by_size = {size: both(LEARNING_CURVE, size, seeds=s.seeds_of(size)) for size in sizes}
+    by_fraction = {
+        percent(f): both(CURVE_OVER_FRACTION, "S+", fraction=f) for f in s.fractions[::-1]
+    }
+    panels = [
+        panel("Size of the model", "epochs", by_size),
+        panel("Fraction of the data", "fraction of training (%)", by_fraction),
+    ]
+    smallest, largest = (
+        relative_gain(*both(BEST_TOP1, size, seeds=s.few_seeds)) for size in (sizes[0], sizes[-1])
+    )
+    falling = absent("needs 1,000 epochs of CIFAR-100 at 224 pixels")
+    reached: Quantity | Expect = falling
+    if s.comparable:
+        cifar: dict[str, Any] = {
+            "data__dataset": "cifar100",
+            "schedule__epochs": 3000.0,
+            "schedule__eval_every": 30.0,
+            "seeds": s.few_seeds,
+        }
+        lines = {size: both(LEARNING_CURVE, size, **cifar) for size in sizes}
+        panels.insert(0, panel("CIFAR-100 at 224 px", "epochs", lines))
+        after = top1_at("after 1,000 epochs", lambda schedule: 1000.0)
+        top1 = s.measured(after, "ConViT-Ti+", **cifar)
+        reached = Expect(top1 - 82.1, within=1)
+        falling = top1 - s.measured(TOP1, "ConViT-Ti+", **cifar)
+    claims: Claims = {
+        "the relative improvement grows with the size of the model": largest - smallest,
+        "ConViT-Ti+ reaches 82.1% on CIFAR-100 after 1,000 epochs": reached,
+        "… which is above EfficientNets": absent("the EfficientNets are those of another paper"),
+        "… after which ConViTs overfit": falling,
+    }
+    return Figure(
+        tuple(panels),
+        about="Solid: ConViT. Dashed: DeiT. Improvements are those of the best evaluations.",
+        claims=claims_at("app. C, Fig. 11", claims),
+    )
+
+
+@experiment("convit/figure-12", "What each ingredient does to the dynamics of learning")
+def figure_12(s: Scale) -> Figure:
+    """Learning curves for numbers of GPSA layers (left) and the rows of Table 3 (right)."""
+    by_count = {f"{n} GPSA": _with_gpsa(s, LEARNING_CURVE, n) for n in s.gpsa_counts}
+    deit = Series("DeiT", _with_gpsa(s, LEARNING_CURVE, 0), "deit")
+    by_row = {
+        label: s.measured(LEARNING_CURVE, **row, **s.small) for label, row in INGREDIENTS.items()
+    }
+    ingredients = shaded(by_row, {"a: ConViT": "convit", "e: DeiT": "deit"})
+    panels = (
+        Panel("Number of GPSA layers", "epochs", "top-1 (%)", (deit, *shaded(by_count))),
+        Panel("Ingredients", "epochs", "top-1 (%)", ingredients),
+    )
+    return Figure(panels, about="On the scale's smaller training set.")

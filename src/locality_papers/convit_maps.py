@@ -1,0 +1,187 @@
+"""ConViT's attention maps, and its architecture as it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from locality.analysis.pictures import Pictures, capture_pictures, validation_sample
+from locality.figures import maps
+from locality.layers.conv_init import kernel_size
+from locality.models import ImageClassifier, build
+from locality.models.variants import variant
+from locality.training.preview import initial_model, load_run
+from locality_papers import diagrams
+from locality_papers.convit_attention import Trajectory, reducer
+from locality_papers.measures import TRAJECTORY, computed
+from locality_papers.scales import Scale
+from locality_papers.specs import Claim, Claims, Figure, claims_at, experiment
+
+_AVERAGED_IMAGES = 100
+_OTHER_IMAGES = range(1, 4)
+
+
+@cache
+def skeleton(name: str) -> ImageClassifier:
+    """One of the papers' models, without data in its tensors."""
+    with torch.device("meta"):
+        return build(name)
+
+
+@experiment("convit/figure-4", "Architecture of the ConViT")
+def figure_4(s: Scale) -> Figure:
+    """Drawn from the paper's models as they are built here, whatever the scale."""
+
+    def draw(_: list[Path]) -> Any:
+        deit, convit = build("deit_small"), build("convit_small")
+        columns = {"ViT (DeiT-S)": diagrams.outline(deit), "ConViT-S": diagrams.outline(convit)}
+        layer = diagrams.gated_layer(convit.blocks[0].attn)  # type: ignore[index, union-attr]
+        return diagrams.draw_columns(columns | {"GPSA layer (Eq. 6–7)": layer})
+
+    def positional() -> float:
+        layer = skeleton("convit_small").blocks[0].attn  # type: ignore[index, union-attr]
+        own = layer.v_pos.numel() + layer.gating.numel()
+        return 100 * own / (2 * layer.dim**2)
+
+    few = "positional attention has few parameters: less than 1% of those of content attention"
+    share = computed(positional, "% of those of W_qry and W_key")
+    return Figure(
+        draw=draw,
+        about="What an image passes through, read off the models: layers, tokens, widths.",
+        claims=claims_at("§3, p. 5", {few: 1 - share}),
+    )
+
+
+def corner_heads(num_heads: int) -> list[int]:
+    """The heads of a kernel's corners as in ConViT's Fig. 3: (−, +), (−, −), (+, +), (+, −)."""
+    k = kernel_size(num_heads)
+    return [k - 1, 0, k * k - 1, k * (k - 1)]
+
+
+@experiment("convit/figure-3", "Convolutional initialisation of positional attention")
+def figure_3(s: Scale) -> Figure:
+    """Attention maps of untrained layers: self-attention, and PSA at two strengths."""
+    name, overrides = s.models["ConViT-S"]
+    config = s.runs("ConViT-S", seeds=s.seeds[:1])[0].config
+
+    def draw(_: list[Path]) -> Any:
+        size = config.model.img_size or variant(name).config.img_size
+        fields = {**overrides, "img_size": size}
+        if config.model.patch_size is not None:
+            fields["patch_size"] = config.model.patch_size
+        heads = corner_heads(s.architecture("ConViT-S").num_heads)
+        image = validation_sample(config, size, 1)
+        return maps.initial_maps(image, name, fields, seed=config.seed, heads=heads)
+
+    return Figure(
+        draw=draw,
+        about="Untrained layers on one image; the four heads are the corners of the kernel, in the "
+        "paper's order. Self-attention (b) sees shapes, PSA at α = 0.5 (c) and 2 (d) places.",
+    )
+
+
+def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictures:
+    """What the heads of a run's model look at from the centre of its first validation images.
+
+    Args:
+        folder: of the run.
+        count: how many images.
+        trained: whether to look at the model it ended with or at the one it started from.
+    """
+    model, config = load_run(folder)
+    model = model if trained else initial_model(folder)
+    return capture_pictures(model, validation_sample(config, model.img_size, count))
+
+
+def _maps_figure(
+    s: Scale, size: str, images: Sequence[int], claims: tuple[Claim, ...] = ()
+) -> Figure:
+    roles = [f"DeiT-{size}", f"ConViT-{size}"]
+    runs = tuple(s.runs(role, seeds=s.seeds[:1])[0] for role in roles)
+    layers = (1, s.architecture(roles[1]).gpsa_layers - 1)
+
+    def draw(folders: list[Path]) -> Any:
+        taken = [run_pictures(folder, max(images) + 1) for folder in folders]
+        return maps.maps(list(zip(roles, taken, strict=True)), layers, image=images)
+
+    return Figure(
+        draw=draw,
+        drawn=runs,
+        about=f"Attention from the centre patch in layers 2 and {layers[1] + 1}. Colours are "
+        f"logarithmic; frames go from white (content) to red (position).",
+        claims=claims,
+    )
+
+
+@experiment("convit/figure-7", "Attention maps of DeiT-Ti and ConViT-Ti")
+def figure_7(s: Scale) -> Figure:
+    """Of one image."""
+    return _maps_figure(s, "Ti", [0])
+
+
+@experiment("convit/figure-16", "More attention maps of DeiT-Ti and ConViT-Ti")
+def figure_16(s: Scale) -> Figure:
+    """Of other images."""
+    return _maps_figure(s, "Ti", _OTHER_IMAGES)
+
+
+@experiment("convit/figure-15", "Mean attention maps of DeiT before and after training")
+def figure_15(s: Scale) -> Figure:
+    """Averages over images."""
+    runs = s.runs("DeiT-Ti", seeds=s.few_seeds[:1])
+    deep = max(1, round(0.75 * s.architecture("DeiT-Ti").depth))
+
+    def draw(folders: list[Path]) -> Any:
+        taken = [
+            ("before training", run_pictures(folders[0], _AVERAGED_IMAGES, trained=False)),
+            ("after", run_pictures(folders[0], _AVERAGED_IMAGES)),
+        ]
+        return maps.maps(taken, (0, deep), image=None)
+
+    number = reducer(s.measured(TRAJECTORY, "DeiT-Ti", seeds=s.few_seeds))
+    claims: Claims = {
+        "DeiT-Ti's first layer comes to look nearer the query": number(lambda of: -of.growth[0]),
+        "a late layer of DeiT-Ti looks further than its first": number(
+            lambda of: of.nonlocality[deep, -1] - of.nonlocality[0, -1]
+        ),
+    }
+    return Figure(
+        draw=draw,
+        drawn=runs,
+        about=f"Attention from the centre patch, averaged over {_AVERAGED_IMAGES} images, in "
+        f"layers 1 and {deep + 1}.",
+        claims=claims_at("app. E, Fig. 15", claims),
+    )
+
+
+@experiment("convit/figure-17", "Attention maps of DeiT-S and ConViT-S")
+def figure_17(s: Scale) -> Figure:
+    """As Fig. 16, with what the paper says of the maps."""
+    gated = s.architecture("ConViT-S").gpsa_layers
+    deit, convit = (s.measured(TRAJECTORY, role) for role in ("DeiT-S", "ConViT-S"))
+
+    def nearer(deit: Trajectory, convit: Trajectory) -> float:
+        gaps = abs(deit.nonlocality[:, -1] - convit.nonlocality[:, -1])
+        return gaps[1] - gaps[gated - 1]
+
+    def varied(of: Trajectory) -> float:
+        """How much further apart in distance the heads of a layer have come."""
+        return fmean(stdev(heads[-1]) - stdev(heads[0]) for heads in of.by_head[:gated])
+
+    both, gate = reducer(deit, convit), reducer(convit, unit="of attention")
+    claims: Claims = {
+        "ConViT's last gated layer ends nearer to DeiT's than its second": both(nearer),
+        "the second layer's gates differ more than the last gated one's": gate(
+            lambda of: stdev(of.gates[1, -1]) - stdev(of.gates[-1, -1])
+        ),
+        "ConViT's heads come to differ more than DeiT's": both(
+            lambda deit, convit: varied(convit) - varied(deit)
+        ),
+    }
+    where = "§4, p. 8, Fig. 7, and app. E"
+    return _maps_figure(s, "S", _OTHER_IMAGES, claims_at(where, claims))

@@ -1,0 +1,300 @@
+"""CvT's accuracy: beside other models, and transferred to other images."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import timm
+from huggingface_hub import try_to_load_from_cache
+
+from locality.checkpoints import open_model
+from locality.data import DataConfig
+from locality.errors import UserError
+from locality.runner.runs import Run
+from locality.training import recipe, replace
+from locality.training.evaluation import evaluate_opened, evaluate_run
+from locality.training.recipes import adjusted
+from locality_papers import published
+from locality_papers.convit_curves import accuracy_by_size
+from locality_papers.cvt_design import built, saved
+from locality_papers.measures import (
+    TOP1,
+    Measure,
+    Quantity,
+    absent,
+    cached_value,
+    computed,
+    measured,
+)
+from locality_papers.scales import Scale
+from locality_papers.specs import (
+    Claims,
+    Column,
+    Expect,
+    Figure,
+    Row,
+    Table,
+    claims_at,
+    experiment,
+    rows_of,
+    standard_columns,
+)
+
+OURS = ("DeiT-S", "DeiT-B", "CvT-13", "CvT-21", "CvT-13-NAS")
+"""The rows of Table 3 that are trained from scratch at 224 pixels."""
+
+_FILES = {
+    "imagenet": "the folder of ImageNet-1k",
+    "imagenet_v2": "the folder of ImageNet-V2",
+    "imagenet_real": "the file of the ReaL labels (real.json)",
+}
+_METRICS = {"top1": "imagenet", "real": "imagenet_real", "v2": "imagenet_v2"}
+
+
+@experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, beside other models")
+def table_3(s: Scale) -> Table:
+    """Our runs, fine-tuned ones, and other people's models with their public weights."""
+    cells = {row: _table_3_cells(s, row) for row in published.rows("cvt/table-3")}
+    cvt, deit = built("cvt_21"), built("deit_base")
+
+    def fewer(metric: str) -> Quantity:
+        return saved(deit[metric], cvt[metric], metric)
+
+    def above(first: str, second: str) -> Quantity:
+        return cells[first]["top1"] - cells[second]["top1"]
+
+    others = ("PVT-Small", "T2T-ViT_t-14", "TNT-S", "ResNet-152")
+    largest = "CvT-W24↑384 22k"
+    claims: Claims = {
+        "CvT-13 is above DeiT-S": above("CvT-13", "DeiT-S"),
+        "CvT-21 is above the larger DeiT-B": above("CvT-21", "DeiT-B"),
+        "… with 63% fewer parameters": Expect(fewer("parameters") - 63, within=1),
+        "… and 60% fewer FLOPs": Expect(fewer("flops") - 60, within=1),
+        **{f"CvT-13 is above {other}": above("CvT-13", other) for other in others},
+        "CvT-13-NAS is above CvT-13": above("CvT-13-NAS", "CvT-13"),
+        "CvT-W24 is above ViT-L/16, both from 22k": above(largest, "ViT-L/16↑384 22k"),
+        "… and above BiT-M": Expect(above(largest, "BiT-M↑480 22k"), where="Fig. 1"),
+    }
+    return Table(
+        rows_of(cells),
+        standard_columns("parameters", "flops", "top1")
+        | {"real": Column("ReaL"), "v2": Column("V2")},
+        about="Trained from scratch unless the row says otherwise.",
+        claims=claims_at("§4.2", claims),
+    )
+
+
+def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
+    accuracies = {name: _top1_on(s, dataset) for name, dataset in _METRICS.items()} | {"top1": TOP1}
+    if row in OURS:
+        seeds = s.few_seeds if row == "DeiT-B" else s.seeds
+        cells = s.counted(row)
+        return cells | {name: s.measured(m, row, seeds=seeds) for name, m in accuracies.items()}
+    if row.startswith("CvT"):
+        cells = built(published.MODELS[row.partition("↑")[0]], 384)
+        return cells | {name: fine_tuned(s, row, m) for name, m in accuracies.items()}
+    if not s.comparable:
+        reason = f"other people's model, trained on ImageNet; scale '{s.name}' has none"
+        return dict.fromkeys(("parameters", "flops", *_METRICS), absent(reason))
+    return dict.fromkeys(("parameters", "flops"), absent("not ours to count")) | {
+        metric: _peer_top1(s, row, dataset) for metric, dataset in _METRICS.items()
+    }
+
+
+def _labelled(s: Scale, dataset: str) -> DataConfig:
+    """One of ImageNet's sets to evaluate on.
+
+    Raises:
+        UserError: if its files were not named.
+    """
+    real = dataset == "imagenet_real"
+    for name in ("imagenet", dataset) if real else (dataset,):
+        if s.data.get(name) is None:
+            raise UserError(f"needs {_FILES[name]}; say where with --data.{name} PATH")
+    root = s.data["imagenet" if real else dataset]
+    return DataConfig(dataset=dataset, root=root, real_labels=s.data[dataset] if real else None)
+
+
+def _top1_on(s: Scale, dataset: str) -> Measure:
+    """Top-1 of a run's model on ReaL or V2."""
+
+    def read(run: Run) -> float:
+        if not s.comparable:
+            raise UserError(
+                f"{dataset} has the classes of ImageNet-1k, which scale '{s.name}' does not train "
+                f"on"
+            )
+        return float(evaluate_run(run.folder, _labelled(s, dataset))["top1"])
+
+    return Measure(f"top1 on {dataset}", read)
+
+
+def _peer_top1(s: Scale, row: str, dataset: str) -> Quantity:
+    """Top-1 of other people's model with public weights that lie on this machine.
+
+    Nothing is downloaded for it: the reason says what to fetch.
+    """
+    if row not in published.PEERS:
+        return absent("timm does not have these weights")
+
+    def read() -> float:
+        data, name = _labelled(s, dataset), published.PEERS[row]
+        s.root.mkdir(parents=True, exist_ok=True)
+        path, what = s.root / "peers.json", f"{name} on {dataset}"
+        return cached_value(path, what, lambda: _evaluate_public(name, data))
+
+    return computed(read)
+
+
+def _evaluate_public(name: str, data: DataConfig) -> float:
+    described = timm.get_pretrained_cfg(name)
+    repository = (described and described.hf_hub_id) or f"timm/{name}"
+    files = ("model.safetensors", "pytorch_model.bin")
+    if not any(isinstance(try_to_load_from_cache(repository, file), str) for file in files):
+        raise UserError(
+            f"needs the public weights {repository}, which are not on this machine; "
+            f"`hf download {repository}` fetches them"
+        )
+    opened = open_model(f"timm/{name}")
+    return float(evaluate_opened(opened, data, batch_size=64)["top1"])
+
+
+def pretrained(s: Scale, role: str, seed: int) -> Run:
+    """The run that pre-trains a model on ImageNet-22k."""
+    model = s.models[role][0]
+    chosen = {"model.name": model, "seed": seed, "data.root": s.root_of("imagenet22k")}
+    config = adjusted("cvt_22k", chosen)
+    return s.run(config, f"{model} on ImageNet-22k seed {seed}")
+
+
+def tuned(s: Scale, start: Run, target: str) -> Run:
+    """The run that fine-tunes what another has trained, at 384 pixels."""
+    model, seed = start.config.model.name, start.config.seed
+    chosen = {"model.name": model, "model.weights": str(start.folder), "seed": seed}
+    place = {"data.dataset": target, "data.root": s.root_of(target)}
+    config = adjusted("finetune_384", chosen | place)
+    return s.run(config, f"{model} at 384 px on {target} seed {seed}", (start,))
+
+
+def fine_tuned(s: Scale, row: str, measure: Measure) -> Quantity:
+    """A measure of a fine-tuned row of Table 3, such as "CvT-13↑384 22k"."""
+    role, _, rest = row.partition("↑")
+    if not s.transfer or role not in s.models:
+        return absent(f"scale '{s.name}' has no images of 384 pixels to fine-tune on")
+    large = rest.endswith("22k")
+    starts = [pretrained(s, role, seed) for seed in s.seeds] if large else s.runs(role)
+    return measured((tuned(s, start, "imagenet") for start in starts), measure)
+
+
+@experiment("cvt/table-4", "Transfer to other images")
+def table_4(s: Scale) -> Table:
+    """Fine-tuned at a higher resolution than it was pre-trained at, on each target."""
+    if s.transfer_classes:
+        return _transfer_of_classes(s, s.transfer_classes)
+    targets = ("cifar10", "cifar100", "pets", "flowers102")
+
+    def cell(role: str, target: str) -> Quantity:
+        if role not in s.models:
+            return absent(
+                "pre-trained by others on data of their own, and never published fine-tuned"
+            )
+        if not s.transfer:
+            return absent(f"scale '{s.name}' has nothing larger to pre-train on")
+        starts = (pretrained(s, role, seed) for seed in s.seeds)
+        return measured((tuned(s, start, target) for start in starts), TOP1)
+
+    rows = tuple(
+        Row(row, {target: cell(row, target) for target in targets})
+        for row in published.rows("cvt/table-4")
+    )
+    return Table(
+        rows,
+        {target: Column(target, digits=2) for target in targets},
+        about="Pre-trained on ImageNet-22k, top-1 after fine-tuning at 384 pixels on each target.",
+        claims=claims_at("§4.3, Table 4", _BEST_ON_EVERY_TARGET),
+    )
+
+
+_BEST_ON_EVERY_TARGET: Claims = {
+    "CvT-W24 is the best on every target": absent(
+        "the largest CvT, ViT and BiT, pre-trained on ImageNet-22k, are needed; the paper's table "
+        "has ViT-H/16 above it on Pets"
+    )
+}
+
+
+def _transfer_of_classes(s: Scale, classes: int) -> Table:
+    """Pre-trained on the first classes, fine-tuned on the others and on digits of more pixels.
+
+    The paper's optimiser (SGD) for a fifth of the steps. Position embeddings, where there are any,
+    are resampled to the larger grid.
+    """
+
+    def cells(role: str) -> dict[str, Quantity]:
+        found: dict[str, tuple[Run, ...]] = {"new classes": (), "digits, more pixels": ()}
+        for start in s.runs(role, seeds=s.few_seeds, data__first_classes=classes):
+            model, schedule = start.config.model, start.config.schedule
+            assert model.img_size is not None and schedule.steps is not None
+            larger: dict[str, Any] = {
+                "data.dataset": "digits",
+                "data.root": None,
+                "data.train_part": (0.0, 1.0),
+                "model.img_size": model.img_size * 9 // 7,
+            }
+            tuning = recipe("finetune_384", model="cvt_13").optim
+            config = replace(
+                dataclasses.replace(start.config, optim=tuning),
+                {
+                    "model.weights": str(start.folder),
+                    "schedule.steps": schedule.steps // 5,
+                    "schedule.warmup": schedule.warmup / 5,
+                    "schedule.eval_every": schedule.eval_every / 5,
+                    "schedule.min_lr": 0.0,
+                    "data.first_classes": None,
+                },
+            )
+            for target, changes in zip(
+                found, ({"data.skip_classes": classes}, larger), strict=True
+            ):
+                name = f"{model.name} fine-tuned on {target} seed {start.config.seed}"
+                found[target] += (s.run(replace(config, changes), name, (start,)),)
+        return {target: measured(runs, TOP1) for target, runs in found.items()}
+
+    of = {role: cells(role) for role in ("CvT-13", "DeiT-S")}
+
+    def above(target: str) -> Quantity:
+        return of["CvT-13"][target] - of["DeiT-S"][target]
+
+    claims = _BEST_ON_EVERY_TARGET | {
+        "fine-tuned on new classes, CvT stays above DeiT": above("new classes"),
+        "… and on digits of more pixels": above("digits, more pixels"),
+    }
+    return Table(
+        rows_of(of),
+        {target: Column(target) for target in of["CvT-13"]},
+        about=f"Pre-trained on the first {classes} classes, top-1 after fine-tuning on the others, "
+        f"and on handwritten digits at 9/7 of the pixels.",
+        claims=claims_at("abstract, §4.3", claims),
+    )
+
+
+@experiment("cvt/figure-1", "Accuracy against parameters")
+def figure_1(s: Scale) -> Figure:
+    """Our runs of CvT and DeiT, ConViT for comparison, and both panels of the paper."""
+    roles: dict[str, tuple[int, ...]] = {
+        role: s.seeds if role in ("DeiT-S", "ConViT-S") else s.few_seeds
+        for role in ("DeiT-S", "DeiT-B", "ConViT-S", "ConViT-B", "CvT-13", "CvT-21")
+        if role in s.models
+    }
+    families = ("DeiT", "PVT", "T2T", "TNT", "CvT")
+    table = published.rows("cvt/table-3")
+    printed = {
+        "Published (a): ImageNet-22k first": [row for row in table if row.endswith("22k")],
+        "Published (b): ImageNet-1k": [
+            row
+            for row in table
+            if row.startswith(families) and not row.endswith("22k") and "↑" not in row
+        ],
+    }
+    return Figure(accuracy_by_size(s, roles, printed), about="Trained from scratch on all data.")

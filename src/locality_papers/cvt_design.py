@@ -1,0 +1,280 @@
+"""CvT's architectures and their ablations: what they need, and what each choice brings."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from locality.layers import Projection
+from locality.models import build
+from locality.training.config import ModelConfig
+from locality_papers import diagrams, published
+from locality_papers.convit_maps import skeleton
+from locality_papers.measures import TOP1, Quantity, combined, computed
+from locality_papers.scales import Scale, counted
+from locality_papers.specs import (
+    Cells,
+    Claims,
+    Column,
+    Expect,
+    Figure,
+    Row,
+    Table,
+    claims_at,
+    experiment,
+    rows_of,
+    standard_columns,
+)
+
+
+def built(name: str, img_size: int | None = None, **fields: Any) -> dict[str, Quantity]:
+    """Size and cost of one of the paper's models, at its own image size or another."""
+    return counted(lambda: (ModelConfig(name, img_size=img_size, overrides=fields), 1000))
+
+
+def saved(full: Quantity, less: Quantity, what: str) -> Quantity:
+    """How much less the second is, in per cent of the first."""
+    return combined(lambda a, b: 100 * (1 - b / a), full, less, unit=f"% of the {what}")
+
+
+# -- architectures ---------------------------------------------------------------------------------
+
+
+@experiment("cvt/table-1", "What the architectures need")
+def table_1(s: Scale) -> Table:
+    """Counted on the models as they are built, whatever the scale."""
+    columns = {
+        "positions": Column("position embedding (thousands)", ""),
+        "overlap": Column("overlap of embedded patches (pixels)", "", 0),
+        "projections": Column("convolutional projections", "", 0),
+        "grids": Column("token grids", "", 0),
+    }
+    rows = (
+        Row(row, {m: computed(partial(_need, published.MODELS[row], m)) for m in columns})
+        for row in ("DeiT-S", "ConViT-S", "CvT-13")
+    )
+    about = "Read off the paper's models as they are built here."
+    return Table(tuple(rows), columns, about=about)
+
+
+def _need(name: str, metric: str) -> float:
+    model = skeleton(name)
+    modules = list(model.modules())
+    embed = next(each for each in modules if isinstance(each, nn.Conv2d))
+    positions = [t.numel() for path, t in model.named_parameters() if path.endswith("pos_embed")]
+    projections = [each.projection for each in modules if isinstance(each, Projection)]
+    return {
+        "positions": sum(positions) / 1e3,
+        "overlap": embed.kernel_size[0] - embed.stride[0],
+        "projections": projections.count("conv"),
+        "grids": len(set(model.config.grids(model.img_size))),
+    }[metric]
+
+
+@experiment("cvt/table-2", "The architectures: parameters and cost")
+def table_2(s: Scale) -> Table:
+    """Counted on the models as built; needs no run and no data."""
+    rows = published.rows("cvt/table-2")
+    return Table(
+        tuple(Row(row, built(published.MODELS[row])) for row in rows),
+        standard_columns("parameters") | {"flops": Column("GMACs", "G", 2)},
+        about="The paper's own models at 224 pixels, whatever the scale.",
+    )
+
+
+@experiment("cvt/figure-2", "The pipeline of CvT")
+def figure_2(s: Scale) -> Figure:
+    """Drawn from CvT-13 as it is built, whatever the scale."""
+
+    def draw(_: list[Path]) -> Any:
+        model = build("cvt_13")
+        layer, grid = _last_attention(model)
+        columns = {"(a) CvT-13": diagrams.outline(model)}
+        return diagrams.draw_columns(
+            columns | {"(b) attention of stage 3": diagrams.projections(layer, grid)}
+        )
+
+    return Figure(draw=draw, about="What an image passes through in CvT-13.")
+
+
+def _last_attention(model: Any) -> tuple[Any, Any]:
+    """The first attention layer of the last stage, and its grid."""
+    return model.stages[-1].blocks[0].attn, model.config.grids(model.img_size)[-1]
+
+
+_PROJECTIONS: dict[str, dict[str, Any]] = {
+    "(a) linear": {"projection": ["linear", "linear", "linear"]},
+    "(b) convolutional": {"kv_stride": 1},
+    "(c) squeezed": {},
+}
+
+
+@experiment("cvt/figure-3", "Linear, convolutional and squeezed projection")
+def figure_3(s: Scale) -> Figure:
+    """Drawn from CvT-13 as it is built, with what convolutions cost and squeezing saves."""
+
+    def draw(_: list[Path]) -> Any:
+        models = {title: build("cvt_13", **fields) for title, fields in _PROJECTIONS.items()}
+        return diagrams.draw_columns(
+            {title: diagrams.projections(*_last_attention(m)) for title, m in models.items()}
+        )
+
+    linear, conv, _ = (built("cvt_13", **fields) for fields in _PROJECTIONS.values())
+
+    def added(metric: str) -> Quantity:
+        return combined(
+            lambda less, more: 100 * (more / less - 1),
+            linear[metric],
+            conv[metric],
+            unit="% of the linear ones'",
+        )
+
+    def tokens() -> float:
+        layer, grid = _last_attention(skeleton("cvt_13"))
+        rows, columns = layer.k.grid(grid)
+        return grid[0] * grid[1] / (rows * columns)
+
+    claims: Claims = {
+        "convolutional projections add few parameters: less than 2%": 2 - added("parameters"),
+        "… and few MACs: less than 2%": 2 - added("flops"),
+        "squeezing leaves a quarter of keys and values": Expect(
+            computed(tokens, "times") - 4, within=0.01
+        ),
+    }
+    about = "Queries, keys and values of a layer of stage 3."
+    return Figure(draw=draw, about=about, claims=claims_at("§3.2", claims))
+
+
+# -- ablations -------------------------------------------------------------------------------------
+
+
+def _changed(s: Scale, models: dict[str, dict[str, Any]]) -> Cells:
+    """Parameters, MACs and accuracy of models with some of their fields changed, by row."""
+    return {
+        label: {**s.counted(**row), "top1": s.measured(TOP1, **row)}
+        for label, row in models.items()
+    }
+
+
+@experiment("cvt/table-5", "Position embeddings")
+def table_5(s: Scale) -> Table:
+    """With and without."""
+    cells = _changed(
+        s,
+        {
+            "a: DeiT-S": {"role": "DeiT-S"},
+            "b: DeiT-S, none": {"role": "DeiT-S", "fields": {"use_pos_embed": False}},
+            "c: CvT-13, every stage": {"role": "CvT-13", "fields": {"position": "every"}},
+            "d: CvT-13, first stage": {"role": "CvT-13", "fields": {"position": "first"}},
+            "e: CvT-13, last stage": {"role": "CvT-13", "fields": {"position": "last"}},
+            "f: CvT-13, none": {"role": "CvT-13"},
+        },
+    )
+    a, b, c, d, e, f = (of["top1"] for of in cells.values())
+    claims: Claims = {
+        "DeiT loses accuracy without its position embedding": a - b,
+        "CvT without position embeddings equals CvT with them": Expect(c - f, within=1),
+        "… with one in the first stage": Expect(d - f, within=1),
+        "… with one in the last stage": Expect(e - f, within=1),
+        "DeiT needs its position embedding more than CvT": (a - b) - (c - f),
+    }
+    return Table(
+        rows_of(cells),
+        standard_columns("parameters", "top1"),
+        about="Position embeddings present or not while training.",
+        claims=claims_at("§4.4, Table 5", claims),
+    )
+
+
+@experiment("cvt/table-6", "Convolutional token embedding")
+def table_6(s: Scale) -> Table:
+    """Convolutions or patches."""
+    cells = _changed(
+        s,
+        {
+            "a: patches": {"role": "CvT-13", "fields": {"embedding": "patch"}},
+            "b: patches, position embedding": {
+                "role": "CvT-13",
+                "fields": {"embedding": "patch", "position": "every"},
+            },
+            "c: convolutions, position embedding": {
+                "role": "CvT-13",
+                "fields": {"position": "every"},
+            },
+            "d: convolutions": {"role": "CvT-13"},
+        },
+    )
+    a, b, c, d = (of["top1"] for of in cells.values())
+    claims: Claims = {
+        "convolutional embedding is above patches (d above a)": d - a,
+        "… also where both have position embeddings (c above b)": c - b,
+        "… and alone above patches with positions (d above b)": d - b,
+        "position embeddings bring more to patches than to convolutions": (b - a) - (c - d),
+    }
+    return Table(
+        rows_of(cells),
+        standard_columns("parameters", "top1"),
+        about="Token embeddings; position embeddings are in every stage (the paper's sizes say "
+        "so).",
+        claims=claims_at("§4.4, Table 6", claims),
+    )
+
+
+@experiment("cvt/table-7", "Stride of the key and value projections")
+def table_7(s: Scale) -> Table:
+    """Keys and values squeezed or not."""
+    cells = _changed(
+        s,
+        {
+            "a: stride 1": {"role": "CvT-13", "fields": {"kv_stride": 1}},
+            "b: stride 2": {"role": "CvT-13"},
+        },
+    )
+    a, b = (of["top1"] for of in cells.values())
+    full, squeezed = (built("cvt_13", kv_stride=stride)["flops"] for stride in (1, 2))
+    claims: Claims = {
+        "stride 1 is above stride 2": a - b,
+        "stride 2 costs less than a point": 1 - (a - b),
+        "stride 2 saves 30% of CvT-13's MACs": Expect(saved(full, squeezed, "MACs") - 30, within=5),
+    }
+    return Table(
+        rows_of(cells),
+        standard_columns("parameters", "flops", "top1"),
+        about="Keys and values on the full grid, or on a quarter of it.",
+        claims=claims_at("§4.4, Table 7", claims),
+    )
+
+
+@experiment("cvt/table-8", "Convolutional or linear projection, stage by stage")
+def table_8(s: Scale) -> Table:
+    """Convolutions in more and more stages."""
+
+    def conv_until(stage: int) -> dict[str, Any]:
+        projection = ["conv"] * stage + ["linear"] * (3 - stage)
+        return {"role": "CvT-13", "fields": {"projection": projection}}
+
+    cells = _changed(
+        s,
+        {
+            "a: no stage": conv_until(0),
+            "b: stage 1": conv_until(1),
+            "c: stages 1 and 2": conv_until(2),
+            "d: all stages": {"role": "CvT-13"},
+        },
+    )
+    a, b, c, d = (of["top1"] for of in cells.values())
+    claims: Claims = {
+        "convolutional projection in all stages is above linear": d - a,
+        "… and above stages 1 and 2 alone": d - c,
+        "… which are above stage 1 alone": c - b,
+        "… which is above linear projection": b - a,
+    }
+    return Table(
+        rows_of(cells),
+        standard_columns("top1"),
+        about="Stages with convolutional projection.",
+        claims=claims_at("§4.4, Table 8", claims),
+    )

@@ -1,0 +1,348 @@
+"""What is measured on finished runs, and the numbers, seed by seed, that an experiment makes of it.
+
+A number that cannot be had is empty for a reason, which stands in its place wherever it is shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from locality.analysis.recording import measure_trajectory
+from locality.analysis.runs import RecordedRun
+from locality.analysis.statistics import Estimate, estimate
+from locality.benchmark.measure import inference, interleave
+from locality.checkpoints import open_model
+from locality.errors import UserError
+from locality.files import read_json, write_atomic
+from locality.runner.runs import Run, image_counts
+from locality.training import load_run
+from locality.training.config import RunConfig, ScheduleConfig, make_plan
+from locality.training.distributed import resolve_accelerator
+from locality.training.evaluation import evaluate_opened
+
+MEASURED = "experiments.json"
+"""Where the measures of a run are kept, in its folder, so that none is taken twice."""
+
+Failures = Mapping[Path, str]
+"""Why runs failed, by folder."""
+
+# The batch at which ConViT's paper gives its speeds.
+_SPEED_BATCH, _SPEED_ROUNDS = 128, 7
+_TRAJECTORY_IMAGES = 256
+
+
+class Empty(Exception):
+    """A quantity that has no value; the message says why, for people."""
+
+
+class Untestable(Empty):
+    """A quantity that a scale cannot have, which is known before anything runs."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Something that can be measured on a finished run.
+
+    Attributes:
+        name: says all that the value depends on, since it is what the value is kept under.
+        function: the run → a number, or a list or dictionary of numbers for a curve.
+        cached: keep the value in the run folder, because taking it costs forward passes.
+        timed: it is a time, to be taken when nothing else is going on.
+        unit: of its differences.
+    """
+
+    name: str
+    function: Callable[[Run], Any] = field(compare=False)
+    cached: bool = True
+    timed: bool = False
+    unit: str = "points"
+
+    def __call__(self, run: Run) -> Any:
+        """The value on a finished run, measured now unless it was before."""
+        if not self.cached:
+            return self.function(run)
+        return cached_value(run.folder / MEASURED, self.name, lambda: self.function(run))
+
+
+def cached_value(path: Path, name: str, take: Callable[[], Any]) -> Any:
+    """The value that a file keeps under a name; taken, and kept, if it does not yet."""
+
+    def known() -> dict[str, Any]:
+        return read_json(path) if path.exists() else {}
+
+    if name not in known():
+        value = take()
+        # Read again: another value may have been added meanwhile.
+        write_atomic(path, json.dumps(known() | {name: value}, allow_nan=False) + "\n")
+    return known()[name]
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a quantity came to.
+
+    Attributes:
+        by_seed: seed → value.
+        problems: why seeds are missing, one sentence each.
+        constant: it is the same for every seed, and `by_seed` has it for seed 0.
+    """
+
+    by_seed: dict[int, Any]
+    problems: tuple[str, ...] = ()
+    constant: bool = False
+
+    def at(self, seed: int) -> Any:
+        """The value for a seed."""
+        return self.by_seed[0 if self.constant else seed]
+
+    def estimate(self) -> Estimate:
+        """Mean and 95% interval over seeds."""
+        return estimate(list(self.by_seed.values()))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number, or a curve {"x": […], "y": […]}, for each seed; differences are taken seed by seed.
+
+    Attributes:
+        evaluate: failures → values; raises `Empty`, which says why, if there are none.
+        unit: of its differences; those of accuracies are in points.
+        measures: what it takes of each run.
+    """
+
+    evaluate: Callable[[Failures], Values]
+    unit: str = "points"
+    measures: tuple[tuple[Run, Measure], ...] = ()
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """What it is measured on."""
+        return tuple(run for run, _ in self.measures)
+
+    def __sub__(self, other: Quantity | float) -> Quantity:
+        if isinstance(other, Quantity):
+            return combined(operator.sub, self, other, unit=self.unit)
+        return combined(lambda value: value - other, self, unit=self.unit)
+
+    def __rsub__(self, number: float) -> Quantity:
+        return combined(lambda value: number - value, self, unit=self.unit)
+
+
+def why_missing(run: Run, failures: Failures) -> str | None:
+    """Why a run has no result; None if it has one."""
+    return failures.get(run.folder) or (None if run.is_finished() else "not run yet")
+
+
+def measured(runs: Iterable[Run], measure: Measure) -> Quantity:
+    """A measure of the finished ones of some runs that differ in their seed alone."""
+    taken = tuple((run, measure) for run in runs)
+
+    def evaluate(failures: Failures) -> Values:
+        found, problems = {}, {}
+        for run, _ in taken:
+            reason = why_missing(run, failures)
+            if reason is None:
+                try:
+                    found[run.config.seed] = measure(run)
+                except (UserError, FileNotFoundError) as error:
+                    reason = str(error)
+            if reason is not None:
+                problems[run.name] = reason
+        sentences = [f"{name}: {reason}" for name, reason in problems.items()]
+        if not found:
+            common = len(set(problems.values())) == 1
+            raise Empty(next(iter(problems.values())) if common else sentences[0])
+        return Values(found, tuple(sentences))
+
+    return Quantity(evaluate, measure.unit, taken)
+
+
+def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
+    """A function of quantities, computed for every seed that all of them have.
+
+    What a seed does to all of them (split, order) cancels in a difference.
+    """
+
+    def evaluate(failures: Failures) -> Values:
+        values, reasons = [], []
+        for part in parts:
+            try:
+                values.append(part.evaluate(failures))
+            except Empty as error:
+                reasons.append(error)
+        if reasons:  # what cannot be had is said before what was not run
+            raise min(reasons, key=lambda error: not isinstance(error, Untestable))
+        varied = [set(each.by_seed) for each in values if not each.constant]
+        seeds = set.intersection(*varied) if varied else {0}
+        if not seeds:
+            raise Empty("no seed is common to what it is computed from")
+        return Values(
+            {seed: function(*(each.at(seed) for each in values)) for seed in sorted(seeds)},
+            tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
+            constant=not varied,
+        )
+
+    return Quantity(evaluate, unit, tuple(taken for part in parts for taken in part.measures))
+
+
+def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
+    """A number that needs no run, such as the parameters of a model: the same for every seed."""
+
+    def evaluate(_: Failures) -> Values:
+        try:
+            return Values({0: function()}, constant=True)
+        except (UserError, FileNotFoundError) as error:
+            raise Empty(str(error)) from error
+
+    return Quantity(evaluate, unit)
+
+
+def absent(reason: str) -> Quantity:
+    """What a scale cannot have, and why."""
+
+    def refuse(_: Failures) -> Values:
+        raise Untestable(reason)
+
+    return Quantity(refuse)
+
+
+def relative_gain(convit: Quantity, deit: Quantity) -> Quantity:
+    """How much ConViT is above DeiT, in per cent of DeiT (ConViT Table 2's "gap")."""
+    unit = "% of DeiT's accuracy"
+    return combined(lambda a, b: 100 * (a - b) / b, convit, deit, unit=unit)
+
+
+def ratio(first: Quantity, second: Quantity) -> Quantity:
+    """How many times the second the first is."""
+    return combined(operator.truediv, first, second, unit="times")
+
+
+def of_result(*names: str, per: float = 1.0, unit: str = "points") -> Measure:
+    """A number of result.json, such as millions of parameters: `per` 1e6 and `unit` "M"."""
+
+    def read(run: Run) -> float:
+        found: Any = run.result() or {}
+        return float(functools.reduce(operator.getitem, names, found)) / per
+
+    return Measure(names[-1], read, cached=False, unit=unit)
+
+
+TOP1 = of_result("top1")
+"""Accuracy at the end, in per cent."""
+TOP5 = of_result("top5")
+PARAMETERS = of_result("parameters", per=1e6, unit="M")
+"""In millions."""
+
+
+def _read_curve(run: Run) -> dict[str, list[float]]:
+    curve = RecordedRun(run.folder, {}).curve
+    return {"x": [row["epoch"] for row in curve], "y": [row["top1"] for row in curve]}
+
+
+def _over_fraction(run: Run) -> dict[str, list[float]]:
+    curve = _read_curve(run)
+    return {"x": [100 * epoch / curve["x"][-1] for epoch in curve["x"]], "y": curve["y"]}
+
+
+LEARNING_CURVE = Measure("top-1 over epochs", _read_curve, cached=False)
+BEST_TOP1 = Measure("best top1", lambda run: max(_read_curve(run)["y"]), cached=False)
+"""The highest top-1 of all evaluations; Fig. 11 compares these."""
+# Epochs on a part of the data are shorter; the same fraction of the training compares.
+CURVE_OVER_FRACTION = Measure("top-1 over the fraction of training", _over_fraction, cached=False)
+
+
+def early(schedule: ScheduleConfig) -> float:
+    """When training is early: a twentieth of the run after its warm-up, 20 of the paper's epochs.
+
+    In the schedule's unit, and so the same number of steps for all models of a scale.
+    """
+    return schedule.warmup + schedule.length / 20
+
+
+def _first_from(at: float, places: Sequence[float]) -> int:
+    """Which of some places in a run, the last of them its end, is the first not before `at`."""
+    return next((i for i, place in enumerate(places) if place >= at - 1e-6), len(places) - 1)
+
+
+def top1_at(name: str, when: Callable[[ScheduleConfig], float]) -> Measure:
+    """Top-1 at the first evaluation that is not before some time, in the schedule's unit."""
+
+    def read(run: Run) -> float:
+        schedule = run.config.schedule
+        curve = RecordedRun(run.folder, {}).curve
+        places = [row[schedule.unit.removesuffix("s")] for row in curve]
+        return curve[_first_from(when(schedule), places)]["top1"]
+
+    return Measure(f"top1 {name}", read, cached=False)
+
+
+TOP1_EARLY = top1_at("early in training", early)
+
+
+def _trajectory(run: Run) -> dict[str, Any]:
+    found = measure_trajectory(run.folder, _TRAJECTORY_IMAGES)
+    schedule = run.config.schedule
+    return found | {"early": _first_from(early(schedule), found[schedule.unit])}
+
+
+TRAJECTORY = Measure(f"attention over training, {_TRAJECTORY_IMAGES} images", _trajectory)
+"""Nonlocality and gates of every layer over the snapshots of a run, and which of them is early."""
+
+
+def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[Any]]) -> Measure:
+    """Top-1 of the trained model with part of it masked.
+
+    Args:
+        name: of the mask, with its parameters.
+        mask: a context manager that is given the model.
+    """
+
+    def read(run: Run) -> float:
+        opened = open_model(run.folder)
+        assert opened.model is not None
+        with mask(opened.model):
+            return evaluate_opened(opened, run.config.data, seed=run.config.seed)["top1"]
+
+    return Measure(f"top1, {name}", read)
+
+
+def _images_per_second(run: Run) -> float:
+    model, _ = load_run(run.folder)
+    device = torch.device(resolve_accelerator("auto"))
+    images = torch.randn(_SPEED_BATCH, 3, *model.img_size, device=device)
+    work = {"": inference(model.to(device), images, nullcontext)}
+    seconds = interleave(work, device, _SPEED_ROUNDS, warmup=0).seconds[""]
+    return round(_SPEED_BATCH / min(seconds), 1)
+
+
+INFERENCE_SPEED = Measure(
+    "inference images per second", _images_per_second, timed=True, unit="images/s"
+)
+"""At batch 128 on this machine, the best of a few."""
+
+
+def summed_rate(config: RunConfig) -> Quantity:
+    """The sum over a run's steps of the learning rate of v_pos and λ."""
+
+    def value() -> float:
+        plan = make_plan(config, image_counts(config)[0])
+        peak = config.optim.peak_lr(config.engine.batch_size)
+        start, end = config.schedule.warmup_lr, config.schedule.min_lr
+        # A line up; then a cosine over the whole length, from where the line has got to.
+        warm, length = plan.warmup, plan.steps - plan.cooldown
+        cosine = length - warm - length / math.pi * math.sin(math.pi * warm / length)
+        rising, falling = warm * (start + peak) / 2, (peak - end) / 2 * cosine
+        return config.optim.position_lr_factor * (rising + falling + end * (plan.steps - warm))
+
+    return computed(value)

@@ -1,0 +1,195 @@
+"""CvT's architecture search (§4.2) at laptop scale: does it find anything, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from locality.files import read_json
+from locality.runner.runs import Run
+from locality.search.config import SearchConfig, named, read_search
+from locality.search.run import Search, space_of
+from locality.search.space import Candidates, SearchSpace
+from locality.training import RunConfig, replace, train
+from locality.training.preview import meta_model
+from locality_papers.measures import (
+    PARAMETERS,
+    TOP1,
+    Failures,
+    Measure,
+    Quantity,
+    Values,
+    absent,
+    combined,
+    measured,
+    of_result,
+)
+from locality_papers.scales import Scale
+from locality_papers.specs import (
+    Cells,
+    Claims,
+    Column,
+    Expect,
+    Row,
+    Table,
+    claims_at,
+    experiment,
+    rows_of,
+    standard_columns,
+)
+
+SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagenet_nas"}
+"""Scale → its search."""
+
+RANKED = 20
+"""Candidates that are trained from scratch to see whether the supernet ranks them right."""
+
+_TASK = "locality_papers.nas:"
+
+
+def default_index(config: SearchConfig, space: SearchSpace) -> int:
+    """The number of the CvT that the search starts from."""
+    return space.index(meta_model(config.run, space.base.num_classes).config)
+
+
+def search_below_default(config: RunConfig, folder: Path | str) -> dict[str, Any]:
+    """Search for a candidate that costs no more than the CvT the search starts from.
+
+    Args:
+        config: of the supernet; the search is the one whose recipe it has.
+        folder: of the search.
+    """
+    known = next(each for each in map(named, SEARCHED.values()) if each.run.recipe == config.recipe)
+    search = dataclasses.replace(known, run=config, parameters=None)
+    space = space_of(search)
+    macs = space.cost(default_index(search, space)).macs
+    return Search(dataclasses.replace(search, macs=macs), folder, quiet=True).run()
+
+
+def train_found(config: RunConfig, folder: Path | str) -> dict[str, Any]:
+    """Train what a search has found, from scratch.
+
+    Args:
+        config: of the CvT it started from; `model.weights` is the folder of the search.
+        folder: of the run.
+    """
+    found = read_json(Path(str(config.model.weights)) / "result.json")
+    chosen = {f"model.overrides.{name}": found[name] for name in ("kv_stride", "mlp_ratio")}
+    return train(replace(config, chosen | {"model.weights": None}), folder)
+
+
+def _supernet_top1(numbers: tuple[int, ...]) -> Measure:
+    """Held-out accuracies of candidates with the weights of a search's supernet."""
+
+    def read(run: Run) -> list[float]:
+        config = read_search(run.folder)
+        search = Search(config, run.folder, quiet=True)
+        search.begin()
+        search.load_supernet(len(config.rounds()) - 1)
+        return [search.score(number)[0] for number in numbers]
+
+    return Measure(f"supernet top1 of {numbers}", read)
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
+    """Kendall's rank correlation τ_b: 1 for the same order, −1 for the opposite one.
+
+    Pairs that one of the two cannot tell apart count as it does in τ_b. 0 where all are alike.
+    """
+    signs = [np.sign(np.subtract.outer(values, values)) for values in (first, second)]
+    scale = math.sqrt(np.square(signs[0]).sum() * np.square(signs[1]).sum())
+    return float((signs[0] * signs[1]).sum() / scale) if scale else 0.0
+
+
+def _between_seeds(candidates: Sequence[Quantity]) -> Quantity:
+    """Kendall's τ between the accuracies that each seed and the next one give candidates."""
+
+    def evaluate(failures: Failures) -> Values:
+        found = [each.evaluate(failures).by_seed for each in candidates]
+        seeds = sorted(set.intersection(*map(set, found)))
+        orders = [[each[seed] for each in found] for seed in seeds]
+        pairs = zip(seeds, orders, orders[1:] + orders[:1], strict=True)
+        return Values({seed: kendall(one, other) for seed, one, other in pairs})
+
+    return Quantity(evaluate, "", tuple(taken for each in candidates for taken in each.measures))
+
+
+@experiment("cvt/nas", "Architecture search: what is found, the default, and random candidates")
+def nas(s: Scale) -> Table:
+    """From scratch, at no more multiply-accumulates than the default; a search for every seed."""
+    about = (
+        f"What a search finds at no more multiply-accumulates than CvT's default (stride 2, ratio "
+        f"4), and random candidates that cost within 5% of it, trained from scratch. Held out: "
+        f"accuracy of the best candidate in the supernet, on training images kept for it. τ: how "
+        f"far two accuracies put {RANKED} random candidates in the same order."
+    )
+    columns = {
+        **standard_columns("parameters", "flops", "top1"),
+        "held_out": Column("top-1, held out"),
+        "tau": Column("Kendall τ", "", 2),
+    }
+    if s.name not in SEARCHED:
+        empty = absent(f"scale '{s.name}' has no search")
+        return Table((Row("default", {"top1": empty}),), columns, about=about)
+    search = named(SEARCHED[s.name])
+    space = space_of(search)
+    default = default_index(search, space)
+    most, generator = space.cost(default).macs, np.random.default_rng(0)
+    drawn = Candidates(space, None, {"macs": most}).random(generator, 1000)
+    alike = [number for number in drawn if space.cost(number).macs > 0.95 * most]
+    ranked = tuple(Candidates(space).random(generator, RANKED))
+
+    def scratch(number: int, seed: int) -> Run:
+        base, model = s.base("CvT-13", search.run.model.name), space.settings(number)
+        config = replace(dataclasses.replace(base, seed=seed, model=search.run.model), model)
+        return s.run(config, f"candidate {number} seed {seed}")
+
+    searches, found = [], []
+    for seed in s.seeds:
+        config = dataclasses.replace(search.run, seed=seed)
+        searches.append(s.run(config, f"search seed {seed}", (), f"{_TASK}search_below_default"))
+        start = {"model.weights": str(searches[-1].folder)}
+        config = replace(scratch(default, seed).config, start)
+        found.append(s.run(config, f"found seed {seed}", (searches[-1],), f"{_TASK}train_found"))
+    chance = zip(alike[: len(s.seeds)], s.seeds, strict=True)
+    groups = {
+        "default": [scratch(default, seed) for seed in s.seeds],
+        "found": found,
+        "random, same cost": [scratch(*each) for each in chance],
+    }
+    taken = {"parameters": PARAMETERS, "flops": of_result("macs", per=1e9), "top1": TOP1}
+    cells: Cells = {
+        label: {name: measured(runs, measure) for name, measure in taken.items()}
+        for label, runs in groups.items()
+    }
+    evolution, random = (
+        measured(searches, of_result("best", way)) for way in ("evolution", "random")
+    )
+    candidates = [
+        measured((scratch(number, seed) for seed in s.few_seeds), TOP1) for number in ranked
+    ]
+    inside = measured(searches[: len(s.few_seeds)], _supernet_top1(ranked))
+    agreement = combined(lambda one, *others: kendall(one, others), inside, *candidates, unit="")
+    top1 = {label: of["top1"] for label, of in cells.items()}
+    claims: Claims = {
+        "what the search finds has fewer parameters than the default": Expect(
+            cells["default"]["parameters"] - cells["found"]["parameters"], where="§4.2"
+        ),
+        "the search finds better than the default": top1["found"] - top1["default"],
+        "… and than random candidates of its cost": top1["found"] - top1["random, same cost"],
+        "the supernet ranks candidates as training from scratch does": agreement,
+        "evolution finds better candidates than as many drawn at random": evolution - random,
+    }
+    cells |= {
+        "best by evolution": {"held_out": evolution},
+        "best by random": {"held_out": random},
+        "supernet and from scratch": {"tau": agreement},
+        "two seeds from scratch": {"tau": _between_seeds(candidates)},
+    }
+    rows = rows_of(cells)
+    return Table(rows, columns, about=about, claims=claims_at("", claims))

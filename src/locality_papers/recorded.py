@@ -1,0 +1,75 @@
+"""Finished runs in one compressed file, from which a clone has the same tables without training.
+
+A line of JSON is a run: the name of its folder, and the files that tables and curves read, as they
+are. Weights are not among them, so what needs weights has to be measured before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from locality.errors import UserError, saying
+from locality.files import parse_json, read_bytes, read_text, write_atomic
+from locality_papers.measures import MEASURED
+
+FILES = (
+    *("classes.json", "config.yaml", "environment.json", MEASURED, "metrics.csv"),
+    "result.json",  # which makes a run finished, so it is written last
+)
+
+
+def export_runs(folders: Iterable[Path], path: Path) -> None:
+    """Add finished runs to a file; the same runs make the same file.
+
+    Args:
+        folders: of the runs.
+        path: of the file, such as `results/fashion.runs.jsonl.gz`.
+
+    Raises:
+        UserError: as `read_runs`.
+    """
+    runs = read_runs(path) if path.exists() else {}
+    for folder in folders:
+        present = (folder / name for name in FILES)
+        runs[folder.name] = {file.name: read_text(file) for file in present if file.exists()}
+    lines = "".join(f"{json.dumps({'run': name, 'files': runs[name]})}\n" for name in sorted(runs))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, gzip.compress(lines.encode(), mtime=0))
+
+
+def import_runs(path: Path, root: Path) -> None:
+    """Make the folders of the runs in a file; a folder that is there already stays as it is.
+
+    Args:
+        path: of the file.
+        root: where the folders go.
+
+    Raises:
+        UserError: as `read_runs`.
+    """
+    for name, files in read_runs(path).items():
+        if not (root / name).exists():
+            (root / name).mkdir(parents=True)
+            for file in FILES:
+                if file in files:
+                    write_atomic(root / name / file, files[file])
+
+
+def read_runs(path: Path) -> dict[str, dict[str, str]]:
+    """The runs in a file: name of the folder → name of the file → text.
+
+    Raises:
+        UserError: if it is not such a file.
+    """
+    reasons = (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError)
+    with saying(f"{path} is not a file of recorded runs", *reasons):
+        lines = gzip.decompress(read_bytes(path)).decode().splitlines()
+        found = [parse_json(line, str(path)) for line in lines]
+        runs = {str(each["run"]): dict(each["files"]) for each in found}
+    if wrong := [name for name in runs if Path(name).name != name]:
+        raise UserError(f"{path} names a run '{wrong[0]}', which is not the name of a folder")
+    return runs

@@ -1,0 +1,278 @@
+"""Every table and figure by name, and `locality reproduce`: from its runs to its files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from locality import checks
+from locality.errors import UserError, unknown
+from locality.figures.curves import draw, filled
+from locality.figures.style import figure_bytes
+from locality.files import write_atomic
+from locality.runner.executors import Executor, run_all
+from locality.runner.runs import Outcome, Run, Workload, estimate_costs, threads_per_run, with_needs
+from locality.training.preview import span
+from locality_papers import (  # noqa: F401 (they register)
+    beyond,
+    convit_attention,
+    convit_curves,
+    convit_maps,
+    convit_tables,
+    cvt_accuracy,
+    cvt_design,
+    nas,
+)
+from locality_papers.measures import Failures, Measure
+from locality_papers.pages import Entry, page, write_pages
+from locality_papers.recorded import export_runs, import_runs
+from locality_papers.records import Record, make_record
+from locality_papers.scales import Scale, get_scale
+from locality_papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
+
+RUNS = "runs/reproduce"
+"""Where run folders go unless told otherwise, apart from those of `locality train`."""
+
+
+def experiments() -> dict[str, Experiment]:
+    """All experiments by name, in the papers' order."""
+    return {name: REGISTRY[name] for name in sorted(REGISTRY, key=papers_order)}
+
+
+def find(name: str) -> list[Experiment]:
+    """The experiment called `name`, or all of a paper ("convit", "cvt"), or "all".
+
+    Raises:
+        UserError: if there is none, with the nearest names.
+    """
+    known = experiments()
+    if name == "all":
+        return list(known.values())
+    chosen = [item for key, item in known.items() if name in (key, key.partition("/")[0])]
+    if not chosen:
+        raise unknown("experiment", name, [*known, "all"])
+    return chosen
+
+
+def reproduce(
+    name: str,
+    scale: str | Scale = "digits",
+    out: Path | str = "results",
+    *,
+    plan_only: bool = False,
+    finished_only: bool = False,
+    executor: str | Executor = "local",
+    jobs: int = 2,
+    threads: int | None = None,
+    runs: Path | str = RUNS,
+    data: Mapping[str, str] | None = None,
+    seeds: int | None = None,
+    fraction: float | None = None,
+    recorded: Path | str | None = None,
+    quiet: bool = False,
+) -> list[Record]:
+    """Carry out the runs of an experiment, measure, and write its tables and figures.
+
+    Finished runs are used as they are, broken ones resume. A run that fails leaves its cells empty
+    with the reason, and nothing else.
+
+    Args:
+        name: "convit/table-3", a paper ("convit", "cvt"), "beyond", or "all".
+        scale: one of `SCALES`, or a scale of one's own.
+        out: folder for the files: `out/SCALE/convit-table-3.md`, `.csv`, `.html`, `.json`, and
+            `.png` for figures.
+        plan_only: print runs, images, multiply-accumulates and hours, and do nothing.
+        finished_only: start no run; what is not finished stays empty.
+        executor: "local", "submitit", "ray", or an object with their `map`.
+        jobs: runs at a time.
+        threads: processor threads per run; the machine's divided by `jobs` unless given.
+        runs: folder for the run folders, which experiments share: `runs/reproduce/SCALE/…`.
+        data: dataset → its folder, for those that have one.
+        seeds: runs of every cell, in the place of the scale's numbers: with seeds 0, 1, ….
+        fraction: of the fractions of the data that the scale compares, only this one.
+        recorded: a file of finished runs: those that have no folder yet are taken from it first,
+            and all that are finished in the end are added to it.
+        quiet: print nothing.
+
+    Returns:
+        one record per experiment; none if `plan_only`.
+
+    Raises:
+        UserError: for a name or scale that does not exist, with the nearest.
+    """
+    chosen = get_scale(scale, Path(runs) / scale, data) if isinstance(scale, str) else scale
+    if seeds is not None:
+        checks.integer("seeds", seeds, 1)
+        every = tuple(range(seeds))
+        chosen = dataclasses.replace(chosen, seeds=every, few_seeds=every)
+    items = find(name)
+    specs = {item.name: item.build(chosen) for item in items}
+    if fraction is not None:
+        chosen = _with_one_fraction(chosen, fraction)
+        whole, specs = specs, {item.name: item.build(chosen) for item in items}
+        if same := [each for each, spec in specs.items() if spec.runs == whole[each].runs]:
+            raise UserError(
+                f"{same[0]} has the same runs with fraction {fraction:g} as without; leave it out, "
+                f"or name one that compares fractions, such as convit/table-2"
+            )
+    wanted = with_needs(run for spec in specs.values() for run in spec.runs)
+    if plan_only:
+        plan = Workload(wanted, jobs, threads)
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
+        return []
+    if recorded is not None and Path(recorded).exists():
+        import_runs(Path(recorded), chosen.root)
+    failures, ready = ({}, []) if finished_only else _split_by_data(chosen, wanted)
+    if not (quiet or finished_only):
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs, threads)}")
+        if failures:
+            print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
+    outcomes = run_all(ready, jobs, executor, threads, quiet, _measure_when_done(specs.values()))
+    failures |= {each.run.folder: each.error for each in outcomes if each.error is not None}
+    folder = Path(out) / chosen.name
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [write_experiment(item, specs[item.name], chosen, failures, folder) for item in items]
+    if recorded is not None:
+        export_runs([run.folder for run in wanted if run.is_finished()], Path(recorded))
+    if not quiet:
+        _show(records, failures, folder)
+    return records
+
+
+def _with_one_fraction(scale: Scale, fraction: float) -> Scale:
+    if fraction not in scale.fractions:
+        given = ", ".join(f"{each:g}" for each in scale.fractions)
+        raise UserError(f"fraction is {fraction:g}; scale '{scale.name}' has {given}")
+    return dataclasses.replace(scale, fractions=(fraction,))
+
+
+def _split_by_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str], list[Run]]:
+    """Why some runs cannot be started, by folder, and the runs that can."""
+    failures: dict[Path, str] = {}
+    ready: list[Run] = []
+    for run in wanted:
+        reasons = [] if run.is_finished() else [scale.missing_data(run)]
+        reasons += [failures.get(each.folder) for each in run.needs]
+        if reason := next(filter(None, reasons), None):
+            failures[run.folder] = reason
+        else:
+            ready.append(run)
+    return failures, ready
+
+
+def _measure_when_done(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
+    """What takes the measures of a run when it ends, so that they outlive its weights."""
+    wanted: dict[Path, set[Measure]] = {}
+    for spec in specs:
+        for run, measure in (taken for each in spec.quantities for taken in each.measures):
+            if measure.cached and not measure.timed:
+                wanted.setdefault(run.folder, set()).add(measure)
+
+    def take(outcome: Outcome) -> None:
+        for each in wanted.get(outcome.run.folder, ()) if outcome.error is None else ():
+            with contextlib.suppress(UserError, FileNotFoundError):  # its cell will say so
+                each(outcome.run)
+
+    return take
+
+
+def write_experiment(
+    item: Experiment, spec: Spec, scale: Scale, failures: Failures, folder: Path
+) -> Record:
+    """Evaluate one experiment and write its files.
+
+    Args:
+        item, spec, scale, failures: see `make_record`.
+        folder: where the files go.
+
+    Returns:
+        the record, which is also what the .json file holds.
+    """
+    record = make_record(item, spec, scale, failures)
+    target = folder / item.name.replace("/", "-")
+    if isinstance(spec, Figure):
+        picture = target.with_suffix(".png")
+        figure = draw(record["panels"]) if any(map(filled, record["panels"])) else None
+        shown = figure is not None
+        if spec.draw is not None and record["empty"] is None:
+            try:
+                figure = spec.draw([run.folder for run in spec.drawn])
+                shown = True
+            except (UserError, FileNotFoundError) as error:
+                # Without weights, what was drawn while they were there stays.
+                shown = picture.exists()
+                record["empty"] = None if shown else str(error)
+        if figure is not None:
+            write_atomic(picture, figure_bytes(figure, dpi=160))
+        record["picture"] = picture.name if shown else None
+    content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(target.with_suffix(".json"), content)
+    write_pages(record, target)
+    return record
+
+
+def _show(records: Sequence[Record], failures: Failures, folder: Path) -> None:
+    if len(records) == 1:
+        print("\n" + page("md", Entry([records[0]])))
+    for record in records if len(records) > 1 else ():
+        verdicts = [claim["verdict"] for claim in record["claims"]]
+        counted = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+        print(f"{record['name']:28} {record['title']}" + (f" ({counted})" if counted else ""))
+    if failures:
+        print(f"{len(failures)} runs have no result; the first: {next(iter(failures.values()))}")
+    print(f"written to {folder}")
+
+
+def list_experiments(
+    scale: str = "digits", runs: Path | str = RUNS, hours: bool = True
+) -> list[dict[str, Any]]:
+    """Every table and figure with its scale, runs, hours here, and status.
+
+    Args:
+        scale: one of `SCALES`.
+        runs: as for `reproduce`.
+        hours: estimate the time that is left, which takes a few training steps of a network of
+            each name.
+
+    Returns:
+        one dictionary per experiment: name, title, scale, runs, finished, seconds (left, for one
+        run at a time; None without `hours`) and status.
+    """
+    chosen = get_scale(scale, Path(runs) / scale)
+    wanted = [(item, with_needs(item.build(chosen).runs)) for item in experiments().values()]
+    every = with_needs(run for _, needed in wanted for run in needed)
+    # As many threads as `reproduce` gives a run: more than a machine has free wait for each other.
+    threads = threads_per_run(jobs=2)
+    costs = estimate_costs(every, "one of a name" if hours else "none", threads)
+    rows = []
+    for item, needed in wanted:
+        waiting = [run for run in needed if not run.is_finished()]
+        finished = len(needed) - len(waiting)
+        state = f"{finished} of {len(needed)} runs" if finished else "not run"
+        rows.append(
+            {
+                "name": item.name,
+                "title": item.title,
+                "scale": scale,
+                "runs": len(needed),
+                "finished": finished,
+                "seconds": sum(costs[run.folder].seconds for run in waiting) if hours else None,
+                "status": state if waiting else "finished" if needed else "needs no runs",
+            }
+        )
+    return rows
+
+
+def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What `list_experiments` returned, as lines."""
+    width = max(len(row["name"]) for row in rows)
+    return "\n".join(
+        f"{row['name']:{width}}  {row['runs']:4} runs  "
+        f"{'' if row['seconds'] is None else span(row['seconds']):>8}  {row['status']:18}"
+        f"  {row['title']}"
+        for row in rows
+    )

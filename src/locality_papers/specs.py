@@ -1,0 +1,268 @@
+"""What an experiment is: rows and columns, or panels and series, and the claims made with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from locality.runner.runs import Run
+from locality_papers.measures import Quantity
+from locality_papers.scales import Scale
+
+if TYPE_CHECKING:
+    from locality.figures.style import Figure as Canvas
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: what it shows and in which unit ("%" also for differences, in points)."""
+
+    name: str
+    unit: str = "%"
+    digits: int = 1
+    signed: bool = False
+
+
+_STANDARD_COLUMNS = {
+    "parameters": Column("parameters (M)", "M", 2),
+    "flops": Column("GMACs", "G", 3),
+    "top1": Column("top-1"),
+}
+
+
+def standard_columns(*metrics: str) -> dict[str, Column]:
+    """Columns that most tables have: of "parameters", "flops" and "top1"."""
+    return {metric: _STANDARD_COLUMNS[metric] for metric in metrics}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        label: shown before it.
+        cells: our number of each column that has one.
+        printed: the paper's name of the row; what stands before the label's colon unless given.
+    """
+
+    label: str
+    cells: Mapping[str, Quantity]
+    printed: str = ""
+
+    @property
+    def printed_row(self) -> str:
+        return self.printed or self.label.partition(":")[0]
+
+
+Cells = dict[str, dict[str, Quantity]]
+"""Label of a row → metric of a column → our number."""
+
+
+def rows_of(cells: Cells) -> tuple[Row, ...]:
+    """Rows whose names in the paper are their labels."""
+    return tuple(Row(label, of) for label, of in cells.items())
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, in our words, and the number that decides it.
+
+    Attributes:
+        text: what it says; with the experiment's name, which claim it is at every scale.
+        where: the section and page, table or figure that says it; "" for a question of our own.
+        number: what has to be above 0, such as `convit - deit`, or several numbers by name, each
+            of which has to be. Where a scale cannot test the claim it is `absent`, which says why
+            before anything runs.
+        within: the number has to be within ± this of 0 instead; in its unit.
+    """
+
+    text: str
+    where: str
+    number: Quantity | Mapping[str, Quantity]
+    within: float | None = None
+
+    @property
+    def parts(self) -> Mapping[str, Quantity]:
+        """All its numbers by name; one alone has none."""
+        return {"": self.number} if isinstance(self.number, Quantity) else self.number
+
+
+@dataclass(frozen=True)
+class Expect:
+    """What `claims_at` is to make of a number, where that is not "above 0, at the same place".
+
+    Attributes:
+        number, within: as a claim has them.
+        where: of this claim alone.
+    """
+
+    number: Quantity
+    within: float | None = None
+    where: str | None = None
+
+
+Claims = dict[str, Quantity | Mapping[str, Quantity] | Expect]
+"""What a claim says → the number that has to be above 0, or each of several."""
+
+
+def claims_at(where: str, claims: Claims) -> tuple[Claim, ...]:
+    """The claims that a place of a paper makes; "" for our own questions."""
+    return tuple(
+        Claim(text, where if each.where is None else each.where, each.number, each.within)
+        if isinstance(each, Expect)
+        else Claim(text, where, each)
+        for text, each in claims.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What an experiment shows at a scale, and what is concluded from it.
+
+    Attributes:
+        about: what is compared, and under which protocol at this scale.
+        claims: what the paper says of it.
+    """
+
+    about: str
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def shown(self) -> list[Quantity]:
+        """What it shows, in order."""
+        raise NotImplementedError
+
+    @property
+    def quantities(self) -> list[Quantity]:
+        """All that it shows or decides by."""
+        return [*self.shown, *(each for claim in self.claims for each in claim.parts.values())]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs it needs, each once."""
+        return list({run.folder: run for each in self.quantities for run in each.runs}.values())
+
+
+@dataclass(frozen=True)
+class Table(Spec):
+    """A table as it is to be filled; the paper's numbers are found by its name, row and column.
+
+    Attributes:
+        rows: its cells.
+        columns: by the metric that the published numbers have in it.
+    """
+
+    rows: tuple[Row, ...]
+    columns: Mapping[str, Column]
+
+    @property
+    def shown(self) -> list[Quantity]:
+        return [quantity for row in self.rows for quantity in row.cells.values()]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a panel.
+
+    Attributes:
+        label: in the legend.
+        quantity: per seed, a dictionary {"x": […], "y": […]} with the same x for all seeds.
+        colour: of the line; a name of a model family, or any matplotlib colour.
+        dashed: how the line is drawn.
+        band: draw the interval too.
+    """
+
+    label: str
+    quantity: Quantity
+    colour: str = ""
+    dashed: bool = False
+    band: bool = True
+
+
+def shaded(lines: Mapping[str, Quantity], colours: Mapping[str, str] = {}) -> tuple[Series, ...]:
+    """Lines in colours from dark to light, by label; some may have one of their own."""
+    return tuple(
+        Series(label, quantity, colours.get(label, f"depth:{index / len(lines)}"))
+        for index, (label, quantity) in enumerate(lines.items())
+    )
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    log_x: bool = False
+    scatter: bool = False
+
+
+@dataclass(frozen=True)
+class Figure(Spec):
+    """A figure as it is to be drawn: panels of curves, or a picture that is no curve.
+
+    Attributes:
+        panels: sets of axes, side by side.
+        draw: instead of panels: what draws it, given the folders of `drawn`.
+        drawn: runs.
+    """
+
+    panels: tuple[Panel, ...] = ()
+    draw: Callable[[list[Path]], Canvas] | None = None
+    drawn: tuple[Run, ...] = ()
+
+    @property
+    def shown(self) -> list[Quantity]:
+        return [series.quantity for panel in self.panels for series in panel.series]
+
+    @property
+    def runs(self) -> list[Run]:
+        return list({run.folder: run for run in (*super().runs, *self.drawn)}.values())
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure by name.
+
+    Attributes:
+        name: "convit/table-3".
+        title: what it shows.
+        build: what it asks for at a scale.
+    """
+
+    name: str
+    title: str
+    build: Callable[[Scale], Spec]
+
+
+REGISTRY: dict[str, Experiment] = {}
+"""All tables, figures and other experiments, by name."""
+
+Build = TypeVar("Build", bound=Callable[[Scale], Spec])
+
+
+def experiment(name: str, title: str) -> Callable[[Build], Build]:
+    """Register the function that builds an experiment at a scale.
+
+    Args:
+        name: "convit/table-3".
+        title: what it shows.
+    """
+
+    def register(build: Build) -> Build:
+        REGISTRY[name] = Experiment(name, title, build)
+        return build
+
+    return register
+
+
+def papers_order(name: str) -> tuple[bool, bool, bool, int, str]:
+    """Sorts experiments: ConViT, CvT, what is beyond them; tables before figures, by number."""
+    paper, _, place = name.partition("/")
+    what, _, number = place.partition("-")
+    digits = "".join(filter(str.isdigit, number))
+    return paper != "convit", paper != "cvt", what != "table", int(digits or 0), number

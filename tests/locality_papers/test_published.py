@@ -1,0 +1,195 @@
+"""What has to agree inside the printed numbers, and between them and the models built here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from locality.errors import UserError
+from locality.models import build, count_macs, count_parameters, list_models
+from locality_papers import published
+from locality_papers.published import PUBLISHED, rows, value
+
+FRACTIONS = ("5%", "10%", "30%", "50%", "100%")
+
+
+def number(place: str, row: str, metric: str) -> float:
+    return value(place, row, metric).value
+
+
+def test_every_number_stands_in_one_place_only():
+    places = [(item.place, item.row, item.metric) for item in PUBLISHED]
+    assert len(set(places)) == len(places)
+
+
+def test_every_number_has_a_protocol_and_percentages_are_percentages():
+    for item in PUBLISHED:
+        assert item.protocol, item
+        if item.metric not in ("parameters", "flops", "speed", "heads", "embed_dim", "image_size"):
+            assert -100 < item.value < 100, item
+
+
+def test_an_unknown_place_names_the_nearest():
+    with pytest.raises(UserError, match=r"convit/table-2/5%/ConViT-S/top1"):
+        value("convit/table-2", "5 %", "ConViT-S/top1")
+    with pytest.raises(UserError, match="convit/table-2"):
+        rows("convit/table-22")
+
+
+@pytest.mark.parametrize("metric", ["top1", "top5"])
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_convit_table_2_prints_the_gaps_of_its_own_columns(fraction, metric):
+    deit = number("convit/table-2", fraction, f"DeiT-S/{metric}")
+    convit = number("convit/table-2", fraction, f"ConViT-S/{metric}")
+    printed = number("convit/table-2", fraction, f"gap/{metric}")
+    # The columns are rounded to a tenth, the gap to a whole per cent, each from the exact value.
+    lowest = 100 * (convit - 0.05 - deit - 0.05) / (deit + 0.05)
+    highest = 100 * (convit + 0.05 - deit + 0.05) / (deit - 0.05)
+    assert lowest <= printed + 0.5
+    assert highest >= printed - 0.5
+
+
+def test_convit_table_2_falls_with_less_data_and_convit_falls_less():
+    for metric in ("top1", "top5"):
+        gaps = [number("convit/table-2", f, f"gap/{metric}") for f in FRACTIONS]
+        assert gaps == sorted(gaps, reverse=True)
+        for model in ("DeiT-S", "ConViT-S"):
+            column = [number("convit/table-2", f, f"{model}/{metric}") for f in FRACTIONS]
+            assert column == sorted(column)
+
+
+@pytest.mark.parametrize("row", [r for r in rows("convit/text") if " over " in r])
+def test_convit_text_says_the_differences_of_table_3(row):
+    rows_compared, _, column = row.partition(", ")
+    first, _, second = rows_compared.partition(" over ")
+    metric = {"full data": "full", "10%": "10%"}[column]
+    found = number("convit/table-3", first, metric) - number("convit/table-3", second, metric)
+    assert found == pytest.approx(number("convit/text", row, "difference"), abs=0.01)
+
+
+def test_cvt_text_differs_from_its_tables_only_where_a_note_says_so():
+    for row, metrics in rows("cvt/text").items():
+        if "difference" not in metrics:
+            continue
+        first, _, second = row.partition(" over ")
+        place = "cvt/table-3"
+        if first.startswith("table-"):
+            table, _, first = first.partition(" ")
+            place = f"cvt/{table}"
+        found = number(place, first, "top1") - number(place, second, "top1")
+        agrees = found == pytest.approx(metrics["difference"].value, abs=0.01)
+        assert agrees == (metrics["difference"].note == ""), row
+        if not agrees:
+            stated = metrics["difference"].note.split()[-1].replace("−", "-")
+            assert float(stated) == pytest.approx(found, abs=0.01)
+
+
+def test_a_model_in_several_tables_has_one_accuracy_unless_a_note_says_so():
+    same = [
+        ("DeiT-Ti", ["convit/table-1 DeiT-Ti top1", "convit/table-5 DeiT-Ti unmasked"]),
+        (
+            "ConViT-Ti",
+            [
+                "convit/table-1 ConViT-Ti top1",
+                "convit/table-5 ConViT-Ti unmasked",
+                *(f"convit/table-6 {k} none" for k in (3, 5, 10)),
+            ],
+        ),
+        (
+            "DeiT-S",
+            [
+                "convit/table-1 DeiT-S top1",
+                "convit/table-4 DeiT-S none",
+                "cvt/table-3 DeiT-S top1",
+                "cvt/table-5 a top1",
+            ],
+        ),
+        (
+            "DeiT-B",
+            [
+                "convit/table-1 DeiT-B top1",
+                "convit/table-4 DeiT-B none",
+                "cvt/table-3 DeiT-B top1",
+            ],
+        ),
+        (
+            "ConViT-S+",
+            [
+                "convit/table-1 ConViT-S+ top1",
+                "convit/table-3 a full",
+                "convit/table-4 ConViT-S+ none",
+            ],
+        ),
+        (
+            "CvT-13",
+            [
+                "cvt/table-3 CvT-13 top1",
+                "cvt/table-5 f top1",
+                "cvt/table-6 d top1",
+                "cvt/table-7 b top1",
+                "cvt/table-8 d top1",
+            ],
+        ),
+        ("CvT-13 with position embedding", ["cvt/table-6 c top1", "cvt/table-5 d top1"]),
+    ]
+    for model, places in same:
+        printed = {number(*place.split(" ")) for place in places}
+        assert len(printed) == 1, (model, printed)
+    # The exceptions, each with its note.
+    for model, metric in (("DeiT-S", "top1"), ("ConViT-S", "top1"), ("ConViT-S", "top5")):
+        other = number("convit/table-2", "100%", f"{model}/{metric}")
+        first = value("convit/table-1", model, metric)
+        assert f"Table 2 prints {other:g}" in first.note
+        assert first.value != other
+    assert number("convit/table-1", "DeiT-S+", "top1") == 79.0
+    assert number("convit/table-3", "e", "full") == 79.1
+    for model in ("DeiT-S", "ConViT-S"):
+        said = number("convit/text", f"{model} 10%", "top1")
+        assert f"the text says {said:g}" in value("convit/table-2", "10%", f"{model}/top1").note
+
+
+def test_cvt_tables_agree_on_parameters_and_flops():
+    for model in ("CvT-13", "CvT-21"):
+        for metric in ("parameters", "flops"):
+            exact = number("cvt/table-2", model, metric)
+            assert number("cvt/table-3", model, metric) == pytest.approx(exact, abs=0.5)
+    assert number("cvt/table-3", "CvT-W24↑384 22k", "parameters") == pytest.approx(276.7, abs=0.5)
+    assert number("cvt/table-7", "b", "flops") == number("cvt/table-2", "CvT-13", "flops")
+
+
+BUILT = [(row, name) for row, name in published.MODELS.items() if name in list_models()]
+
+
+@pytest.mark.parametrize(("row", "name"), BUILT)
+def test_parameters_of_the_models_built_here(row, name):
+    """Within about a million or one per cent of what is printed: some are rounded down, some up."""
+    with torch.device("meta"):
+        built = count_parameters(build(name)) / 1e6
+    for place in ("convit/table-1", "cvt/table-2", "cvt/table-3"):
+        printed = rows(place).get(row, {}).get("parameters")
+        if printed is not None:
+            assert abs(built - printed.value) <= max(1.05, 0.01 * printed.value), place
+
+
+@pytest.mark.parametrize(("row", "name"), [pair for pair in BUILT if "CvT" not in pair[0]])
+def test_convit_prints_the_flops_without_the_products_of_attention(row, name):
+    with torch.device("meta"):
+        model = build(name)
+    tokens = 14 * 14
+    attention = 2 * model.config.depth * tokens**2 * model.config.embed_dim
+    counted = (count_macs(model) - attention) / 1e9
+    printed = number("convit/table-1", row, "flops")
+    # DeiT-S and ConViT-S are printed to a tenth, the others to a whole number.
+    assert counted == pytest.approx(printed, abs=0.1 if printed % 1 else 0.6)
+
+
+@pytest.mark.parametrize("row", ["CvT-13", "CvT-21", "CvT-W24"])
+def test_flops_of_cvt(row):
+    with torch.device("meta"):
+        model = build(published.MODELS[row])
+    assert count_macs(model) / 1e9 == pytest.approx(number("cvt/table-2", row, "flops"), rel=0.01)
+
+
+def test_every_model_of_ours_that_a_paper_names_exists():
+    missing = {name for name in published.MODELS.values() if name not in list_models()}
+    assert missing <= {"cvt_13_nas"}

@@ -1,0 +1,43 @@
+"""Finished runs in one file: out and back in again."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+
+import pytest
+
+from locality.errors import UserError
+from locality_papers.recorded import import_runs
+from locality_papers.reproduce import reproduce
+
+
+def test_recorded_runs_give_a_clone_the_same_table(tiny_scale, tmp_path, here):
+    """To the last byte of its record, and of the file when it is written again."""
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    file = tmp_path / "tiny.runs.jsonl.gz"
+    reproduce("convit/table-5", scale, tmp_path / "a", executor=here, recorded=file, quiet=True)
+    written = file.read_bytes()
+    clone = dataclasses.replace(scale, root=tmp_path / "clone")
+    reproduce("convit/table-5", clone, tmp_path / "b", executor=here, recorded=file, quiet=True)
+    assert len(here.performed) == 2 and file.read_bytes() == written
+    one, other = (
+        json.loads((tmp_path / name / "digits" / "convit-table-5.json").read_text())
+        for name in "ab"
+    )
+    assert one["provenance"].pop("written") and other["provenance"].pop("written")
+    assert one == other
+    # What is there stays as it is; what is no such file is refused.
+    (clone.root / "mine").mkdir()
+    lines = gzip.decompress(written).replace(scale.runs("DeiT-S")[0].folder.name.encode(), b"mine")
+    file.write_bytes(gzip.compress(lines))
+    import_runs(file, clone.root)
+    assert not list((clone.root / "mine").iterdir())
+    for content in (b"no runs", written[:-9], gzip.compress(b"{}"), gzip.compress(b"[1")):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"tiny\.runs\.jsonl\.gz is not"):
+            import_runs(file, clone.root)
+    file.write_bytes(gzip.compress(b'{"run": "../other", "files": {}}'))
+    with pytest.raises(UserError, match=r"'\.\./other', which is not the name of a folder"):
+        import_runs(file, clone.root)

@@ -1,0 +1,460 @@
+"""Experiments by name: built at every scale, carried out small, written in every form."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from locality.data import DataConfig, open_data
+from locality.errors import UserError
+from locality.layers.conv_init import kernel_offsets
+from locality.models import build
+from locality.runner.runs import TRAIN, with_needs
+from locality.training.config import ScheduleConfig, make_plan
+from locality.training.objective import create_schedule
+from locality_papers import published
+from locality_papers.convit_maps import corner_heads
+from locality_papers.convit_tables import INGREDIENTS
+from locality_papers.measures import absent, computed, early, summed_rate
+from locality_papers.records import FAILS, NOT_RUN, UNTESTABLE, decided
+from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
+from locality_papers.scales import SCALES, get_scale
+from locality_papers.specs import Column, Expect, Row, Table, claims_at
+
+CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
+          *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
+BEYOND = [
+    f"beyond/{what}"
+    for what in (
+        "finetuning",
+        "converged",
+        "transformed",
+        "initialisations",
+        "trained-convolutions",
+        "position-rate",
+    )
+]
+CVT = [*(f"table-{n}" for n in range(1, 9)), "nas", *(f"figure-{n}" for n in range(1, 4))]
+
+
+def test_every_table_and_figure_has_its_name():
+    expected = [f"convit/{place}" for place in CONVIT] + [f"cvt/{place}" for place in CVT]
+    assert list(experiments()) == [*expected, *BEYOND]
+
+
+def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
+    assert len(find("convit")) == len(CONVIT)
+    assert len(find("all")) == len(CONVIT) + len(CVT) + len(BEYOND)
+    with pytest.raises(UserError, match="did you mean convit/table-3"):
+        find("convit/tabel-3")
+    with pytest.raises(UserError, match="unknown dataset 'imagnet'; did you mean imagenet"):
+        get_scale("imagenet", Path("runs"), {"imagnet": "photos"})
+    with pytest.raises(UserError, match="unknown scale 'digit'; did you mean digits"):
+        get_scale("digit", Path("runs"))
+
+
+@pytest.fixture(scope="module", params=SCALES)
+def built(request):
+    """All specs at one scale."""
+    scale = get_scale(request.param, Path("runs") / request.param)
+    return scale, {name: item.build(scale) for name, item in experiments().items()}
+
+
+def test_every_experiment_can_be_built_at_every_scale(built):
+    scale, specs = built
+    for name, spec in specs.items():
+        for run in spec.runs:
+            assert run.folder.parent == scale.root, name
+            assert run.config.seed in scale.seeds
+        assert spec.about.endswith("."), name
+        for claim in spec.claims:
+            assert claim.within is None or claim.within > 0
+            if name != "cvt/nas":  # which asks the paper's question and ours
+                assert bool(claim.where) != name.startswith("beyond/"), claim.text
+
+
+def test_the_papers_claims_are_many_and_each_stands_once(built):
+    scale, specs = built
+    claims = [claim for spec in specs.values() for claim in spec.claims if claim.where]
+    assert len({claim.text for claim in claims}) == len(claims) >= 65
+    if scale.name == "fashion":
+        verdicts = [decided(claim, {})["verdict"] for claim in claims]
+        assert verdicts.count(UNTESTABLE) <= len(claims) - 45
+
+
+def test_a_place_makes_claims_and_a_scale_may_not_be_able_to_test_them():
+    def cells(s):
+        x, y = computed(lambda: 5.0), computed(lambda: 3.5)
+        claims = {
+            "above": x - y - 1,
+            "below": 8 - computed(lambda: 7.0),
+            "equal": Expect(x - y, within=2),
+            "elsewhere": Expect(x - y, where="Fig. 2"),
+            "each": {"one": x - y, "other": y - x},
+            "why": absent("no b"),
+        }
+        rows = (Row("a: first", {"x": x, "y": y}),)
+        return Table(rows, {"x": Column("x")}, about="", claims=claims_at("§1", claims))
+
+    claims = cells(get_scale("digits", Path("runs"))).claims
+    assert {claim.text: claim.where for claim in claims if claim.where != "§1"} == {
+        "elsewhere": "Fig. 2"
+    }
+    found = {claim.text: decided(claim, {}) for claim in claims}
+    assert {text: each.get("mean", each["empty"]) for text, each in found.items()} == {
+        "above": 0.5, "below": 1.0, "equal": 1.5, "elsewhere": 1.5, "each": -1.5, "why": "no b"
+    }  # fmt: skip
+    assert found["equal"]["margin"] == 2 and found["why"]["verdict"] == UNTESTABLE
+    assert found["each"]["part"] == "other" and found["each"]["verdict"] == FAILS
+
+
+def test_tables_share_their_runs(built):
+    _, specs = built
+    shared = {run.folder for run in specs["convit/table-2"].runs}
+    asked = sum(len(with_needs(spec.runs)) for spec in specs.values())
+    distinct = {run.folder for spec in specs.values() for run in with_needs(spec.runs)}
+    assert len(distinct) < 2 / 3 * asked
+    # What is drawn from Table 2's runs needs no others.
+    for name in ("convit/figure-2a", "convit/figure-5", "convit/figure-6", "convit/figure-17"):
+        assert {run.folder for run in specs[name].runs} <= shared, name
+
+
+def test_seeds_are_paired_and_plain_runs_go_through_training(built):
+    _, specs = built
+    for spec in specs.values():
+        for run in spec.runs:
+            if run.task == TRAIN:
+                assert run.config.data.fraction > 0
+            for needed in run.needs:
+                assert needed.config.seed in (run.config.seed, 0)
+
+
+@pytest.mark.parametrize("place", [*(f"convit/table-{n}" for n in range(1, 7)),
+                                   *(f"cvt/table-{n}" for n in range(2, 9))])  # fmt: skip
+def test_every_published_number_of_a_table_has_its_cell(place):
+    scale = get_scale("imagenet", Path("runs"))
+    spec = find(place)[0].build(scale)
+    assert isinstance(spec, Table)
+    shown = {
+        (row.printed_row, metric)
+        for row in spec.rows
+        for metric in spec.columns
+        if metric in row.cells
+    }
+    left_out = {"heads", "embed_dim", "image_size"}
+    if place == "cvt/table-4":
+        left_out.add("parameters")
+    printed = {
+        (row, metric)
+        for row, numbers in published.rows(place).items()
+        for metric in numbers
+        if metric not in left_out
+    }
+    assert printed <= shown
+
+
+@pytest.mark.slow
+def test_a_table_is_carried_out_measured_and_written(tiny_scale, tmp_path, here):
+    out = tmp_path / "results"
+    (record,) = reproduce("convit/table-5", tiny_scale, out, executor=here, quiet=True)
+    assert len(here.performed) == 4
+    cell = record["rows"][1]["cells"][1]
+    assert cell["paper"]["value"] == 73.1
+    assert cell["n"] == 2 and set(cell["by_seed"]) == {"0", "1"}
+    assert record["provenance"]["finished"] == 4
+    assert record["provenance"]["seeds"] == [0, 1]
+    assert torch.__version__.startswith(record["provenance"]["packages"][0]["torch"])
+    files = {path.name for path in (out / "digits").iterdir()}
+    assert files == {f"convit-table-5.{kind}" for kind in ("json", "md", "csv", "html")}
+    assert json.loads((out / "digits" / "convit-table-5.json").read_text()) == record
+    # Again: the same without a single run or measure.
+    again = reproduce("convit/table-5", tiny_scale, out, executor=here, quiet=True)
+    assert len(here.performed) == 4
+    assert again[0]["rows"] == record["rows"]
+
+    folder = out / "digits"
+    runs = find("convit/table-5")[0].build(tiny_scale).runs
+    top1 = [run.result()["top1"] for run in runs if run.config.model.name == "convit_nano"]
+    lines = list(csv.DictReader(io.StringIO((folder / "convit-table-5.csv").read_text())))
+    line = next(x for x in lines if x["row"] == "ConViT-S" and x["column"] == "no mask")
+    assert float(line["mean"]) == pytest.approx(sum(top1) / 2)
+    assert float(line["paper"]) == 73.1
+    shown = f"{sum(top1) / 2:.1f} ± {record['rows'][1]['cells'][1]['half_width']:.1f}"
+    assert shown in (folder / "convit-table-5.md").read_text()
+    assert shown in (folder / "convit-table-5.html").read_text()
+
+
+@pytest.mark.slow
+def test_figures_are_drawn_from_runs(tiny_scale, tmp_path, here):
+    for name in ("convit/figure-5", "convit/figure-6", "convit/figure-3", "convit/figure-17",
+                 "convit/figure-15"):  # fmt: skip
+        (record,) = reproduce(name, tiny_scale, tmp_path, executor=here, quiet=True)
+        assert (tmp_path / "digits" / record["picture"]).stat().st_size > 1000, name
+    curves = json.loads((tmp_path / "digits" / "convit-figure-6.json").read_text())
+    gates = curves["panels"][0]["series"][-1]
+    # σ(1) before the first step, for every head and seed.
+    assert gates["mean"][0] == pytest.approx(0.7310586, abs=1e-6)
+    assert gates["half_width"][0] == pytest.approx(0, abs=1e-6)
+    assert gates["n"] == 2
+
+
+def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path, here):
+    broken = {"DeiT*": {"optim.name": "no_such_optimiser"}}
+    scale = dataclasses.replace(tiny_scale, settings=tiny_scale.settings | broken)
+    (record,) = reproduce("convit/table-5", scale, tmp_path, executor=here, quiet=True)
+    deit, convit = record["rows"]
+    assert all("no_such_optimiser" in cell["empty"] for cell in deit["cells"])
+    assert all(cell["empty"] is None for cell in convit["cells"])
+    assert record["claims"][0]["verdict"] == NOT_RUN
+    text = (tmp_path / "digits" / "convit-table-5.md").read_text()
+    assert "— [1]" in text and "no_such_optimiser" in text
+
+
+def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_path, here):
+    (record,) = reproduce(
+        "cvt/table-3", "imagenet", tmp_path, runs=tmp_path / "runs", executor=here, quiet=True
+    )
+    assert here.performed == []
+    cells = {row["label"]: row["cells"][2] for row in record["rows"]}
+    assert "needs the folder of imagenet" in cells["CvT-13"]["empty"]
+    assert "needs the folder of ImageNet-1k" in cells["ResNet-50"]["empty"]
+    assert "timm does not have these weights" in cells["PVT-Small"]["empty"]
+    assert cells["CvT-13"]["paper"]["value"] == 81.6
+    counted = next(row["cells"][0] for row in record["rows"] if row["label"] == "CvT-21")
+    assert counted["mean"] == pytest.approx(31.62, abs=0.01)
+
+
+def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
+    reproduce("convit/table-2", "fashion", tmp_path, plan_only=True, seeds=1, fraction=0.05)
+    assert "2 runs: 0 finished, 0 to resume, 2 to start" in capsys.readouterr().out
+    reproduce("convit/table-2", "fashion", tmp_path, plan_only=True, seeds=7, fraction=0.05)
+    assert "14 runs: 0 finished" in capsys.readouterr().out  # the scale has five
+    with pytest.raises(UserError, match=r"fraction is 0.2; scale 'digits' has 0.05, 0.1"):
+        reproduce("convit/table-2", "digits", tmp_path, plan_only=True, fraction=0.2)
+    for name in ("convit/table-3", "convit"):
+        with pytest.raises(UserError, match=r"the same runs with fraction 0\.1 as without"):
+            reproduce(name, "digits", tmp_path, plan_only=True, fraction=0.1)
+    with pytest.raises(UserError, match=r"is on 0\.05, 0\.1 and 1 of the data"):
+        reproduce("beyond/initialisations", "digits", tmp_path, plan_only=True, fraction=0.3)
+
+
+@pytest.mark.parametrize("name", ["fashion", "fashion14"])
+def test_no_test_image_is_trained_on(name, fashion_mnist):
+    def pictures(source):
+        return {image.numpy().tobytes() for image in source.pixels}
+
+    scale = get_scale(name, Path("runs"))
+    runs = [run for item in experiments().values() for run in with_needs(item.build(scale).runs)]
+    wanted = {(run.config.data, run.config.seed) for run in runs}
+    wanted = {each for each in wanted if each[0].dataset == "fashion_mnist"}
+    test = pictures(open_data(DataConfig("fashion_mnist"), 0).val)
+    assert len(wanted) > 20 and len(test) == 40
+    for data, seed in wanted:
+        splits = open_data(data, seed)
+        assert pictures(splits.val) <= test and not pictures(splits.train) & test
+    # What settings are chosen by: images of neither.
+    for data, _ in wanted:
+        if data.train_part[1] <= 5 / 6:
+            pilot = open_data(replace(data, val_part=(5 / 6, 1.0)), 0)
+            assert not pictures(pilot.val) & (test | pictures(pilot.train))
+
+
+@pytest.mark.slow
+def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, tmp_path, here):
+    class WithoutWeights(type(here)):
+        """Takes the weights of a run away before the next one starts."""
+
+        def map(self, runs):
+            for outcome in super().map(runs):
+                yield outcome
+                for path in outcome.run.folder.glob("*/*"):
+                    path.unlink()
+
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("convit/table-5", scale, tmp_path, executor=WithoutWeights(), quiet=True)
+    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 6
+    again = reproduce("convit/table-5", scale, tmp_path, finished_only=True, quiet=True)
+    assert again[0]["rows"] == record["rows"]
+    rows = reproduce("convit/table-6", scale, tmp_path, finished_only=True, quiet=True)[0]["rows"]
+    assert all(cell["empty"] for row in rows for cell in row["cells"][:2])
+    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
+    assert "no weights" in drawing["empty"] and drawing["picture"] is None
+    (tmp_path / "digits" / "convit-figure-17.png").touch()  # as if drawn where the weights were
+    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
+    assert drawing["empty"] is None and drawing["picture"] == "convit-figure-17.png"
+
+
+def test_plan_only_starts_nothing(tiny_scale, tmp_path, here, capsys):
+    assert reproduce("convit/table-2", tiny_scale, tmp_path, plan_only=True, executor=here) == []
+    said = capsys.readouterr().out
+    assert "20 runs: 0 finished, 0 to resume, 20 to start" in said
+    assert "multiply-accumulates, about" in said
+    assert here.performed == [] and not (tmp_path / "digits").exists()
+
+
+def test_the_list_says_runs_and_status(tmp_path):
+    rows = list_experiments("digits", tmp_path, hours=False)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["convit/table-2"]["runs"] == 50
+    assert by_name["convit/table-2"]["status"] == "not run"
+    assert by_name["cvt/table-2"]["status"] == "needs no runs"
+    assert re.search(r"convit/table-3 +70 runs", show_list(rows))
+
+
+@pytest.mark.parametrize("row", ["b", "d", "f", "g"])
+def test_rows_without_gating_have_their_gates_frozen_at_zero(row):
+    rows = {label[0]: choices for label, choices in INGREDIENTS.items()}
+    model = build("convit_nano", **rows[row]["fields"])
+    for block in model.blocks[: model.config.gpsa_layers]:
+        assert not block.attn.gating.requires_grad
+        assert torch.count_nonzero(block.attn.gating) == 0
+
+
+@pytest.mark.slow
+def test_beyond_the_papers_runs_as_a_table(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("beyond/trained-convolutions", scale, tmp_path, executor=here, quiet=True)
+    assert len(record["rows"]) == 6
+    for row in record["rows"]:
+        assert [cell["empty"] for cell in row["cells"]] == [None] * 3, row["label"]
+
+
+@pytest.mark.slow
+def test_fine_tuning_starts_from_weights_of_other_classes(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("beyond/finetuning", scale, tmp_path, executor=here, quiet=True)
+    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 6
+    tuned = [run for run in here.performed if run.config.model.weights is not None]
+    assert len(tuned) == 4
+    for run in tuned:
+        (net,) = run.needs
+        assert run.config.model.weights == str(net.folder)
+        assert run.config.data.skip_classes == net.config.data.first_classes == 5
+
+
+def test_a_teacher_learns_from_images_that_no_student_sees(tiny_scale, tmp_path, here):
+    half = {"*": tiny_scale.settings["*"] | {"data.train_part": (0.0, 0.5)}}
+    scale = dataclasses.replace(tiny_scale, seeds=(0,), settings=tiny_scale.settings | half)
+    (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
+    taught = [run for run in here.performed if run.config.objective.teacher is not None]
+    (teacher,) = {run.folder: run for each in taught for run in each.needs}.values()
+    assert teacher in here.performed and teacher.task == TRAIN
+    assert teacher.result()["model"] == "timm/test_resnet"
+    assert {run.config.objective.teacher for run in taught} == {str(teacher.folder)}
+    pictures = []
+    for run in (teacher, taught[0]):
+        splits = open_data(run.config.data, run.config.seed)
+        pictures += [{splits.train.read(i).tobytes() for i in range(len(splits.train))}]
+        pictures += [{splits.val.read(i).tobytes() for i in range(len(splits.val))}]
+    # The digits have a few doubles among themselves.
+    assert len(pictures[0] & pictures[2]) < 10 and pictures[1] == pictures[3]
+    assert [row["label"] for row in record["rows"]] == ["DeiT-S", "ConViT-S+"]
+    for row in record["rows"]:
+        assert all(cell["empty"] is None for cell in row["cells"])
+
+
+@pytest.mark.slow
+def test_short_runs_are_compared_with_longer_ones_and_higher_rates(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (longer,) = reproduce("beyond/converged", scale, tmp_path, executor=here, quiet=True)
+    assert {run.result()["steps"] for run in here.performed} == {3, 6}
+    assert all(cell["empty"] is None for row in longer["rows"] for cell in row["cells"])
+    (rates,) = reproduce("beyond/position-rate", scale, tmp_path, executor=here, quiet=True)
+    sums, gates = ([row["cells"][n]["mean"] for row in rates["rows"]] for n in (0, 2))
+    assert [each / sums[0] for each in sums] == pytest.approx([1, 3, 10, 30])
+    away = [abs(gate - 0.7310586) for gate in gates]  # from σ(1), where all start
+    assert away == sorted(away) and 5 * away[0] < away[-1] < 40 * away[0]
+
+
+def test_the_summed_rate_is_that_of_the_schedule():
+    for name, steps in (("digits", 500), ("fashion", 1500)):
+        config = get_scale(name, Path("runs")).runs("ConViT-S", seeds=(0,))[0].config
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.optim.lr)
+        schedule = create_schedule(optimizer, make_plan(config, 1346))
+        total = 0.0
+        for step in range(steps):
+            schedule.step_update(step)
+            total += optimizer.param_groups[0]["lr"]
+        assert summed_rate(config).evaluate({}).by_seed[0] == pytest.approx(total, rel=1e-3)
+
+
+def test_without_images_of_its_own_there_is_no_teacher(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
+    assert not any(run.config.objective.teacher for run in here.performed)
+    assert {claim["verdict"] for claim in record["claims"]} == {UNTESTABLE}
+
+
+@pytest.mark.slow
+def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
+    tiny_scale, tmp_path, here
+):
+    sizes = {"*": 14, "CvT*": 28, "*CNN": 32}
+    settings = {roles: {"model.img_size": size} for roles, size in sizes.items()}
+    settings["*"] |= tiny_scale.settings["*"] | {"schedule.steps": 10}
+    scale = dataclasses.replace(tiny_scale, settings=settings, transfer_classes=7)
+    (record,) = reproduce("cvt/table-4", scale, tmp_path, executor=here, quiet=True)
+    assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 4
+    started = [run for run in here.performed if run.needs and "deit" in run.name]
+    assert [run.config.model.img_size for run in started] == [14, 18]
+    assert [run.config.data.skip_classes for run in started] == [7, 0]
+    tuned = [run for run in here.performed if run.needs]
+    assert {run.config.optim.name for run in tuned} == {"sgd"}
+    assert all(run.needs[0].config.data.first_classes == 7 for run in tuned)
+
+
+def test_early_is_a_number_of_steps_after_the_warm_up():
+    paper = ScheduleConfig(epochs=300, steps=None, warmup=5)
+    assert early(paper) == 20
+    short = ScheduleConfig(steps=1500, warmup=150)
+    assert early(short) == 225 > short.warmup
+
+
+@pytest.mark.slow
+def test_uniform_attention_has_its_line_in_figures_of_nonlocality(tiny_scale, tmp_path, here):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce("convit/figure-5", scale, tmp_path, executor=here, quiet=True)
+    line = record["panels"][0]["series"][-1]
+    assert line["label"] == "uniform attention" and line["dashed"]
+    assert line["mean"][0] == pytest.approx(2.008, abs=5e-4)  # on 4×4 patches
+
+
+def test_figure_3_shows_the_corners_of_the_kernel_in_the_papers_order():
+    offsets = kernel_offsets(3)[corner_heads(9)].tolist()
+    assert offsets == [[-1, 1], [-1, -1], [1, 1], [1, -1]]
+
+
+@pytest.mark.parametrize("name", ["convit/figure-4", "cvt/figure-2", "cvt/figure-3"])
+def test_architectures_are_drawn_from_the_models_built(name):
+    figure = find(name)[0].build(get_scale("digits", Path("runs"))).draw([])
+    shown = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
+    expected = {
+        "convit/figure-4": ("10 × gated positional", "196 tokens × 432", "v_pos 9×3"),
+        "cvt/figure-2": ("10 × attention over conv", "3136 tokens × 64", "7×7, stride 4"),
+        "cvt/figure-3": ("stride 2, linear 7×7", "queries: linear 14×14"),
+    }[name]
+    shown = " ".join(shown.split())
+    for text in expected:
+        assert text in shown, (text, shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "count"), [("beyond/transformed", 8), ("beyond/initialisations", 9)]
+)
+def test_starts_are_compared(tiny_scale, tmp_path, here, name, count):
+    scale = dataclasses.replace(tiny_scale, seeds=(0,))
+    (record,) = reproduce(name, scale, tmp_path, executor=here, quiet=True, fraction=1.0)
+    assert len(record["rows"]) == count
+    for row in record["rows"]:
+        assert all(cell is None or cell["empty"] is None for cell in row["cells"]), row["label"]
+    starts = {run.config.model.weights for run in here.performed} - {None}
+    assert {Path(start).parent for start in starts} == {tmp_path / "runs"}
