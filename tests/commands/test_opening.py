@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import replace
-
 import pytest
 import timm
 import torch
-import yaml
 from PIL import Image
 
 import locality
-from locality.checkpoints import KEY_MAPS, export, hub, load, open_model, save
+from locality.checkpoints import KEY_MAPS, export, hub, load, save
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
@@ -130,16 +126,6 @@ def test_settings_reach_every_opener(inputs, given, capsys):
     words = ["predict", image, "--model", inputs["file"], "--set", "num_heads=2"]
     assert main(words) == 2
     assert "weights do not fit" in capsys.readouterr().err
-
-
-def test_runs_of_earlier_versions_prepare_images_as_they_did(given, tmp_path):
-    """They said under `augment` how images are resized and normalised."""
-    shutil.copytree(given / "run", tmp_path / "run")
-    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    config["augment"] |= config.pop("input") | {"interpolation": "random", "crop_pct": 0.7}
-    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
-    now, then = (open_model(root / "run").preprocessing for root in (given, tmp_path))
-    assert then == replace(now, interpolation="bicubic", crop_pct=0.7)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Weights: everyone's formats, our own format, public weights by name, opening and export.
+"""Loading, converting, saving and exporting weights; public weights by name.
 
-Names are imported when they are first used: which public weights there are is told without torch.
+Names are imported when they are first used, so that public weights can be listed without torch.
 """
 
 from __future__ import annotations

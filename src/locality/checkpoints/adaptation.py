@@ -32,7 +32,7 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     Position embeddings are resampled bicubically to the model's image size (relative encodings need
     nothing). The first convolution is adapted to another number of channels as timm does: summed
     over the channels for one, repeated and rescaled for more. A classifier for another number of
-    classes keeps the fresh weights it has. Each is said in the log. Everything between has to fit
+    classes keeps the fresh weights it has. Each change is logged. Everything between has to fit
     exactly, and nothing is assigned before everything has been checked. Files in our own
     format say what shapes do not tell (heads, strides, the scale of attention), and the model has
     to agree. Weights of a convolutional network go into a model that has attention in the place of

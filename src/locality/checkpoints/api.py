@@ -26,7 +26,7 @@ def open_model(
     entry: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Classifier:
-    """Open whatever images can be classified with.
+    """Open a trained model or an exported graph as a `Classifier`.
 
     Args:
         what: as `read`, or an `.onnx` file.
@@ -54,7 +54,7 @@ def load(
     entry: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ImageClassifier:
-    """The model of whatever has one, in evaluation mode; as `open_model`, without the rest.
+    """Load a trained model, in evaluation mode; as `open_model`, without the rest.
 
     Raises:
         FileNotFoundError, UserError: as `read`, or if `what` is an exported graph.

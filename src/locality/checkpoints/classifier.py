@@ -21,13 +21,13 @@ _MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class Classifier:
-    """Something that turns images into logits, and what one has to know to use it.
+    """A model or graph with its preprocessing and class names.
 
     Attributes:
-        name: for people.
+        name: shown to users.
         logits: (B, C, H, W) normalised floats → (B, classes), without gradients.
-        preprocessing: what images have to go through.
-        classes: names in the order of the logits, or None where nobody said.
+        preprocessing: of the images.
+        classes: names in the order of the logits, or None if unknown.
         model: the PyTorch model, or None for an ONNX graph.
     """
 

@@ -1,4 +1,4 @@
-"""Taking a model elsewhere: in another format, as ONNX, a program of torch.export, or a Space."""
+"""Export: to another format of weights, to ONNX, to torch.export, and to a Space."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def convert(
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> str:
-    """Read a model from wherever it is and write it in a format of one's choice.
+    """Read a model from any source and write it in the format `to`.
 
     Args:
-        source: whatever `locality.load` takes.
+        source: as for `locality.load`.
         target: a folder (only for our own format) if it has no ending, else a `.safetensors` file
             or a PyTorch file (`.pth`, `.pt`, `.bin`).
         to: the format to write, one of `KEY_MAPS`.
-        model: the name of the architecture, where the weights alone cannot tell it; refused where
-            they tell another.
+        model: the name of the architecture, where it cannot be inferred from the weights; refused
+            if they are of another.
         entry: which state dict to take from a training checkpoint that holds several.
         overwrite: replace `target` if it is there.
         settings: fields of the model's configuration that stand above what the source says.

@@ -46,13 +46,13 @@ CONFIG_CLASSES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model at rest: its architecture, its weights, and what one has to know to use it.
+    """A saved model: its architecture, weights, preprocessing and class names.
 
     Attributes:
         config: the complete architecture.
         state: the weights, under our names.
         name: of the variant it was made from, or None.
-        preprocessing: what its images have to go through, or None where nobody said.
+        preprocessing: of its images, or None if unknown.
         classes: the names of its classes in the order of the logits, or None.
         format: the format the file had.
         figures: what was measured of it, for the model card, such as a run's `result.json`.

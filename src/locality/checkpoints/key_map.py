@@ -21,7 +21,7 @@ from locality.errors import UserError
 from locality.models.config import CvTConfig, ViTConfig, token_grid
 from locality.settings import from_dict, to_dict
 
-# Our settings that a CvT's weights do not tell → Microsoft's; transformers' in small letters.
+# Our settings that a CvT's weights do not specify → Microsoft's; transformers' in small letters.
 MICROSOFT_SETTINGS = {
     "num_heads": "NUM_HEADS",
     "embed_stride": "PATCH_STRIDE",
@@ -38,7 +38,7 @@ class KeyMap:
 
     Attributes:
         name: as given to `convert`.
-        title: whose it is, for people.
+        title: whose it is, in messages.
         marks: parts of tensor names that only this key map has; all of them are there.
         absent: parts that this key map's tensors never have.
         renames: what to replace in our name of a tensor, one after the other, as (pattern, by).
@@ -56,23 +56,23 @@ class KeyMap:
     """The configurations of the models it holds; None for all."""
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> Any:
-        """The architecture of weights in this key map, read from the shapes.
+        """The architecture of weights with these keys, inferred from their shapes.
 
         Args:
             state: the weights.
             settings: fields of the configuration that the reader has set, under our names.
 
         Raises:
-            UserError: if a tensor that tells is missing, or the weights do not tell enough.
+            UserError: if a required tensor is missing, or shapes do not determine the architecture.
         """
         raise UserError("these weights do not say which model they are of; give the model's name")
 
     def unspecified(self, config: Any) -> dict[str, Any]:
-        """The settings that weights in this key map do not tell."""
+        """The settings that weights with these keys do not specify."""
         return {}
 
     def dropped(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of theirs that means nothing, and that ours therefore lack."""
+        """The shape of each of their tensors that has no effect, and that ours therefore lack."""
         return {}
 
     def accepted(self, config: Any) -> dict[str, tuple[Any, ...]]:
@@ -111,7 +111,7 @@ class KeyMap:
         return state[self.rename(name)]
 
     def to_native(self, state: State, config: Any) -> dict[str, Tensor]:
-        """Weights in this key map → ours.
+        """Weights with these keys → ours.
 
         Raises:
             UserError: if a name is missing or unknown, or a shape differs from `config`'s.
@@ -122,7 +122,7 @@ class KeyMap:
         return {name: self.read(name, state, config) for name in blank}
 
     def from_native(self, state: State, config: Any) -> dict[str, Tensor]:
-        """Our weights → this key map. What means nothing there is written as zero.
+        """Our weights → these keys. Tensors without an effect are written as zeros.
 
         Raises:
             UserError: if it cannot hold such a model, or `state` does not fit `config`.
@@ -155,7 +155,7 @@ class KeyMap:
     def configuration(
         self, state: State, like: Any = None, settings: Mapping[str, Any] = {}
     ) -> Any:
-        """The architecture of weights in this key map, taken from `like` where one is given.
+        """The architecture of weights with these keys, taken from `like` where one is given.
 
         Args:
             state: the weights.
@@ -163,7 +163,7 @@ class KeyMap:
             settings: fields of the configuration, under our names, that stand above both.
 
         Raises:
-            UserError: if the weights do not tell it, or `like` is of the other family.
+            UserError: if it cannot be inferred, or `like` is of the other family.
         """
         # Our own names say by themselves which family they are of.
         cvt = any(name.startswith("stages.") for name in state)
@@ -190,13 +190,16 @@ class KeyMap:
         return len(state.get(self.rename("head.weight"), ()))
 
     def require_tensor(self, state: State, name: str) -> Tensor:
-        """What tells the architecture: the tensor that we call `name`.
+        """The tensor that we call `name`, from whose shape the architecture is inferred.
 
         Raises:
             UserError: if it is missing.
         """
         if self.rename(name) not in state:
-            raise UserError(f"these weights have no {self.rename(name)}, which tells the model")
+            raise UserError(
+                f"these weights have no {self.rename(name)}, from which the architecture is "
+                f"inferred"
+            )
         return state[self.rename(name)]
 
     def format_settings(self, settings: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""What somebody named, as a model or to write to, told from the name: nothing is opened.
+"""The registry of public weights, and the kinds of names and files that are accepted.
 
-Among it the table of public weights: where they are, how they want their images, what they reach.
+Nothing is opened here. Each row has where the weights are, their preprocessing and their accuracy.
 A name of these is the model's, a dot, and a tag for who trained it on what: `convit_tiny.fb_in1k`.
 The first tag of a model is what `create_model(model, pretrained=True)` loads.
 """
@@ -84,8 +84,7 @@ def is_run_folder(path: Path | str) -> bool:
 
 
 def detect_kind(what: Path | str) -> Kind:
-    """What kind of thing is named: an ONNX graph, a run folder, another file or folder, public
-    weights, a model of timm's, or a repository on the hub.
+    """The kind of source that a path or name stands for.
 
     Whatever looks like a path is one, and has to be there: the hub is asked for nothing else than
     "user/name".

@@ -1,7 +1,7 @@
-"""A model at rest, from what somebody typed, wherever it is.
+"""From a path or a name to a checkpoint.
 
-In a run folder, a saved folder or file, anyone's weights, under the name of public weights or of a
-model of timm's, or on the Hugging Face hub.
+Run folders, saved folders, weight files of any known format, public weights, timm's models, and
+repositories on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def read(
     *,
     like: Any = None,
 ) -> Checkpoint:
-    """A model at rest, from wherever it is.
+    """The checkpoint of a model, wherever it is.
 
     Args:
         what: a run folder, a folder or file of weights of any format, the name of public weights,
             "timm/" and the name of a model of timm's with its weights, or a repository on the
             Hugging Face hub ("user/name").
-        variant: the name of the architecture, where the weights alone cannot tell it; refused
-            where they tell another.
+        variant: the name of the architecture, where it cannot be inferred from the weights;
+            refused if they are of another.
         entry: which state dict to take from a training checkpoint that holds several.
         settings: fields of the model's configuration that stand above what `what` says.
         like: the configuration of the model they are for, in place of `variant`; image size,
@@ -78,7 +78,7 @@ def read(
     like = like if variant is None else factory.variant(variant).config
     settings = native_setting_names(settings)
     if kind == "run":
-        found = _run(path)
+        found = _from_run(path)
     elif kind == "path":
         found = _from_weights(path, like, entry, settings)
     elif kind == "public":
@@ -94,7 +94,7 @@ def read(
     return found if variant is None else _check_variant(found, variant, what, settings)
 
 
-def _run(folder: Path) -> Checkpoint:
+def _from_run(folder: Path) -> Checkpoint:
     """The latest weights of a run, with how its images are prepared, its classes and its result.
 
     The averaged weights if the run keeps an average, since those are what it was evaluated by.
@@ -113,20 +113,13 @@ def _run(folder: Path) -> Checkpoint:
         fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})
         config = factory.named(name, fields)
     weights = state["model"] if state["ema"] is None else state["ema"]
-    preprocessing = _run_preprocessing(content, config.img_size)
+    given = (content.get("input") or {}) | {"img_size": config.img_size}
+    preprocessing = from_dict(Preprocessing, given, "input")
     return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
 
 
 PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-"""What decides, beside the size, how images are prepared: a run's `input`, or timm's own words."""
-
-
-def _run_preprocessing(content: dict[str, Any], img_size: Any) -> Preprocessing:
-    given = (content.get("augment") or {}) | (content.get("input") or {})
-    if given.get("interpolation") in (None, "random"):  # the latter for training alone
-        given["interpolation"] = "bicubic"
-    fields = {name: given[name] for name in PREPROCESSING_KEYS if name in given}
-    return from_dict(Preprocessing, fields | {"img_size": img_size}, "input")
+"""The fields of `Preprocessing` that timm's configurations have under the same names."""
 
 
 def _from_weights(
@@ -134,7 +127,7 @@ def _from_weights(
 ) -> Checkpoint:
     """The weights of any known format in a file or folder, recognised by their names.
 
-    What they do not tell is taken to be as in the published models, and the log says so.
+    What they do not specify is assumed to be as in the published models, and logged.
     """
     folder = path.parent if path.name == WEIGHTS else path
     if _is_native_folder(folder):

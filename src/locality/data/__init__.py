@@ -1,4 +1,4 @@
-"""Images in: datasets, subsets, decoding, augmentation, and loaders that resume exactly.
+"""Datasets, subsets, decoding, augmentation, and loaders that resume at any step.
 
 Names are imported when they are first used, so that the configurations alone load without torch.
 """

@@ -48,7 +48,7 @@ _MAX_REPLACEMENTS = 100
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is given at once.
+    """One batch of images and targets.
 
     Attributes:
         images: (B, 3, H, W) float32, normalised.
@@ -75,14 +75,14 @@ class Batch:
 
 
 class UnreadableImage(NamedTuple):
-    """An image that could not be decoded: its name for people, and why."""
+    """The name of an image that could not be decoded, and why."""
 
     image: str
     reason: str
 
 
 class LoadedBatch(NamedTuple):
-    """What a worker sends: a batch, what was left out of it, and why there is none.
+    """What a worker sends: a batch, the images that it skipped, and an error instead of a batch.
 
     Errors travel as values: torch would wrap an exception's message in a worker's traceback.
     """

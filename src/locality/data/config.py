@@ -1,4 +1,4 @@
-"""What a run says about its data: which images, and how they are changed on the way in."""
+"""Configuration of data: the dataset, preprocessing and augmentation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 @dataclass(frozen=True)
 class Decoding:
-    """What may be chosen about decoding image files; see `locality.data.decoding`.
+    """Settings of decoding; see `locality.data.decoding`.
 
     Attributes:
         exif: turn and mirror the image as its EXIF orientation says.
@@ -159,7 +159,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes a model's input wherever nothing is random, in timm's terms.
+    """Deterministic preprocessing, in timm's terms.
 
     Attributes:
         img_size: pixels of the result, a number or (height, width); None is the model's own.

@@ -33,7 +33,7 @@ _MAX_TABLE_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class ImageFingerprint:
-    """Which images a run uses, as far as can be told cheaply.
+    """The fingerprint of a run's images.
 
     Attributes:
         labels: digest of the classes and of all labels in their order.
@@ -48,7 +48,7 @@ class ImageFingerprint:
 
     @classmethod
     def of(cls, splits: DataSplits) -> ImageFingerprint:
-        """Look at the images of a run, or at the sizes and times of their files."""
+        """Compute it from the images of a run, or from the sizes and times of their files."""
         labels = hashlib.sha256(json.dumps(splits.classes).encode())
         files = hashlib.sha256()
         for source in (splits.train, splits.val):
@@ -122,7 +122,7 @@ def duplicates(record: Path) -> list[list[str]] | None:
     """Names of files with the same content, in groups, from where a `ImageFingerprint.table` lies.
 
     Returns:
-        None if it tells files by their time of modification, as it does of large datasets.
+        None if files are compared by modification time, as those of large datasets are.
 
     Raises:
         UserError: if the file is something else.

@@ -1,4 +1,4 @@
-"""Which image comes at which position, and which images a run is given: randomness by position.
+"""Position-keyed randomness: the order of samples, subsets and splits.
 
 Everything random about the data is a function of (seed, stream, position): which image comes at a
 position, how it is augmented, what stands in for it when it cannot be read, which images make up a

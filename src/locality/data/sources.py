@@ -54,7 +54,7 @@ class ImageSource(ABC):
         """What to call image `index` when speaking to a person: a path where there is one."""
 
     def check_header(self, index: int) -> None:
-        """As far as can be told without decoding, make sure that image `index` can be read.
+        """Check image `index` without decoding it, as far as that is possible.
 
         Raises:
             BadImage: it cannot.
@@ -69,7 +69,7 @@ class ImageSource(ABC):
         return ()
 
     def read_or_raise(self, index: int) -> Image.Image:
-        """As `read`, for where a damaged image is nobody's to skip.
+        """As `read`, with a damaged image as an error that names it.
 
         Raises:
             UserError: the image cannot be decoded, naming it.

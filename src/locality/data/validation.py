@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 
 @dataclass
 class CheckReport:
-    """What was found in a folder.
+    """The report of `locality data check`.
 
     Attributes:
         folder: what was looked through.
@@ -117,7 +117,7 @@ class CheckReport:
 
 
 class ImageInfo(NamedTuple):
-    """What one file is: its digest, size and mode, or why it is none of that."""
+    """Digest, size and colour mode of an image, or the reason why it cannot be decoded."""
 
     digest: bytes
     width: int
@@ -135,7 +135,7 @@ def check(
     workers: int | None = None,
     progress: bool = True,
 ) -> CheckReport:
-    """Decode every image below `folder` and report what is wrong.
+    """Decode every image of a dataset and report its faults.
 
     Args:
         folder: with train/ and val/, or with class folders; or what another dataset is read from.

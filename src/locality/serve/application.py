@@ -1,4 +1,4 @@
-"""What is answered: a page, and the endpoints /predict and /attention.
+"""The FastAPI application: a page, and the endpoints /predict and /attention.
 
 An image is the body of a request, and a request has nothing else: no file is named, none is
 written. A few images at a time are decoded, and one is looked at, so that memory does not grow with

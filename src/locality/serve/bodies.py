@@ -1,4 +1,4 @@
-"""What a request sends: an image as it is, or as the file of a form, within limits.
+"""Request bodies: an image, or a form with one file, within limits.
 
 Nothing of it is written to a file.
 """
@@ -26,7 +26,7 @@ _MAX_HELD_BYTES = 500_000_000
 
 
 class RequestBodies:
-    """The bodies of all requests that are not answered yet, and how much memory they take."""
+    """The bodies of all open requests, and the memory that they take."""
 
     def __init__(self) -> None:
         self._held = 0

@@ -1,4 +1,4 @@
-"""Who is answered, and how long anybody is waited for: addresses, connections, Ctrl-C.
+"""The uvicorn server: host checks, timeouts and shutdown.
 
 A page that somebody visits can send requests to this machine, and with a name of its own that leads
 here it could read the answers. Hence a request has to name a host that is known, and what is posted
@@ -139,7 +139,7 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which ends in time whatever is being done."""
+    """uvicorn's server, which stops in time whatever it is doing."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         seconds = 0 if self.should_exit else _SHUTDOWN_SECONDS
