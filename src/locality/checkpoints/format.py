@@ -54,7 +54,7 @@ class Checkpoint:
         name: of the variant it was made from, or None.
         preprocessing: of its images, or None if unknown.
         classes: the names of its classes in the order of the logits, or None.
-        format: the format the file had.
+        key_map: the name of the key map that the file had.
         figures: what was measured of it, for the model card, such as a run's `result.json`.
     """
 
