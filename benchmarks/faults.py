@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, latest_state
+from locality.checkpoints.run_state import CheckpointFolder, DamagedCheckpoint, load_best_state
 from locality.errors import Interrupted
 from locality.files import write_atomic
 from locality.machine import describe_environment
@@ -287,7 +287,7 @@ def disturb(
         if gentle and code not in (143, 0):
             tally.wrong_exits.append(f"{fault}: exit code {code}")
         try:
-            latest_state(folder)
+            load_best_state(folder)
         except ValueError as error:
             if "no checkpoint yet" not in str(error):
                 tally.different.append(f"{folder.name}: {error}")
@@ -309,7 +309,7 @@ def compare(run: Path, reference: Path) -> str:
         return "not finished"
     if (run / "metrics.csv").read_bytes() != (reference / "metrics.csv").read_bytes():
         return "metrics.csv differs"
-    return first_difference(latest_state(run), latest_state(reference), "state")
+    return first_difference(load_best_state(run), load_best_state(reference), "state")
 
 
 def first_difference(one: Any, other: Any, where: str) -> str:

@@ -99,10 +99,10 @@ def readers_folder(tmp_path_factory) -> Path:
     # Public weights where `locality` looks for them first, under the names that pages use.
     public = folder / "home/weights"
     public.mkdir(parents=True)
-    for name, layout in (("convit_tiny.fb_in1k", "convit"), ("cvt_13.ms_in1k", "cvt-microsoft")):
+    for name, key_map in (("convit_tiny.fb_in1k", "convit"), ("cvt_13.ms_in1k", "cvt-microsoft")):
         model = create_model(name.partition(".")[0])
         save(model, folder / "own")
-        convert(folder / "own", folder / "foreign.pth", to=layout)
+        convert(folder / "own", folder / "foreign.pth", to=key_map)
         save_file(torch.load(folder / "foreign.pth"), public / f"{name}.safetensors")
         shutil.rmtree(folder / "own")
         (folder / "foreign.pth").rename(folder / f"{name.partition('.')[0]}.pth")

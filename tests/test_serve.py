@@ -167,7 +167,7 @@ def test_it_predicts_what_the_model_does(ask, model):
         assert status == 200
         told = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
         (row,) = classifier([Image.open(io.BytesIO(image)).convert("RGB")])
-        assert told == pytest.approx(classifier.most_likely(row), rel=1e-4)
+        assert told == pytest.approx(classifier.top_classes(row), rel=1e-4)
 
 
 def test_a_form_is_understood(ask, process):
@@ -286,7 +286,7 @@ def test_a_third_hostile_eight_at_a_time(ask, process):
 
 def test_too_many_bytes_at_once(monkeypatch):
     """What is refused is counted no longer, nor is what has been answered."""
-    monkeypatch.setattr(bodies, "_MOST_HELD", 100)
+    monkeypatch.setattr(bodies, "_MAX_HELD_BYTES", 100)
     held = bodies.Bodies()
 
     def sent(*pieces):

@@ -20,7 +20,7 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 TIMMS_OWN = set(timm.list_models())
 
 import locality.timm as registry  # noqa: E402
-from locality.checkpoints import LAYOUTS, SOURCES, create_model  # noqa: E402
+from locality.checkpoints import KEY_MAPS, SOURCES, create_model  # noqa: E402
 from locality.errors import UserError  # noqa: E402
 from locality.models import VARIANTS, build  # noqa: E402
 
@@ -325,7 +325,7 @@ def test_timm_adapts_head_channels_and_size_on_the_way(convit_file):
 def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
     held = SMALL_CVT | {"depth": (1, 2, 3), "activation": "gelu"}  # as its code demands
     source = build("cvt_13", **held).eval()
-    state = LAYOUTS["cvt-transformers"].from_ours(source.state_dict(), source.config)
+    state = KEY_MAPS["cvt-transformers"].from_native(source.state_dict(), source.config)
     save_file(state, tmp_path / "model.safetensors")
     model = timm.create_model(
         "locality_cvt_13",
@@ -340,6 +340,6 @@ def test_timm_loads_transformers_cvt_into_our_model(tmp_path):
 
 def test_weights_of_the_other_family_are_refused_by_name():
     deit, cvt = build("deit_nano"), build("cvt_nano")
-    state = LAYOUTS["deit"].from_ours(deit.state_dict(), deit.config)
+    state = KEY_MAPS["deit"].from_native(deit.state_dict(), deit.config)
     with pytest.raises(UserError, match="they are of a DeiT or ConViT, and it is a CvT"):
         registry.adapt_weights(state, cvt)

@@ -223,3 +223,24 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder to be made that holds something, or whose own folder is not there.
+
+    Raises:
+        UserError: naming it.
+    """
+    check_parent(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} is there already; give a new folder, or an empty one")
+
+
+def check_parent(path: Path | str | None) -> None:
+    """Refuse to write a file to a folder that is not there, before anything is computed.
+
+    Raises:
+        UserError: if it is not.
+    """
+    if path is not None and not Path(path).parent.is_dir():
+        raise UserError(f"there is no folder {Path(path).parent} to write {Path(path).name} to")

@@ -68,7 +68,8 @@ def _plain(value: Any) -> Any:
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """The configuration of type `cls` that `to_dict` turned into `values`.
 
-    What is missing takes its default.
+    What is missing takes its default. Settings that the class no longer has may still be there
+    with the value in its `REMOVED`, by which nothing changes.
 
     Args:
         cls: a configuration dataclass.
@@ -87,6 +88,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
         if name not in hints:
+            if (name, value) in getattr(cls, "REMOVED", ()):
+                continue
             raise _unknown(dotted, cls, f"{path}." if path else "")
         given[name] = _typed(hints[name], value, dotted)
     for field in fields:

@@ -18,10 +18,10 @@ from timm.models import (
 )
 from torch import Tensor
 
-from locality.checkpoints.finding import PREPARED
-from locality.checkpoints.foreign import recognise
-from locality.checkpoints.open import resample_positions
-from locality.checkpoints.where import SOURCES, Source
+from locality.checkpoints.adaptation import resample_pos_embeds
+from locality.checkpoints.foreign import detect_key_map
+from locality.checkpoints.registry import SOURCES, Source
+from locality.checkpoints.resolve import PREPROCESSING_KEYS
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
@@ -34,17 +34,17 @@ __all__: list[str] = []  # timm adds the names it registers
 
 
 def adapt_weights(state: dict[str, Tensor], model: ImageClassifier) -> dict[str, Tensor]:
-    """Weights of any layout under our names, position embeddings resampled to the model's size.
+    """Weights of any format under our names, position embeddings resampled to the model's size.
 
     The classifier and the first convolution are left to timm, which adapts them itself.
 
     Raises:
-        UserError: if they are of no known layout, or of another architecture than the model.
+        UserError: if they are of no known format, or of another architecture than the model.
     """
-    layout = recognise(state)
-    source = layout.configuration(state, model.config)
-    ours = layout.to_ours(state, source)
-    resample_positions(ours, source, model.config, model.state_dict())
+    key_map = detect_key_map(state)
+    source = key_map.configuration(state, model.config)
+    ours = key_map.to_native(state, source)
+    resample_pos_embeds(ours, source, model.config, model.state_dict())
     return ours
 
 
@@ -87,7 +87,7 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
         "input_size": (config.in_chans, *given.size),
         "num_classes": config.num_classes,
         "pool_size": config.grids(given.size)[-1],
-        **{name: getattr(given, name) for name in PREPARED},
+        **{name: getattr(given, name) for name in PREPROCESSING_KEYS},
         "fixed_input_size": not hierarchical,
         "first_conv": config.stem,
         "classifier": config.classifier,

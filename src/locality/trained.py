@@ -22,7 +22,8 @@ from locality.analysis.explorer import write_explorer
 from locality.analysis.pictures import data_url, high_resolution_crop, run_images
 from locality.analysis.recording import record_missing
 from locality.analysis.runs import RecordedRun, group, read_runs
-from locality.checkpoints.open import Classifier, open_model
+from locality.checkpoints.api import open_model
+from locality.checkpoints.classifier import Classifier
 from locality.data.folder import read_image
 from locality.errors import UserError
 from locality.figures import charts
@@ -87,7 +88,7 @@ class TrainedRun:
             image = read_image(Path(image), RunFolder(self.folder).config().data.decoding)
         (row,) = self.classifier([image])
         return Prediction(
-            self.classifier.most_likely(row, top),
+            self.classifier.top_classes(row, top),
             high_resolution_crop(self.classifier.preprocessing, image),
         )
 

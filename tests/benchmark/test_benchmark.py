@@ -99,8 +99,8 @@ def test_a_whole_benchmark():
 @pytest.mark.slow
 def test_the_loader_is_measured(tmp_path):
     result = run_loading(BenchmarkConfig(rounds=2, warmup=1), files=8, batch_size=4)
-    ours, fast, timm, torchvision = result["rows"]
-    assert ours["contender"] == "locality" and "fast" in fast["contender"]
+    ours, timm, torchvision = result["rows"]
+    assert ours["contender"] == "locality"
     assert all(row["images_per_second"] > 0 for row in result["rows"])
     assert timm["locality_is_times_as_fast"] > 0 and torchvision["middle_half"]
     json.dumps(result)

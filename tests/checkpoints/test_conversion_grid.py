@@ -1,7 +1,7 @@
-"""Every family × every option × every layout: the same function, or one sentence.
+"""Every family × every option × every format: the same function, or one sentence.
 
 The other side's function is computed by its own code where that is installed (timm, transformers),
-and for Microsoft's layout by a reference written from the description of its files.
+and for Microsoft's format by a reference written from the description of its files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import CvtConfig, CvtForImageClassification
 
-from locality.checkpoints import LAYOUTS, read, save
-from locality.checkpoints.reading import read_state
+from locality.checkpoints import KEY_MAPS, read, save
+from locality.checkpoints.safe_load import read_state
 from locality.cli import main
 from locality.models import build
 from locality.models.config import CvTConfig
@@ -247,19 +247,19 @@ def check(model, to: str, folder: Path, capsys, seen: dict[str, int]) -> None:
         return
     images = torch.randn(2, model.in_chans, *model.img_size)
     expected = model(images)
-    untold = LAYOUTS[to].untold(model.config)
-    assert all(f"{name}=" in out for name in untold), out
+    unspecified = KEY_MAPS[to].unspecified(model.config)
+    assert all(f"{name}=" in out for name in unspecified), out
     if to in REFERENCES:
         state, _ = read_state(target)
         torch.testing.assert_close(
             REFERENCES[to](state, images, model.config), expected, atol=1e-5, rtol=1e-5
         )
-    back = read(target, settings=json.loads(json.dumps(untold))).build()
+    back = read(target, settings=json.loads(json.dumps(unspecified))).build()
     torch.testing.assert_close(back(images), expected, atol=1e-6, rtol=1e-6)
     seen["equal"] += 1
 
 
-# How many of a family's options a layout can hold; all others are refused.
+# How many of a family's options a format can hold; all others are refused.
 EQUAL = {
     ("convit", "locality"): 25,
     ("convit", "convit"): 16,
@@ -274,7 +274,7 @@ EQUAL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", LAYOUTS)
+@pytest.mark.parametrize("to", KEY_MAPS)
 @pytest.mark.parametrize("family", ["convit", "deit", "cvt"])
 def test_every_option_is_equal_or_refused(family, to, tmp_path, randomise, capsys):
     seen = {"equal": 0, "refused": 0}
@@ -341,11 +341,11 @@ def test_microsofts_weights_and_settings_give_microsofts_logits(
     fields = {name: value for name, value in CVT.items() if name != "embedding"} | options
     model = randomise(build("cvt_13", **fields))
     images = torch.randn(2, 3, *model.img_size)
-    state = LAYOUTS["cvt-microsoft"].from_ours(model.state_dict(), model.config)
-    untold = LAYOUTS["cvt-microsoft"].untold(model.config)
+    state = KEY_MAPS["cvt-microsoft"].from_native(model.state_dict(), model.config)
+    unspecified = KEY_MAPS["cvt-microsoft"].unspecified(model.config)
     words = [
-        f"--set={LAYOUTS['cvt-microsoft'].settings.get(name, name)}={json.dumps(value)}"
-        for name, value in untold.items()
+        f"--set={KEY_MAPS['cvt-microsoft'].settings.get(name, name)}={json.dumps(value)}"
+        for name, value in unspecified.items()
     ]
     source = str(written(tmp_path, state))
     assert main(["convert", source, str(tmp_path / "ours"), *words]) == 0
@@ -374,7 +374,7 @@ def test_microsofts_weights_and_settings_give_microsofts_logits(
 )
 def test_settings_that_no_model_has_are_refused(words, sentence, tmp_path, capsys):
     model = build("cvt_nano")
-    state = LAYOUTS["cvt-microsoft"].from_ours(model.state_dict(), model.config)
+    state = KEY_MAPS["cvt-microsoft"].from_native(model.state_dict(), model.config)
     source = written(tmp_path, state)
     words = ["--set", "num_heads=1", *words]
     assert main(["convert", str(source), str(tmp_path / "ours"), *words]) == 2

@@ -16,12 +16,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from locality.checkpoints import (
-    LAYOUTS,
+    KEY_MAPS,
     SOURCES,
     Preprocessing,
     convert,
     create_model,
-    finding,
+    hub,
     load_weights,
     open_model,
     save,
@@ -119,21 +119,21 @@ def no_hub(monkeypatch):
 
 
 def test_offline_the_error_says_which_file_and_where_to_put_it(no_hub, monkeypatch):
-    monkeypatch.setattr(finding, "hf_hub_download", nowhere)
-    monkeypatch.setattr(finding.torch.hub, "download_url_to_file", lambda *a, **k: nowhere())
+    monkeypatch.setattr(hub, "hf_hub_download", nowhere)
+    monkeypatch.setattr(hub.torch.hub, "download_url_to_file", lambda *a, **k: nowhere())
     with pytest.raises(UserError) as caught:
         create_model("convit_tiny.fb_in1k", pretrained=True)
     message = str(caught.value)
     assert "https://huggingface.co/timm/convit_tiny.fb_in1k" in message
     assert "https://dl.fbaipublicfiles.com/convit/convit_tiny.pth" in message
-    assert str(finding.home() / "weights" / "convit_tiny.fb_in1k.safetensors") in message
+    assert str(hub.cache_dir() / "weights" / "convit_tiny.fb_in1k.safetensors") in message
     assert "\n" not in message
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(no_hub):
     """Its own client asks again for half a minute."""
     with pytest.raises(UserError, match="could not be downloaded"):
-        finding.find_weights(replace(source("convit_tiny"), url=None))
+        hub.locate_weights(replace(source("convit_tiny"), url=None))
     with pytest.raises(UserError, match="could not be loaded"):
         open_model("timm/vit_tiny_patch16_224")
     with pytest.raises(FileNotFoundError, match="no model could be fetched"):
@@ -150,9 +150,9 @@ def tiny_state():
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 def test_a_file_put_there_is_used(suffix, tiny_state, monkeypatch):
-    monkeypatch.setattr(finding, "hf_hub_download", nowhere)
+    monkeypatch.setattr(hub, "hf_hub_download", nowhere)
     reference, state = tiny_state
-    path = finding.home() / "weights" / f"convit_tiny.fb_in1k{suffix}"
+    path = hub.cache_dir() / "weights" / f"convit_tiny.fb_in1k{suffix}"
     path.parent.mkdir(parents=True)
     if suffix == ".pth":
         torch.save({"model": state}, path)
@@ -172,7 +172,7 @@ def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
         asked.append((repo, file))
         return str(tmp_path / file)
 
-    monkeypatch.setattr(finding, "hf_hub_download", fetched)
+    monkeypatch.setattr(hub, "hf_hub_download", fetched)
     opened = open_model("convit_tiny.fb_in1k")
     assert asked == [("timm/convit_tiny.fb_in1k", "model.safetensors")]
     assert opened.name == "convit_tiny.fb_in1k" and opened.preprocessing == Preprocessing(224)
@@ -180,37 +180,37 @@ def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
 
 
 def test_the_hubs_offline_switch_is_for_every_address(monkeypatch):
-    monkeypatch.setattr(finding.torch.hub, "download_url_to_file", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(hub.torch.hub, "download_url_to_file", lambda *a, **k: 1 / 0)
     with pytest.raises(UserError, match="could not be downloaded"):
-        finding.find_weights(source("convit_tiny"))
+        hub.locate_weights(source("convit_tiny"))
 
 
 def test_a_download_is_compared_with_its_published_hash(no_hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(finding, "hf_hub_download", nowhere)
+    monkeypatch.setattr(hub, "hf_hub_download", nowhere)
     model = create_model("deit_nano")
     file = tmp_path / "deit.pth"
-    torch.save(LAYOUTS["deit"].from_ours(model.state_dict(), model.config), file)
+    torch.save(KEY_MAPS["deit"].from_native(model.state_dict(), model.config), file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     row = replace(source("deit_tiny"), url=file.as_uri(), sha256=digest[:8])
-    found = finding.find_weights(row)
+    found = hub.locate_weights(row)
     assert found.read_bytes() == file.read_bytes()
     found.unlink()
     with pytest.raises(UserError, match=r"invalid hash value.*deadbeef"):
-        finding.find_weights(replace(row, sha256="deadbeef"))
+        hub.locate_weights(replace(row, sha256="deadbeef"))
     assert not list(found.parent.iterdir())
 
 
 def test_half_a_download_without_a_published_hash_is_not_kept(no_hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(finding, "hf_hub_download", nowhere)
+    monkeypatch.setattr(hub, "hf_hub_download", nowhere)
     file = tmp_path / "convit.pth"
     torch.save(create_model(NANO).state_dict(), file)
     row = replace(source("convit_tiny"), url=file.as_uri())
-    found = finding.find_weights(row)
+    found = hub.locate_weights(row)
     assert found.read_bytes() == file.read_bytes()
     found.unlink()
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UserError, match="no sound weight file"):
-        finding.find_weights(row)
+        hub.locate_weights(row)
     assert not list(found.parent.iterdir())
 
 
@@ -263,7 +263,7 @@ def test_another_image_size_gives_what_resampling_at_run_time_gives(
 
 def test_a_foreign_file_of_another_image_size(randomise, tmp_path):
     source_model = randomise(create_model("deit_nano", img_size=24))
-    state = LAYOUTS["deit"].from_ours(source_model.state_dict(), source_model.config)
+    state = KEY_MAPS["deit"].from_native(source_model.state_dict(), source_model.config)
     torch.save(state, tmp_path / "deit.pth")
     model = create_model("deit_nano", weights=tmp_path / "deit.pth").eval()
     images = torch.randn(2, 3, 8, 8)
@@ -271,12 +271,12 @@ def test_a_foreign_file_of_another_image_size(randomise, tmp_path):
         torch.testing.assert_close(model(images), source_model(images), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("layout", ["locality", "cvt-microsoft"])
-def test_cvt_takes_another_size_without_touching_a_tensor(layout, randomise, tmp_path, caplog):
+@pytest.mark.parametrize("key_map", ["locality", "cvt-microsoft"])
+def test_cvt_takes_another_size_without_touching_a_tensor(key_map, randomise, tmp_path, caplog):
     fields = {"depth": (1, 1, 1), "num_classes": 10}
     source_model = randomise(create_model("cvt_13", **fields))
     path = tmp_path / "cvt.pth"
-    torch.save(LAYOUTS[layout].from_ours(source_model.state_dict(), source_model.config), path)
+    torch.save(KEY_MAPS[key_map].from_native(source_model.state_dict(), source_model.config), path)
     with caplog.at_level(logging.INFO, logger="locality"):
         model = create_model("cvt_13", img_size=(64, 96), weights=path, **fields)
     assert caplog.text == ""
@@ -353,7 +353,7 @@ def test_settings_of_training_alone_may_differ(name, fields, tmp_path, assert_bi
 
 def test_weights_of_the_other_family_are_called_so(tmp_path):
     deit, cvt = create_model("deit_nano"), create_model("cvt_nano")
-    torch.save(LAYOUTS["deit"].from_ours(deit.state_dict(), deit.config), tmp_path / "deit.pth")
+    torch.save(KEY_MAPS["deit"].from_native(deit.state_dict(), deit.config), tmp_path / "deit.pth")
     torch.save(cvt.state_dict(), tmp_path / "cvt.pth")
     for file, other in (("deit.pth", "cvt_nano"), ("cvt.pth", "deit_nano")):
         with pytest.raises(UserError, match=r"of a (DeiT or ConViT|CvT), and it is a"):

@@ -98,7 +98,6 @@ def test_a_file_in_the_place_of_the_run_folder(tmp_path, capsys):
         (["export", "nowhere", "out.onnx"], "nowhere"),
         (["data", "chek", "."], "did you mean check"),
         (["data", "check", "nowhere"], "nowhere"),
-        (["data", "pack", "."], "needs OUT"),
         (["demo", "--seeds=0"], "seeds is 0"),
     ],
 )

@@ -12,8 +12,8 @@ import sys
 import pytest
 from PIL import Image
 
-from locality.checkpoints import LAYOUTS
-from locality.checkpoints.where import LAYOUT_NAMES
+from locality.checkpoints import KEY_MAPS
+from locality.checkpoints.registry import KEY_MAP_NAMES
 from locality.cli import COMMANDS, load_command, main
 from locality.commands.parsing import Parser
 from locality.settings import to_yaml
@@ -104,7 +104,6 @@ MISTAKES = [
     ("data chek photos", "did you mean check"),
     ("data check photos --workers 0", "workers is 0; give a whole number, at least 1"),
     ("reproduce all --threads 0", "threads is 0; give a whole number, at least 1"),
-    ("data pack photos", "needs OUT"),
     ("recipes deit_3000", "did you mean deit_300"),
     ("models --famly cvt", "did you mean --family?"),
     ("models --family convt", "unknown family 'convt'; did you mean convit"),
@@ -145,7 +144,6 @@ WAYS = {
     ),
     "benchmark --all": "variant entry set loader against output",
     "data check photos": "",
-    "data pack photos packed": "workers dataset",
     "reproduce all": "json list",
     "reproduce all --finished": "json list dry_run jobs threads executor",
     "reproduce all --dry_run": "json list finished recorded",
@@ -324,4 +322,4 @@ def test_every_way_is_of_a_command_and_every_command_has_one():
 
 
 def test_layouts_are_told_without_opening_their_modules():
-    assert list(LAYOUTS) == list(LAYOUT_NAMES)
+    assert list(KEY_MAPS) == list(KEY_MAP_NAMES)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import replace
-
 import pytest
 import timm
 import torch
-import yaml
 from PIL import Image
 
 import locality
-from locality.checkpoints import LAYOUTS, export, finding, load, open_model, save
+from locality.checkpoints import KEY_MAPS, export, hub, load, save
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
@@ -48,7 +44,7 @@ def given(tmp_path_factory):
     assert main(["train", "digits", "--output", str(root / "run"), *words.split()]) == 0
     model = load(root / "run")
     save(model, root / "saved")
-    state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
+    state = KEY_MAPS["convit"].from_native(model.state_dict(), model.config)
     torch.save(state, root / "weights.pth")
     Image.new("RGB", (8, 8), "white").save(root / "image.png")
     return root
@@ -64,12 +60,12 @@ def graph(given):
 def inputs(given, tmp_path, monkeypatch):
     """What may be typed: eight kinds, and a file that is not there."""
     monkeypatch.setattr(
-        finding, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
+        hub, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
     )
     tiny = build("convit_tiny")
     monkeypatch.setenv("LOCALITY_HOME", str(tmp_path / "home"))
     (tmp_path / "home/weights").mkdir(parents=True)
-    state = LAYOUTS["convit"].from_ours(tiny.state_dict(), tiny.config)
+    state = KEY_MAPS["convit"].from_native(tiny.state_dict(), tiny.config)
     torch.save(state, tmp_path / "home/weights/convit_tiny.fb_in1k.pth")
     theirs = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda *a, pretrained=False, **kw: theirs(*a, **kw))
@@ -130,16 +126,6 @@ def test_settings_reach_every_opener(inputs, given, capsys):
     words = ["predict", image, "--model", inputs["file"], "--set", "num_heads=2"]
     assert main(words) == 2
     assert "weights do not fit" in capsys.readouterr().err
-
-
-def test_runs_of_earlier_versions_prepare_images_as_they_did(given, tmp_path):
-    """They said under `augment` how images are resized and normalised."""
-    shutil.copytree(given / "run", tmp_path / "run")
-    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    config["augment"] |= config.pop("input") | {"interpolation": "random", "crop_pct": 0.7}
-    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
-    now, then = (open_model(root / "run").preprocessing for root in (given, tmp_path))
-    assert then == replace(now, interpolation="bicubic", crop_pct=0.7)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 from locality.data import AugmentConfig, Preprocessing, open_data, train_loader
 from locality.data.config import DataConfig
-from locality.data.preprocessing import affine_maps, warp
+from locality.data.preprocessing import affine_matrices, warp
 
 MIDDLE = torch.full((1, 4), 0.5)
 
@@ -19,7 +19,7 @@ def image(height=8, width=8):
 def test_the_middle_of_every_range_is_the_identity():
     pixels = image(6, 10).to(torch.uint8)
     torch.testing.assert_close(
-        warp(pixels, affine_maps(MIDDLE, 30.0)), pixels.float(), atol=1e-3, rtol=0
+        warp(pixels, affine_matrices(MIDDLE, 30.0)), pixels.float(), atol=1e-3, rtol=0
     )
 
 
@@ -27,7 +27,7 @@ def test_a_quarter_turn_is_that_of_the_pixels():
     uniform = MIDDLE.clone()
     uniform[0, 0] = 1.0
     pixels = image()
-    turned = warp(pixels, affine_maps(uniform, 90.0))
+    turned = warp(pixels, affine_matrices(uniform, 90.0))
     torch.testing.assert_close(turned, torch.rot90(pixels.float(), 1, (2, 3)), atol=2e-2, rtol=0)
 
 
@@ -35,7 +35,7 @@ def test_a_turn_keeps_angles_where_images_are_not_square():
     uniform = MIDDLE.clone()
     uniform[0, 0] = 1.0
     pixels = image(8, 16)
-    turned = warp(pixels, affine_maps(uniform, 90.0))
+    turned = warp(pixels, affine_matrices(uniform, 90.0))
     # The inner square is turned; what comes from above and below the image is black.
     inner = torch.rot90(pixels[..., 4:12].float(), 1, (2, 3))
     torch.testing.assert_close(turned[..., 4:12], inner, atol=0.1, rtol=0)
@@ -44,7 +44,9 @@ def test_a_turn_keeps_angles_where_images_are_not_square():
 
 @pytest.mark.parametrize("strength", [5.0, 20.0])
 def test_strength_bounds_the_angle_and_the_area(strength):
-    maps = affine_maps(torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)), strength)
+    maps = affine_matrices(
+        torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)), strength
+    )
     matrix = maps[:, :, :2]
     angle = torch.atan2(matrix[:, 1, 0], matrix[:, 0, 0]).rad2deg()
     area = torch.linalg.det(matrix).log()

@@ -1,7 +1,6 @@
-"""Packed folders give the same images in the same order; foreign layouts are understood."""
+"""Folders of Arrow and Parquet files, as `datasets` and others write them."""
 
 import io
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from locality.data import (
     Preprocessing,
     check,
     open_data,
-    pack,
     train_loader,
 )
 from locality.errors import UserError
@@ -59,16 +57,21 @@ def shades(source):
     return [source.read(index).getpixel((0, 0))[0] for index in range(len(source))]
 
 
+def saved(folder):
+    """An image folder as `datasets` saves it."""
+    datasets.load_dataset("imagefolder", data_dir=str(folder)).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_packed_folder_trains_as_the_folder_did(train_val, workers):
-    out = train_val / "packed"
-    assert pack(train_val, out, progress=False) == {"train": 18, "val": 6}
-    before, after = opened("folder", train_val), opened("arrow", out)
+def test_a_saved_image_folder_trains_as_the_folder_did(train_val, workers):
+    before, after = opened("folder", train_val), opened("arrow", saved(train_val))
     assert after.classes == before.classes
     assert np.array_equal(after.train.labels, before.train.labels)
     assert np.array_equal(after.val.labels, before.val.labels)
     for index in (0, 7, 17):
         assert after.train.read_bytes(index) == before.train.read_bytes(index)
+    assert after.train.describe(17).endswith("train[17] (005.png)")
     settings = {"batch_size": 6, "seed": 0, "stop_step": 3, "workers": workers}
     for a, b in zip(
         train_loader(before.train, AugmentConfig(), Preprocessing(8), **settings),
@@ -78,64 +81,9 @@ def test_a_packed_folder_trains_as_the_folder_did(train_val, workers):
         assert torch.equal(a.images, b.images) and torch.equal(a.targets, b.targets)
 
 
-def test_packed_images_are_checked_one_by_one(train_val):
-    pack(train_val, train_val / "packed", progress=False)
-    report = check(train_val / "packed", dataset="arrow", progress=False)
+def test_rows_are_checked_one_by_one(train_val):
+    report = check(saved(train_val), dataset="arrow", progress=False)
     assert report.ok and report.images == {"train": 18, "val": 6}
-
-
-def test_packing_into_many_files(train_val):
-    out = train_val / "packed"
-    pack(train_val, out, shard_bytes=1500, progress=False)
-    files = sorted(os.listdir(out / "train"))
-    assert len(files) > 2 and files[0] == f"data-00000-of-{len(files):05d}.arrow"
-    before, after = opened("folder", train_val).train, opened("arrow", out).train
-    assert [after.read_bytes(i) for i in range(18)] == [before.read_bytes(i) for i in range(18)]
-    assert after.describe(17).endswith("train[17] (cat/005.png)")
-
-
-def test_one_folder_is_packed_whole_and_split_the_same(tmp_path, class_folders):
-    class_folders(tmp_path / "in", {"a": 5, "b": 5})
-    assert pack(tmp_path / "in", tmp_path / "out", progress=False) == {"train": 10}
-    before, after = opened("folder", tmp_path / "in"), opened("arrow", tmp_path / "out")
-    assert np.array_equal(before.val.indices, after.val.indices)
-
-
-def test_others_can_read_what_was_packed(train_val):
-    pack(train_val, train_val / "packed", progress=False)
-    theirs = datasets.load_dataset("arrow", data_dir=str(train_val / "packed"), split="train")
-    assert theirs.features["label"].names == ["ant", "bee", "cat"]
-    assert theirs[17]["image"].size == (10, 12) and theirs[17]["label"] == 2
-
-
-def test_an_empty_class_keeps_its_number_when_packed(train_val):
-    for part in ("train", "val"):
-        (train_val / part / "bat").mkdir()
-    pack(train_val, train_val / "packed", progress=False)
-    splits = opened("arrow", train_val / "packed")
-    assert splits.classes[1] == "bat" and set(splits.train.labels) == {0, 2, 3}
-
-
-def test_packing_leaves_nothing_half_done(train_val):
-    (train_val / "val" / "cat" / "000.png").unlink()
-    (train_val / "val" / "cat" / "000.png").symlink_to("gone")
-    before = sorted(os.listdir(train_val))
-    with pytest.raises(UserError, match=r"000\.png: the file cannot be read"):
-        pack(train_val, train_val / "packed", progress=False)
-    assert sorted(os.listdir(train_val)) == before
-
-
-def test_packing_overwrites_nothing(train_val):
-    with pytest.raises(UserError, match="exists already"):
-        pack(train_val, train_val / "val", progress=False)
-
-
-def test_a_damaged_image_stays_damaged(train_val):
-    broken = train_val / "train" / "ant" / "000.png"
-    broken.write_bytes(broken.read_bytes()[:50])
-    pack(train_val, train_val / "packed", progress=False)
-    with pytest.raises(BadImage, match="damaged"):
-        opened("arrow", train_val / "packed").train.read(0)
 
 
 def test_a_folder_saved_by_datasets(tmp_path):
@@ -272,11 +220,10 @@ def test_no_training_part(tmp_path):
         opened("arrow", tmp_path)
 
 
-def test_files_of_two_formats(tmp_path, train_val):
-    pack(train_val, tmp_path / "both", progress=False)
-    write_parquet(tmp_path / "both" / "train" / "a.parquet", image=[png(1)], label=[0])
+def test_files_of_two_formats(train_val):
+    write_parquet(saved(train_val) / "train" / "a.parquet", image=[png(1)], label=[0])
     with pytest.raises(UserError, match=r"both \.arrow and \.parquet"):
-        opened("arrow", tmp_path / "both")
+        opened("arrow", train_val / "saved")
 
 
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])
@@ -287,11 +234,10 @@ def test_a_damaged_file_is_named(tmp_path, suffix):
 
 
 def test_a_truncated_file_is_named(train_val):
-    pack(train_val, train_val / "packed", progress=False)
-    (file,) = (train_val / "packed" / "train").iterdir()
+    (file,) = saved(train_val).glob("train/*.arrow")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(UserError, match=r"train/data-00000-of-00001\.arrow' cannot be read"):
-        opened("arrow", train_val / "packed")
+        opened("arrow", train_val / "saved")
 
 
 def test_parts_with_different_classes(tmp_path):
@@ -330,10 +276,8 @@ def test_a_part_without_a_column(tmp_path):
         opened("arrow", tmp_path)
 
 
-def test_the_missing_package_is_named(tmp_path, train_val, monkeypatch):
+def test_the_missing_package_is_named(tmp_path, monkeypatch):
     write_parquet(tmp_path / "train.parquet", image=[png(1)], label=[0])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'locality\[arrow\]'"):
         opened("arrow", tmp_path)
-    with pytest.raises(UserError, match=r"pip install 'locality\[arrow\]'"):
-        pack(train_val, tmp_path / "out", progress=False)

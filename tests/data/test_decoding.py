@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from locality.benchmark.loading import write_photographs
 from locality.data import BadImage, Decoding, decode
-from locality.data.decoding import decode_window, read_bytes
-from locality.data.sources import Window
+from locality.data.decoding import read_bytes
 
 
 def encoded(image, kind="PNG", **options):
@@ -276,73 +274,6 @@ def test_troubles_of_the_machine_are_not_the_files(tmp_path, monkeypatch):
         read_bytes(tmp_path / "fine.jpg")
 
 
-@pytest.fixture(scope="module")
-def photograph(tmp_path_factory):
-    """375×500 pixels, with a photograph's spectrum."""
-    folder = tmp_path_factory.mktemp("photographs")
-    write_photographs(folder, 1)
-    (file,) = folder.glob("*/*.jpg")
-    return Image.open(file).convert("RGB")
-
-
-def drawn(box, size=(224, 224), interpolation="BICUBIC"):
-    return lambda _: Window(box, size, interpolation)
-
-
-def windows(data, draw, **settings):
-    return [
-        np.asarray(decode_window(data, Decoding(crops=crops, **settings), draw)).astype(int)
-        for crops in ("exact", "fast")
-    ]
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-@pytest.mark.parametrize("interpolation", ["BICUBIC", "BILINEAR", "LANCZOS"])
-@pytest.mark.parametrize("box", [(0, 0, 375, 500), (31, 77, 330, 401), (5, 9, 105, 140)])
-def test_a_window_is_what_cutting_and_resizing_gives(photograph, box, interpolation, kind):
-    data = encoded(photograph, kind)
-    exact, fast = windows(data, drawn(box, interpolation=interpolation))
-    resample = Image.Resampling[interpolation]
-    assert np.array_equal(exact, decode(data).crop(box).resize((224, 224), resample))
-    # torch rounds a little otherwise.
-    assert abs(exact - fast).mean() < 0.5 and fast.shape == (224, 224, 3)
-
-
-@pytest.mark.parametrize("side, scale", [(112, 1), (80, 2), (40, 4), (20, 8)])
-@pytest.mark.parametrize("orientation, size", [(1, (375, 500)), (6, (368, 496)), (6, (375, 499))])
-def test_a_small_crop_is_decoded_smaller(photograph, side, scale, orientation, size, monkeypatch):
-    """It stays where it was, between the pixels of the reduced image too."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(photograph.crop((0, 0, *size)), "JPEG", quality=90, exif=exif)
-    read, crop = [], Image.Image.crop
-    monkeypatch.setattr(
-        Image.Image, "crop", lambda image, box: read.append(image.size) or crop(image, box)
-    )
-    exact, fast = windows(data, drawn((11, 7, 341, 337), (side, side)), exif=True)
-    assert abs(exact - fast).mean() < 2
-    scale = 1 if size == (375, 499) else scale
-    assert [-(-length // scale) for length in read[0]] == list(read[1])
-
-
-@pytest.mark.parametrize("mode", ["L", "CMYK"])
-def test_windows_of_other_colour_modes(photograph, mode):
-    data = encoded(photograph.convert(mode), "JPEG")
-    exact, fast = windows(data, drawn((3, 5, 300, 400)))
-    assert abs(exact - fast).mean() < 0.5
-
-
-def test_a_damaged_file_is_refused_in_the_same_words(photograph):
-    data = encoded(photograph, "JPEG")
-    said = []
-    for crops in ("exact", "fast"):
-        for part in (data[: len(data) // 2], data[:100], b""):
-            with pytest.raises(BadImage) as refused:
-                decode_window(part, Decoding(crops=crops), drawn((0, 0, 300, 400)))
-            said.append(str(refused.value))
-    assert said[:3] == said[3:]
-
-
 def with_scans(count, **options):
     """A JPEG file whose last scan is there `count` times."""
     data = encoded(Image.fromarray(RAMP).resize((64, 64)).convert("RGB"), "JPEG", **options)
@@ -354,8 +285,6 @@ def test_scans_are_counted_where_all_are_decoded():
     assert decode(once).size == (64, 64)
     with pytest.raises(BadImage, match="has 109 scans, more than the 50 that are decoded"):
         decode(often)
-    with pytest.raises(BadImage, match="109 scans"):
-        decode_window(often, Decoding(crops="fast"), lambda _: Window((0, 0, 8, 8), (2, 2), "BOX"))
     # Bytes of a comment that look like scans are none; a scan of all components is decoded alone.
     image = Image.fromarray(RAMP)
     data = encoded(image, "JPEG", comment=b"\xff\xda" * 100)

@@ -11,8 +11,8 @@ from timm.data.distributed_sampler import RepeatAugSampler
 
 from locality.data.sampling import (
     Stream,
-    keys,
-    permuted,
+    hash_seed,
+    permute,
     preserved_generators,
     sample_order,
     seed_generators,
@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 @example(4096, 0)
 @example(10_007, 1)
 def test_permutation_is_one_to_one_and_onto(size, seed):
-    order = permuted(np.arange(size), size, keys(seed))
+    order = permute(np.arange(size), size, hash_seed(seed))
     assert np.array_equal(np.sort(order), np.arange(size))
 
 
@@ -60,18 +60,18 @@ def test_repeated_augmentation_draws_anew_in_every_epoch():
 
 @given(SEEDS, st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20))
 def test_a_key_is_a_function_of_its_words(seed, words):
-    together = keys(seed, Stream.AUGMENT, np.array(words))
-    assert together.tolist() == [int(keys(seed, Stream.AUGMENT, word)[0]) for word in words]
+    together = hash_seed(seed, Stream.AUGMENT, np.array(words))
+    assert together.tolist() == [int(hash_seed(seed, Stream.AUGMENT, word)[0]) for word in words]
     assert len(np.unique(together)) == len(set(words))
 
 
 def test_permutation_needs_no_memory_and_starts_anywhere():
     size = 14_200_000
     places = np.array([0, 1, 7_000_000, size - 1])
-    order = permuted(places, size, keys(3))
+    order = permute(places, size, hash_seed(3))
     assert order.dtype == np.int64
     assert ((order >= 0) & (order < size)).all() and len(set(order.tolist())) == 4
-    one_by_one = [int(permuted(place, size, keys(3))[0]) for place in places]
+    one_by_one = [int(permute(place, size, hash_seed(3))[0]) for place in places]
     assert order.tolist() == one_by_one
 
 
@@ -79,8 +79,8 @@ def test_permutation_needs_no_memory_and_starts_anywhere():
 def test_small_permutations_are_all_about_equally_likely(size):
     # χ² over all size! permutations; the bound is mean + 5 standard deviations.
     draws = 20_000
-    key = np.repeat(keys(0, np.arange(draws)), size)
-    orders = permuted(np.tile(np.arange(size), draws), size, key).reshape(draws, size)
+    key = np.repeat(hash_seed(0, np.arange(draws)), size)
+    orders = permute(np.tile(np.arange(size), draws), size, key).reshape(draws, size)
     _, counts = np.unique(orders, axis=0, return_counts=True)
     number = int(np.prod(np.arange(1, size + 1)))
     assert len(counts) == number
@@ -91,7 +91,7 @@ def test_small_permutations_are_all_about_equally_likely(size):
 
 def test_neighbours_in_order_are_unrelated():
     size = 10_000
-    order = permuted(np.arange(size), size, keys(1))
+    order = permute(np.arange(size), size, hash_seed(1))
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
     assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.05
     assert (order == np.arange(size)).sum() < 10
@@ -99,9 +99,9 @@ def test_neighbours_in_order_are_unrelated():
 
 def test_keys_differ_by_seed_stream_position_and_order_of_words():
     number = 20_000
-    streams = [keys(seed, stream, np.arange(number)) for seed in (0, 1) for stream in Stream]
+    streams = [hash_seed(seed, stream, np.arange(number)) for seed in (0, 1) for stream in Stream]
     assert len(np.unique(np.concatenate(streams))) == number * len(streams)
-    assert keys(1, 2) != keys(2, 1)
+    assert hash_seed(1, 2) != hash_seed(2, 1)
     # Every bit is set about half of the time.
     bits = (streams[0][:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.02
@@ -113,7 +113,7 @@ GOLDEN_ORDER = [1, 0, 3, 2, 4, 2, 1, 0]
 
 def test_keys_do_not_change_between_versions():
     # Golden on purpose: another mixing function would silently break resuming older runs.
-    assert [hex(int(key)) for key in keys(0, 1, np.arange(2))] == GOLDEN_KEYS
+    assert [hex(int(key)) for key in hash_seed(0, 1, np.arange(2))] == GOLDEN_KEYS
     assert sample_order(np.arange(8), 5, 0).tolist() == GOLDEN_ORDER
 
 

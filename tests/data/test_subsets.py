@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from locality.data import DataConfig, open_data
-from locality.data.sampling import (
-    balanced_fraction,
-    class_part,
-    sorted_fraction,
-    stratified_split,
-)
+from locality.data.sampling import balanced_fraction, class_slice, sorted_fraction, stratified_split
 from locality.data.sources import _digit_arrays
 from locality.errors import UserError
 
@@ -106,10 +101,10 @@ def test_a_split_divides_every_class_alike(labels, fraction, seed):
 
 
 def test_parts_share_no_image_and_leave_none_out():
-    parts = [class_part(LABELS, part, 0) for part in ((0.0, 0.2), (0.2, 0.75), (0.75, 1.0))]
+    parts = [class_slice(LABELS, part, 0) for part in ((0.0, 0.2), (0.2, 0.75), (0.75, 1.0))]
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(LABELS)))
     assert [np.sum(LABELS[part] == 5) for part in parts] == [22, 61, 28]
-    assert not np.array_equal(parts[0], class_part(LABELS, (0.0, 0.2), 1))
+    assert not np.array_equal(parts[0], class_slice(LABELS, (0.0, 0.2), 1))
 
 
 def pictures_of(source):

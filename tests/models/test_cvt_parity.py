@@ -37,7 +37,7 @@ def pair(name, **overrides):
             drop_path_rate=[0.0, 0.0, 0.0],
         )
     )
-    theirs.load_state_dict(TRANSFORMERS.from_ours(ours.state_dict(), ours.config))
+    theirs.load_state_dict(TRANSFORMERS.from_native(ours.state_dict(), ours.config))
     return ours.eval(), theirs.eval()
 
 
@@ -79,7 +79,7 @@ def test_gradients_and_statistics_in_training_are_theirs(name, overrides):
     F.cross_entropy(theirs(x).logits, targets).backward()
 
     state = ours.state_dict() | {key: p.grad for key, p in ours.named_parameters()}
-    gradients = TRANSFORMERS.from_ours(state, ours.config)
+    gradients = TRANSFORMERS.from_native(state, ours.config)
     expected = {key: p.grad for key, p in theirs.named_parameters()}
     total = sum(g.square().sum() for g in expected.values()).sqrt()
     silent = 0

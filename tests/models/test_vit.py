@@ -143,7 +143,7 @@ def test_mean_pooling_is_timms():
     ).eval()
     ours = build("convit_tiny", embed_dim=32, gpsa_layers=2, **fields).eval()
     ours.reset_classifier(1000, "avg")
-    theirs.load_state_dict(CONVIT.from_ours(ours.state_dict(), ours.config))
+    theirs.load_state_dict(CONVIT.from_native(ours.state_dict(), ours.config))
     x = images(ours)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=0)

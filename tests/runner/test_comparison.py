@@ -1,4 +1,4 @@
-"""Comparing models on own images: the same recipe, a share of the budget, and nothing twice."""
+"""Comparing models on a custom dataset: the same recipe and share of the budget, nothing twice."""
 
 import os
 import signal

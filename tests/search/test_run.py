@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from locality.checkpoints import load, open_model
-from locality.checkpoints.run_state import latest_state
+from locality.checkpoints.run_state import load_best_state
 from locality.cli import main
 from locality.files import read_json, read_rows
 from locality.models import count_macs
@@ -158,7 +158,9 @@ def test_stopped_anywhere_it_ends_with_the_same_candidates_and_weights(
     assert again == whole
     assert without_times(tmp_path / "again") == without_times(tmp_path / "whole")
     for run in (path.parent.name for path in tmp_path.glob("whole/*/config.yaml")):
-        one, other = (latest_state(tmp_path / which / run)["model"] for which in ("whole", "again"))
+        one, other = (
+            load_best_state(tmp_path / which / run)["model"] for which in ("whole", "again")
+        )
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from locality.checkpoints.run_state import latest_state
+from locality.checkpoints.run_state import load_best_state
 from locality.errors import Interrupted
 from locality.training import RunConfig, recipe, replace
 from locality.training import train as train_run
@@ -56,7 +56,7 @@ def train(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Same weights, moments, counts and metrics, to the last bit."""
-    assert_same(latest_state(one), latest_state(other))
+    assert_same(load_best_state(one), load_best_state(other))
     assert (one / "metrics.csv").read_bytes() == (other / "metrics.csv").read_bytes()
 
 

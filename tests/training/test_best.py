@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from locality.checkpoints.run_state import BEST, latest_state, read_checkpoint
+from locality.checkpoints.run_state import BEST, load_best_state, read_checkpoint
 from locality.training import RunFolder, load_run
 from locality.training.evaluation import evaluate_run
 
@@ -47,10 +47,10 @@ def test_the_weights_of_a_run_are_those_of_its_best_evaluation(
     evaluations((10, 2), (30, 1), (30, 0.9), *itertools.repeat((20, 0.1), 5))
     best, short = tmp_path / "best", tmp_path / "short"
     train(tiny(schedule__eval_every=1, schedule__patience=8, schedule__save_every=4), best)
-    assert latest_state(best)["step"] == 3  # of equal accuracies, that of the lower loss
+    assert load_best_state(best)["step"] == 3  # of equal accuracies, that of the lower loss
     evaluations(*itertools.repeat((20, 0.1), 8))
     train(tiny(schedule__eval_every=1, schedule__snapshot_every=3), short)
-    assert latest_state(short)["step"] == 8
+    assert load_best_state(short)["step"] == 8
     kept = load_run(best)[0].state_dict()
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""What is chosen for own images, and that it stays chosen."""
+"""What is chosen for a custom dataset, and that it stays chosen."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
         read_run([str(tmp_path / "photo")])
     with pytest.raises(UserError, match="both say"):
         read_run([str(root), "--minutes=1", "--schedule.steps=3"])
-    with pytest.raises(UserError, match="own images"):
+    with pytest.raises(UserError, match="a custom dataset"):
         read_run(["digits", "--minutes=1"])
     with pytest.raises(UserError, match="minutes"):
         read_run([str(root), "--minutes=0"])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from locality.checkpoints.run_state import latest_state, pack, read_checkpoint, write_checkpoint
-from locality.data import checking
+from locality.checkpoints.run_state import load_best_state, pack, read_checkpoint, write_checkpoint
+from locality.data import fingerprint, validation
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
 from locality.training import train as train_loudly
@@ -71,7 +71,7 @@ def test_a_damaged_validation_image_is_named_before_the_first_step(
 def test_many_validation_images_are_recognised_by_their_headers(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(checking, "DECODED_AT_MOST", 11)
+    monkeypatch.setattr(validation, "MAX_DECODED", 11)
     train_loudly(on(photos), tmp_path / "run")
     assert "headers of 12 validation images are whole; more than 11" in capsys.readouterr().err
     (photos / "val/cat/0.bmp").write_bytes(b"")
@@ -107,7 +107,7 @@ def test_an_image_that_is_damaged_on_the_way_costs_no_step(
     with pytest.raises(UserError, match=re.escape(f"{part}/ant/3.bmp")):
         train(config, tmp_path / "run")
     monkeypatch.setattr(Loop, "_step", original)
-    reached = latest_state(tmp_path / "run")["step"]
+    reached = load_best_state(tmp_path / "run")["step"]
     assert reached == 3 if part == "val" else reached >= 2
     file.write_bytes(good)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -129,7 +129,7 @@ def test_an_evaluation_that_fails_costs_no_step(
         patched.setattr(loop, "evaluate", out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             train(config, tmp_path / "run")
-    assert latest_state(tmp_path / "run")["step"] == 3
+    assert load_best_state(tmp_path / "run")["step"] == 3
     train(config, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
 
@@ -207,7 +207,7 @@ def test_a_run_is_not_resumed_on_other_images_unnoticed(
 ) -> None:
     """Small datasets are compared by content, large ones by size and time of modification."""
     if large:
-        monkeypatch.setattr(checking, "CONTENT_BYTES", 0)
+        monkeypatch.setattr(fingerprint, "CONTENT_BYTES", 0)
         for number, file in enumerate(sorted(photos.rglob("*.bmp"))):
             os.utime(file, (10**9 + number, 10**9 + number))
     stop_before(5)

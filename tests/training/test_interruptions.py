@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from locality.checkpoints.run_state import latest_state
+from locality.checkpoints.run_state import load_best_state
 from locality.training import Interrupted, NonFiniteLoss, replace
 from locality.training.distributed import SIGNALS, Interruption
 from locality.training.objective import Objective
@@ -33,7 +33,7 @@ def test_a_signal_stops_the_run_after_the_step_with_its_own_exit_code(
     stop_before(4, signum)
     interrupted = train_interrupted(tiny(), tmp_path / "run")
     assert (interrupted.step, interrupted.exit_code) == (5, code)
-    assert latest_state(tmp_path / "run")["step"] == 5
+    assert load_best_state(tmp_path / "run")["step"] == 5
     assert not (tmp_path / "run" / "result.json").exists()
 
 
@@ -134,7 +134,7 @@ def test_a_bad_loss_stops_the_run_before_the_update(
         bad_loss(set())
         stop_before(checkpoint - 1)
         train_interrupted(tiny(), tmp_path / "reference")
-        found, expected = (latest_state(tmp_path / name) for name in ("run", "reference"))
+        found, expected = (load_best_state(tmp_path / name) for name in ("run", "reference"))
         for part in ("model", "optimizer", "step"):
             assert_same(found[part], expected[part])
     else:
@@ -155,7 +155,7 @@ def test_bad_losses_can_be_skipped_up_to_a_number(
     bad_loss({1, 4})
     result = train(tiny(engine__max_bad_losses=2), tmp_path / "run")
     assert result["steps"] == 8
-    assert latest_state(tmp_path / "run")["progress"]["bad_losses"] == 2
+    assert load_best_state(tmp_path / "run")["progress"]["bad_losses"] == 2
     bad_loss({1, 4, 6})
     with pytest.raises(NonFiniteLoss, match="after 2 skipped updates"):
         train(tiny(engine__max_bad_losses=2), tmp_path / "other")
@@ -189,7 +189,7 @@ def test_a_skipped_update_leaves_running_statistics_alone(
     config = tiny(model__name="cvt_13", model__img_size=8, engine__max_bad_losses=1)
     config = replace(config, {"model.overrides": {"stages": stages}})
     train(config, tmp_path / "run")
-    state = latest_state(tmp_path / "run")
+    state = load_best_state(tmp_path / "run")
     assert state["progress"]["bad_losses"] == 1
     assert all(value.isfinite().all() for value in state["model"].values())
 
@@ -227,6 +227,6 @@ def test_ctrl_c_at_a_terminal_saves_and_leaves_no_process(tmp_path: Path) -> Non
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "again to stop at once" in errors and "same command resumes" in errors
-    assert latest_state(tmp_path / "run")["step"] >= 20
+    assert load_best_state(tmp_path / "run")["step"] >= 20
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from locality.checkpoints.run_state import latest_state
+from locality.checkpoints.run_state import load_best_state
 from locality.errors import ProcessKilled
 from locality.training.distributed import Processes
 from locality.training.loop import Loop
@@ -47,7 +47,7 @@ def test_a_killed_loading_process_is_named_and_the_run_goes_on(
         with pytest.raises(ProcessKilled, match=FROM_OUTSIDE) as caught:
             train(config, tmp_path / "run")
     assert caught.value.exit_code == 137
-    assert latest_state(tmp_path / "run")["step"] >= 3
+    assert load_best_state(tmp_path / "run")["step"] >= 3
     train(config, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 

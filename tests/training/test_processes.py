@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from locality.checkpoints.run_state import latest_state
+from locality.checkpoints.run_state import load_best_state
 from locality.data import open_data, train_loader
 from locality.errors import UserError
 from locality.training import Interrupted, NonFiniteLoss, RunFolder, distributed
@@ -60,9 +60,9 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path) -> None
     train(tiny(**same), tmp_path / "one")
     train(tiny(**same, **TWO), tmp_path / "two")
     train(tiny(**same, engine__accumulate=4), tmp_path / "accumulated")
-    one = latest_state(tmp_path / "one")["model"]
+    one = load_best_state(tmp_path / "one")["model"]
     for name in ("two", "accumulated"):
-        other = latest_state(tmp_path / name)["model"]
+        other = load_best_state(tmp_path / name)["model"]
         worst = max(float((one[key] - other[key]).abs().max()) for key in one)
         assert worst <= 1e-6
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from locality.checkpoints.run_state import latest_state
+from locality.checkpoints.run_state import load_best_state
 from locality.training import RECIPES, RunConfig, recipe, replace
 
 from .conftest import train
@@ -104,4 +104,4 @@ def test_a_recipe_trains_evaluates_and_saves(name: str, images: Path, tmp_path: 
     assert result["val_images"] == 8
     assert result["train_images"] == (8 if name == "subset" else 16)
     assert np.isfinite(result["val_loss"])
-    assert latest_state(tmp_path / "run")["step"] == result["best_step"]
+    assert load_best_state(tmp_path / "run")["step"] == result["best_step"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from locality import training
-from locality.checkpoints.run_state import LAST, latest_state, pack, write_checkpoint
+from locality.checkpoints.run_state import LAST, load_best_state, pack, write_checkpoint
 from locality.errors import UserError
 from locality.training import RunConfig, RunFolder, loop, preview, replace
 from locality.training.loop import Loop
@@ -96,7 +96,7 @@ def test_resuming_is_exact_in_half_precision(tmp_path: Path, stop_before: Stop) 
     train(config, tmp_path / "whole")
     run_in_pieces(config, tmp_path / "run", [1, 5], stop_before)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
-    scaler = latest_state(tmp_path / "run")["scaler"]
+    scaler = load_best_state(tmp_path / "run")["scaler"]
     assert scaler["scale"] < 2.0**19 and scaler["growth_interval"] == 2
 
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path: Path, stop_before:
     train(tiny(), tmp_path / "whole")
     stop_before(4)
     train_interrupted(tiny(), tmp_path / "run")
-    state = latest_state(tmp_path / "run")
+    state = load_best_state(tmp_path / "run")
     del state["config"], state["metrics"]
     write_checkpoint(tmp_path / "run" / "checkpoints" / LAST, pack(state))
     stop_before(None)

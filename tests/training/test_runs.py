@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from locality.checkpoints.where import is_run_folder
+from locality.checkpoints.registry import is_run_folder
 from locality.errors import UserError
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace

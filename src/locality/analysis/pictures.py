@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
-from locality.checkpoints.where import is_run_folder
+from locality.checkpoints.registry import is_run_folder
 from locality.data import open_data
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
@@ -107,7 +107,7 @@ def sample_at(
         UserError: if one of them cannot be decoded.
     """
     transform: Any = eval_transform(preprocessing)
-    pixels = torch.stack([transform(source.read_or_name(int(index))) for index in indices])
+    pixels = torch.stack([transform(source.read_or_raise(int(index))) for index in indices])
     shown = pixels.permute(0, 2, 3, 1).contiguous().numpy()
     labels = [classes[label] if classes else str(label) for label in source.labels[indices]]
     return Sample(normalise(pixels, preprocessing), shown, labels, classes)
@@ -125,7 +125,7 @@ def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
     splits = open_data(config.data, config.seed)
     chosen = round_robin_indices(splits.val.labels, count).tolist()
     labels = splits.val.labels
-    return [(splits.classes[labels[index]], splits.val.read_or_name(index)) for index in chosen]
+    return [(splits.classes[labels[index]], splits.val.read_or_raise(index)) for index in chosen]
 
 
 def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count: int) -> Sample:

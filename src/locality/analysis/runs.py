@@ -13,7 +13,7 @@ from locality.analysis.baselines import read_baselines
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate
-from locality.checkpoints.where import is_run_folder
+from locality.checkpoints.registry import is_run_folder
 from locality.errors import UserError, saying
 from locality.files import read_json, read_rows, read_yaml
 from locality.models.variants import FAMILY_NAMES, family_of

@@ -21,9 +21,9 @@ from locality.benchmark import BenchmarkConfig
 from locality.benchmark.measure import Work, interleave
 from locality.benchmark.run import machine, timed_rows
 from locality.data import Preprocessing, train_loader
-from locality.data.config import IMAGENET_MEAN, IMAGENET_STD, Decoding
+from locality.data.config import DEFAULT_DECODING, IMAGENET_MEAN, IMAGENET_STD
 from locality.data.folder import list_folder
-from locality.data.preprocessing import allow_black
+from locality.data.preprocessing import patch_posterize
 from locality.training.recipes import DEIT_AUGMENT
 
 _SIZE = 224
@@ -84,11 +84,9 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
     """Loaders of one pass over the files by label, all in this process."""
     listing = list_folder(folder)
     augment = dataclasses.replace(DEIT_AUGMENT, repeats=1)
-    contenders: dict[str, Iterable[Any]] = {}
-    decodings = {"locality": Decoding(), "locality, fast": Decoding(crops="fast")}
-    for label, decoding in decodings.items():
-        source = listing.source(listing.classes, decoding)
-        contenders[label] = train_loader(
+    source = listing.source(listing.classes, DEFAULT_DECODING)
+    contenders: dict[str, Iterable[Any]] = {
+        "locality": train_loader(
             source,
             augment,
             Preprocessing(_SIZE),
@@ -96,6 +94,7 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
             seed=0,
             stop_step=len(source) // batch_size,
         )
+    }
     theirs = create_loader(
         ImageDataset(folder),
         _SIZE,
@@ -111,7 +110,7 @@ def _contenders(folder: str, batch_size: int) -> dict[str, Iterable[Any]]:
         device=torch.device("cpu"),
     )
     for step in theirs.dataset.transform.transforms:
-        allow_black(step)
+        patch_posterize(step)
     contenders["timm"] = theirs
     transform = v2.Compose(
         [

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from locality.checkpoints.open import open_model
+from locality.checkpoints.api import open_model
 from locality.data.folder import image_files, read_image
 
 Work = Callable[[], object]

@@ -31,7 +31,7 @@ from locality.benchmark.measure import (
     peak_memory,
     training_step,
 )
-from locality.checkpoints import LAYOUTS
+from locality.checkpoints import KEY_MAPS
 from locality.errors import UserError, require
 from locality.files import write_atomic
 from locality.machine import commit, processor
@@ -132,8 +132,8 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
         peer = timm.create_model(
             _TIMM_NAMES[model.variant], img_size=model.img_size, num_classes=model.num_classes
         )
-        layout = LAYOUTS["convit" if config.gpsa_layers else "deit"]
-        peer.load_state_dict(layout.from_ours(model.state_dict(), config))
+        key_map = KEY_MAPS["convit" if config.gpsa_layers else "deit"]
+        peer.load_state_dict(key_map.from_native(model.state_dict(), config))
         found["timm"] = peer
     same = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
     settings: dict[str, Any] = {name: getattr(config, name) for name in same}
@@ -153,7 +153,7 @@ def _transformers_cvt(model: ImageClassifier) -> nn.Module:
         )
     # Its MLPs have the exact GELU, always.
     config = dataclasses.replace(model.config, activation="gelu")
-    state = LAYOUTS["cvt-transformers"].from_ours(model.state_dict(), config)
+    state = KEY_MAPS["cvt-transformers"].from_native(model.state_dict(), config)
     # transformers' name of a setting → ours, a list with an entry per stage.
     per_stage: dict[str, Callable[[StageConfig], Any]] = {
         "patch_sizes": lambda stage: stage.embed_kernel,

@@ -1,6 +1,6 @@
-"""Weights: everyone's layouts, our own format, public weights by name, opening and export.
+"""Loading, converting, saving and exporting weights; public weights by name.
 
-Names are imported when they are first used: which public weights there are is told without torch.
+Names are imported when they are first used, so that public weights can be listed without torch.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.checkpoints.exporting import Conversion as Conversion
+    from locality.checkpoints.adaptation import load_weights as load_weights
+    from locality.checkpoints.api import create_model as create_model
+    from locality.checkpoints.api import load as load
+    from locality.checkpoints.api import open_model as open_model
+    from locality.checkpoints.classifier import Classifier as Classifier
     from locality.checkpoints.exporting import convert as convert
     from locality.checkpoints.exporting import export as export
-    from locality.checkpoints.exporting import quantise as quantise
-    from locality.checkpoints.finding import read as read
-    from locality.checkpoints.foreign import LAYOUTS as LAYOUTS
-    from locality.checkpoints.foreign import recognise as recognise
+    from locality.checkpoints.foreign import KEY_MAPS as KEY_MAPS
+    from locality.checkpoints.foreign import detect_key_map as detect_key_map
     from locality.checkpoints.format import Checkpoint as Checkpoint
     from locality.checkpoints.format import save as save
-    from locality.checkpoints.layouts import Layout as Layout
-    from locality.checkpoints.open import Classifier as Classifier
-    from locality.checkpoints.open import TrainedModel as TrainedModel
-    from locality.checkpoints.open import create_model as create_model
-    from locality.checkpoints.open import load as load
-    from locality.checkpoints.open import load_weights as load_weights
-    from locality.checkpoints.open import open_model as open_model
-    from locality.checkpoints.where import SOURCES as SOURCES
-    from locality.checkpoints.where import Source as Source
-    from locality.checkpoints.where import source as source
+    from locality.checkpoints.hub import TrainedModel as TrainedModel
+    from locality.checkpoints.key_map import KeyMap as KeyMap
+    from locality.checkpoints.quantization import quantise as quantise
+    from locality.checkpoints.registry import SOURCES as SOURCES
+    from locality.checkpoints.registry import Source as Source
+    from locality.checkpoints.registry import source as source
+    from locality.checkpoints.resolve import read as read
     from locality.data.config import Preprocessing as Preprocessing
 
 __all__, __getattr__ = lazily(__name__, __file__)

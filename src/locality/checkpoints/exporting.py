@@ -1,4 +1,4 @@
-"""Taking a model elsewhere: in another layout, as ONNX, a program of torch.export, or a Space."""
+"""Export: to another format of weights, to ONNX, to torch.export, and to a Space."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from huggingface_hub import SpaceCardData
 from safetensors.torch import save as to_safetensors
@@ -26,22 +23,22 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from locality import __version__
-from locality.checkpoints.finding import graph_session, read
-from locality.checkpoints.foreign import LAYOUTS
+from locality.checkpoints.foreign import KEY_MAPS
 from locality.checkpoints.format import (
     FORMAT,
     INPUT,
     OUTPUT,
     Checkpoint,
-    owned,
+    contiguous_copies,
     write_file,
     write_folder,
 )
-from locality.checkpoints.layouts import OURS
-from locality.checkpoints.where import check_empty, check_graph, check_target
+from locality.checkpoints.key_map import NATIVE
+from locality.checkpoints.registry import check_export_path, check_target
+from locality.checkpoints.resolve import graph_session, read
 from locality.data.config import Preprocessing
 from locality.errors import UserError, naming, require
-from locality.files import atomic_file, write_atomic
+from locality.files import atomic_file, check_new_folder, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
 from locality.templates import render
@@ -59,35 +56,6 @@ TOLERANCE = 1e-4
 """How far the logits of an ONNX graph may lie from the model's, in units of the largest logit."""
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` did.
-
-    Attributes:
-        source: what was read.
-        target: the path that was written.
-        layout, to: the layouts of both.
-        model: the name of the architecture, or None if the table has no such row.
-        parameters: how many numbers were converted.
-        untold: what weights in the layout `to` do not tell their reader, in a sentence, or "".
-    """
-
-    source: str
-    target: Path
-    layout: str
-    to: str
-    model: str | None
-    parameters: int
-    untold: str = ""
-
-    def __str__(self) -> str:
-        model = self.model or "a model without a name"
-        return (
-            f"{self.source} ({self.layout}) → {self.target} ({self.to}): {model}, "
-            f"{self.parameters:,} numbers" + f"\n{self.untold}" * bool(self.untold)
-        )
-
-
 def convert(
     source: Path | str,
     target: Path | str,
@@ -96,50 +64,54 @@ def convert(
     entry: str | None = None,
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
-) -> Conversion:
-    """Read a model from wherever it is and write it in a layout of one's choice.
+) -> str:
+    """Read a model from any source and write it in the format `to`.
 
     Args:
-        source: whatever `locality.load` takes.
+        source: as for `locality.load`.
         target: a folder (only for our own format) if it has no ending, else a `.safetensors` file
             or a PyTorch file (`.pth`, `.pt`, `.bin`).
-        to: the layout to write, one of `LAYOUTS`.
-        model: the name of the architecture, where the weights alone cannot tell it; refused where
-            they tell another.
+        to: the format to write, one of `KEY_MAPS`.
+        model: the name of the architecture, where it cannot be inferred from the weights; refused
+            if they are of another.
         entry: which state dict to take from a training checkpoint that holds several.
         overwrite: replace `target` if it is there.
         settings: fields of the model's configuration that stand above what the source says.
 
+    Returns:
+        what was done, and what weights of that format do not specify, in sentences.
+
     Raises:
         FileNotFoundError: if there is no `source`.
-        UserError: if it cannot be read, the layout cannot hold the model, or `target` exists;
+        UserError: if it cannot be read, the format cannot hold the model, or `target` exists;
             nothing is written then.
     """
     target = Path(target)
     check_target(target, to, overwrite)
-    wanted = LAYOUTS[to]
+    wanted = KEY_MAPS[to]
     checkpoint = read(source, model, entry, settings)
     with naming(source):
         state = checkpoint.build().state_dict()
-    untold = ""
-    if wanted is not OURS:
-        state = owned(wanted.from_ours(state, checkpoint.config))
+    notes = ""
+    if wanted is not NATIVE:
+        state = contiguous_copies(wanted.from_native(state, checkpoint.config))
         if target.suffix == ".safetensors":
             write_atomic(target, to_safetensors(state, {"format": "pt"}))
         else:
             with atomic_file(target) as file:
                 torch.save(state, file)
-        if settings_untold := wanted.untold(checkpoint.config):
-            untold = (
-                f"weights in this layout do not tell {wanted.listed(settings_untold)}; whoever "
-                f"reads them has to set that"
-            )
+        if unspecified := wanted.unspecified(checkpoint.config):
+            missing = wanted.format_settings(unspecified)
+            notes = f"\nthese weights do not specify {missing}; set that when they are read"
     elif target.suffix:
         write_file(checkpoint, target)
     else:
         write_folder(checkpoint, target)
     size = sum(tensor.numel() for tensor in state.values())
-    return Conversion(str(source), target, checkpoint.layout, to, checkpoint.name, size, untold)
+    return (
+        f"{source} ({checkpoint.key_map}) → {target} ({to}): "
+        f"{checkpoint.name or 'a model without a name'}, {size:,} numbers{notes}"
+    )
 
 
 def export(
@@ -173,100 +145,30 @@ def export(
             line that installs it.
     """
     path = Path(path)
-    check_graph(path, format)
+    check_export_path(path, format)
     if format == "onnx":
         require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)
     preprocessing = checkpoint.preprocessing
     copy = checkpoint.build()
-    axes = _open_axes(copy)
+    axes = _dynamic_axes(copy)
     if preprocessing is not None and 2 not in axes and preprocessing.size != copy.img_size:
         raise UserError(
             f"the graph takes images of {copy.img_size[0]}×{copy.img_size[1]}, the preprocessing "
             f"makes {preprocessing.size[0]}×{preprocessing.size[1]}; create the model with "
             f"img_size={preprocessing.img_size} to export it at that size"
         )
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), suppress_warnings():
         program = torch.export.export(copy, (_example(copy, 2),), dynamic_shapes=(axes,))
     description = json.dumps(checkpoint.describe())
     if format == "onnx":
         content = _onnx(program, axes, description)
-        _compare(copy, content)
+        _check_onnx(copy, content)
         write_atomic(path, content)
     else:
         with atomic_file(path) as file:
             torch.export.save(program, file, extra_files={DESCRIPTION: description})
     return path
-
-
-def quantise(graph: Path | str, target: Path | str) -> None:
-    """Write an exported ONNX graph with its linear layers in eight bits, by ONNX Runtime's tools.
-
-    Weights are rounded once, per output channel; what goes into a layer is scaled to its own range
-    in every call, so that no images are needed beforehand. The products within attention, softmax,
-    gates, positional factors, convolutions and normalisation stay in float.
-
-    The graph means the same on every processor: one without VNNI adds neighbouring products in 16
-    bits, which no pair of these weights can leave (`_ranges`).
-
-    Args:
-        graph: as `export` wrote it; it is not changed.
-        target: the file to write, ending in .onnx.
-
-    Raises:
-        UserError: if a package for ONNX is missing, with the line that installs it.
-    """
-    require("eight bits", "locality[export]", "onnx", "onnxruntime")
-    import onnx
-    from onnxruntime import quantization
-
-    proto = onnx.load(graph)
-    # The exporter's shapes of values between the layers stop ONNX's own inference of them.
-    del proto.graph.value_info[:]
-    # As ONNX Runtime does first, so that the weights below have their last shapes and names.
-    quantization.onnx_model.ONNXModel(proto).replace_gemm_with_matmul()
-    weights = {
-        tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer
-    }
-    linear = [node.input[1] for node in proto.graph.node if node.op_type == "MatMul"]
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        written = Path(folder) / "int8.onnx"
-        quantization.quantize_dynamic(
-            proto,
-            written,
-            op_types_to_quantize=["MatMul"],
-            per_channel=True,
-            weight_type=quantization.QuantType.QInt8,
-            extra_options={
-                # Not products of two things that are computed: attention's.
-                "MatMulConstBOnly": True,
-                "TensorQuantOverrides": {
-                    name: _ranges(weights[name]) for name in linear if name in weights
-                },
-            },
-        )
-        quantised = onnx.load(written)
-    quantised.ClearField("metadata_props")
-    quantised.metadata_props.extend(proto.metadata_props)
-    write_atomic(target, quantised.SerializeToString())
-
-
-def _ranges(weight: npt.NDArray[np.float32]) -> list[dict[str, Any]]:
-    """The range that a linear layer's weights are rounded in, by output channel.
-
-    Without VNNI, x86 multiplies activations of 0…255 with weights of -127…127 and adds products 2k
-    and 2k + 1 in 16 bits, where 255·127·2 does not fit. So the range ends at the largest sum of
-    such a pair, as far as its signs agree: in steps of range/127 the sum is at most 127, after
-    rounding 128, and 255·128 < 2¹⁵. Random weights lose 0.4 bits, weights of one size a whole one.
-
-    Args:
-        weight: (..., inputs, outputs).
-    """
-    inputs, outputs = weight.shape[-2:]
-    padding = ((0, 0), (0, inputs % 2), (0, 0))
-    pairs = np.pad(weight.reshape(-1, inputs, outputs), padding).reshape(-1, 2, outputs)
-    sums = [np.maximum(sign * pairs, 0).sum(1).max(0) for sign in (1, -1)]
-    return [{"axis": weight.ndim - 1, "rmin": -m, "rmax": m} for m in np.maximum(*sums)]
 
 
 def export_space(
@@ -293,14 +195,14 @@ def export_space(
         ModuleNotFoundError: if something that serving needs is not installed.
     """
     folder = Path(folder).resolve()
-    check_empty(folder)
+    check_new_folder(folder)
     title = Path(source).resolve().name
     card = SpaceCardData(title=title, sdk="docker", app_port=PORT)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     pages: dict[str, dict[str, Any]] = {
         "README.md": {"metadata": card.to_yaml(), "title": title, "version": __version__},
         "Dockerfile": {"python": version, "port": PORT},
-        "requirements.txt": {"packages": _needed()},
+        "requirements.txt": {"packages": _pinned_requirements()},
     }
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / folder.name
@@ -316,7 +218,7 @@ def export_space(
     return folder
 
 
-def _needed() -> list[str]:
+def _pinned_requirements() -> list[str]:
     """What serving needs beside this package, each as `name==version` of what is installed here.
 
     Of versions for one kind of hardware, such as 2.9.0+cu128, the public part.
@@ -338,7 +240,7 @@ def _needed() -> list[str]:
     return needed
 
 
-def _open_axes(model: ImageClassifier) -> dict[int, Any]:
+def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:
     """The axes of the images whose length is left open, and their range.
 
     Raises:
@@ -369,7 +271,7 @@ def _smallest_grid(config: CvTConfig, side: int) -> int:
 def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], description: str) -> bytes:
     import onnx
 
-    with _quiet():
+    with suppress_warnings():
         exported = torch.onnx.export(
             program,
             input_names=[INPUT],
@@ -385,7 +287,7 @@ def _onnx(program: torch.export.ExportedProgram, axes: dict[int, Any], descripti
     return proto.SerializeToString()
 
 
-def _compare(model: ImageClassifier, content: bytes) -> None:
+def _check_onnx(model: ImageClassifier, content: bytes) -> None:
     """Run an ONNX graph beside the model, where ONNX Runtime is installed.
 
     Raises:
@@ -413,7 +315,7 @@ def _example(model: ImageClassifier, batch: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def suppress_warnings() -> Iterator[None]:
     """Without torch's warnings about its own inside and the exporter's notes on its optimiser."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

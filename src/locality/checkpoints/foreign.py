@@ -1,4 +1,4 @@
-"""Other people's layouts: ConViT's and DeiT's authors', timm's, Microsoft's and transformers'.
+"""Other people's key maps: ConViT's and DeiT's authors', timm's, Microsoft's and transformers'.
 
 ConViT and DeiT are called as timm calls a vision transformer's tensors. ConViT's gated layers split
 the projection in two, `attn.qk` and `attn.v`; ours is one, [q; k; v]. Their `attn.pos_proj` is a
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locality.checkpoints.layouts import OURS, THEIR_SETTINGS, Layout, size_of
-from locality.checkpoints.reading import State, require_blocks
+from locality.checkpoints.key_map import MICROSOFT_SETTINGS, NATIVE, KeyMap, infer_img_size
+from locality.checkpoints.state_dict import State, count_blocks
 from locality.errors import UserError, some
 from locality.layers.grid import mlp_ratio_of
 from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid
@@ -51,8 +51,8 @@ def _heads(width: int, head_dim: int, settings: Mapping[str, Any]) -> int:
     return heads
 
 
-class _ViT(Layout):
-    """What both layouts share: blocks whose attention is gated, if any, and then plain ones."""
+class _ViT(KeyMap):
+    """What both key maps share: blocks whose attention is gated, if any, and then plain ones."""
 
     holds = ViTConfig
 
@@ -84,16 +84,16 @@ class _ViT(Layout):
     def infer(self, state: State, settings: Mapping[str, Any]) -> ViTConfig:
         """Where they are not set, images are taken to be square, and heads without gates 64 wide
         (48 in a ConViT)."""
-        depth = require_blocks(state, "blocks.")
+        depth = count_blocks(state, "blocks.")
         gated = [index for index in range(depth) if f"blocks.{index}.attn.gating_param" in state]
         if gated != list(range(len(gated))):
             raise UserError(
                 f"the gated layers have to be the first of the {depth} blocks; these weights have "
                 f"them at {gated}"
             )
-        width, in_chans, patch_size, _ = self.told(state, "patch_embed.weight").shape
-        hidden = len(self.told(state, "blocks.0.mlp.fc1.weight"))
-        size, class_entry = size_of(state, patch_size, not gated, settings.get("img_size"))
+        width, in_chans, patch_size, _ = self.require_tensor(state, "patch_embed.weight").shape
+        hidden = len(self.require_tensor(state, "blocks.0.mlp.fc1.weight"))
+        size, class_entry = infer_img_size(state, patch_size, not gated, settings.get("img_size"))
         if gated:
             heads = len(state["blocks.0.attn.gating_param"])
         else:
@@ -115,7 +115,7 @@ class _ViT(Layout):
             class_token=False if len(gated) == depth else None,
         )
 
-    def untold(self, config: ViTConfig) -> dict[str, Any]:
+    def unspecified(self, config: ViTConfig) -> dict[str, Any]:
         return {"num_heads": config.num_heads, "img_size": config.img_size}
 
 
@@ -127,16 +127,16 @@ def _parts(name: str, config: ViTConfig) -> list[str]:
 
 
 class _ConViT(_ViT):
-    def untold(self, config: ViTConfig) -> dict[str, Any]:
-        untold = {} if config.use_pos_embed else {"img_size": config.img_size}
+    def unspecified(self, config: ViTConfig) -> dict[str, Any]:
+        unspecified = {} if config.use_pos_embed else {"img_size": config.img_size}
         if not config.gpsa_layers:
-            untold = super().untold(config)
+            unspecified = super().unspecified(config)
         pool = config.global_pool
-        return untold if pool == "token" else untold | {"global_pool": pool}
+        return unspecified if pool == "token" else unspecified | {"global_pool": pool}
 
-    def to_ours(self, state: State, config: ViTConfig) -> dict[str, Tensor]:
+    def to_native(self, state: State, config: ViTConfig) -> dict[str, Tensor]:
         self.require(config)
-        return super().to_ours(state, config)
+        return super().to_native(state, config)
 
     def accepted(self, config: ViTConfig) -> dict[str, tuple[Any, ...]]:
         gated = config.gpsa_layers == config.depth
@@ -184,8 +184,8 @@ DEIT = _DeiT(
 
 
 @dataclass(frozen=True)
-class _CvT(Layout):
-    """A layout of CvTs.
+class _CvT(KeyMap):
+    """A key map of CvTs.
 
     Attributes:
         activations, projections: the only ones that their code has.
@@ -207,18 +207,20 @@ class _CvT(Layout):
         return CvTConfig(
             stages,
             num_classes=self.classes(state),
-            in_chans=self.told(state, "stages.0.embed.conv.weight").shape[1],
+            in_chans=self.require_tensor(state, "stages.0.embed.conv.weight").shape[1],
             global_pool="token" if any(key.endswith("cls_token") for key in state) else "avg",
         )
 
     def _count(self, state: State, blocks: str) -> int:
-        return require_blocks(state, self.rename(blocks + "0.").removesuffix("0."))
+        return count_blocks(state, self.rename(blocks + "0.").removesuffix("0."))
 
     def _infer_stage(self, state: State, stage: str, settings: Mapping[str, Any]) -> StageConfig:
-        width, _, kernel, _ = self.told(state, f"{stage}embed.conv.weight").shape
+        width, _, kernel, _ = self.require_tensor(state, f"{stage}embed.conv.weight").shape
         depth = self._count(state, f"{stage}blocks.")
         ratios = tuple(
-            mlp_ratio_of(width, len(self.told(state, f"{stage}blocks.{index}.mlp.fc1.weight")))
+            mlp_ratio_of(
+                width, len(self.require_tensor(state, f"{stage}blocks.{index}.mlp.fc1.weight"))
+            )
             for index in range(depth)
         )
         window = state.get(self.rename(f"{stage}blocks.0.attn.q.conv.weight"))
@@ -242,10 +244,10 @@ class _CvT(Layout):
             qkv_bias=self.rename(f"{stage}blocks.0.attn.q.linear.bias") in state,
         )
 
-    def untold(self, config: CvTConfig) -> dict[str, Any]:
+    def unspecified(self, config: CvTConfig) -> dict[str, Any]:
         """One value per stage where they differ."""
         stages = config.stages
-        untold: dict[str, Any] = {
+        unspecified: dict[str, Any] = {
             "num_heads": [stage.num_heads for stage in stages],
             "embed_stride": [stage.embed_stride for stage in stages],
             "embed_padding": [stage.embed_padding for stage in stages],
@@ -253,8 +255,8 @@ class _CvT(Layout):
             "kv_padding": [stage.resolved_kv_padding for stage in stages],
         }
         if any(stage.projection != "conv" for stage in stages):
-            untold["projection_kernel"] = [stage.projection_kernel for stage in stages]
-        return {name: x if len(set(x)) > 1 else x[0] for name, x in untold.items()}
+            unspecified["projection_kernel"] = [stage.projection_kernel for stage in stages]
+        return {name: x if len(set(x)) > 1 else x[0] for name, x in unspecified.items()}
 
     def accepted(self, config: CvTConfig) -> dict[str, tuple[Any, ...]]:
         return {
@@ -276,10 +278,10 @@ class _CvT(Layout):
 
 
 class _Transformers(_CvT):
-    def untold(self, config: CvTConfig) -> dict[str, Any]:
+    def unspecified(self, config: CvTConfig) -> dict[str, Any]:
         # The published weights were trained with the authors' activation, those trained by
         # transformers with its own.
-        return super().untold(config) | {"activation": config.activation}
+        return super().unspecified(config) | {"activation": config.activation}
 
     def accepted(self, config: CvTConfig) -> dict[str, tuple[Any, ...]]:
         token = {"global_pool": ("token",), "has_class_token": (True,)}
@@ -307,7 +309,7 @@ MICROSOFT = _CvT(
         (r"attn\.([qkv])\.norm", r"attn.conv_proj_\1.bn"),
         (r"attn\.([qkv])\.linear", r"attn.proj_\1"),
     ),
-    settings=THEIR_SETTINGS,
+    settings=MICROSOFT_SETTINGS,
     activations=("quick_gelu",),
     projections=("conv", "microsoft_avg"),
 )
@@ -335,27 +337,27 @@ TRANSFORMERS = _Transformers(
         (r"attn\.(\w+)\.norm", _CONVOLVED + "normalization"),
         (r"attn\.(\w+)\.linear", r"attention.attention.projection_\1"),
     ),
-    settings={name: theirs.lower() for name, theirs in THEIR_SETTINGS.items()},
+    settings={name: theirs.lower() for name, theirs in MICROSOFT_SETTINGS.items()},
     activations=("gelu",),
     projections=("conv",),
 )
 
-LAYOUTS = {row.name: row for row in (OURS, CONVIT, DEIT, MICROSOFT, TRANSFORMERS)}
-"""Every layout that weights may come in, by name."""
+KEY_MAPS = {row.name: row for row in (NATIVE, CONVIT, DEIT, MICROSOFT, TRANSFORMERS)}
+"""Every key map that weights may come in, by name."""
 
 
-def recognise(state: State) -> Layout:
-    """The one layout whose names these tensors have.
+def detect_key_map(state: State) -> KeyMap:
+    """The one key map whose names these tensors have.
 
     Raises:
         UserError: if there is none, or more than one.
     """
-    found = [row for row in LAYOUTS.values() if row.recognises(state)]
+    found = [row for row in KEY_MAPS.values() if row.matches(state)]
     if len(found) == 1:
         return found[0]
-    titles = [row.title for row in found or LAYOUTS.values()]
+    titles = [row.title for row in found or KEY_MAPS.values()]
     if found:
-        raise UserError(f"these weights have names of more than one layout: {' and '.join(titles)}")
+        raise UserError(f"these weights have names of more than one format: {' and '.join(titles)}")
     raise UserError(
         f"these weights are of no model that is known here ({', '.join(titles)}); their first "
         f"tensors are {some(state, quote='')}"

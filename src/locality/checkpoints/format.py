@@ -18,13 +18,8 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from locality import __version__, checks
-from locality.checkpoints.reading import (
-    State,
-    blank_state,
-    check_finite,
-    check_keys,
-    read_safetensors,
-)
+from locality.checkpoints.safe_load import read_safetensors
+from locality.checkpoints.state_dict import State, check_finite, check_keys, meta_state_dict
 from locality.data.config import Preprocessing
 from locality.errors import UserError, entry, naming
 from locality.files import parse_json, read_text, write_atomic
@@ -43,21 +38,23 @@ CARD = "README.md"
 INPUT, OUTPUT = "images", "logits"
 """What the graph calls its input and its output."""
 
-FAMILIES: dict[str, Any] = {config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)}
+CONFIG_CLASSES: dict[str, Any] = {
+    config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)
+}
 """The configurations that a file may describe, by the name it gives them."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model at rest: its architecture, its weights, and what one has to know to use it.
+    """A saved model: its architecture, weights, preprocessing and class names.
 
     Attributes:
         config: the complete architecture.
         state: the weights, under our names.
         name: of the variant it was made from, or None.
-        preprocessing: what its images have to go through, or None where nobody said.
+        preprocessing: of its images, or None if unknown.
         classes: the names of its classes in the order of the logits, or None.
-        layout: the layout the file had.
+        key_map: the name of the key map that the file had.
         figures: what was measured of it, for the model card, such as a run's `result.json`.
     """
 
@@ -66,7 +63,7 @@ class Checkpoint:
     name: str | None = None
     preprocessing: Preprocessing | None = None
     classes: tuple[str, ...] | None = None
-    layout: str = "locality"
+    key_map: str = "locality"
     figures: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -90,12 +87,14 @@ class Checkpoint:
             raise UserError(
                 f"only this library's models can be saved, not a {type(model).__name__}"
             )
-        state = owned({name: each.detach().cpu() for name, each in model.state_dict().items()})
-        check_keys(state, blank_state(model.config), "locality's")
+        state = contiguous_copies(
+            {name: each.detach().cpu() for name, each in model.state_dict().items()}
+        )
+        check_keys(state, meta_state_dict(model.config), "locality's")
         check_finite(state)
         names = None if classes is None else tuple(classes)
         if preprocessing is not None:
-            preprocessing = preprocessing.completed(model.config.img_size)
+            preprocessing = preprocessing.with_default_size(model.config.img_size)
         return cls(model.config, state, model.variant, preprocessing, names, figures=figures)
 
     def build(self) -> ImageClassifier:
@@ -106,7 +105,7 @@ class Checkpoint:
         Raises:
             UserError: if weights are missing, unknown, of another shape, or not finite.
         """
-        expected = blank_state(self.config)
+        expected = meta_state_dict(self.config)
         check_keys(self.state, expected, "locality's")
         check_finite(self.state)
         with torch.device("meta"):
@@ -149,11 +148,13 @@ class Checkpoint:
         checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
         given, labels = content.get("input"), content.get("labels")
         fields = dict(content["architecture"])
-        family = entry("family of models", str(fields.pop("family", None)), FAMILIES)
+        family = entry("family of models", str(fields.pop("family", None)), CONFIG_CLASSES)
         config = from_dict(family, fields, "architecture")
         preprocessing = None
         if given is not None:
-            preprocessing = from_dict(Preprocessing, given, "input").completed(config.img_size)
+            preprocessing = from_dict(Preprocessing, given, "input").with_default_size(
+                config.img_size
+            )
         return cls(
             config,
             state,
@@ -261,10 +262,10 @@ def write_file(checkpoint: Checkpoint, path: Path | str) -> None:
     """Write a checkpoint as one safetensors file that carries its description."""
     # A single entry: the order of several is random, and equal models shall make equal files.
     metadata = {FORMAT: json.dumps(checkpoint.describe())}
-    write_atomic(path, to_safetensors(owned(checkpoint.state), metadata))
+    write_atomic(path, to_safetensors(contiguous_copies(checkpoint.state), metadata))
 
 
-def owned(state: State) -> dict[str, Tensor]:
+def contiguous_copies(state: State) -> dict[str, Tensor]:
     """Copies of the tensors: in a file, each has to be the only one in its memory."""
     form = torch.contiguous_format
     return {name: tensor.clone(memory_format=form) for name, tensor in state.items()}
@@ -282,10 +283,10 @@ def read_folder(folder: Path) -> Checkpoint:
             raise FileNotFoundError(f"{folder} has no {name}, so it holds no saved model")
     description = read_text(folder / CONFIG)
     state, _ = read_safetensors(folder / WEIGHTS)
-    return described(description, state, folder / CONFIG)
+    return parse_description(description, state, folder / CONFIG)
 
 
-def described(text: str, state: dict[str, Tensor], path: Path) -> Checkpoint:
+def parse_description(text: str, state: dict[str, Tensor], path: Path) -> Checkpoint:
     """The checkpoint of which the file at `path` holds the weights and their description.
 
     Raises:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from locality import checks
-from locality.checkpoints.reading import unpickle
+from locality.checkpoints.safe_load import unpickle
 from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError
 from locality.files import atomic_file, open_file, parse_json, read_text
 
@@ -31,7 +31,7 @@ LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
 BEST = "best.ckpt"
 
-_PARTS = {"step", "progress", "model", "optimizer", "ema", "data"}
+_KEYS = {"step", "progress", "model", "optimizer", "ema", "data"}
 _MAGIC = "locality checkpoint 1"
 _HEADER_BYTES = len(_MAGIC) + 1 + 64 + 1 + 20 + 1
 
@@ -100,10 +100,10 @@ def write_checkpoint(path: Path, packed: Packed) -> None:
         file.flush()
         os.fsync(file.fileno())
         if path.exists():
-            _keep(path, PREVIOUS, os.replace)
+            _link(path, PREVIOUS, os.replace)
 
 
-def _keep(path: Path, name: str, without_links: Callable[[Path, Path], Any]) -> None:
+def _link(path: Path, name: str, without_links: Callable[[Path, Path], Any]) -> None:
     """Give a checkpoint a second name; what has it now loses it."""
     second = path.parent / f".{name}.tmp"
     second.unlink(missing_ok=True)
@@ -124,12 +124,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
         header = file.read(_HEADER_BYTES)
         if header != _expected_header(file):
-            raise DamagedCheckpoint(_what_is_wrong(path, header, file.tell() - _HEADER_BYTES))
+            raise DamagedCheckpoint(_damage(path, header, file.tell() - _HEADER_BYTES))
         file.seek(_HEADER_BYTES)
         try:
             state = unpack(unpickle(file, path))
-            if not state.keys() >= _PARTS:
-                raise KeyError(*_PARTS - state.keys())
+            if not state.keys() >= _KEYS:
+                raise KeyError(*_KEYS - state.keys())
             return state
         except UserError as error:
             raise DamagedCheckpoint(str(error)) from error
@@ -146,7 +146,7 @@ def _expected_header(file: IO[bytes]) -> bytes:
     return f"{_MAGIC} {digest} {file.tell() - _HEADER_BYTES:020d}\n".encode()
 
 
-def _what_is_wrong(path: Path, header: bytes, size: int) -> str:
+def _damage(path: Path, header: bytes, size: int) -> str:
     words = header.split()
     if len(header) == _HEADER_BYTES and words[-1:] and words[-1].isdigit():
         written = int(words[-1])
@@ -155,7 +155,7 @@ def _what_is_wrong(path: Path, header: bytes, size: int) -> str:
     return f"checkpoint {path} is damaged: its content does not match its checksum"
 
 
-def _newest_whole(
+def _newest_valid(
     folder: Path, names: Sequence[str]
 ) -> tuple[dict[str, Any] | None, str, dict[str, str]]:
     """The first of these checkpoints that is whole, its name, and what is wrong with others."""
@@ -221,7 +221,7 @@ class CheckpointFolder:
         """Keep the checkpoint saved last as the best, whatever is saved later."""
         last = self.path / LAST
         # The last one is missing where a run went on from the one before it.
-        _keep(last if last.exists() else self.path / PREVIOUS, BEST, shutil.copyfile)
+        _link(last if last.exists() else self.path / PREVIOUS, BEST, shutil.copyfile)
 
     def load(self) -> tuple[dict[str, Any] | None, str, list[str]]:
         """The newest checkpoint that is whole, or None when none was ever written.
@@ -239,7 +239,7 @@ class CheckpointFolder:
         leftovers = list(self.path.glob(".*.tmp"))
         for leftover in leftovers:
             leftover.unlink(missing_ok=True)
-        state, name, damaged = _newest_whole(self.path, (LAST, PREVIOUS))
+        state, name, damaged = _newest_valid(self.path, (LAST, PREVIOUS))
         for each in damaged:
             os.replace(self.path / each, (self.path / each).with_suffix(".ckpt.damaged"))
         passed_over = list(damaged.values())
@@ -261,10 +261,10 @@ class CheckpointFolder:
             CheckpointNotSaved: if the checkpoint before it could not be.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._save_apart, args=(pack(state),))
+        self._thread = threading.Thread(target=self._save_in_thread, args=(pack(state),))
         self._thread.start()
 
-    def _save_apart(self, packed: Packed) -> None:
+    def _save_in_thread(self, packed: Packed) -> None:
         try:
             self.save(packed)
         except Exception as error:  # handed over to the thread that trains
@@ -294,7 +294,7 @@ class CheckpointFolder:
             raise failure
 
 
-def classes_of(folder: Path | str) -> list[str]:
+def read_class_names(folder: Path | str) -> list[str]:
     """The names of a run's classes, in the order of the logits.
 
     Raises:
@@ -308,7 +308,7 @@ def classes_of(folder: Path | str) -> list[str]:
     return names
 
 
-def latest_state(folder: Path | str) -> dict[str, Any]:
+def load_best_state(folder: Path | str) -> dict[str, Any]:
     """The best checkpoint of the run in `folder` if it keeps that, else the last whole one.
 
     It is read without touching it.
@@ -316,7 +316,7 @@ def latest_state(folder: Path | str) -> dict[str, Any]:
     Raises:
         UserError: if there is none.
     """
-    state, _, damaged = _newest_whole(Path(folder) / "checkpoints", (BEST, LAST, PREVIOUS))
+    state, _, damaged = _newest_valid(Path(folder) / "checkpoints", (BEST, LAST, PREVIOUS))
     if state is not None:
         return state
     reason = "; ".join(damaged.values()) or "it has no checkpoint yet"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from locality import checks, data, training
-from locality.checkpoints.where import check_empty, check_place, is_run_folder
+from locality.checkpoints.registry import is_run_folder
 from locality.commands.parsing import (
     MODEL,
     Parser,
@@ -23,8 +23,9 @@ from locality.commands.parsing import (
     with_aliases,
 )
 from locality.commands.resolve import images_at
-from locality.data.config import AS_PUBLISHED, DataConfig
+from locality.data.config import DEFAULT_DECODING, DataConfig
 from locality.errors import UserError, entry, one_line, printable, require, unknown
+from locality.files import check_new_folder, check_parent
 from locality.training.config import read_config
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from locality.figures.style import Figure
 
 _AT_ONCE = 32
-_TASKS = ("check", "pack")
 _OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _IMAGES = "files or folders; a run's own unless given"
 
@@ -76,7 +76,7 @@ def predict(arguments: Sequence[str]) -> int:
         return code
     listed = []
     for file, row in results:
-        classes = classifier.most_likely(row, options.top)
+        classes = classifier.top_classes(row, options.top)
         listed.append({"image": str(file), "classes": classes})
         if not options.json:
             shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
@@ -119,7 +119,7 @@ def _read_images(
     """
     from locality.data.folder import read_image
 
-    decoding = read_config(Path(model)).data.decoding if is_run_folder(model) else AS_PUBLISHED
+    decoding = read_config(Path(model)).data.decoding if is_run_folder(model) else DEFAULT_DECODING
     for file in files:
         try:
             # In no variable, which would keep it while the next one is decoded.
@@ -166,7 +166,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     what = options.weights if options.run is None else options.run
 
     is_run = check_given(what, options) == "run"
-    check_place(options.predictions)
+    check_parent(options.predictions)
 
     opened = open_given(what, options)
     given = parser.settings
@@ -255,7 +255,7 @@ def serve(arguments: Sequence[str]) -> None:
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     if options.export_space is not None:
         parser.refuse("host port hosts", "does nothing beside --export_space")
-        check_empty(Path(options.export_space))
+        check_new_folder(Path(options.export_space))
         from locality.checkpoints.exporting import export_space
 
         given = options.variant, options.entry, read_settings(options)
@@ -347,45 +347,33 @@ def _shown(
     return list(zip(names, images, strict=True)), _report_unreadable(bad, files)
 
 
-def folders(arguments: Sequence[str]) -> int | None:
+def folders(arguments: Sequence[str]) -> int:
     """`data check FOLDER` decodes every image and lists damaged files, empty or mismatched
-    classes, images that are both in train and val, and sizes. `data pack FOLDER OUT` writes the
-    folder as Arrow files for fast random reading.
+    classes, images that are both in train and val, and sizes.
 
     Returns:
-        1 if `check` found a fault.
+        1 if it found a fault.
     """
     parser = Parser("data", folders.__doc__)
-    parser.add_argument("task", help="check or pack")
+    parser.add_argument("task", help="check")
     parser.add_argument(
         "folder", nargs="?", default=None, help="with train/ and val/, or one folder per class"
     )
-    parser.add_argument("out", nargs="?", default=None, help="for pack: a folder to be made")
-    parser.add("--dataset", None, "for check; folder, or table with a labels.csv, unless given")
-    parser.add("--allow_outside", False, "for check; read images outside of the folder of a table")
+    parser.add("--dataset", None, "folder, or table with a labels.csv, unless given")
+    parser.add("--allow_outside", False, "read images outside of the folder of a table")
     parser.add("--workers", None, "processes", int | None)
     parser.add("--quiet", False, "no progress bar")
     options = parser.read(arguments)
-    if options.task not in _TASKS:
-        raise unknown("task of `locality data`", options.task, _TASKS)
-    if options.task == "check":
-        if options.out is not None:
-            raise UserError(f"`locality data check` writes nothing; leave out {options.out}")
+    if options.task != "check":
+        raise unknown("task of `locality data`", options.task, ["check"])
 
-        given = options.folder and images_at(Path(options.folder))["data.dataset"]
-        report = data.check(
-            options.folder,
-            dataset=options.dataset or given or "folder",
-            allow_outside=options.allow_outside,
-            workers=options.workers,
-            progress=not options.quiet,
-        )
-        print("\n".join(report.lines()))
-        return 0 if report.ok else 1
-    parser.refuse("workers dataset allow_outside", "is for `locality data check`")
-    if options.out is None:
-        raise UserError("`locality data pack FOLDER OUT` needs OUT, a folder to be made")
-
-    counts = data.pack(options.folder, options.out, progress=not options.quiet)
-    print(f"{options.out}: " + ", ".join(f"{n:,} images in {part}" for part, n in counts.items()))
-    return None
+    given = options.folder and images_at(Path(options.folder))["data.dataset"]
+    report = data.check(
+        options.folder,
+        dataset=options.dataset or given or "folder",
+        allow_outside=options.allow_outside,
+        workers=options.workers,
+        progress=not options.quiet,
+    )
+    print("\n".join(report.lines()))
+    return 0 if report.ok else 1

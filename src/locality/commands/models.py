@@ -12,13 +12,7 @@ from typing import Any, Literal
 
 from locality import checkpoints, models
 from locality.benchmark import ALL, ALL_SETTINGS, BenchmarkConfig
-from locality.checkpoints.where import (
-    LAYOUT_NAMES,
-    SOURCES,
-    check_graph,
-    check_place,
-    check_target,
-)
+from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands.parsing import (
     MODEL,
     Parser,
@@ -30,7 +24,7 @@ from locality.commands.parsing import (
     with_aliases,
 )
 from locality.errors import UserError, entry, one_line
-from locality.files import write_atomic
+from locality.files import check_parent, write_atomic
 from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
 from locality.settings import from_dict
 
@@ -99,13 +93,13 @@ def _pretrained(options: Any) -> list[dict[str, object]]:
 
 
 def convert(arguments: Sequence[str]) -> None:
-    """Read a model, weights of any known layout, recognised from the names of their tensors,
+    """Read a model, weights of any known format, recognised from the names of their tensors,
     and write it in another. Nothing in a pickled file is ever executed.
     """
     parser = Parser("convert", convert.__doc__)
     parser.add_model("source")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
-    parser.add("--to", "locality", f"one of: {', '.join(LAYOUT_NAMES)}")
+    parser.add("--to", "locality", f"one of: {', '.join(KEY_MAP_NAMES)}")
     parser.add("--overwrite", False, "replace the target")
     options = parser.read(with_aliases(arguments, {"--model": "--variant"}))
     check_given(options.source, options)
@@ -171,7 +165,7 @@ def export(arguments: Sequence[str]) -> None:
     )
     options = parser.read(arguments)
 
-    check_graph(Path(options.output), options.format)
+    check_export_path(Path(options.output), options.format)
     check_given(options.model, options)
     if options.int8 is not None:
         if options.format != "onnx":
@@ -214,7 +208,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     if options.all:
         parser.refuse("against output", "does nothing beside --all")
     config = from_dict(BenchmarkConfig, (ALL_SETTINGS if options.all else {}) | parser.settings)
-    check_place(options.output)
+    check_parent(options.output)
 
     for name in options.models:
         if name not in VARIANTS:

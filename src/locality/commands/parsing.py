@@ -13,13 +13,13 @@ from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin
 
 from locality import checks
-from locality.checkpoints.where import kind_of, refuse_entry
+from locality.checkpoints.registry import check_no_entry, detect_kind
 from locality.errors import UserError, near
 from locality.files import parse_yaml, read_yaml
 from locality.settings import Setting, described, flatten, parse, settings_of, to_dict
 
 if TYPE_CHECKING:
-    from locality.checkpoints.open import Classifier
+    from locality.checkpoints.classifier import Classifier
 
 
 # Of settings by dotted name, those that the first screen of help shows.
@@ -245,7 +245,7 @@ def _row(name: str, text: str) -> list[str]:
     return head + [" " * _INDENT + line for line in lines]
 
 
-MODEL = "run folder, weights of any layout, public name, hub repository or ONNX graph"
+MODEL = "run folder, weights of any format, public name, hub repository or ONNX graph"
 """What a command that asks for a model takes."""
 
 
@@ -256,7 +256,7 @@ def open_given(what: str, options: Any) -> Classifier:
         FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
     """
     check_given(what, options)
-    from locality.checkpoints.open import open_model
+    from locality.checkpoints.api import open_model
 
     return open_model(what, options.variant, options.entry, read_settings(options))
 
@@ -267,9 +267,9 @@ def check_given(what: str, options: Any) -> str:
     Raises:
         FileNotFoundError, UserError: if it is not, or does not.
     """
-    kind = kind_of(what)
+    kind = detect_kind(what)
     if kind != "path":
-        refuse_entry(what, options.entry)
+        check_no_entry(what, options.entry)
     if kind == "graph" and (options.variant or options.set):
         raise UserError(f"{what} is a graph, which is run as it is; leave out --variant and --set")
     return kind

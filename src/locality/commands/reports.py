@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from locality.checkpoints.where import missing
+from locality.checkpoints.registry import missing
 from locality.commands.parsing import Parser, say
 from locality.commands.resolve import images_at, place_of
 from locality.errors import UserError, one_line, saying

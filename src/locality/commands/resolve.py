@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality.checkpoints.where import is_run_folder, kind_of, missing
+from locality.checkpoints.registry import detect_kind, is_run_folder, missing
 from locality.commands.parsing import say
 from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
 from locality.settings import replace, typed
 from locality.training.config import RunConfig, read_config
-from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted
+from locality.training.recipes import CUSTOM_DATASET_RECIPES, RECIPES, adjusted
 
 if TYPE_CHECKING:
     from locality.training.fitting import Fit
 
-ONLY_FOR_IMAGES = "is for own images: locality train FOLDER"
+ONLY_FOR_IMAGES = "is for a custom dataset: locality train FOLDER"
 
 
 def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
@@ -38,7 +38,7 @@ def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None,
     given: dict[str, Any] = {}
     if word is not None:
         named = word in RECIPES or not ("/" in word or Path(word).exists())
-        if not named or (word in OWN_IMAGES and Path(word).is_dir()):
+        if not named or (word in CUSTOM_DATASET_RECIPES and Path(word).is_dir()):
             given = images_at(Path(word))
         recipes = [*recipes, word] if named else recipes or ["photos"]
     if len(set(recipes)) > 1:
@@ -47,8 +47,8 @@ def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None,
 
 
 def images_at(path: Path) -> dict[str, Any]:
-    """The settings of own images: a table of them, or a folder."""
-    from locality.data.folder import TABLE
+    """The settings of a custom dataset: a table of them, or a folder."""
+    from locality.data.table import TABLE
 
     if not path.exists():
         raise missing(path)
@@ -57,7 +57,7 @@ def images_at(path: Path) -> dict[str, Any]:
 
 
 def place_of(data: Mapping[str, Any]) -> str:
-    """What to call own images in the name of a folder: as theirs."""
+    """The name of a custom dataset in a run folder's name: that of its folder."""
     root = Path(data["data.root"]).resolve()
     return root.parent.name if root.is_file() else root.name
 
@@ -69,14 +69,14 @@ def resolve(
     output: Path | str | None = None,
     quiet: bool = False,
 ) -> tuple[RunConfig, Path, Fit | None]:
-    """A new run, its folder, and what was chosen for it where it is on own images.
+    """A new run, its folder, and what was chosen for it where it is on a custom dataset.
 
     Of such images a run that has begun stays as it is: today the machine may be faster.
 
     Args:
         name: of the recipe.
         given: settings by dotted name.
-        minutes: how long a run on own images may take, unless a length is given.
+        minutes: how long a run on a custom dataset may take, unless a length is given.
         output: the folder; one in runs/ unless given.
         quiet: say nothing of what is ignored.
 
@@ -84,7 +84,7 @@ def resolve(
         UserError: for a setting that does not exist or fit, or images that cannot be used.
     """
     given = typed(RunConfig, given)
-    on_images = name in OWN_IMAGES and given.get("data.root") is not None
+    on_images = name in CUSTOM_DATASET_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
         raise UserError(f"--minutes {ONLY_FOR_IMAGES}")
     length = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
@@ -166,7 +166,7 @@ def check_names(config: RunConfig, folder: Path) -> None:
     Raises:
         FileNotFoundError, UserError: naming what was given.
     """
-    from locality.data.folder import find_parts
+    from locality.data.folder import find_splits
 
     model = config.model
     if not model.name.startswith(PREFIX):
@@ -174,9 +174,9 @@ def check_names(config: RunConfig, folder: Path) -> None:
         given = {name: size for name, size in sizes.items() if size is not None}
         variant(model.name).config.with_overrides(**given, **model.overrides)
     if model.weights is not None and not is_run_folder(folder):
-        kind_of(model.weights)
+        detect_kind(model.weights)
     if config.data.dataset == "folder":
-        find_parts(config.data.root)
+        find_splits(config.data.root)
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not place.is_dir():
         raise UserError(f"{place} is a file; a run needs a folder")

@@ -102,7 +102,7 @@ def _find_lr(config: RunConfig, folder: Path) -> None:
 
 
 def finetune(arguments: Sequence[str]) -> None:
-    """`train` with the recipe for own images that starts from weights."""
+    """`train` with the recipe for custom datasets that starts from weights."""
     train(["--recipe", "finetune", *with_aliases(arguments, {"--from": "--model.weights"})])
 
 
@@ -137,7 +137,9 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     parser.add("--output", None, "run folder; runs/… unless given")
     parser.add("--resume", None, "run folder, to go on with its own settings and no others")
     parser.add("--print_config", False, "print every setting as YAML, for --config; no start")
-    parser.add("--minutes", None, "how long a run on own images may take; 10 unless given", float)
+    parser.add(
+        "--minutes", None, "how long a run on a custom dataset may take; 10 unless given", float
+    )
     parser.add("--dry_run", False, "check everything, print the cost")
     text = "speed for --dry_run's hours; measured here unless given"
     parser.add("--images_per_second", None, text, float)

@@ -1,4 +1,4 @@
-"""Images in: datasets, subsets, decoding, augmentation, and loaders that resume exactly.
+"""Datasets, subsets, decoding, augmentation, and loaders that resume at any step.
 
 Names are imported when they are first used, so that the configurations alone load without torch.
 """
@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from locality.lazy import lazily
 
 if TYPE_CHECKING:
-    from locality.data.arrow import pack as pack
-    from locality.data.checking import CheckReport as CheckReport
-    from locality.data.checking import check as check
+    from locality.data.batches import Batch as Batch
     from locality.data.config import DATASETS as DATASETS
     from locality.data.config import AugmentConfig as AugmentConfig
     from locality.data.config import DataConfig as DataConfig
@@ -20,17 +18,18 @@ if TYPE_CHECKING:
     from locality.data.config import Preprocessing as Preprocessing
     from locality.data.datasets import open_data as open_data
     from locality.data.decoding import decode as decode
-    from locality.data.loader import Batch as Batch
     from locality.data.loader import BatchLoader as BatchLoader
     from locality.data.loader import eval_loader as eval_loader
     from locality.data.loader import train_loader as train_loader
     from locality.data.sampling import Stream as Stream
-    from locality.data.sampling import keys as keys
+    from locality.data.sampling import hash_seed as hash_seed
     from locality.data.sampling import preserved_generators as preserved_generators
     from locality.data.sampling import seed_generators as seed_generators
     from locality.data.sources import ArraySource as ArraySource
     from locality.data.sources import BadImage as BadImage
     from locality.data.sources import DataSplits as DataSplits
     from locality.data.sources import ImageSource as ImageSource
+    from locality.data.validation import CheckReport as CheckReport
+    from locality.data.validation import check as check
 
 __all__, __getattr__ = lazily(__name__, __file__)

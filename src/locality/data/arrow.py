@@ -6,10 +6,6 @@ image can be had at once, as position-keyed loading needs it.
 Arrow files are read where they lie. Parquet files are first converted into Arrow files in a cache
 (`locality` in that of `datasets`, see HF_HOME), once, which takes as much disk again and is said. A
 small Parquet file can hold terabytes, so what is written is bounded by the size of the file.
-
-`pack` writes such folders (`data pack`). The images' bytes are copied unchanged and in the folder's
-order, so that a packed dataset trains as the folder did, bit for bit, where millions of small files
-would be slow to list and to read.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-from tqdm import tqdm
 
-from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
-from locality.data.decoding import decode, decode_window, read_bytes
-from locality.data.folder import FileSource, existing_folder, lies_in, open_folder
-from locality.data.sources import BadImage, Draw, ImageSource
-from locality.errors import UserError, require, saying, some
+from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
+from locality.data.decoding import decode, read_bytes
+from locality.data.folder import is_inside, require_folder
+from locality.data.sources import BadImage, ImageSource
+from locality.errors import UserError, require, some
 from locality.files import atomic_file
 
 if TYPE_CHECKING:
@@ -44,7 +38,9 @@ _log = logging.getLogger("locality")
 _VAL_NAMES = ("val", "validation", "valid", "dev", "test")
 # Image files hardly compress, and labels are small beside them: what Parquet files may hold, in
 # bytes and as a multiple of their size.
-_UNCOMPRESSED_ALWAYS, _UNCOMPRESSED_TIMES = 1 << 24, 100
+_MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION = 1 << 24, 100
+# Rows that are converted together.
+_BATCH_ROWS = 100
 # ImageNet has 21,841.
 _MAX_CLASSES = 1_000_000
 _SPLIT_NAMES = re.compile(rf"^(train|{'|'.join(_VAL_NAMES)})(?=$|[-_.])", re.IGNORECASE)
@@ -62,7 +58,7 @@ class ArrowSource(ImageSource):
         image_column: str,
         labels: npt.ArrayLike,
         name: str,
-        decoding: Decoding = AS_PUBLISHED,
+        decoding: Decoding = DEFAULT_DECODING,
         files: Sequence[tuple[str, str]] = (),
         inside: Path | None = None,
     ) -> None:
@@ -77,11 +73,8 @@ class ArrowSource(ImageSource):
     def read(self, index: int) -> Image.Image:
         return decode(self.read_bytes(index), self.decoding)
 
-    def read_window(self, index: int, draw: Draw) -> Image.Image:
-        return decode_window(self.read_bytes(index), self.decoding, draw)
-
     def read_bytes(self, index: int) -> bytes:
-        """The image file as it was packed."""
+        """The image file as it is in the row."""
         cell = self._cell(index)
         if isinstance(cell, bytes):
             return cell
@@ -91,7 +84,7 @@ class ArrowSource(ImageSource):
         path = (cell or {}).get("path")
         if path is None:
             raise BadImage("the row has no image")
-        if self._inside is not None and not lies_in(self._inside, os.path.abspath(path)):
+        if self._inside is not None and not is_inside(self._inside, os.path.abspath(path)):
             raise BadImage(
                 f"the row names '{path}', outside of '{self._inside}'; set data.allow_outside to "
                 f"true if images there are to be read"
@@ -126,7 +119,7 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         UserError: no such files, no such columns, or parts with different classes; and with the
             command to install it, when `datasets` is missing.
     """
-    folder = existing_folder(config.root)
+    folder = require_folder(config.root)
     parts = _parts(folder)
     opened = {part: _read(files, part, folder) for part, files in parts.items()}
     hf, train = huggingface_datasets(), opened["train"]
@@ -188,7 +181,7 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
             f"'{folder}' has both .arrow and .parquet files for {part}; keep one of the two"
         )
     try:
-        files = arrow or [_converted(path) for path in parquet]
+        files = arrow or [_convert_parquet(path) for path in parquet]
         return hf.concatenate_datasets([hf.Dataset.from_file(str(path)) for path in files])
     except UserError:
         raise
@@ -200,7 +193,7 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
         raise UserError(f"'{folder}': {names} cannot be read: {cause}") from error
 
 
-def _converted(path: Path) -> Path:
+def _convert_parquet(path: Path) -> Path:
     """A Parquet file as an Arrow file in the cache, written the first time.
 
     Raises:
@@ -215,7 +208,7 @@ def _converted(path: Path) -> Path:
     target = cache / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()}.arrow"
     if target.exists():
         return target
-    most = max(_UNCOMPRESSED_ALWAYS, _UNCOMPRESSED_TIMES * status.st_size)
+    most = max(_MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION * status.st_size)
     with pq.ParquetFile(path) as file:
         groups = [
             file.metadata.row_group(number).total_byte_size
@@ -225,7 +218,7 @@ def _converted(path: Path) -> Path:
         _log.warning("'%s' is converted to Arrow, once; the copy is '%s'", path, target)
         cache.mkdir(parents=True, exist_ok=True)
         # Values that are there once may stand in many rows, each of which is written in full.
-        rows = min(_BATCH_ROWS, max(1, _UNCOMPRESSED_ALWAYS // max(1, *groups)))
+        rows = min(_BATCH_ROWS, max(1, _MIN_UNCOMPRESSED_LIMIT // max(1, *groups)))
         with atomic_file(target) as out, pa.ipc.new_stream(out, file.schema_arrow) as stream:
             for batch in file.iter_batches(rows):
                 _check_uncompressed(path, out.tell() + batch.nbytes, most)
@@ -306,86 +299,3 @@ def _labels(
             f"train has {len(classes)} classes"
         )
     return values.astype(np.int64)
-
-
-# Large enough to keep the number of files small, small enough to copy and to repeat.
-SHARD_BYTES = 500_000_000
-# Rows that are written, and therefore found, together.
-_BATCH_ROWS = 100
-
-
-def pack(
-    folder: Path | str, out: Path | str, *, shard_bytes: int = SHARD_BYTES, progress: bool = True
-) -> dict[str, int]:
-    """Write an image folder as Arrow files that `open_arrow`, or `datasets` itself, can read.
-
-    Images are copied as they are, not decoded; `check` tells beforehand which are damaged. `out`
-    appears when everything has been written, or not at all.
-
-    Args:
-        folder: with train/ and val/, or class folders only.
-        out: a folder that does not exist yet.
-        shard_bytes: size at which a new file is begun.
-        progress: show a progress bar.
-
-    Returns:
-        The number of images per part.
-
-    Raises:
-        UserError: `out` exists, or an image cannot be read.
-    """
-    huggingface_datasets()
-    target = Path(out).expanduser()
-    if target.exists():
-        raise UserError(f"'{target}' exists already; give a new folder to pack into")
-    classes, train, val = open_folder(DataConfig("folder", str(folder)))
-    parts = {"train": train} if val is None else {"train": train, "val": val}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    scratch.mkdir()
-    try:
-        total = sum(len(source) for source in parts.values())
-        with tqdm(total=total, unit="image", disable=not progress, desc="packing") as bar:
-            for part, source in parts.items():
-                (scratch / part).mkdir()
-                _write(source, classes, scratch / part, shard_bytes, bar)
-        scratch.rename(target)
-    except BaseException:
-        shutil.rmtree(scratch)
-        raise
-    return {part: len(source) for part, source in parts.items()}
-
-
-def _write(
-    source: FileSource, classes: list[str], folder: Path, shard_bytes: int, bar: tqdm
-) -> None:
-    import pyarrow as pa
-
-    hf = huggingface_datasets()
-    features = hf.Features({"image": hf.Image(), "label": hf.ClassLabel(names=classes)})
-    schema, shards = features.arrow_schema, _shards(source, shard_bytes)
-    for number, rows in enumerate(shards):
-        with open(folder / f"data-{number:05d}-of-{len(shards):05d}.arrow", "wb") as file:
-            with pa.ipc.new_stream(file, schema) as stream:
-                for start in range(0, len(rows), _BATCH_ROWS):
-                    cells = [_row(source, index) for index in rows[start : start + _BATCH_ROWS]]
-                    stream.write_batch(pa.RecordBatch.from_pylist(cells, schema=schema))
-                    bar.update(len(cells))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _row(source: FileSource, index: int) -> dict[str, Any]:
-    with saying(source.describe(index), BadImage):
-        content = source.read_bytes(index)
-    image = {"bytes": content, "path": source.path(index)}
-    return {"image": image, "label": int(source.labels[index])}
-
-
-def _shards(source: FileSource, shard_bytes: int) -> list[npt.NDArray[np.int64]]:
-    """The images, divided into shards of about `shard_bytes`."""
-    paths = [source.describe(index) for index in range(len(source))]
-    # A file that is gone is an error when its turn comes to be read.
-    sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in paths]
-    shard = np.cumsum([0, *sizes[:-1]]) // shard_bytes
-    return np.split(np.arange(len(paths)), np.flatnonzero(np.diff(shard)) + 1)

@@ -1,4 +1,4 @@
-"""What a run says about its data: which images, and how they are changed on the way in."""
+"""Configuration of data: the dataset, preprocessing and augmentation."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 @dataclass(frozen=True)
 class Decoding:
-    """What may be chosen about decoding image files; see `locality.data.decoding`.
+    """Settings of decoding; see `locality.data.decoding`.
 
     Attributes:
         exif: turn and mirror the image as its EXIF orientation says.
         max_pixels: refuse larger images before they take up memory.
-        crops: how a part of an image is taken for training; see `DataConfig`.
     """
 
     exif: bool = False
     max_pixels: int = PIXEL_LIMIT
-    crops: Literal["exact", "fast"] = "exact"
 
 
-AS_PUBLISHED = Decoding()
+DEFAULT_DECODING = Decoding()
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,6 @@ class DataConfig:
         max_pixels: images with more pixels are treated as files that cannot be decoded.
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
             were measured without.
-        crops: how the random crops of training images are made. "exact" decodes and resizes as
-            Pillow does, which is how the published recipes trained. "fast" decodes JPEG files at a
-            half, a quarter or an eighth of their size where the crop is then still twice the size
-            of the model's images, and resizes with torch; pixels differ by 2 grey levels or less
-            on average.
         real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
         image_column: of an `arrow` dataset that has more than one candidate; of a `table`, by name
             or number, where it is not the first.
@@ -114,12 +107,13 @@ class DataConfig:
     max_bad_images: int = checks.bounded(100, 0)
     max_pixels: int = checks.bounded(PIXEL_LIMIT, 1, PIXEL_LIMIT)
     exif: bool = False
-    crops: Literal["exact", "fast"] = "exact"
     real_labels: str | None = None
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
     workers: int = checks.bounded(0, 0)
+
+    REMOVED = (("crops", "exact"), ("difficulty", None))
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
@@ -154,7 +148,7 @@ class DataConfig:
     @property
     def decoding(self) -> Decoding:
         """The settings that concern decoding."""
-        return Decoding(self.exif, self.max_pixels, self.crops)
+        return Decoding(self.exif, self.max_pixels)
 
     def on_bad(self, training: bool) -> Literal["error", "skip"]:
         """`on_bad_image` with "auto" resolved: skip while training, stop in evaluation."""
@@ -165,7 +159,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes a model's input wherever nothing is random, in timm's terms.
+    """Deterministic preprocessing, in timm's terms.
 
     Attributes:
         img_size: pixels of the result, a number or (height, width); None is the model's own.
@@ -207,7 +201,7 @@ class Preprocessing:
         """The same for images of another size."""
         return replace(self, img_size=img_size)
 
-    def completed(self, img_size: int | tuple[int, int]) -> Preprocessing:
+    def with_default_size(self, img_size: int | tuple[int, int]) -> Preprocessing:
         """The same, with a model's image size where none is given."""
         return self.at(img_size) if self.img_size is None else self
 

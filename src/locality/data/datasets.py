@@ -25,17 +25,12 @@ from locality import checks
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     FileSource,
-    existing_folder,
     list_folder,
-    no_images,
-    open_parts,
+    no_images_error,
+    open_splits,
+    require_folder,
 )
-from locality.data.sampling import (
-    balanced_fraction,
-    class_part,
-    sorted_fraction,
-    stratified_split,
-)
+from locality.data.sampling import balanced_fraction, class_slice, sorted_fraction, stratified_split
 from locality.data.sources import ArraySource, DataSplits, ImageSource
 from locality.errors import UserError, saying, some
 from locality.files import parse_json, read_text
@@ -61,18 +56,18 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     """
     opener = pkgutil.resolve_name(f"locality.data.{DATASETS[config.dataset]['opener']}")
     limits = config.skip_classes, config.first_classes
-    classes, train, val = _some_classes(
+    classes, train, val = _select_classes(
         config, _split(config, *_part_of(config, *opener(config))), *limits
     )
     if config.val_part is not None:
-        val = train.subset(class_part(train.labels, config.val_part, config.split_seed))
+        val = train.subset(class_slice(train.labels, config.val_part, config.split_seed))
     if config.fold is not None:
         number, count = config.fold
         part = number / count, (number + 1) / count
-        held = class_part(train.labels, part, config.split_seed)
+        held = class_slice(train.labels, part, config.split_seed)
         val, train = train.subset(held), train.subset(np.delete(np.arange(len(train)), held))
     if config.train_part != (0.0, 1.0):
-        train = train.subset(class_part(train.labels, config.train_part, config.split_seed))
+        train = train.subset(class_slice(train.labels, config.train_part, config.split_seed))
     if config.fraction < 1.0 and len(train):
         if config.subset == "sorted":
             kept = sorted_fraction(train.labels, config.fraction)
@@ -90,12 +85,12 @@ def _part_of(
     if config.part == (0.0, 1.0):
         return classes, *sources
     return classes, *(
-        source and source.subset(class_part(source.labels, config.part, _PART_SEED))
+        source and source.subset(class_slice(source.labels, config.part, _PART_SEED))
         for source in sources
     )
 
 
-def _some_classes(config: DataConfig, opened: Opened, skipped: int, count: int | None) -> Opened:
+def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int | None) -> Opened:
     """The first `count` classes without the first `skipped`, numbered from 0."""
     classes, *sources = opened
     if not skipped and count is None:
@@ -140,20 +135,20 @@ def _split(
 
 def open_imagenet(config: DataConfig) -> Opened:
     """ImageNet-1k or -22k, train/ and val/ with a folder per class."""
-    root = existing_folder(config.root)
+    root = require_folder(config.root)
     parts = {part: root / part for part in ("train", "val")}
     if missing := [part for part, folder in parts.items() if not folder.is_dir()]:
         raise UserError(
             f"'{root}' has no folder {' and no '.join(missing)}; ImageNet needs train and val, "
             "both with one folder per class"
         )
-    classes, (train, val) = open_parts(parts, config.decoding)
+    classes, (train, val) = open_splits(parts, config.decoding)
     return classes, train, val
 
 
 def open_imagenet100(config: DataConfig) -> Opened:
     """The first 100 classes of an ImageNet folder."""
-    return _some_classes(config, open_imagenet(config), 0, 100)
+    return _select_classes(config, open_imagenet(config), 0, 100)
 
 
 def open_imagenet_v2(config: DataConfig) -> Opened:
@@ -165,7 +160,7 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
     Raises:
         UserError: not such a folder.
     """
-    folder = existing_folder(config.root)
+    folder = require_folder(config.root)
     listing = list_folder(folder)
     if len(listing.classes) == 1 and not listing.classes[0].isdigit():
         listing = list_folder(folder / listing.classes[0])
@@ -176,7 +171,7 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
             f"{_IMAGENET_CLASSES - 1}, and it has {some(wrong)}"
         )
     if not any(listing.files):
-        raise no_images(listing.root)
+        raise no_images_error(listing.root)
     classes = sorted(listing.classes, key=int)
     source = listing.source(classes, config.decoding)
     source.labels = np.array([int(name) for name in classes])[source.labels]
@@ -193,10 +188,10 @@ def open_imagenet_real(config: DataConfig) -> Opened:
     Raises:
         UserError: files are missing or do not fit together.
     """
-    folder, labels_file = existing_folder(config.root), config.real_labels
+    folder, labels_file = require_folder(config.root), config.real_labels
     if (folder / "val").is_dir():
         folder = folder / "val"
-    classes, (source,) = open_parts({"val": folder}, config.decoding)
+    classes, (source,) = open_splits({"val": folder}, config.decoding)
     answers = _real_labels(labels_file)
     paths, sets = [], []
     for path in map(source.path, range(len(source))):
@@ -256,7 +251,7 @@ def open_fashion_mnist(config: DataConfig) -> Opened:
     sources = []
     for part, prefix in (("train", "train"), ("test", "t10k")):
         images, labels = (
-            _idx(_found(root, f"{prefix}-{content}-ubyte"), dims)
+            _read_idx(_find_idx_file(root, f"{prefix}-{content}-ubyte"), dims)
             for content, dims in (("images-idx3", 3), ("labels-idx1", 1))
         )
         rgb = np.broadcast_to(images[..., None], (*images.shape, 3))
@@ -265,7 +260,7 @@ def open_fashion_mnist(config: DataConfig) -> Opened:
     return list(torchvision.datasets.FashionMNIST.classes), train, test
 
 
-def _found(root: Path, name: str) -> Path:
+def _find_idx_file(root: Path, name: str) -> Path:
     """One of Fashion-MNIST's files."""
     for folder in (root, root / "FashionMNIST" / "raw"):
         for path in (folder / name, folder / f"{name}.gz"):
@@ -278,7 +273,7 @@ def _found(root: Path, name: str) -> Path:
     )
 
 
-def _idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
+def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
     """What an IDX file of bytes holds: a type, sizes of four bytes each, the values."""
     with saying(f"'{path}' is damaged", OSError, EOFError, zlib.error, ValueError):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -23,18 +23,18 @@ from functools import cache, partial
 from typing import IO, Any, cast
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin
+from PIL import Image, ImageFile, ImageOps, JpegImagePlugin
 
 from locality import files
-from locality.data.config import AS_PUBLISHED, Decoding
-from locality.data.sources import BadImage, Draw, Window, cut
+from locality.data.config import DEFAULT_DECODING, Decoding
+from locality.data.sources import BadImage
 from locality.errors import UserError
 
 # Formats by content, whatever the file's name. Not all that Pillow reads: some of the others run
 # programs (EPS), or are no photographs.
 _FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # More than the largest image that is decoded would take uncompressed.
-LARGEST_FILE = 400_000_000
+MAX_FILE_BYTES = 400_000_000
 # Of the seven images in an interlaced PNG: first column and row, steps to the next.
 _ADAM7 = (
     *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
@@ -44,16 +44,16 @@ _BLOCK_BYTES = 1 << 20
 # Small files can take hours: libjpeg decodes as many scans as there are, one over the other, and
 # leaves a limit to its callers; Pillow reads headers piece by piece. Encoders write some 10 scans;
 # 50 of the largest image take 7 s.
-_MOST_SCANS = 50
+_MAX_SCANS = 50
 _SCAN = b"\xff\xda"
 _READS_TO_OPEN, _READS = 10_000, 1_000_000
 # Pillow decodes these in Python, a million pixels in a second or less.
 _SLOW = {"bmp_rle": "run lengths", "ppm_plain": "text"}
-_MOST_SLOW = 10_000_000
+_MAX_SLOW_PIXELS = 10_000_000
 # Without Pillow's warnings about large images and odd metadata; both are dealt with here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
 # The machine's troubles, not the file's: skipping images for them would make runs differ.
-_NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
+_MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
@@ -66,30 +66,30 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
-def check_header(path: str | os.PathLike[str], decoding: Decoding = AS_PUBLISHED) -> None:
+def check_header(path: str | os.PathLike[str], decoding: Decoding = DEFAULT_DECODING) -> None:
     """Recognise the image in a file by its first bytes, without decoding it.
 
     Raises:
         BadImage: it cannot be read, is empty, is not an image, or is too large.
     """
     with _opened(path) as file, _quiet():
-        _recognised(file, decoding)
+        _open_image(file, decoding)
 
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     try:
-        with files.open_file(path, LARGEST_FILE) as file:
+        with files.open_file(path, MAX_FILE_BYTES) as file:
             yield file
     except UserError as error:
         raise BadImage(str(error)) from error
     except OSError as error:
-        if error.errno in _NOT_THE_FILE:
+        if error.errno in _MACHINE_ERRORS:
             raise
         raise BadImage(f"the file cannot be read ({error.strerror})") from error
 
 
-def decode(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
+def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """The RGB image in `data`.
 
     Raises:
@@ -100,70 +100,26 @@ def decode(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
         return to_rgb(load(data, decoding), decoding)
 
 
-def load(data: bytes, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
+def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """The image in `data` in its own colour mode and orientation, fully decoded.
 
     Raises:
         BadImage: as `decode`, but for modes without a meaning in 8 bits.
     """
     with _quiet():
-        return _loaded(_recognised(io.BytesIO(data), decoding), data)
+        return _load_checked(_open_image(io.BytesIO(data), decoding), data)
 
 
-def decode_window(data: bytes, decoding: Decoding, draw: Draw) -> Image.Image:
-    """The window that `draw` chooses of the RGB image in `data`, resized.
-
-    Where fast crops are asked for, a JPEG file is decoded at a half, a quarter or an eighth of its
-    size, as long as the window is then twice as large as it will be or more; others are resized by
-    torch.
-
-    Raises:
-        BadImage: as `decode`.
-    """
-    if decoding.crops == "exact":
-        image = decode(data, decoding)
-        return cut(image, draw(image.size))
-    with _quiet():
-        image = _recognised(io.BytesIO(data), decoding)
-        with _damages():
-            turn = image.getexif().get(ExifTags.Base.Orientation, 1) if decoding.exif else 1
-        width, height = image.size
-        window = draw((height, width) if turn in (5, 6, 7, 8) else (width, height))
-        left, top, right, bottom = window.box
-        spare = min((right - left) // window.size[1], (bottom - top) // window.size[0]) // 2
-        scale = next((scale for scale in (8, 4, 2) if scale <= spare), 1)
-        # A turned image may begin with the pixels that its sides have beyond a multiple.
-        fits = turn == 1 or not (width % scale or height % scale)
-        # Only JPEG files can be decoded so; others are left as they are.
-        reduced = image.draft(image.mode, (width // scale, height // scale)) if fits else None
-        image = to_rgb(_loaded(image, data), decoding)
-    if reduced is None or scale == 1:
-        return _cut_by_torch(image, window)
-    return cut(image, window, width / reduced[1][2])
-
-
-def _cut_by_torch(image: Image.Image, window: Window) -> Image.Image:
-    """As `cut`, within a grey level, where torch has the interpolation."""
-    mode = window.interpolation.lower()
-    if mode not in ("bilinear", "bicubic"):
-        return cut(image, window)
-    import torch  # files are listed and checked without it
-
-    part = torch.from_numpy(np.array(image.crop(window.box))).permute(2, 0, 1)
-    resized = torch.nn.functional.interpolate(part[None], window.size, mode=mode, antialias=True)
-    return Image.fromarray(resized[0].permute(1, 2, 0).numpy())
-
-
-def _loaded(image: ImageFile.ImageFile, data: bytes) -> Image.Image:
+def _load_checked(image: ImageFile.ImageFile, data: bytes) -> Image.Image:
     _check_cost(image, data)
-    with _damages():
+    with _as_bad_image():
         image.load()
     if image.format == "PNG":
         _check_png(data, image)
     return image
 
 
-class _Counted:
+class _LimitedReads:
     """A file that may be read piece by piece, but not in millions of pieces."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -181,13 +137,13 @@ class _Counted:
         return getattr(self._file, name)
 
 
-def _recognised(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
+def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
     """The image in `file`, of which only the header has been read."""
     if not file.read(1):
         raise BadImage("the file is empty")
     file.seek(0)
-    counted = _Counted(file)
-    with _damages():
+    counted = _LimitedReads(file)
+    with _as_bad_image():
         try:
             image = Image.open(cast(IO[bytes], counted), formats=_formats())
         except Image.DecompressionBombError as error:
@@ -218,16 +174,16 @@ def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
         # A first scan of all components, unless progressive, is the only one that is decoded.
         if "progressive" not in image.info and data.startswith(whole, max(start, 0)):
             return
-        if (scans := data.count(_SCAN)) > _MOST_SCANS:
+        if (scans := data.count(_SCAN)) > _MAX_SCANS:
             raise BadImage(
-                f"the image has {scans:,} scans, more than the {_MOST_SCANS} that are decoded"
+                f"the image has {scans:,} scans, more than the {_MAX_SCANS} that are decoded"
             )
         return
     kind = _SLOW.get(image.tile[0].codec_name) if image.tile else None
-    if kind and max(image.width * image.height, len(data)) > _MOST_SLOW:
+    if kind and max(image.width * image.height, len(data)) > _MAX_SLOW_PIXELS:
         raise BadImage(
             f"the image is stored as {kind}, which takes long to decode, and has more than "
-            f"{_MOST_SLOW:,} pixels or bytes; convert it first"
+            f"{_MAX_SLOW_PIXELS:,} pixels or bytes; convert it first"
         )
 
 
@@ -268,13 +224,13 @@ def _check_png(data: bytes, image: Image.Image) -> None:
         raise BadImage("the image is damaged (rows are missing at its end)")
 
 
-def to_rgb(image: Image.Image, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
+def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """A decoded image in RGB, turned by its EXIF orientation if that is wanted.
 
     Raises:
         BadImage: grey in 32 bits, or a damaged palette or EXIF record.
     """
-    with _damages():
+    with _as_bad_image():
         if decoding.exif:
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode == "RGB" and "transparency" not in image.info:
@@ -292,7 +248,7 @@ def to_rgb(image: Image.Image, decoding: Decoding = AS_PUBLISHED) -> Image.Image
 
 
 @contextlib.contextmanager
-def _damages() -> Iterator[None]:
+def _as_bad_image() -> Iterator[None]:
     """Whatever is raised in the block as a `BadImage`.
 
     Decoders of damaged files raise nearly anything: OSError, SyntaxError, struct.error…

@@ -8,13 +8,9 @@ sorted class names number the classes once, and a file is itself or an error.
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
 import logging
 import os
-import stat
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
-from locality.data.decoding import check_header, decode, decode_window, read_bytes
-from locality.data.sources import BadImage, Draw, ImageSource
-from locality.errors import UserError, printable, saying, some, unknown
-from locality.files import in_threads, read_text
+from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
+from locality.data.decoding import check_header, decode, read_bytes
+from locality.data.sources import BadImage, ImageSource
+from locality.errors import UserError, printable, saying, some
 
 _log = logging.getLogger("locality")
 
@@ -38,8 +33,6 @@ IMAGE_SUFFIXES = frozenset(
         *("tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif"),
     )
 )
-TABLE = "labels.csv"
-_LARGEST_TABLE = 1 << 30
 VAL_NAMES = ("val", "validation", "valid", "test")
 
 
@@ -58,7 +51,7 @@ class FileSource(ImageSource):
         root: Path | str,
         paths: Iterable[str],
         labels: npt.ArrayLike,
-        decoding: Decoding = AS_PUBLISHED,
+        decoding: Decoding = DEFAULT_DECODING,
     ) -> None:
         self.root = str(root)
         # One array: millions of Python strings would cost 200 bytes each, and a copy in every
@@ -69,9 +62,6 @@ class FileSource(ImageSource):
 
     def read(self, index: int) -> Image.Image:
         return decode(self.read_bytes(index), self.decoding)
-
-    def read_window(self, index: int, draw: Draw) -> Image.Image:
-        return decode_window(self.read_bytes(index), self.decoding, draw)
 
     def path(self, index: int) -> str:
         """Where image `index` lies below the folder."""
@@ -130,11 +120,11 @@ def list_folder(root: Path | str) -> Listing:
     listing = Listing(root, folders, [], files)
     _note(listing, others)
     for name in folders:
-        listing.files.append(sorted(_images(root, name, {_identity(root)}, listing)))
+        listing.files.append(sorted(_images(root, name, {_inode(root)}, listing)))
     return listing
 
 
-def find_parts(root: Path | str | None) -> dict[str, Path]:
+def find_splits(root: Path | str | None) -> dict[str, Path]:
     """The folders of training and validation images by name; of "all" where they are to be divided.
 
     Tells a folder with train/ and val/ from one that holds the class folders itself.
@@ -142,14 +132,14 @@ def find_parts(root: Path | str | None) -> dict[str, Path]:
     Raises:
         UserError: it does not exist, or has train/ but nothing to evaluate on.
     """
-    root = existing_folder(root)
+    root = require_folder(root)
     train = root / "train"
     # A class may be called "train", too; it holds images, not folders.
     if not train.is_dir() or not _entries(train)[0]:
         if train.is_dir() and any((root / name).is_dir() for name in VAL_NAMES):
-            raise no_images(train)
+            raise no_images_error(train)
         if not _entries(root)[0]:
-            raise no_images(root)
+            raise no_images_error(root)
         return {"all": root}
     for name in VAL_NAMES:
         if (root / name).is_dir():
@@ -160,7 +150,9 @@ def find_parts(root: Path | str | None) -> dict[str, Path]:
     )
 
 
-def open_parts(parts: Mapping[str, Path], decoding: Decoding) -> tuple[list[str], list[FileSource]]:
+def open_splits(
+    parts: Mapping[str, Path], decoding: Decoding
+) -> tuple[list[str], list[FileSource]]:
     """Classes and images of folders, by name, that have the same class folders.
 
     Raises:
@@ -169,7 +161,7 @@ def open_parts(parts: Mapping[str, Path], decoding: Decoding) -> tuple[list[str]
     listings = {part: list_folder(root) for part, root in parts.items()}
     for listing in listings.values():
         if not any(listing.files):
-            raise no_images(listing.root)
+            raise no_images_error(listing.root)
         if loops := [str(listing.root / path) for path in listing.loops]:
             _log.warning("links that lead in circles are not followed: %s", printable(some(loops)))
     if difference := class_difference(listings):
@@ -182,115 +174,16 @@ def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource |
     """Classes, training and validation images of any image folder; None where one is to be divided.
 
     Raises:
-        UserError: as `find_parts` and `open_parts`.
+        UserError: as `find_splits` and `open_splits`.
     """
-    classes, sources = open_parts(find_parts(config.root), config.decoding)
+    classes, sources = open_splits(find_splits(config.root), config.decoding)
     return classes, sources[0], sources[1] if len(sources) > 1 else None
 
 
-def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
-    """Classes, sorted, and images of a table: a text file whose rows name an image and its class.
-
-    Columns are divided by commas, semicolons, tabs or spaces. They are chosen by number, from 1,
-    or by their names in the first row, which is a heading if its image is none by name.
-
-    Args:
-        config: its root is the file, or a folder with a `labels.csv`; images lie relative to it.
-            Its columns are the first and the second unless given.
-
-    Raises:
-        UserError: there is no such table, column or image, or a row names none or one again.
-    """
-    if config.root is None:
-        raise UserError("a table of images needs a file or its folder; give it as data.root")
-    path = Path(config.root).expanduser()
-    path = path / TABLE if path.is_dir() else path
-    if not path.exists():
-        raise UserError(f"there is no table of images '{path}'; give it, or its folder, as root")
-    rows = _rows(path)
-    columns = [
-        _column(path, rows[0], given)
-        for given in (config.image_column or "1", config.label_column or "2")
-    ]
-    if Path(rows[0][columns[0]]).suffix.lower() not in IMAGE_SUFFIXES:
-        rows = rows[1:]
-    short = next((number for number, row in enumerate(rows) if len(row) <= max(columns)), None)
-    if short is not None:
-        raise UserError(f"'{path}' has a row of too few columns: {' '.join(rows[short])!r}")
-    images, labels = ([row[column].strip() for row in rows] for column in columns)
-    _check_places(path, images, config.allow_outside)
-    if again := [image for image, times in Counter(images).items() if times > 1]:
-        raise UserError(f"'{path}' names {some(again)} more than once")
-    if not images or not (path.parent / images[0]).exists():
-        named = f"names '{images[0]}', which is not" if images else "names no image"
-        raise UserError(f"'{path}' {named} in '{path.parent}'")
-    classes = _in_order(set(labels))
-    numbers = {label: number for number, label in enumerate(classes)}
-    chosen = [numbers[label] for label in labels]
-    return classes, FileSource(path.parent, images, chosen, config.decoding), None
-
-
-def _check_places(table: Path, images: list[str], allow_outside: bool) -> None:
-    """The images of a table have to lie beside it or below, and to be files.
-
-    Those that are missing are damaged images, and dealt with as such.
-
-    Raises:
-        UserError: naming those that do not.
-    """
-    if not allow_outside and (out := [name for name in images if not lies_in(table.parent, name)]):
-        raise UserError(
-            f"'{table}' names {some(out)}, outside of '{table.parent}'; set data.allow_outside to "
-            f"true if images there are to be read"
-        )
-    strange = in_threads(_no_file, (table.parent / name for name in images))
-    if found := [name for name, is_none in zip(images, strange, strict=True) if is_none]:
-        raise UserError(f"'{table}' names {some(found)}, no file but a folder, device or pipe")
-
-
-def lies_in(folder: Path | str, path: str) -> bool:
+def is_inside(folder: Path | str, path: str) -> bool:
     """Whether a path, relative to a folder, leads to a place below it; links are not looked at."""
     below = os.path.join(os.path.abspath(folder), "")
     return os.path.abspath(os.path.join(below, path)).startswith(below)
-
-
-def _no_file(path: Path) -> bool:
-    try:
-        return not stat.S_ISREG(path.stat().st_mode)
-    except (OSError, ValueError):
-        return False
-
-
-def _rows(path: Path) -> list[list[str]]:
-    # Names may hold line breaks, within quotation marks.
-    lines = io.StringIO(read_text(path, _LARGEST_TABLE), newline="")
-    first = next((line for line in lines if line.strip()), None)
-    if first is None:
-        raise UserError(f"'{path}' has no rows")
-    lines.seek(0)
-    mark = next((mark for mark in ",;\t" if mark in first), None)
-    if mark is None:
-        return [line.split() for line in lines if line.strip()]
-    with saying(f"{path} is not CSV", csv.Error):
-        rows = csv.reader(lines, delimiter=mark)
-        return [row for row in rows if any(cell.strip() for cell in row)]
-
-
-def _column(path: Path, first: list[str], given: str) -> int:
-    """The number, from 0, of a column given by its number from 1 or its name."""
-    numbers = [str(number + 1) for number in range(len(first))]
-    for known in (numbers, first):
-        if given in known:
-            return known.index(given)
-    raise unknown(f"column of '{path}'", given, [*first, *numbers])
-
-
-def _in_order(labels: Iterable[str]) -> list[str]:
-    """Numbers by their value, other labels by the alphabet."""
-    try:
-        return sorted(labels, key=float)
-    except ValueError:
-        return sorted(labels)
 
 
 def image_files(given: Iterable[str]) -> Iterator[Path]:
@@ -318,7 +211,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
             raise FileNotFoundError(f"there is no file or folder {path}")
 
 
-def read_image(file: Path, decoding: Decoding = AS_PUBLISHED) -> Image.Image:
+def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """The image in a file, as RGB.
 
     Raises:
@@ -335,7 +228,7 @@ def class_difference(listings: Mapping[str, Listing]) -> str:
     return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
 
 
-def existing_folder(root: Path | str | None) -> Path:
+def require_folder(root: Path | str | None) -> Path:
     """`root` as a path, if it is a folder."""
     if root is None:
         raise UserError("this dataset needs a folder; give it as data.root")
@@ -347,7 +240,7 @@ def existing_folder(root: Path | str | None) -> Path:
     return path
 
 
-def no_images(root: Path) -> UserError:
+def no_images_error(root: Path) -> UserError:
     if any(path.suffix.lower() in IMAGE_SUFFIXES for path in root.glob("*")):
         return UserError(
             f"'{root}' holds images itself; expected one folder per class in it (if it is "
@@ -363,7 +256,7 @@ def _images(
 ) -> Iterator[str]:
     """The images anywhere below a folder; what else there is goes to `listing`."""
     folder = root / relative
-    identity = _identity(folder)
+    identity = _inode(folder)
     if identity in above:
         listing.loops.append(relative)
         return
@@ -395,7 +288,7 @@ def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if _leads_to_itself(entry):
+            if _is_symlink_loop(entry):
                 others.append(entry.name)
             elif entry.is_dir():
                 folders.append(entry.name)
@@ -406,7 +299,7 @@ def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
     return sorted(folders), sorted(files), sorted(others)
 
 
-def _leads_to_itself(entry: os.DirEntry[str]) -> bool:
+def _is_symlink_loop(entry: os.DirEntry[str]) -> bool:
     try:
         entry.stat()
     except OSError as error:
@@ -414,6 +307,6 @@ def _leads_to_itself(entry: os.DirEntry[str]) -> bool:
     return False
 
 
-def _identity(folder: Path) -> tuple[int, int]:
+def _inode(folder: Path) -> tuple[int, int]:
     status = folder.stat()
     return status.st_dev, status.st_ino

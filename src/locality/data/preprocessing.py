@@ -8,7 +8,6 @@ pipeline gives.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +18,10 @@ import torch.nn.functional as F
 from PIL import Image
 from timm.data import create_transform
 from timm.data.random_erasing import RandomErasing
-from timm.data.transforms import MaybePILToTensor, RandomResizedCropAndInterpolation
+from timm.data.transforms import MaybePILToTensor
 from torchvision import transforms
 
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.data.sources import Window
 
 Size = tuple[int, int]
 Step = Callable[[Any], Any]
@@ -33,15 +31,13 @@ Images = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Turns one image, or the window of it that `draw` chose, into a (3, H, W) uint8 tensor.
+    """Turns one image into a (3, H, W) uint8 tensor.
 
     Attributes:
         size: (H, W) of the result.
         prepare: what gives a PIL image this size, which one that has it keeps, and pads it.
         pad: zeros on each side, out of which `steps` cut their window.
         steps: what is done next, at random.
-        crop: timm's random crop, where that comes first; `draw` chooses its windows, so that no
-            more of an image needs to be read than the crop takes.
         on_tensors: to an image of this size, a tensor is the same as a PIL image.
     """
 
@@ -49,7 +45,6 @@ class ImageTransform:
     prepare: Sequence[Step] = ()
     pad: int = 0
     steps: Sequence[Step] = ()
-    crop: RandomResizedCropAndInterpolation | None = None
     on_tensors: bool = False
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -72,17 +67,7 @@ class ImageTransform:
         """Whether nothing is done to an image of this size."""
         return self.on_tensors and not (self.pad or self.steps)
 
-    def draw(self, size: tuple[int, int]) -> Window:
-        """What `crop` takes of an image of this (width, height); draws from Python's generator."""
-        assert self.crop is not None
-        # A tensor without data: only its size is looked at.
-        image = torch.empty(size[::-1], device="meta")
-        top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
-        modes = self.crop.interpolation
-        mode = random.choice(modes) if isinstance(modes, tuple) else modes
-        return Window((left, top, left + width, top + height), self.size, mode.name)
-
-    def takes_tensors(self, pixels: torch.Tensor) -> bool:
+    def accepts_tensors(self, pixels: torch.Tensor) -> bool:
         """Whether images like `pixels`, (…, 3, H, W) uint8, need not become PIL images first."""
         return self.on_tensors and tuple(pixels.shape[-2:]) == self.size
 
@@ -109,10 +94,10 @@ def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> Ima
         separate=True,
     )
     for step in secondary.transforms:
-        allow_black(step)
-    crop, *flips = primary.transforms
+        patch_posterize(step)
     if augment.crop == "resized":
-        return ImageTransform(size, steps=[*flips, *secondary.transforms], crop=crop)
+        return ImageTransform(size, steps=[*primary.transforms, *secondary.transforms])
+    _, *flips = primary.transforms
     # The crop is what differs; the flip behind it and the colour steps stay timm's.
     pad = augment.pad if augment.crop == "pad" else 0
     prepare = [*eval_transform(replace(preprocessing, crop_pct=1.0)).prepare]
@@ -138,14 +123,14 @@ def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
     return ImageTransform(size, pipeline.transforms[:-1], on_tensors=resized == size)
 
 
-def erasing(augment: AugmentConfig) -> RandomErasing | None:
+def create_erasing(augment: AugmentConfig) -> RandomErasing | None:
     """timm's random erasing with noise, for normalised tensors, or None when it is off."""
     if not augment.random_erasing:
         return None
     return RandomErasing(augment.random_erasing, mode="pixel", max_count=1, device="cpu")
 
 
-def affine_maps(uniform: torch.Tensor, strength: float) -> torch.Tensor:
+def affine_matrices(uniform: torch.Tensor, strength: float) -> torch.Tensor:
     """Random affine maps as `F.affine_grid` takes them.
 
     Args:
@@ -195,7 +180,7 @@ def normalise(pixels: Images, preprocessing: Preprocessing) -> torch.Tensor:
     return images
 
 
-def _posterized(
+def _posterize(
     posterize: Callable[..., Image.Image], image: Image.Image, bits: int, **options: Any
 ) -> Image.Image:
     """timm's posterize, where keeping no bits gives black, as it did before Pillow 13.
@@ -206,11 +191,11 @@ def _posterized(
     return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
 
 
-def allow_black(policy: Any) -> None:
+def patch_posterize(policy: Any) -> None:
     """Replace the posterize operation wherever a timm policy has one."""
     operations = [*getattr(policy, "ops", ())]
     for sub_policy in getattr(policy, "policy", ()):
         operations += sub_policy
     for operation in operations:
         if operation.name.startswith("Posterize"):
-            operation.aug_fn = partial(_posterized, operation.aug_fn)
+            operation.aug_fn = partial(_posterize, operation.aug_fn)

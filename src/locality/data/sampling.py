@@ -1,4 +1,4 @@
-"""Which image comes at which position, and which images a run is given: randomness by position.
+"""Position-keyed randomness: the order of samples, subsets and splits.
 
 Everything random about the data is a function of (seed, stream, position): which image comes at a
 position, how it is augmented, what stands in for it when it cannot be read, which images make up a
@@ -24,7 +24,7 @@ import torch
 
 from locality.errors import UserError
 
-Keys = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -49,7 +49,7 @@ class Stream(IntEnum):
     AFFINE = 8
 
 
-def keys(seed: int, *words: int | npt.ArrayLike) -> Keys:
+def hash_seed(seed: int, *words: int | npt.ArrayLike) -> Hashes:
     """64-bit keys for (seed, words): well mixed, any word broadcast as an array.
 
     Words are whole numbers taken modulo 2⁶⁴; their order matters.
@@ -60,20 +60,20 @@ def keys(seed: int, *words: int | npt.ArrayLike) -> Keys:
     return state
 
 
-def _word(value: int | npt.ArrayLike) -> Keys:
+def _word(value: int | npt.ArrayLike) -> Hashes:
     if isinstance(value, int):
         return np.array([value & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64)
     return np.atleast_1d(np.asarray(value)).astype(np.uint64)
 
 
-def _mix(x: Keys) -> Keys:
+def _mix(x: Hashes) -> Hashes:
     x = x + _GOLDEN
     x = (x ^ (x >> _SHIFT_1)) * _MULTIPLY_1
     x = (x ^ (x >> _SHIFT_2)) * _MULTIPLY_2
     return x ^ (x >> _SHIFT_3)
 
 
-def permuted(ranks: npt.ArrayLike, size: int, key: Keys) -> Indices:
+def permute(ranks: npt.ArrayLike, size: int, key: Hashes) -> Indices:
     """Where `ranks` go under the random permutation of 0 … size − 1 that `key` names.
 
     A Feistel network on a × b ≥ size, a ≈ b, in the additive form of Black and Rogaway (2002);
@@ -99,7 +99,7 @@ def permuted(ranks: npt.ArrayLike, size: int, key: Keys) -> Indices:
     return result.astype(np.int64)
 
 
-def _feistel(x: Keys, rows: np.uint64, columns: np.uint64, key: Keys) -> Keys:
+def _feistel(x: Hashes, rows: np.uint64, columns: np.uint64, key: Hashes) -> Hashes:
     row, column = x // columns, x % columns
     round_keys = _mix(key + _ROUNDS[:, None])
     for add_to_row, add_to_column in zip(round_keys[::2], round_keys[1::2], strict=True):
@@ -117,7 +117,7 @@ def sample_order(positions: npt.ArrayLike, size: int, seed: int, repeats: int = 
     `RepeatAugSampler` does.
     """
     epochs, places = np.divmod(np.atleast_1d(np.asarray(positions, dtype=np.int64)), size)
-    return permuted(places // repeats, size, keys(seed, Stream.ORDER, epochs))
+    return permute(places // repeats, size, hash_seed(seed, Stream.ORDER, epochs))
 
 
 def seed_generators(key: int) -> None:
@@ -184,7 +184,7 @@ def stratified_split(
     return np.setdiff1d(np.arange(np.size(labels)), val), val
 
 
-def class_part(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> Indices:
+def class_slice(labels: npt.ArrayLike, part: tuple[float, float], seed: int) -> Indices:
     """A part of every class in an order that `seed` draws: from one fraction of it to another.
 
     Parts that do not overlap have no image in common, and adjoining ones leave none out.
@@ -206,7 +206,7 @@ def _chosen(
     for label, members in zip(present.tolist(), by_class, strict=True):
         places = np.arange(*span(len(members)))
         if seed is not None:
-            places = permuted(places, len(members), keys(seed, stream, label))
+            places = permute(places, len(members), hash_seed(seed, stream, label))
         chosen.append(members[places])
     return np.sort(np.concatenate(chosen))
 

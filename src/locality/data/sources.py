@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,33 +18,6 @@ from locality.errors import UserError, saying
 
 if TYPE_CHECKING:
     import torch
-
-
-class Window(NamedTuple):
-    """A part of an image, and what it is resized to.
-
-    Attributes:
-        box: left, top, right and bottom, in pixels.
-        size: (H, W) of the result.
-        interpolation: of the resize, as Pillow names it: BICUBIC.
-    """
-
-    box: tuple[int, int, int, int]
-    size: tuple[int, int]
-    interpolation: str
-
-
-Draw = Callable[[tuple[int, int]], Window]
-"""Chooses a window of an image whose (width, height) it is told."""
-
-
-def cut(image: Image.Image, window: Window, scale: float = 1.0) -> Image.Image:
-    """A window of an image that is there at 1 / `scale` of the size that the window counts in."""
-    left, top, right, bottom = (side / scale for side in window.box)
-    x, y = math.floor(left), math.floor(top)
-    part = image.crop((x, y, math.ceil(right), math.ceil(bottom)))
-    inner = (left - x, top - y, right - x, bottom - y)
-    return part.resize(window.size[::-1], Image.Resampling[window.interpolation], inner)
 
 
 class BadImage(Exception):
@@ -77,21 +49,12 @@ class ImageSource(ABC):
             BadImage: the image cannot be decoded.
         """
 
-    def read_window(self, index: int, draw: Draw) -> Image.Image:
-        """The window that `draw` chooses of image `index`, resized.
-
-        Raises:
-            BadImage: the image cannot be decoded.
-        """
-        image = self.read(index)
-        return cut(image, draw(image.size))
-
     @abstractmethod
     def describe(self, index: int) -> str:
         """What to call image `index` when speaking to a person: a path where there is one."""
 
     def check_header(self, index: int) -> None:
-        """As far as can be told without decoding, make sure that image `index` can be read.
+        """Check image `index` without decoding it, as far as that is possible.
 
         Raises:
             BadImage: it cannot.
@@ -105,8 +68,8 @@ class ImageSource(ABC):
         """
         return ()
 
-    def read_or_name(self, index: int) -> Image.Image:
-        """As `read`, for where a damaged image is nobody's to skip.
+    def read_or_raise(self, index: int) -> Image.Image:
+        """As `read`, with a damaged image as an error that names it.
 
         Raises:
             UserError: the image cannot be decoded, naming it.
@@ -137,9 +100,6 @@ class Subset(ImageSource):
 
     def read(self, index: int) -> Image.Image:
         return self.source.read(int(self.indices[index]))
-
-    def read_window(self, index: int, draw: Draw) -> Image.Image:
-        return self.source.read_window(int(self.indices[index]), draw)
 
     def describe(self, index: int) -> str:
         return self.source.describe(int(self.indices[index]))

@@ -23,7 +23,7 @@ from locality.analysis.runs import (
     read_runs,
 )
 from locality.analysis.statistics import estimate
-from locality.data.checking import duplicates
+from locality.data.fingerprint import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg

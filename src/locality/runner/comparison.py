@@ -1,4 +1,4 @@
-"""The runs that say which model suits own images: alike in recipe, images and budget.
+"""The runs that say which model suits a custom dataset: alike in recipe, images and budget.
 
 What is chosen for this machine is kept in the comparison's folder, so that the same command goes on
 with the same runs, by machines of any speed.

@@ -34,8 +34,8 @@ from tqdm import tqdm
 from locality import settings
 from locality.benchmark.measure import interleave, training_step
 from locality.checkpoints import save
+from locality.checkpoints.api import load
 from locality.checkpoints.format import WEIGHTS
-from locality.checkpoints.open import load
 from locality.data import BatchLoader, DataSplits, ImageSource, eval_loader, open_data
 from locality.data.sampling import sorted_fraction
 from locality.errors import UserError

@@ -1,4 +1,4 @@
-"""What is answered: a page, and the endpoints /predict and /attention.
+"""The FastAPI application: a page, and the endpoints /predict and /attention.
 
 An image is the body of a request, and a request has nothing else: no file is named, none is
 written. A few images at a time are decoded, and one is looked at, so that memory does not grow with
@@ -25,10 +25,10 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from locality import __version__
 from locality.analysis.explorer import explorer_page
-from locality.checkpoints.open import Classifier
+from locality.checkpoints.classifier import Classifier
 from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError
-from locality.serve.bodies import MEGABYTES, Bodies
+from locality.serve.bodies import MEGABYTES, RequestBodies
 from locality.serve.decoding import decode
 from locality.templates import render
 
@@ -49,7 +49,7 @@ _IMAGE = {
 T = TypeVar("T")
 
 
-class Named(BaseModel):
+class ClassProbability(BaseModel):
     """A class and its probability."""
 
     name: str
@@ -60,10 +60,10 @@ class Prediction(BaseModel):
     """The most likely classes of an image, best first."""
 
     model: str
-    classes: list[Named]
+    classes: list[ClassProbability]
 
 
-class Refusal(BaseModel):
+class ErrorResponse(BaseModel):
     """Why a request was not answered, in a sentence."""
 
     detail: str
@@ -76,7 +76,7 @@ def application(classifier: Classifier) -> FastAPI:
         classifier: which answers; a graph has no attention to show.
     """
     refused: dict[int | str, dict[str, Any]] = {
-        status: {"model": Refusal} for status in (408, 413, 422, 500, 503)
+        status: {"model": ErrorResponse} for status in (408, 413, 422, 500, 503)
     }
     service = FastAPI(
         title=f"locality: {classifier.name}",
@@ -86,7 +86,7 @@ def application(classifier: Classifier) -> FastAPI:
         responses=refused,
     )
     page = _page(classifier)
-    bodies = Bodies()
+    bodies = RequestBodies()
     places, processes = anyio.Semaphore(_DECODED), anyio.CapacityLimiter(_DECODED)
     # torch takes all processors for one image as it is.
     one = anyio.CapacityLimiter(1)
@@ -113,10 +113,10 @@ def application(classifier: Classifier) -> FastAPI:
         """The five most likely classes of the image in the body."""
 
         def look(image: Image.Image) -> dict[str, float]:
-            return classifier.most_likely(classifier([image])[0])
+            return classifier.top_classes(classifier([image])[0])
 
         found = await answered(request, look)
-        named = [Named(name=name, probability=share) for name, share in found.items()]
+        named = [ClassProbability(name=name, probability=share) for name, share in found.items()]
         return Prediction(model=classifier.name, classes=named)
 
     @service.post("/attention", openapi_extra=_IMAGE, response_class=HTMLResponse)

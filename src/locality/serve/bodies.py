@@ -1,4 +1,4 @@
-"""What a request sends: an image as it is, or as the file of a form, within limits.
+"""Request bodies: an image, or a form with one file, within limits.
 
 Nothing of it is written to a file.
 """
@@ -18,15 +18,15 @@ MEGABYTES = 20
 # A form's own lines come on top of the file.
 _LARGEST = MEGABYTES * 1_000_000 + 10_000
 # More is not even read on, and who is slower is not waited for.
-_MOST_READ = 400_000_000
+_MAX_READ_BYTES = 400_000_000
 _SECONDS = 60
-_MOST_PARTS = 100
+_MAX_FORM_PARTS = 100
 # Of all requests together. Counting requests instead would let some that send slowly shut out all.
-_MOST_HELD = 500_000_000
+_MAX_HELD_BYTES = 500_000_000
 
 
-class Bodies:
-    """The bodies of all requests that are not answered yet, and how much memory they take."""
+class RequestBodies:
+    """The bodies of all open requests, and the memory that they take."""
 
     def __init__(self) -> None:
         self._held = 0
@@ -62,7 +62,7 @@ class Bodies:
             with anyio.fail_after(_SECONDS):
                 async for piece in request.stream():
                     length += len(piece)
-                    if length > _MOST_READ:
+                    if length > _MAX_READ_BYTES:
                         break
                     if kept is None:
                         continue
@@ -70,7 +70,7 @@ class Bodies:
                         self._held -= len(kept)
                         kept.clear()
                         continue
-                    if self._held + len(piece) > _MOST_HELD:
+                    if self._held + len(piece) > _MAX_HELD_BYTES:
                         raise HTTPException(503, "too many images at once; try again later")
                     self._held += len(piece)
                     kept += piece
@@ -98,7 +98,7 @@ def _file_of_form(data: bytes, content_type: str) -> bytes:
     header["content-type"] = content_type
     boundary = header.get_boundary("").encode()
     # Between two boundaries, which no part contains: its headers, an empty line, its content.
-    _, *parts = (b"\r\n" + data).split(b"\r\n--" + boundary, _MOST_PARTS)
+    _, *parts = (b"\r\n" + data).split(b"\r\n--" + boundary, _MAX_FORM_PARTS)
     divided = [part.partition(b"\r\n\r\n") for part in parts] if boundary else []
     files = [content for lines, _, content in divided if b"filename" in lines]
     if len(files) != 1:

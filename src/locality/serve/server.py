@@ -1,4 +1,4 @@
-"""Who is answered, and how long anybody is waited for: addresses, connections, Ctrl-C.
+"""The uvicorn server: host checks, timeouts and shutdown.
 
 A page that somebody visits can send requests to this machine, and with a name of its own that leads
 here it could read the answers. Hence a request has to name a host that is known, and what is posted
@@ -29,19 +29,19 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from locality.checkpoints.open import Classifier
+from locality.checkpoints.classifier import Classifier
 from locality.errors import UserError
 from locality.serve.application import application, content_policy
 
 # For a request's header to come, and for an answer to be read, once it is more than is buffered.
-_HEADER_SECONDS = 10
-_READING_SECONDS = 60
+_HEADER_TIMEOUT = 10
+_WRITE_TIMEOUT = 60
 # For requests to be answered after Ctrl-C.
-_LAST_SECONDS = 2
+_SHUTDOWN_SECONDS = 2
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s\[\]:/?#@]+))(?::\d*)?")
 
 
-class Known:
+class HostCheck:
     """Answers requests to hosts that are known, and posts from no other page.
 
     Args:
@@ -99,7 +99,7 @@ class _Connection(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         if self.conn.trailing_data[0] and not self.transport.is_closing():
-            sentence = f"the request's header did not arrive within {_HEADER_SECONDS} seconds"
+            sentence = f"the request's header did not arrive within {_HEADER_TIMEOUT} seconds"
             self._refuse(408, sentence)
         else:
             super().timeout_keep_alive_handler()
@@ -124,7 +124,7 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading = self.loop.call_later(_READING_SECONDS, self.transport.abort)
+        self._reading = self.loop.call_later(_WRITE_TIMEOUT, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -139,10 +139,10 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which ends in time whatever is being done."""
+    """uvicorn's server, which stops in time whatever it is doing."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        seconds = 0 if self.should_exit else _LAST_SECONDS
+        seconds = 0 if self.should_exit else _SHUTDOWN_SECONDS
         super().handle_exit(sig, frame)
         ending = threading.Timer(seconds, _end, [128 + sig])
         ending.daemon = True
@@ -189,13 +189,13 @@ def serve(
         *([] if framed else [("x-frame-options", "DENY")]),
     ]
     config = uvicorn.Config(
-        Known(application(classifier), ["localhost", socket.gethostname(), host, *hosts]),
+        HostCheck(application(classifier), ["localhost", socket.gethostname(), host, *hosts]),
         http=_Connection,
         ws="none",
         log_level="error",
         server_header=False,
         headers=headers,
-        timeout_keep_alive=_HEADER_SECONDS,
+        timeout_keep_alive=_HEADER_TIMEOUT,
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

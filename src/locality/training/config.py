@@ -193,6 +193,8 @@ class ObjectiveConfig:
     distillation: Literal["hard", "soft"] = "hard"
     temperature: float = checks.bounded(3.0, 0, above=True)
 
+    REMOVED = (("kind", "locality.training.objective:Objective"), ("options", None))
+
     def __post_init__(self) -> None:
         checks.settings(self, "objective.")
         if self.teacher_weights is not None and self.teacher is None:

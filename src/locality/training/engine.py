@@ -20,8 +20,9 @@ from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data import DataSplits
-from locality.data.checking import ImageRecord, verify
-from locality.data.loader import naming_killed_workers
+from locality.data.fingerprint import ImageFingerprint
+from locality.data.loader import translate_killed_worker
+from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.training.config import RunConfig
@@ -97,7 +98,7 @@ def _train_here(
     """One process's part: what is in result.json, or what every process is to raise."""
     atexit.register(end_processes)
     try:
-        with naming_killed_workers():
+        with translate_killed_worker():
             return work(fabric)
     except BaseException as error:
         # Its traceback holds the model, which holds the process group.
@@ -208,7 +209,7 @@ def _begin(
     notes = [f"{reason}; going on from the one before it" for reason in passed_over]
     if state is None and run.metrics_file.exists():
         notes.append(f"{run.path} has measurements and no checkpoint: starting again")
-    splits, record = seen.splits, ImageRecord.of(seen.splits)
+    splits, record = seen.splits, ImageFingerprint.of(seen.splits)
     if state is not None:
         run.check_saved(config, state.get("config", {}))  # earlier versions kept none
         notes += _same_images(run, seen, state, record) + restore_metrics(run, state)
@@ -231,7 +232,7 @@ def _follow(
 
 
 def _same_images(
-    run: RunFolder, seen: Preview, state: dict[str, Any], record: ImageRecord
+    run: RunFolder, seen: Preview, state: dict[str, Any], record: ImageFingerprint
 ) -> list[str]:
     """Compare a checkpoint's images with those there are now; notes on what differs.
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality import checks
-from locality.checkpoints.open import Classifier, open_model
+from locality.checkpoints.api import open_model
+from locality.checkpoints.classifier import Classifier
 from locality.data import (
     Batch,
     BatchLoader,
@@ -27,7 +28,7 @@ from locality.data import (
     eval_loader,
     open_data,
 )
-from locality.data.loader import naming_killed_workers
+from locality.data.loader import translate_killed_worker
 from locality.errors import UserError, saying
 from locality.files import csv_text, read_rows, write_atomic
 from locality.models import count_macs
@@ -126,7 +127,7 @@ def evaluate_opened(
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
 
-@naming_killed_workers()
+@translate_killed_worker()
 @torch.no_grad()
 def evaluate(
     model: nn.Module,

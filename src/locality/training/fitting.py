@@ -1,4 +1,4 @@
-"""How fast this machine trains; what a run costs on it, and which run fits own images and it.
+"""How fast this machine trains; what a run costs on it, and which run fits a custom dataset and it.
 
 The speed is that of a few real batches loaded, and of a few steps on random images.
 
@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from locality import checks, machine
-from locality.checkpoints.finding import read
-from locality.checkpoints.where import kind_of
+from locality.checkpoints.registry import detect_kind
+from locality.checkpoints.resolve import read
 from locality.data import DataSplits, open_data, train_loader
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
@@ -75,8 +75,7 @@ class Speed:
         reading, model = max(1, self.workers) / self.loading, 1 / self.computing
         who = f"{self.workers} workers" if self.workers else "the training process"
         slower = (
-            "reading images is the bottleneck; more data.workers read more, and data.crops=fast "
-            "takes less for each"
+            "reading images is the bottleneck; more data.workers read more"
             if reading < model
             else "the model is the bottleneck"
         )
@@ -268,7 +267,7 @@ class Fit:
 
 
 def fit(name: str, given: Mapping[str, Any], minutes: float) -> Fit:
-    """The run of a recipe for own images that ends in about so many minutes on this machine.
+    """The run of a recipe for custom datasets that ends in about so many minutes on this machine.
 
     Args:
         name: "photos" or "finetune".
@@ -402,7 +401,7 @@ def start_from(weights: str) -> dict[str, Any]:
             f"one as --model, and what differs as --model.overrides"
         )
     settings: dict[str, Any] = {"model.weights": weights, "model.name": found.name}
-    if kind_of(weights) == "run":
+    if detect_kind(weights) == "run":
         model = RunFolder(weights).config().model
         settings |= {"model.patch_size": model.patch_size, "model.overrides": model.overrides}
     size = found.config.img_size

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint
-from locality.data import Batch, Stream, eval_loader, keys, seed_generators, train_loader
+from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.models import ImageClassifier
 from locality.training.distributed import Interruption, Processes, measured
@@ -127,7 +127,7 @@ def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device)
         step, micro: which pass.
         device: whose generator to seed beside the processor's.
     """
-    key = int(keys(seed, Stream.STEP, rank, step, micro)[0])
+    key = int(hash_seed(seed, Stream.STEP, rank, step, micro)[0])
     seed_generators(key)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(key >> 1)

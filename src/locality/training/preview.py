@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
 from locality.checkpoints import load, load_weights
-from locality.checkpoints.where import kind_of
+from locality.checkpoints.registry import detect_kind
 from locality.data import DataSplits, open_data
 from locality.errors import UserError, naming, require, saying, some
 from locality.models import ImageClassifier, build, count_macs, count_parameters
@@ -137,7 +137,7 @@ class Preview:
             require(f"engine.tracker={tracker}", _TRACKERS[tracker], tracker)
         if config.model.weights is not None and not resumes:
             with saying("model.weights", FileNotFoundError), naming("model.weights"):
-                kind_of(config.model.weights)
+                detect_kind(config.model.weights)
         meta_model(config, num_classes=1)
         self.config = config
         self.splits = open_data(config.data, config.seed) if splits is None else splits

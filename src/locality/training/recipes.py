@@ -277,8 +277,8 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     The paper does not say for how many epochs; 90 is what ViT took for the same data.
 
     Command: `locality train cvt_22k --data.root IMAGENET22K`, or `--data.dataset arrow` for a
-    folder that `locality data pack` wrote. Where the folder has no val/, `--data.val_fraction` of
-    each class is set aside to validate on.
+    folder of Parquet or Arrow files. Where the folder has no val/, `--data.val_fraction` of each
+    class is set aside to validate on.
     Cost: 470 exaFLOPs for `cvt_w24`, 35 for `cvt_13`.
     Expect: top-1 on ImageNet-1k after fine-tuning 87.7 (`cvt_w24`), 84.9 (`cvt_21`), 83.3
     (`cvt_13`).
@@ -287,7 +287,7 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     return _as(cvt_300(model, seed), "cvt_22k", data=data, schedule={"epochs": 90})
 
 
-# Updates by target (CvT §4.1); own images are taken for a small one.
+# Updates by target (CvT §4.1); a custom dataset counts as a small one.
 _FINETUNE_STEPS = {
     "imagenet": 20_000,
     "cifar10": 10_000,
@@ -435,7 +435,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 """All recipes, by name."""
 
 
-OWN_IMAGES = ("photos", "finetune")
+CUSTOM_DATASET_RECIPES = ("photos", "finetune")
 """Recipes that are completed for the images and the machine at hand (`training.fitting`)."""
 
 

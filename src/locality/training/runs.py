@@ -35,7 +35,7 @@ from typing import IO, Any
 import psutil
 
 from locality import settings
-from locality.checkpoints.run_state import CheckpointFolder, classes_of
+from locality.checkpoints.run_state import CheckpointFolder, read_class_names
 from locality.errors import UserError, some
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
@@ -209,7 +209,7 @@ class RunFolder:
         Raises:
             UserError: if the run has not got as far as opening its data.
         """
-        return classes_of(self.path)
+        return read_class_names(self.path)
 
     def predictions(self) -> Predictions:
         """What the model says of the validation images.

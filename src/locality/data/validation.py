@@ -1,21 +1,13 @@
-"""What is made sure of about images: by `data check`, before a run, and before it goes on.
+"""Dataset validation: the report of `data check`, and the check of a run's validation images.
 
-A run's validation images are all decoded, or beyond a number recognised by their headers, so that a
-damaged one is named before training and not at the first evaluation.
-
-A record of all images says later whether they are still the same. To read a million files takes
-hours, to ask for their size and time of modification 6 s, so large datasets are told apart by
-that; small ones by their content, which copying does not change.
+Validation images are decoded before training, or beyond a number only their headers are read, so
+that a damaged one is named before the first step and not at the first evaluation.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import os
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from locality.data.config import AS_PUBLISHED, DataConfig, Decoding
+from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
-from locality.data.folder import class_difference, find_parts, list_folder
-from locality.data.sources import BadImage, DataSplits, ImageSource
-from locality.errors import ProcessKilled, UserError, printable, saying, some
+from locality.data.folder import class_difference, find_splits, list_folder
+from locality.data.sources import BadImage, ImageSource
+from locality.errors import ProcessKilled, UserError, printable, some
 from locality.files import in_threads
 from locality.machine import processors
 
@@ -50,7 +42,7 @@ class Sizes(NamedTuple):
 
 @dataclass
 class CheckReport:
-    """What was found in a folder.
+    """The report of `locality data check`.
 
     Attributes:
         folder: what was looked through.
@@ -124,8 +116,8 @@ class CheckReport:
         return list(map(printable, text))
 
 
-class Examined(NamedTuple):
-    """What one file is: its digest, size and mode, or why it is none of that."""
+class ImageInfo(NamedTuple):
+    """Digest, size and colour mode of an image, or the reason why it cannot be decoded."""
 
     digest: bytes
     width: int
@@ -138,12 +130,12 @@ def check(
     folder: Path | str | None,
     *,
     dataset: str = "folder",
-    decoding: Decoding = AS_PUBLISHED,
+    decoding: Decoding = DEFAULT_DECODING,
     allow_outside: bool = False,
     workers: int | None = None,
     progress: bool = True,
 ) -> CheckReport:
-    """Decode every image below `folder` and report what is wrong.
+    """Decode every image of a dataset and report its faults.
 
     Args:
         folder: with train/ and val/, or with class folders; or what another dataset is read from.
@@ -160,7 +152,7 @@ def check(
     report = CheckReport(root or dataset)
     found: dict[str, tuple[list[str], ImageSource]]
     if dataset == "folder":
-        listings = {part: list_folder(root) for part, root in find_parts(folder).items()}
+        listings = {part: list_folder(root) for part, root in find_splits(folder).items()}
         report.class_difference = class_difference(listings)
         for each in listings.values():
             report.ignored += [str(each.root / path) for path in each.ignored]
@@ -177,7 +169,7 @@ def check(
         splits = open_data(config, seed=0)
         found = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
     report.classes = len(next(iter(found.values()))[0])
-    good: list[Examined] = []
+    good: list[ImageInfo] = []
     first: dict[str, dict[bytes, str]] = {part: {} for part in found}
     total = sum(len(source) for _, source in found.values())
     bar = tqdm(total=total, unit="image", disable=not progress, desc="checking")
@@ -186,7 +178,7 @@ def check(
         missing = np.bincount(source.labels, minlength=len(classes)) == 0
         report.empty_classes[part] = [classes[number] for number in np.flatnonzero(missing)]
         names = [source.describe(index) for index in range(len(source))]
-        examined = _examine_all(source, names, decoding, workers)
+        examined = _inspect_all(source, names, decoding, workers)
         for path, item in zip(names, examined, strict=True):
             bar.update()
             # Bad files are reported as such; all empty ones would be duplicates of each other.
@@ -201,23 +193,25 @@ def check(
     bar.close()
     report.modes = dict(Counter(item.mode for item in good).most_common())
     if good:
-        report.sizes = Sizes(_spread(item.width for item in good), _spread(i.height for i in good))
+        report.sizes = Sizes(
+            _percentiles(item.width for item in good), _percentiles(i.height for i in good)
+        )
     return report
 
 
-def _spread(sides: Iterable[int]) -> tuple[int, ...]:
+def _percentiles(sides: Iterable[int]) -> tuple[int, ...]:
     found = np.percentile(list(sides), (0, 5, 50, 95, 100), method="nearest")
     return tuple(found.astype(int).tolist())
 
 
-def _examine_all(
+def _inspect_all(
     source: ImageSource, names: list[str], decoding: Decoding, workers: int | None
-) -> Iterator[Examined]:
+) -> Iterator[ImageInfo]:
     """What each image of a source is: files, in parallel, as themselves, others decoded."""
     if names != [path for _, path in source.files(np.arange(len(source)))]:
-        yield from (_examine_decoded(source, index) for index in range(len(source)))
+        yield from (_inspect_decoded(source, index) for index in range(len(source)))
         return
-    examine = partial(_examine, decoding=decoding)
+    examine = partial(_inspect, decoding=decoding)
     workers = min(workers or processors(), -(-len(names) // _CHUNK))
     if workers <= 1:
         yield from map(examine, names)
@@ -230,25 +224,25 @@ def _examine_all(
         raise ProcessKilled("a process that checks images") from error
 
 
-def _examine(path: str, decoding: Decoding) -> Examined:
+def _inspect(path: str, decoding: Decoding) -> ImageInfo:
     try:
         data = read_bytes(path)
         image = load(data, decoding)
         mode = image.mode
         image = to_rgb(image, decoding)
     except BadImage as error:
-        return Examined(b"", 0, 0, "", str(error))
+        return ImageInfo(b"", 0, 0, "", str(error))
     digest = hashlib.blake2b(data, digest_size=16).digest()
-    return Examined(digest, image.width, image.height, mode, None)
+    return ImageInfo(digest, image.width, image.height, mode, None)
 
 
-def _examine_decoded(source: ImageSource, index: int) -> Examined:
+def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo:
     try:
         image = source.read(index)
     except BadImage as error:
-        return Examined(b"", 0, 0, "", str(error))
+        return ImageInfo(b"", 0, 0, "", str(error))
     digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
-    return Examined(digest, image.width, image.height, image.mode, None)
+    return ImageInfo(digest, image.width, image.height, image.mode, None)
 
 
 def _listed(what: str, items: list[str], most: int) -> list[str]:
@@ -259,12 +253,7 @@ def _listed(what: str, items: list[str], most: int) -> list[str]:
 
 
 # As many images of ImageNet's size are decoded in half a minute by one processor.
-DECODED_AT_MOST = 5_000
-# As many bytes are read and digested in seconds; opening a file takes as long as so many more.
-CONTENT_BYTES = 1_000_000_000
-_OPENING_BYTES = 10_000
-_DIGITS = 16  # of a file's digest; a time of modification has fewer
-_LARGEST_TABLE = 1 << 28
+MAX_DECODED = 5_000
 
 
 def verify(source: ImageSource) -> str:
@@ -278,7 +267,7 @@ def verify(source: ImageSource) -> str:
     """
     if source.pixels is not None:
         return ""
-    whole = len(source) <= DECODED_AT_MOST
+    whole = len(source) <= MAX_DECODED
     look = source.read if whole else source.check_header
 
     def problem(index: int) -> str | None:
@@ -302,115 +291,5 @@ def verify(source: ImageSource) -> str:
         return f"all {len(source):,} validation images can be decoded"
     return (
         f"the headers of {len(source):,} validation images are whole; more than "
-        f"{DECODED_AT_MOST:,} are not decoded beforehand"
+        f"{MAX_DECODED:,} are not decoded beforehand"
     )
-
-
-@dataclass(frozen=True)
-class ImageRecord:
-    """Which images a run uses, as far as can be told cheaply.
-
-    Attributes:
-        labels: digest of the classes and of all labels in their order.
-        files: digest of what is in memory and of `table`.
-        table: a line per file in the order of use: size, content or time of modification, and
-            part/name, with tabs between; compressed.
-    """
-
-    labels: str
-    files: str
-    table: bytes
-
-    @classmethod
-    def of(cls, splits: DataSplits) -> ImageRecord:
-        """Look at the images of a run, or at the sizes and times of their files."""
-        labels = hashlib.sha256(json.dumps(splits.classes).encode())
-        files = hashlib.sha256()
-        for source in (splits.train, splits.val):
-            labels.update(source.labels.tobytes() + b"|")
-            if source.pixels is not None:
-                files.update(source.pixels.numpy().tobytes())
-        table = _table(splits).encode()
-        files.update(table)
-        return cls(
-            labels.hexdigest()[:16], files.hexdigest()[:16], gzip.compress(table, 1, mtime=0)
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """What a checkpoint keeps of it."""
-        return f"{self.labels}-{self.files}"
-
-    def differences(self, before: bytes) -> str:
-        """Which files changed, are gone or are new since the table `before`, in words."""
-        old, new = (_by_line(gzip.decompress(each).decode()) for each in (before, self.table))
-        found = {
-            "changed": [name for name in new if name in old and old[name] != new[name]],
-            "gone": [name for name in old if name not in new],
-            "new": [name for name in new if name not in old],
-        }
-        return "; ".join(
-            f"{len(names):,} {what}: {some(names)}" for what, names in found.items() if names
-        )
-
-
-def _table(splits: DataSplits) -> str:
-    files = [
-        (f"{part}/{name}", path)
-        for part, source in (("train", splits.train), ("val", splits.val))
-        for name, path in source.files(np.arange(len(source)))
-    ]
-    status = list(in_threads(_status, (path for _, path in files)))
-    stamps: Iterable[str] = (f"{seconds}" for _, seconds in status)
-    if sum(_OPENING_BYTES + size for size, _ in status) <= CONTENT_BYTES:
-        stamps = in_threads(_content, (path for _, path in files))
-    return "".join(
-        f"{size}\t{stamp}\t{name!r}\n"
-        for (name, _), (size, _), stamp in zip(files, status, stamps, strict=True)
-    )
-
-
-def _status(path: str) -> tuple[int, int]:
-    """Size in bytes and time of modification in whole seconds, which survive archives."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return -1, -1  # as a damaged image, it is dealt with where it is read
-    return status.st_size, int(status.st_mtime)
-
-
-def _content(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha1").hexdigest()[:_DIGITS]
-    except OSError:
-        return "-"
-
-
-def _by_line(table: str) -> dict[str, str]:
-    """Size and stamp of every file by its name."""
-    lines = (line.rsplit("\t", 1) for line in table.splitlines())
-    return {name[1:-1]: stamp for stamp, name in lines}
-
-
-def duplicates(record: Path) -> list[list[str]] | None:
-    """Names of files with the same content, in groups, from where a `ImageRecord.table` lies.
-
-    Returns:
-        None if it tells files by their time of modification, as it does of large datasets.
-
-    Raises:
-        UserError: if the file is something else.
-    """
-    with (
-        saying(f"{record} is no record of images", EOFError, OSError, ValueError, zlib.error),
-        gzip.open(record) as file,
-    ):
-        stamps = _by_line(file.read(_LARGEST_TABLE).decode())
-    groups: dict[str, list[str]] = {}
-    for name, stamp in stamps.items():
-        if len(stamp.partition("\t")[2]) == _DIGITS:
-            groups.setdefault(stamp, []).append(name)
-    if stamps and not groups:
-        return None
-    return [names for names in groups.values() if len(names) > 1]

@@ -1,7 +1,7 @@
-"""What the layouts that weights come in have in common; and our own.
+"""Key maps: how each format names the tensors of a state dict, with our own names as the hub.
 
-A layout says once how it calls each of our tensors. Both directions follow from that: what our code
-expects, renamed, is what their file has to hold, and is where each of our tensors is found in it.
+A key map names each of our tensors once. Both directions follow from that: the keys that our code
+expects, renamed, are those that their file has to hold, and where each of our tensors is found.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from locality.checkpoints.reading import State, blank_state, check_keys
+from locality.checkpoints.state_dict import State, check_keys, meta_state_dict
 from locality.errors import UserError
 from locality.models.config import CvTConfig, ViTConfig, token_grid
 from locality.settings import from_dict, to_dict
 
-# Our settings that a CvT's weights do not tell → Microsoft's; transformers' in small letters.
-THEIR_SETTINGS = {
+# Our settings that a CvT's weights do not specify → Microsoft's; transformers' in small letters.
+MICROSOFT_SETTINGS = {
     "num_heads": "NUM_HEADS",
     "embed_stride": "PATCH_STRIDE",
     "embed_padding": "PATCH_PADDING",
@@ -33,16 +33,16 @@ THEIR_SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class KeyMap:
     """One way of naming a model's tensors; this class itself is our own.
 
     Attributes:
         name: as given to `convert`.
-        title: whose it is, for people.
-        marks: parts of tensor names that only this layout has; all of them are there.
-        absent: parts that this layout's tensors never have.
+        title: whose it is, in messages.
+        marks: parts of tensor names that only this key map has; all of them are there.
+        absent: parts that this key map's tensors never have.
         renames: what to replace in our name of a tensor, one after the other, as (pattern, by).
-        settings: our name of a setting → the one it has in the layout's own code.
+        settings: our name of a setting → the one it has in the library's own code.
     """
 
     name: str
@@ -56,23 +56,23 @@ class Layout:
     """The configurations of the models it holds; None for all."""
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> Any:
-        """The architecture of weights in this layout, read from the shapes.
+        """The architecture of weights with these keys, inferred from their shapes.
 
         Args:
             state: the weights.
             settings: fields of the configuration that the reader has set, under our names.
 
         Raises:
-            UserError: if a tensor that tells is missing, or the weights do not tell enough.
+            UserError: if a required tensor is missing, or shapes do not determine the architecture.
         """
         raise UserError("these weights do not say which model they are of; give the model's name")
 
-    def untold(self, config: Any) -> dict[str, Any]:
-        """The settings that weights in this layout do not tell."""
+    def unspecified(self, config: Any) -> dict[str, Any]:
+        """The settings that weights with these keys do not specify."""
         return {}
 
     def dropped(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of theirs that means nothing, and that ours therefore lack."""
+        """The shape of each of their tensors that has no effect, and that ours therefore lack."""
         return {}
 
     def accepted(self, config: Any) -> dict[str, tuple[Any, ...]]:
@@ -110,41 +110,41 @@ class Layout:
         """One of our tensors, from theirs."""
         return state[self.rename(name)]
 
-    def to_ours(self, state: State, config: Any) -> dict[str, Tensor]:
-        """Weights in this layout → ours.
+    def to_native(self, state: State, config: Any) -> dict[str, Tensor]:
+        """Weights with these keys → ours.
 
         Raises:
             UserError: if a name is missing or unknown, or a shape differs from `config`'s.
         """
-        blank = blank_state(config)
-        expected, dropped = self._theirs(blank, config), self.dropped(config)
+        blank = meta_state_dict(config)
+        expected, dropped = self._foreign_state(blank, config), self.dropped(config)
         check_keys(state, expected, self.title, dropped)
         return {name: self.read(name, state, config) for name in blank}
 
-    def from_ours(self, state: State, config: Any) -> dict[str, Tensor]:
-        """Our weights → this layout. What means nothing there is written as zero.
+    def from_native(self, state: State, config: Any) -> dict[str, Tensor]:
+        """Our weights → these keys. Tensors without an effect are written as zeros.
 
         Raises:
             UserError: if it cannot hold such a model, or `state` does not fit `config`.
         """
         if self.holds and not isinstance(config, self.holds):
             raise UserError(
-                f"the layout '{self.name}' holds {self.holds.title}, and this model is "
+                f"the format '{self.name}' holds {self.holds.title}, and this model is "
                 f"{config.title}"
             )
         self.require(config)
-        check_keys(state, blank_state(config), OURS.title)
-        return self._theirs(state, config)
+        check_keys(state, meta_state_dict(config), NATIVE.title)
+        return self._foreign_state(state, config)
 
-    def _theirs(self, state: State, config: Any) -> dict[str, Tensor]:
+    def _foreign_state(self, state: State, config: Any) -> dict[str, Tensor]:
         theirs: dict[str, Tensor] = {}
         for name, tensor in state.items():
             theirs |= self.write(name, tensor, config)
         zeros = next(iter(state.values())).new_zeros
         return theirs | {name: zeros(shape) for name, shape in self.dropped(config).items()}
 
-    def recognises(self, state: State) -> bool:
-        """Whether the tensors' names are this layout's."""
+    def matches(self, state: State) -> bool:
+        """Whether the tensors' names are this key map's."""
 
         def has(mark: str) -> bool:
             # Dots at both ends, so that a mark can ask for the beginning or the end of a name.
@@ -155,7 +155,7 @@ class Layout:
     def configuration(
         self, state: State, like: Any = None, settings: Mapping[str, Any] = {}
     ) -> Any:
-        """The architecture of weights in this layout, taken from `like` where one is given.
+        """The architecture of weights with these keys, taken from `like` where one is given.
 
         Args:
             state: the weights.
@@ -163,13 +163,13 @@ class Layout:
             settings: fields of the configuration, under our names, that stand above both.
 
         Raises:
-            UserError: if the weights do not tell it, or `like` is of the other family.
+            UserError: if it cannot be inferred, or `like` is of the other family.
         """
         # Our own names say by themselves which family they are of.
         cvt = any(name.startswith("stages.") for name in state)
-        check_family(self.holds or (CvTConfig if cvt else ViTConfig), like)
+        check_config_class(self.holds or (CvTConfig if cvt else ViTConfig), like)
         found = self.infer(state, settings) if like is None else self._like(state, like)
-        return with_settings(found, settings)
+        return override_config(found, settings)
 
     def _like(self, state: State, like: Any) -> Any:
         """`like`, with the ends that the weights have."""
@@ -182,25 +182,28 @@ class Layout:
             held = math.prod(token_grid(like.img_size, like.patch_size)) + like.embed_class_token
             if state["pos_embed"].shape[1] != held:
                 classes = like.embed_class_token
-                ends["img_size"] = size_of(state, like.patch_size, classes, None)[0]
+                ends["img_size"] = infer_img_size(state, like.patch_size, classes, None)[0]
         return dataclasses.replace(like, **ends)
 
     def classes(self, state: State) -> int:
         """How many classes the weights have; 0 without a classifier."""
         return len(state.get(self.rename("head.weight"), ()))
 
-    def told(self, state: State, name: str) -> Tensor:
-        """What tells the architecture: the tensor that we call `name`.
+    def require_tensor(self, state: State, name: str) -> Tensor:
+        """The tensor that we call `name`, from whose shape the architecture is inferred.
 
         Raises:
             UserError: if it is missing.
         """
         if self.rename(name) not in state:
-            raise UserError(f"these weights have no {self.rename(name)}, which tells the model")
+            raise UserError(
+                f"these weights have no {self.rename(name)}, from which the architecture is "
+                f"inferred"
+            )
         return state[self.rename(name)]
 
-    def listed(self, settings: Mapping[str, Any]) -> str:
-        """Settings and their values, each with the name it has in the layout's own code."""
+    def format_settings(self, settings: Mapping[str, Any]) -> str:
+        """Settings and their values, each with the name it has in the library's own code."""
         words = []
         for name, value in settings.items():
             shown = json.dumps(value, separators=(",", ":")).replace('"', "")
@@ -209,7 +212,7 @@ class Layout:
         return ", ".join(words)
 
 
-OURS = Layout(
+NATIVE = KeyMap(
     "locality",
     "locality's",
     marks=(".norm1.", ".attn."),
@@ -217,7 +220,7 @@ OURS = Layout(
 )
 
 
-def size_of(
+def infer_img_size(
     state: State, patch_size: int, may_hold_class: bool, img_size: Any
 ) -> tuple[int | tuple[int, int], bool]:
     """The image size, and whether the class token has an entry in the position embedding."""
@@ -236,13 +239,13 @@ def size_of(
     )
 
 
-def our_names(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+def native_setting_names(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Settings under our names, given under ours, Microsoft's or transformers'."""
-    ours = {theirs: name for name, theirs in THEIR_SETTINGS.items()}
+    ours = {theirs: name for name, theirs in MICROSOFT_SETTINGS.items()}
     return {ours.get(name.upper(), name): value for name, value in (settings or {}).items()}
 
 
-def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
+def override_config(config: Any, settings: Mapping[str, Any]) -> Any:
     """`config` with some of its fields set, each of its type.
 
     Raises:
@@ -252,7 +255,7 @@ def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
     return from_dict(type(config), to_dict(config.with_overrides(**settings)), "architecture")
 
 
-def check_family(expected: Any, like: Any) -> None:
+def check_config_class(expected: Any, like: Any) -> None:
     """Refuse a configuration of another family than the weights'; None is of any.
 
     Raises:

@@ -1,4 +1,4 @@
-"""CvT weights: microsoft's and transformers' layouts, both directions."""
+"""CvT weights: microsoft's and transformers' formats, both directions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from locality.checkpoints.foreign import MICROSOFT, TRANSFORMERS
 from locality.errors import UserError
 from locality.models import build
 
-LAYOUTS = {"microsoft": MICROSOFT, "transformers": TRANSFORMERS}
+KEY_MAPS = {"microsoft": MICROSOFT, "transformers": TRANSFORMERS}
 SMALL = {"depth": (1, 2, 3), "num_classes": 10, "img_size": 64}
 
 
@@ -24,7 +24,7 @@ def test_from_transformers_gives_the_same_logits(randomise):
     theirs = reference(randomise, depth=[1, 2, 3])
     # Their port computes the exact GELU.
     ours = build("cvt_13", activation="gelu", **SMALL).eval()
-    ours.load_state_dict(TRANSFORMERS.to_ours(theirs.state_dict(), ours.config))
+    ours.load_state_dict(TRANSFORMERS.to_native(theirs.state_dict(), ours.config))
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images).logits, atol=1e-5, rtol=0)
@@ -33,7 +33,7 @@ def test_from_transformers_gives_the_same_logits(randomise):
 def test_to_transformers_loads_strictly_and_gives_the_same_logits(randomise):
     ours = randomise(build("cvt_13", activation="gelu", **SMALL))
     theirs = reference(randomise, depth=[1, 2, 3])
-    theirs.load_state_dict(TRANSFORMERS.from_ours(ours.state_dict(), ours.config), strict=True)
+    theirs.load_state_dict(TRANSFORMERS.from_native(ours.state_dict(), ours.config), strict=True)
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(theirs(images).logits, ours(images), atol=1e-5, rtol=0)
@@ -42,7 +42,7 @@ def test_to_transformers_loads_strictly_and_gives_the_same_logits(randomise):
 def test_every_tensor_of_transformers_has_its_place(randomise, assert_bitwise):
     theirs = reference(randomise).state_dict()
     config = replace(TRANSFORMERS.infer(theirs, {}), activation="gelu")
-    assert_bitwise(TRANSFORMERS.from_ours(TRANSFORMERS.to_ours(theirs, config), config), theirs)
+    assert_bitwise(TRANSFORMERS.from_native(TRANSFORMERS.to_native(theirs, config), config), theirs)
 
 
 def microsoft_shapes() -> dict[str, tuple[int, ...]]:
@@ -81,7 +81,7 @@ def microsoft_shapes() -> dict[str, tuple[int, ...]]:
 def test_microsofts_names_and_shapes_are_those_of_its_files():
     with torch.device("meta"):
         ours = build("cvt_13")
-    theirs = MICROSOFT.from_ours(ours.state_dict(), ours.config)
+    theirs = MICROSOFT.from_native(ours.state_dict(), ours.config)
     assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == microsoft_shapes()
 
 
@@ -99,20 +99,23 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "name", "fields"), HELD)
-def test_there_and_back_is_bitwise_equal(layout, name, fields, randomise, assert_bitwise):
+@pytest.mark.parametrize(("key_map", "name", "fields"), HELD)
+def test_there_and_back_is_bitwise_equal(key_map, name, fields, randomise, assert_bitwise):
     ours = randomise(build(name, depth=(1, 2, 3), **fields))
     state = ours.state_dict()
     assert_bitwise(
-        LAYOUTS[layout].to_ours(LAYOUTS[layout].from_ours(state, ours.config), ours.config), state
+        KEY_MAPS[key_map].to_native(KEY_MAPS[key_map].from_native(state, ours.config), ours.config),
+        state,
     )
 
 
-@pytest.mark.parametrize(("layout", "name", "fields"), HELD)
-def test_the_architecture_is_read_from_the_shapes(layout, name, fields):
+@pytest.mark.parametrize(("key_map", "name", "fields"), HELD)
+def test_the_architecture_is_read_from_the_shapes(key_map, name, fields):
     with torch.device("meta"):
         ours = build(name, drop_path_rate=0.0, **fields)
-    found = LAYOUTS[layout].infer(LAYOUTS[layout].from_ours(ours.state_dict(), ours.config), {})
+    found = KEY_MAPS[key_map].infer(
+        KEY_MAPS[key_map].from_native(ours.state_dict(), ours.config), {}
+    )
     assert replace(found, activation=ours.config.activation) == ours.config
 
 
@@ -126,18 +129,18 @@ def test_ratios_that_differ_between_blocks_are_read_too():
 
 
 @pytest.mark.parametrize(
-    ("layout", "activation"), [("microsoft", "quick_gelu"), ("transformers", "gelu")]
+    ("key_map", "activation"), [("microsoft", "quick_gelu"), ("transformers", "gelu")]
 )
-def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(layout, activation):
+def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(key_map, activation):
     ours = build("cvt_13", activation=activation, **SMALL)
-    theirs = LAYOUTS[layout].from_ours(ours.state_dict(), ours.config)
+    theirs = KEY_MAPS[key_map].from_native(ours.state_dict(), ours.config)
     names = list(theirs)
     removed, reshaped = names[3], names[-1]
     del theirs[removed]
     theirs["extra"] = torch.zeros(1)
     theirs[reshaped] = torch.zeros(3)
     with pytest.raises(UserError) as caught:
-        LAYOUTS[layout].to_ours(theirs, ours.config)
+        KEY_MAPS[key_map].to_native(theirs, ours.config)
     message = str(caught.value)
     assert f"missing: {removed}" in message
     assert "unknown: extra" in message
@@ -146,7 +149,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(layout, a
 
 def test_widths_that_hide_the_number_of_heads_are_said_to():
     ours = build("cvt_13", embed_dim=(48, 96, 192), num_heads=(1, 2, 4), **SMALL)
-    theirs = MICROSOFT.from_ours(ours.state_dict(), ours.config)
+    theirs = MICROSOFT.from_native(ours.state_dict(), ours.config)
     with pytest.raises(UserError, match="number of heads cannot be told"):
         MICROSOFT.infer(theirs, {})
     MICROSOFT.infer(theirs, {"num_heads": 1})

@@ -1,4 +1,4 @@
-"""Files and folders of any layout: recognised, or refused with the file and the cause."""
+"""Files and folders of any format: recognised, or refused with the file and the cause."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from locality.checkpoints import LAYOUTS, convert, load_weights, read, recognise, save
+from locality.checkpoints import KEY_MAPS, convert, detect_key_map, load_weights, read, save
 from locality.errors import UserError
 from locality.layers.grid import hidden_width, mlp_ratio_of
 from locality.models import build
 from locality.models.variants import identify
 
-# The smallest model of each layout's family whose weights tell what it is, but for transformers'
+# The smallest model of each format's family whose weights tell what it is, but for transformers'
 # activation, of which its code has only one.
 MODELS = {
     "locality": ("convit_nano", {}),
@@ -33,61 +33,65 @@ MODELS = {
 SETTINGS = {"cvt-transformers": {"activation": "gelu"}}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=KEY_MAPS)
 def held(request, randomise):
-    """A layout's name, a model, and the model's state dict in that layout."""
+    """A format's name, a model, and the model's state dict in that format."""
     name, fields = MODELS[request.param]
     model = randomise(build(name, **fields))
-    return request.param, model, LAYOUTS[request.param].from_ours(model.state_dict(), model.config)
+    return (
+        request.param,
+        model,
+        KEY_MAPS[request.param].from_native(model.state_dict(), model.config),
+    )
 
 
 def test_every_layout_is_recognised_and_only_as_itself(held):
     name, _, state = held
-    assert [row.name for row in LAYOUTS.values() if row.recognises(state)] == [name]
-    assert recognise(state).name == name
+    assert [row.name for row in KEY_MAPS.values() if row.matches(state)] == [name]
+    assert detect_key_map(state).name == name
 
 
 @pytest.mark.parametrize("variant", ["convit_tiny", "deit_tiny", "cvt_13", "cvt_21", "cvt_w24"])
 def test_full_models_are_recognised_by_name_from_foreign_weights(variant):
     with torch.device("meta"):
         model = build(variant)
-    for layout in LAYOUTS.values():
-        if layout.name.startswith(variant.partition("_")[0]):
+    for key_map in KEY_MAPS.values():
+        if key_map.name.startswith(variant.partition("_")[0]):
             written = model.config
-            if layout.name == "cvt-transformers":  # whose code has the exact GELU
+            if key_map.name == "cvt-transformers":  # whose code has the exact GELU
                 written = replace(written, activation="gelu")
-            state = layout.from_ours(model.state_dict(), written)
-            assert recognise(state) is layout
-            assert identify(layout.infer(state, {})) == (variant, model.config)
+            state = key_map.from_native(model.state_dict(), written)
+            assert detect_key_map(state) is key_map
+            assert identify(key_map.infer(state, {})) == (variant, model.config)
 
 
 def test_names_of_two_layouts_at_once_are_an_error():
     convit = build("convit_nano")
     cvt = build("cvt_13", depth=(1, 2, 3), activation="gelu")
-    mixed = LAYOUTS["deit"].from_ours(
+    mixed = KEY_MAPS["deit"].from_native(
         build("deit_nano").state_dict(), build("deit_nano").config
-    ) | LAYOUTS["cvt-transformers"].from_ours(cvt.state_dict(), cvt.config)
-    with pytest.raises(UserError, match=r"more than one layout: DeiT's .* and transformers' CvT"):
-        recognise(mixed)
-    assert recognise(convit.state_dict()).name == "locality"
+    ) | KEY_MAPS["cvt-transformers"].from_native(cvt.state_dict(), cvt.config)
+    with pytest.raises(UserError, match=r"more than one format: DeiT's .* and transformers' CvT"):
+        detect_key_map(mixed)
+    assert detect_key_map(convit.state_dict()).name == "locality"
 
 
 def test_names_of_no_layout_are_shown():
     with pytest.raises(UserError, match=r"no model that is known here.*conv1\.weight, fc\.bias"):
-        recognise({"conv1.weight": torch.zeros(1), "fc.bias": torch.zeros(1)})
+        detect_key_map({"conv1.weight": torch.zeros(1), "fc.bias": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_any_layout_opens_without_being_told(held, suffix, tmp_path, assert_bitwise):
-    layout, model, state = held
+    key_map, model, state = held
     path = tmp_path / f"weights{suffix}"
     if suffix == ".pth":
         torch.save({"model": state, "args": argparse.Namespace(epochs=300)}, path)
     else:
         save_file(state, path)
-    like = model.config if layout == "locality" else None
-    checkpoint = read(path, like=like, settings=SETTINGS.get(layout))
-    assert checkpoint.layout == layout
+    like = model.config if key_map == "locality" else None
+    checkpoint = read(path, like=like, settings=SETTINGS.get(key_map))
+    assert checkpoint.key_map == key_map
     assert_bitwise(checkpoint.state, dict(model.state_dict()))
     rebuilt = checkpoint.build()
     images = torch.randn(2, model.in_chans, 64, 64)
@@ -97,7 +101,7 @@ def test_any_layout_opens_without_being_told(held, suffix, tmp_path, assert_bitw
 
 def test_folders_of_the_hub_are_read_too(tmp_path, assert_bitwise):
     model = build("convit_nano")
-    state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
+    state = KEY_MAPS["convit"].from_native(model.state_dict(), model.config)
     torch.save(state, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text('{"architecture": "convit_tiny"}')
     assert_bitwise(read(tmp_path).state, dict(model.state_dict()))
@@ -145,7 +149,7 @@ def not_finite(path, state):
 
 def other_width(path, state):
     other = build("deit_micro")
-    torch.save(LAYOUTS["deit"].from_ours(other.state_dict(), other.config), path)
+    torch.save(KEY_MAPS["deit"].from_native(other.state_dict(), other.config), path)
 
 
 def integers(path, state):
@@ -172,7 +176,7 @@ def test_a_bad_file_is_one_clear_error_and_nothing_is_half_loaded(
     model, source = build("deit_nano"), build("deit_nano")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path = tmp_path / "weights.pth"
-    damage(path, LAYOUTS["deit"].from_ours(source.state_dict(), source.config))
+    damage(path, KEY_MAPS["deit"].from_native(source.state_dict(), source.config))
     with pytest.raises(UserError, match=cause) as caught:
         load_weights(model, path)
     message = str(caught.value)
@@ -182,25 +186,27 @@ def test_a_bad_file_is_one_clear_error_and_nothing_is_half_loaded(
 
 def test_a_bad_file_converts_to_nothing(tmp_path):
     source = build("deit_nano")
-    not_finite(tmp_path / "in.pth", LAYOUTS["deit"].from_ours(source.state_dict(), source.config))
+    not_finite(
+        tmp_path / "in.pth", KEY_MAPS["deit"].from_native(source.state_dict(), source.config)
+    )
     with pytest.raises(UserError, match="NaN"):
         convert(tmp_path / "in.pth", tmp_path / "out", model="deit_nano")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "locality"])
-def test_convert_there_and_back_without_being_told_any_layout(layout, tmp_path, assert_bitwise):
-    name, fields = MODELS[layout]
+@pytest.mark.parametrize("key_map", [name for name in KEY_MAPS if name != "locality"])
+def test_convert_there_and_back_without_being_told_any_layout(key_map, tmp_path, assert_bitwise):
+    name, fields = MODELS[key_map]
     model = build(name, **fields)
     save(model, tmp_path / "ours")
-    done = convert(tmp_path / "ours", tmp_path / "theirs.pth", to=layout)
-    assert (done.layout, done.to, done.model) == ("locality", layout, name)
-    settings = SETTINGS.get(layout)
+    done = convert(tmp_path / "ours", tmp_path / "theirs.pth", to=key_map)
+    assert f"(locality) → {tmp_path / 'theirs.pth'} ({key_map}): {name}, " in done
+    settings = SETTINGS.get(key_map)
     back = convert(tmp_path / "theirs.pth", tmp_path / "back.safetensors", settings=settings)
-    assert (back.layout, back.to) == (layout, "locality")
+    assert f"({key_map}) → " in back
     assert_bitwise(read(tmp_path / "back.safetensors").state, dict(model.state_dict()))
-    convert(tmp_path / "back.safetensors", tmp_path / "theirs.safetensors", to=layout)
-    assert read(tmp_path / "theirs.safetensors").layout == layout
+    convert(tmp_path / "back.safetensors", tmp_path / "theirs.safetensors", to=key_map)
+    assert read(tmp_path / "theirs.safetensors").key_map == key_map
 
 
 @pytest.mark.parametrize(
@@ -233,7 +239,7 @@ def test_a_name_that_is_not_the_models_is_refused(tmp_path):
     with pytest.raises(UserError, match="num_heads=2"):
         convert(fewer, tmp_path / "out", model="deit_nano")
     assert not (tmp_path / "out").exists()
-    assert convert(plain, tmp_path / "out", model="deit_nano").model == "deit_nano"
+    assert "deit_nano, " in convert(plain, tmp_path / "out", model="deit_nano")
 
 
 def test_an_mlps_width_survives_its_ratio():

@@ -15,17 +15,18 @@ import torch
 from PIL import Image
 
 import locality.checkpoints.exporting as exporting
-import locality.checkpoints.finding as finding
 from locality.checkpoints import (
-    LAYOUTS,
+    KEY_MAPS,
     Classifier,
     Preprocessing,
     TrainedModel,
     export,
+    hub,
     open_model,
+    resolve,
     save,
 )
-from locality.checkpoints.where import SUFFIX
+from locality.checkpoints.registry import EXPORT_SUFFIXES
 from locality.errors import UserError
 from locality.models import VARIANTS, build
 from locality.models.config import CvTConfig, StageConfig
@@ -106,7 +107,7 @@ def test_what_onnx_runtime_merely_notes_is_not_printed(exported, tmp_path, capfd
     onnx.save(graph, tmp_path / "noted.onnx")
     onnxruntime.InferenceSession(tmp_path / "noted.onnx", providers=["CPUExecutionProvider"])
     assert "unused" in capfd.readouterr().err
-    finding.read_graph(tmp_path / "noted.onnx")
+    resolve.read_graph(tmp_path / "noted.onnx")
     assert capfd.readouterr().err == ""
 
 
@@ -150,7 +151,7 @@ def test_a_preprocessing_of_another_size_than_the_graphs_is_refused(tmp_path):
 
 @pytest.mark.parametrize("format", ["onnx", "torch-export"])
 def test_a_model_for_images_too_small_to_export_says_the_smallest(format, tmp_path):
-    path = tmp_path / f"model{SUFFIX[format]}"
+    path = tmp_path / f"model{EXPORT_SUFFIXES[format]}"
     with pytest.raises(UserError, match="5×5 or more, and it was made for 4×4"):
         export(build("cvt_nano", img_size=4), path, format)
     assert not path.exists()
@@ -197,7 +198,7 @@ def test_everything_opened_classifies_alike(exported, tmp_path):
 
 def test_foreign_weights_are_opened_as_well(tmp_path):
     model = build("convit_nano")
-    state = LAYOUTS["convit"].from_ours(model.state_dict(), model.config)
+    state = KEY_MAPS["convit"].from_native(model.state_dict(), model.config)
     torch.save(state, tmp_path / "timm.pth")
     opened = open_model(tmp_path / "timm.pth")
     assert opened.name == "convit_nano" and opened.preprocessing.size == (8, 8)
@@ -244,9 +245,7 @@ def test_pictures_are_brought_to_the_models_device():
 def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
     trained = TrainedModel(build("convit_nano"), Preprocessing(8), CLASSES)
     trained.save_pretrained(tmp_path)
-    monkeypatch.setattr(
-        finding, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name]
-    )
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name])
     opened = open_model("me/model")
     assert opened.name == "me/model" and opened.classes == tuple(CLASSES)
 

@@ -1,6 +1,6 @@
-"""What somebody named, as a model or to write to, told from the name: nothing is opened.
+"""The registry of public weights, and the kinds of names and files that are accepted.
 
-Among it the table of public weights: where they are, how they want their images, what they reach.
+Nothing is opened here. Each row has where the weights are, their preprocessing and their accuracy.
 A name of these is the model's, a dot, and a tag for who trained it on what: `convit_tiny.fb_in1k`.
 The first tag of a model is what `create_model(model, pretrained=True)` loads.
 """
@@ -14,17 +14,17 @@ from typing import Literal
 
 from locality.data.config import Preprocessing
 from locality.errors import UserError, entry, near, unknown
-from locality.files import read_yaml
+from locality.files import check_parent, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
 
-LAYOUT_NAMES = ("locality", "convit", "deit", "cvt-microsoft", "cvt-transformers")
-"""The layouts that `convert` writes, as `foreign.LAYOUTS` has them."""
+KEY_MAP_NAMES = ("locality", "convit", "deit", "cvt-microsoft", "cvt-transformers")
+"""The formats that `convert` writes, as `foreign.KEY_MAPS` has them."""
 
-SUFFIX: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
+EXPORT_SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
 """The ending of each format's files."""
 
 Kind = Literal["graph", "run", "path", "public", "timm", "hub"]
@@ -83,9 +83,8 @@ def is_run_folder(path: Path | str) -> bool:
     return (Path(path) / "config.yaml").is_file()
 
 
-def kind_of(what: Path | str) -> Kind:
-    """What kind of thing is named: an ONNX graph, a run folder, another file or folder, public
-    weights, a model of timm's, or a repository on the hub.
+def detect_kind(what: Path | str) -> Kind:
+    """The kind of source that a path or name stands for.
 
     Whatever looks like a path is one, and has to be there: the hub is asked for nothing else than
     "user/name".
@@ -110,7 +109,7 @@ def kind_of(what: Path | str) -> Kind:
             f"'{name}' is an architecture without weights; give the name of public weights "
             f"(`locality models --pretrained` lists them), a run folder or a file"
         )
-    is_file = path.suffix in (*SUFFIXES, ".onnx")
+    is_file = path.suffix in (*WEIGHT_SUFFIXES, ".onnx")
     if "/" not in name and not is_file:
         raise unknown("file, folder or model", name, (*SOURCES, *VARIANTS))
     parent = path.parent
@@ -129,7 +128,7 @@ def missing(path: Path) -> FileNotFoundError:
     return FileNotFoundError(f"there is no file or folder {path}{suggestion}")
 
 
-def refuse_entry(what: Path | str, entry: str | None) -> None:
+def check_no_entry(what: Path | str, entry: str | None) -> None:
     """Refuse to choose between state dicts where there is one.
 
     Raises:
@@ -146,52 +145,33 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
     """Refuse a target that `convert` could not, or may not, write.
 
     Raises:
-        UserError: for an ending or a form of target that the layout `to` does not have, or if
+        UserError: for an ending or a form of target that the format `to` does not have, or if
             `target` exists and is not to be overwritten.
     """
-    if to not in LAYOUT_NAMES:
-        raise unknown("layout", to, LAYOUT_NAMES)
+    if to not in KEY_MAP_NAMES:
+        raise unknown("format", to, KEY_MAP_NAMES)
     if to == "locality" and target.suffix not in ("", ".safetensors"):
         raise UserError(f"our own format is a folder or a .safetensors file, not {target}")
     if to != "locality" and target.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
         raise UserError(
-            f"the layout '{to}' is written as one file, ending in .safetensors, .pth, .pt or .bin, "
+            f"the format '{to}' is written as one file, ending in .safetensors, .pth, .pt or .bin, "
             f"not {target}"
         )
     if target.exists() and not overwrite:
         raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")
 
 
-def check_empty(folder: Path) -> None:
-    """Refuse a folder to be made that holds something, or whose own folder is not there.
-
-    Raises:
-        UserError: naming it.
-    """
-    check_place(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; give a new folder, or an empty one")
-
-
-def check_graph(path: Path, format: str) -> None:
+def check_export_path(path: Path, format: str) -> None:
     """Refuse a file that `export` could not write.
 
     Raises:
         UserError: for an unknown format, an ending that does not fit, or a folder that is not
             there.
     """
-    if format not in SUFFIX:
-        raise unknown("export format", format, SUFFIX)
-    if path.suffix != SUFFIX[format]:
-        raise UserError(f"a file of format '{format}' has to end in {SUFFIX[format]}, not {path}")
-    check_place(path)
-
-
-def check_place(path: Path | str | None) -> None:
-    """Refuse to write a file to a folder that is not there, before anything is computed.
-
-    Raises:
-        UserError: if it is not.
-    """
-    if path is not None and not Path(path).parent.is_dir():
-        raise UserError(f"there is no folder {Path(path).parent} to write {Path(path).name} to")
+    if format not in EXPORT_SUFFIXES:
+        raise unknown("export format", format, EXPORT_SUFFIXES)
+    if path.suffix != EXPORT_SUFFIXES[format]:
+        raise UserError(
+            f"a file of format '{format}' has to end in {EXPORT_SUFFIXES[format]}, not {path}"
+        )
+    check_parent(path)

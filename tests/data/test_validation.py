@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from locality.data import DataConfig, check, checking, open_data
-from locality.data.checking import verify
+from locality.data import DataConfig, check, open_data, validation
+from locality.data.validation import verify
 from locality.errors import ProcessKilled, UserError
 
 
@@ -133,8 +133,8 @@ def kill_oneself(path, decoding):
 
 
 def test_a_killed_process_is_named(train_val, monkeypatch):
-    monkeypatch.setattr(checking, "_examine", kill_oneself)
-    monkeypatch.setattr(checking, "_CHUNK", 1)
+    monkeypatch.setattr(validation, "_inspect", kill_oneself)
+    monkeypatch.setattr(validation, "_CHUNK", 1)
     with pytest.raises(
         ProcessKilled, match=r"checks images was killed from outside .*starts again"
     ):

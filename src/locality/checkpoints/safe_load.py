@@ -1,5 +1,4 @@
-"""Reading weight files that may come from anywhere, without running what is in them, and saying
-where a state dict is not what a model needs.
+"""Weight files from anywhere, read without running what is in them.
 
 A PyTorch file is a pickle, and a pickle is a program. Files are therefore read with
 `weights_only=True`, always: torch's own unpickler, which knows tensors and containers and calls
@@ -21,7 +20,7 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -29,12 +28,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from locality.checkpoints.where import refuse_entry
+from locality.checkpoints.registry import check_no_entry
 from locality.errors import UserError, one_line, saying, some
 from locality.files import open_file
-from locality.models.factory import build
-
-State = Mapping[str, Tensor]
 
 ALLOWED_CLASSES: tuple[Any, ...] = (
     argparse.Namespace,
@@ -49,17 +45,17 @@ ALLOWED_CLASSES: tuple[Any, ...] = (
 may give them where that is not their own."""
 
 # Training wrappers add these in front of every name.
-_WRAPPERS = ("module.", "_orig_mod.", "model.")
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 _NAMED_GLOBAL = re.compile(r"GLOBAL (\S+)")
 # What torch would call on the file's word, and what takes as much memory as the file says.
-_GREEDY = ("bytearray", "Tensor")
+_UNSAFE_GLOBALS = ("bytearray", "Tensor")
 # A tensor takes some 25 operations and 200 bytes; safetensors describes one in 100 bytes.
-_MOST_OPERATIONS = 500_000
-_MOST_TENSORS = 20_000
+_MAX_OPCODES = 500_000
+_MAX_TENSORS = 20_000
 # A tensor has four tuples; some 200,000, each in the next, end the process where one is a key.
-_MOST_TUPLES = 100_000
-_LARGEST_PROGRAM = 16 << 20
-_LARGEST_HEADER = 16 << 20
+_MAX_TUPLES = 100_000
+_MAX_PICKLE_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 16 << 20
 # A legacy file begins with five pickles: magic number, version, system, content, storages.
 _LEGACY_PICKLES = 5
 
@@ -84,16 +80,16 @@ def read_state(
     """
     path = Path(path)
     if is_safetensors(path):
-        refuse_entry(path, entry)
+        check_no_entry(path, entry)
         return read_safetensors(path)
     with open_file(path) as file:
-        state = _pick(unpickle(file, path), entry, path)
+        state = _select_state_dict(unpickle(file, path), entry, path)
     if not state:
         raise UserError(f"{path} holds no tensors")
     for name, tensor in state.items():
-        if not _is_whole(tensor):
+        if not _has_all_data(tensor):
             raise UserError(f"{path}: the file does not hold all numbers of the tensor {name}")
-    for wrapper in _WRAPPERS:
+    for wrapper in _WRAPPER_PREFIXES:
         if all(name.startswith(wrapper) for name in state):
             state = {name.removeprefix(wrapper): tensor for name, tensor in state.items()}
     return state, {}
@@ -107,13 +103,13 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
     """
     with open_file(path) as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if length > _LARGEST_HEADER:
+        if length > _MAX_HEADER_BYTES:
             raise UserError(f"{path} is damaged: its header would be {length:,} bytes long")
         header = opened.read(length)
     # Each tensor is described in braces, and so is what is said of all.
-    if header.count(b"{") > _MOST_TENSORS:
+    if header.count(b"{") > _MAX_TENSORS:
         raise UserError(
-            f"{path} was refused: it describes more than {_MOST_TENSORS:,} tensors, which no model "
+            f"{path} was refused: it describes more than {_MAX_TENSORS:,} tensors, which no model "
             f"here has"
         )
     damaged = f"{path} is damaged or truncated"
@@ -162,7 +158,7 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
             it has a size.
     """
     start = file.tell()
-    names = _look_through(file, path)
+    names = _scan_pickle(file, path)
     file.seek(start)
     try:
         with torch.serialization.safe_globals([*ALLOWED_CLASSES]):
@@ -170,7 +166,7 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
     # The reader meets arbitrary bytes here; whatever it stumbles over, they are no weights.
     except Exception as error:
         if wanted := _NAMED_GLOBAL.search(str(error)):
-            raise _wants_to_call(path, wanted[1]) from error
+            raise _unsafe_global(path, wanted[1]) from error
         if isinstance(error, pickle.UnpicklingError):
             what = "was refused: it is a pickle, but not one of PyTorch weights"
         elif "TorchScript" in str(error):
@@ -182,16 +178,16 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
         raise UserError(f"{path} {what}") from error
 
 
-def _wants_to_call(path: Path | str, name: str) -> UserError:
+def _unsafe_global(path: Path | str, name: str) -> UserError:
     return UserError(
         f"{path} was refused, and nothing in it was run: it wants to call {name}, and weights are "
         f"read only from files that hold nothing but tensors"
     )
 
 
-def _look_through(file: IO[bytes], path: Path | str) -> set[str]:
+def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
     """Refuse a pickle that would take long or much memory; the names of an archive's entries."""
-    program, names = file.read(_LARGEST_PROGRAM), set[str]()
+    program, names = file.read(_MAX_PICKLE_BYTES), set[str]()
     if program.startswith(b"PK\x03\x04"):
         size, held = file.seek(0, io.SEEK_END), 0
         try:
@@ -210,47 +206,47 @@ def _look_through(file: IO[bytes], path: Path | str) -> set[str]:
                 f"are not compressed"
             )
     tuples, stream = 0, io.BytesIO(program)
-    for count, (code, argument, _) in enumerate(_operations(stream)):
+    for count, (code, argument, _) in enumerate(_opcodes(stream)):
         tuples += code.name.startswith("TUPLE")
-        if count >= _MOST_OPERATIONS or tuples > _MOST_TUPLES:
+        if count >= _MAX_OPCODES or tuples > _MAX_TUPLES:
             raise UserError(
-                f"{path} was refused: it is a pickle of more than {_MOST_OPERATIONS:,} "
+                f"{path} was refused: it is a pickle of more than {_MAX_OPCODES:,} "
                 f"operations, which no model's weights need"
             )
-        if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_GREEDY):
-            raise _wants_to_call(path, str(argument).replace(" ", "."))
-    if stream.tell() == _LARGEST_PROGRAM:
+        if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_UNSAFE_GLOBALS):
+            raise _unsafe_global(path, str(argument).replace(" ", "."))
+    if stream.tell() == _MAX_PICKLE_BYTES:
         raise UserError(
-            f"{path} was refused: it is a pickle of more than {_LARGEST_PROGRAM:,} bytes "
+            f"{path} was refused: it is a pickle of more than {_MAX_PICKLE_BYTES:,} bytes "
             f"beside its tensors"
         )
     return names
 
 
-def _operations(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
     """What pickles would do, until numbers begin or what torch will say is wrong."""
     with contextlib.suppress(Exception):
         for _ in range(_LEGACY_PICKLES):
             yield from pickletools.genops(stream)
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def _has_all_data(tensor: Tensor) -> bool:
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
     dense = plain and tensor.layout == torch.strided and tensor.device.type == "cpu"
     return dense and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def _pick(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
+def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
     """The one state dict in what a file holds."""
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds a {type(content).__name__}, not a state dict")
-    found = {str(name): value for name, value in content.items() if _is_state(value)}
+    found = {str(name): value for name, value in content.items() if _is_state_dict(value)}
     if entry is not None:
         if entry not in found:
             held = ", ".join(found) or "none"
             raise UserError(f"{path} has no state dict '{entry}'; it has: {held}")
         return dict(found[entry])
-    if _is_state(content):
+    if _is_state_dict(content):
         return {str(name): tensor for name, tensor in content.items()}
     if not found:
         raise UserError(
@@ -263,81 +259,9 @@ def _pick(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
     return dict(next(iter(found.values())))
 
 
-def _is_state(value: Any) -> bool:
+def _is_state_dict(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and len(value) > 0
         and all(isinstance(tensor, Tensor) for tensor in value.values())
     )
-
-
-def blank_state(config: Any) -> dict[str, Tensor]:
-    """The names and shapes of the model that `config` describes: a state dict without data."""
-    with torch.device("meta"):
-        return build(config).state_dict()
-
-
-def check_keys(
-    given: State, expected: State, layout: str, dropped: Collection[str] = frozenset()
-) -> None:
-    """Refuse a state dict that is not exactly what is expected.
-
-    Args:
-        given: the state dict to check.
-        expected: names, shapes and kinds of number it has to have; `dropped` names may be absent.
-        layout: whose names these are, for the message.
-        dropped: names which are allowed, and which the conversion leaves out.
-
-    Raises:
-        UserError: naming what is missing, what is unknown and what has another shape.
-    """
-    wrong = []
-    for name, tensor in given.items():
-        wanted = expected.get(name)
-        if wanted is None:
-            continue
-        if tensor.shape != wanted.shape:
-            wrong.append(f"{name} is {tuple(tensor.shape)} instead of {tuple(wanted.shape)}")
-        elif tensor.is_floating_point() != wanted.is_floating_point():
-            wrong.append(f"{name} holds {tensor.dtype} instead of {wanted.dtype}")
-    faults = {
-        "missing": [name for name in expected if name not in given and name not in dropped],
-        "unknown": [name for name in given if name not in expected and name not in dropped],
-        "of another shape": wrong,
-    }
-    if any(faults.values()):
-        said = "; ".join(
-            f"{what}: {some(names, quote='')}" for what, names in faults.items() if names
-        )
-        raise UserError(f"these weights do not fit the model ({layout} names); {said}")
-
-
-def require_blocks(state: State, prefix: str) -> int:
-    """How many blocks `prefix0`, `prefix1`, … there are.
-
-    Raises:
-        UserError: if their numbers have gaps, or there are none.
-    """
-    pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
-    found = {int(match[1]) for name in state if (match := pattern.match(name))}
-    if not found or found != set(range(len(found))):
-        numbers = some(map(str, sorted(found)), quote="")
-        raise UserError(
-            f"these weights have the blocks {numbers}; they have to be numbered from 0 without gaps"
-        )
-    return len(found)
-
-
-def check_finite(state: State) -> None:
-    """Refuse weights that are not numbers.
-
-    Raises:
-        UserError: naming the tensors that contain NaN or infinity.
-    """
-    broken = [
-        name
-        for name, tensor in state.items()
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
-    ]
-    if broken:
-        raise UserError(f"these weights contain NaN or infinity, in {some(broken, quote='')}")

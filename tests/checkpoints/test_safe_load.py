@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from locality.checkpoints.reading import ALLOWED_CLASSES, read_state
+from locality.checkpoints.safe_load import ALLOWED_CLASSES, read_state
 from locality.cli import main
 from locality.errors import UserError
 

@@ -1,0 +1,151 @@
+"""Weights loaded into a model of another image size, or with other channels, classes or gates."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from timm.models import adapt_input_conv
+from torch import Tensor
+
+from locality.checkpoints.format import Checkpoint
+from locality.checkpoints.key_map import NATIVE, check_config_class
+from locality.checkpoints.resolve import read
+from locality.checkpoints.state_dict import check_finite, check_keys
+from locality.errors import UserError, naming
+from locality.models.base import ImageClassifier, position_embedding
+from locality.models.config import signature_diff
+from locality.models.factory import TimmConfig
+from locality.models.initialisations import trained_conv, transform
+
+State = dict[str, Tensor]
+
+_log = logging.getLogger("locality")
+
+
+def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = None) -> list[str]:
+    """Load weights into a model that may differ at its ends.
+
+    Position embeddings are resampled bicubically to the model's image size (relative encodings need
+    nothing). The first convolution is adapted to another number of channels as timm does: summed
+    over the channels for one, repeated and rescaled for more. A classifier for another number of
+    classes keeps the fresh weights it has. Each change is logged. Everything between has to fit
+    exactly, and nothing is assigned before everything has been checked. Files in our own
+    format say what shapes do not tell (heads, strides, the scale of attention), and the model has
+    to agree. Weights of a convolutional network go into a model that has attention in the place of
+    some convolutions as `transform` does it. The gated layers of a ConViT start from the weights of
+    its convolutional net as nearly as their heads allow, at the model's own α and λ; with
+    `init="trained_conv"` they alone start from weights.
+
+    Args:
+        model: the model; nothing in it changes unless everything fits.
+        what: as `locality.load` takes it.
+        entry: which state dict to take from a training checkpoint that holds several.
+
+    Returns:
+        what was changed to make them fit, in sentences.
+
+    Raises:
+        FileNotFoundError: if there is nothing at `what`.
+        UserError: if the weights are damaged or do not fit, naming `what` and the cause.
+    """
+    target = model.config
+    checkpoint = read(what, entry=entry, like=target)
+    with naming(what):
+        check_config_class(type(checkpoint.config), target)
+        changes = []
+        if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
+            checkpoint = Checkpoint.of(transform(checkpoint.build(), *target.attention))
+            changes += [f"attention computes the convolutions of {target.gpsa}"]
+        convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
+        if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":
+            checkpoint = _init_gates(model, checkpoint)
+            changes += ["the gated layers start from the weights' convolutions"]
+        fresh = model.state_dict()
+        state = dict(checkpoint.state)
+        for adapt in (_classifier, _channels, resample_pos_embeds):
+            changes += adapt(state, checkpoint.config, target, fresh)
+        check_keys(state, fresh, NATIVE.title)
+        if checkpoint.key_map == NATIVE.name:
+            for name, (theirs, ours) in signature_diff(checkpoint.config, target).items():
+                raise UserError(
+                    f"these weights were made with {name}={theirs!r} and mean something else with "
+                    f"{name}={ours!r}, which the model has"
+                )
+        check_finite(state)
+    model.load_state_dict(state, strict=True)
+    for change in changes:
+        _log.info(change)
+    return changes
+
+
+def _init_gates(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
+    """`model` with the convolutions of `net` in its gated layers; all else from `net` too, unless
+    the model's `init` is "trained_conv"."""
+    started = copy.deepcopy(model)
+    trained_conv(started, net.build())
+    if model.config.init == "trained_conv":
+        return Checkpoint.of(started)
+    state = started.state_dict()
+    state |= {name: tensor for name, tensor in net.state.items() if name in state}
+    gated = net.config.with_overrides(positional_attention="gpsa")
+    return replace(net, config=gated, state=state)
+
+
+def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    if source.num_classes == target.num_classes:
+        return []
+    head = f"{target.classifier}."
+    for name in [name for name in state if name.startswith(head)]:
+        del state[name]
+    state |= {name: tensor for name, tensor in fresh.items() if name.startswith(head)}
+    if target.num_classes == 0:
+        return [f"the classifier of {source.num_classes} classes is left out"]
+    return [
+        f"the classifier is new and untrained: the weights have {source.num_classes} classes, the "
+        f"model {target.num_classes}"
+    ]
+
+
+def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    given, wanted = source.in_chans, target.in_chans
+    if given == wanted:
+        return []
+    name = f"{target.stem}.weight"
+    if name in state:
+        if given != 3:
+            raise UserError(
+                f"these weights take {given} channels and the model {wanted}; only weights for 3 "
+                f"channels can be adapted"
+            )
+        state[name] = adapt_input_conv(wanted, state[name])
+    return [f"the first convolution is adapted from {given} to {wanted} channels"]
+
+
+def resample_pos_embeds(state: State, source: Any, target: Any, fresh: State) -> list[str]:
+    """Resample, in place, every position embedding of `state` whose grid differs.
+
+    Args:
+        state: weights under our names.
+        source, target: the configurations they were made for, and are to be used with.
+        fresh: the target model's own state dict.
+
+    Returns:
+        what was changed, in sentences.
+    """
+    # Once here instead of in each forward pass, so that training continues from the new embedding.
+    changes = []
+    before, after = source.embeddings(), target.embeddings()
+    for name in before.keys() & after.keys() & state.keys() & fresh.keys():
+        if before[name] == after[name]:
+            continue
+        prefix = state[name].shape[1] - before[name][0] * before[name][1]
+        state[name] = position_embedding(state[name], before[name], after[name], prefix)
+        changes.append(
+            f"the position embedding {name} is resampled from {before[name][0]}×{before[name][1]} "
+            f"to {after[name][0]}×{after[name][1]} patches"
+        )
+    return changes

@@ -1,0 +1,150 @@
+"""Weights on the Hugging Face hub: downloaded, cached, and published."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import urllib.error
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelHubMixin, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
+
+from locality.checkpoints.format import (
+    CARD,
+    CONFIG,
+    WEIGHTS,
+    Checkpoint,
+    check_classes,
+    read_folder,
+    write_folder,
+)
+from locality.checkpoints.registry import WEIGHT_SUFFIXES, Source
+from locality.checkpoints.safe_load import read_state
+from locality.data.config import Preprocessing
+from locality.errors import UserError, naming
+from locality.hub import offline_unless_reachable
+from locality.models.base import ImageClassifier
+
+# What others call the weights in a repository on the hub, and in a folder.
+HUB_FILES = (WEIGHTS, "pytorch_model.bin")
+
+
+def cache_dir() -> Path:
+    """Where weights are kept: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
+    if "LOCALITY_HOME" in os.environ:
+        return Path(os.environ["LOCALITY_HOME"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "locality"
+
+
+def locate_weights(row: Source) -> Path:
+    """The file of public weights: the user's own copy, the hub's cache, or a download.
+
+    Raises:
+        UserError: if it is nowhere and cannot be downloaded, saying which file is wanted and where
+            to put it.
+    """
+    folder = cache_dir() / "weights"
+    for suffix in WEIGHT_SUFFIXES:
+        if (folder / f"{row.name}{suffix}").exists():
+            return folder / f"{row.name}{suffix}"
+    causes: list[Exception] = []
+    # What the hub's own cache has needs no network.
+    for offline in (True, False):
+        with contextlib.nullcontext() if offline else offline_unless_reachable():
+            for file in HUB_FILES:
+                try:
+                    return Path(hf_hub_download(row.repo, file, local_files_only=offline))
+                except OSError as error:
+                    causes.append(error)
+                    if not offline and not isinstance(error, RemoteEntryNotFoundError):
+                        break  # nor can the other file be had
+    if row.url is not None and not constants.HF_HUB_OFFLINE:
+        try:
+            return _download(row, folder / f"{row.name}.pth")
+        except (OSError, RuntimeError) as error:
+            causes.append(error)
+    last = causes[-1]
+    reason = str(last.reason if isinstance(last, urllib.error.URLError) else last)
+    reason = reason.split("\n")[0].rstrip(". ") or type(last).__name__
+    wanted = f"{HUB_FILES[0]} of https://huggingface.co/{row.repo}"
+    if row.url is not None:
+        wanted += f" or {row.url}"
+    raise UserError(
+        f"{row.name} could not be downloaded ({reason}); fetch {wanted} and put it at "
+        f"{folder / row.name}.safetensors (.pth and .bin are read too), or give its path as weights"
+    ) from causes[0]
+
+
+def _download(row: Source, path: Path) -> Path:
+    assert row.url is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A part of a file must never lie in its place, where it would be taken for the whole for ever.
+    # What came is compared with its hash where one is published, and read in any case.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        torch.hub.download_url_to_file(row.url, str(partial), hash_prefix=row.sha256)
+        try:
+            read_state(partial)
+        except UserError as error:
+            raise RuntimeError(f"what came from {row.url} is no sound weight file") from error
+        os.replace(partial, path)
+    return path
+
+
+def download_snapshot(repository: str, **options: Any) -> Path:
+    """The folder of a saved model from the hub's cache, downloaded if need be.
+
+    Raises:
+        OSError: if it is neither there nor to be had.
+    """
+    wanted = [WEIGHTS, CONFIG, CARD]
+    with offline_unless_reachable():
+        return Path(snapshot_download(repository, allow_patterns=wanted, **options))
+
+
+class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-classification"):
+    """A model, its preprocessing, its class names and its measured figures.
+
+    `save_pretrained`, `push_to_hub` and `from_pretrained` are huggingface_hub's; the files are
+    those of `locality.save`.
+
+    Args:
+        model: any model of this library.
+        preprocessing: what images have to go through.
+        classes: names of the classes, in the order of the logits.
+        figures: for the model card, such as the content of a run's `result.json`.
+
+    Raises:
+        UserError: if there are not as many names as classes.
+    """
+
+    def __init__(
+        self,
+        model: ImageClassifier,
+        preprocessing: Preprocessing | None = None,
+        classes: Sequence[str] | None = None,
+        figures: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_classes(classes, model.num_classes)
+        self.model = model
+        self.preprocessing = preprocessing
+        self.classes = None if classes is None else tuple(classes)
+        self.figures = dict(figures or {})
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        given = self.preprocessing, self.classes, self.figures
+        write_folder(Checkpoint.of(self.model, *given), save_directory)
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, **options: Any) -> TrainedModel:
+        folder = Path(model_id)
+        if not folder.is_dir():
+            folder = download_snapshot(model_id, **options)
+        held = read_folder(folder)
+        with naming(folder):
+            return cls(held.build(), held.preprocessing, held.classes)

@@ -1,0 +1,245 @@
+"""From a path or a name to a checkpoint.
+
+Run folders, saved folders, weight files of any known format, public weights, timm's models, and
+repositories on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from locality.checkpoints.foreign import detect_key_map
+from locality.checkpoints.format import (
+    CONFIG,
+    FORMAT,
+    WEIGHTS,
+    Checkpoint,
+    parse_description,
+    read_folder,
+)
+from locality.checkpoints.hub import HUB_FILES, download_snapshot, locate_weights
+from locality.checkpoints.key_map import native_setting_names, override_config
+from locality.checkpoints.registry import check_no_entry, detect_kind, source
+from locality.checkpoints.run_state import load_best_state, read_class_names
+from locality.checkpoints.safe_load import read_state
+from locality.data.config import Preprocessing
+from locality.errors import UserError, naming, require, saying
+from locality.files import open_file, read_json, read_yaml
+from locality.models import factory
+from locality.models.config import signature_diff
+from locality.models.factory import published
+from locality.models.variants import identify
+from locality.settings import from_dict
+
+_log = logging.getLogger("locality")
+
+_FOREIGN_WEIGHTS = (*HUB_FILES, "pytorch_model.pth")
+
+# Protocol Buffers hold no more.
+_MAX_GRAPH_BYTES = 2 << 30
+_ERRORS = 3  # of ONNX Runtime's severities
+
+
+def read(
+    what: Path | str,
+    variant: str | None = None,
+    entry: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    like: Any = None,
+) -> Checkpoint:
+    """The checkpoint of a model, wherever it is.
+
+    Args:
+        what: a run folder, a folder or file of weights of any format, the name of public weights,
+            "timm/" and the name of a model of timm's with its weights, or a repository on the
+            Hugging Face hub ("user/name").
+        variant: the name of the architecture, where it cannot be inferred from the weights;
+            refused if they are of another.
+        entry: which state dict to take from a training checkpoint that holds several.
+        settings: fields of the model's configuration that stand above what `what` says.
+        like: the configuration of the model they are for, in place of `variant`; image size,
+            channels and classes may differ.
+
+    Raises:
+        FileNotFoundError: if `what` is a path that is not there.
+        UserError: if it cannot be opened, naming it and the cause.
+    """
+    path, name = Path(what), str(what)
+    kind = detect_kind(what)
+    if kind == "graph":
+        raise graph_not_model(read_graph(path)[2])
+    if kind != "path":
+        check_no_entry(what, entry)
+    like = like if variant is None else factory.variant(variant).config
+    settings = native_setting_names(settings)
+    if kind == "run":
+        found = _from_run(path)
+    elif kind == "path":
+        found = _from_weights(path, like, entry, settings)
+    elif kind == "public":
+        found = _from_public(name)
+    elif kind == "timm":
+        found = _from_timm(name)
+    else:
+        found = _from_hub(name)
+    if settings:
+        with naming(what):
+            config = override_config(found.config, settings)
+            found = replace(found, config=config, name=identify(config)[0])
+    return found if variant is None else _check_variant(found, variant, what, settings)
+
+
+def _from_run(folder: Path) -> Checkpoint:
+    """The latest weights of a run, with how its images are prepared, its classes and its result.
+
+    The averaged weights if the run keeps an average, since those are what it was evaluated by.
+    """
+    content, state = read_yaml(folder / "config.yaml"), load_best_state(folder)
+    classes = read_class_names(folder)
+    finished = folder / "result.json"
+    result = read_json(finished) if finished.exists() else {}
+    with naming(f"run folder {folder}"):
+        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+            raise UserError("its config.yaml names no model")
+        model = content["model"]
+        name = str(model.get("name"))
+        fields = {key: model.get(key) for key in ("img_size", "patch_size")}
+        fields = {key: value for key, value in fields.items() if value is not None}
+        fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})
+        config = factory.named(name, fields)
+    weights = state["model"] if state["ema"] is None else state["ema"]
+    given = (content.get("input") or {}) | {"img_size": config.img_size}
+    preprocessing = from_dict(Preprocessing, given, "input")
+    return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
+
+
+PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+"""The fields of `Preprocessing` that timm's configurations have under the same names."""
+
+
+def _from_weights(
+    path: Path, like: Any, entry: str | None, settings: Mapping[str, Any]
+) -> Checkpoint:
+    """The weights of any known format in a file or folder, recognised by their names.
+
+    What they do not specify is assumed to be as in the published models, and logged.
+    """
+    folder = path.parent if path.name == WEIGHTS else path
+    if _is_native_folder(folder):
+        check_no_entry(path, entry)
+        return read_folder(folder)
+    path = _find_weight_file(path) if path.is_dir() else path
+    state, metadata = read_state(path, entry)
+    if FORMAT in metadata:
+        return parse_description(metadata[FORMAT], state, path)
+    shapes = "its tensors are named as those of a model, but have other shapes"
+    wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+    with naming(path), saying(shapes, *wrong):
+        key_map = detect_key_map(state)
+        config = key_map.configuration(state, like, settings)
+        name, config = identify(config) if like is None else (None, config)
+        ours = key_map.to_native(state, config)
+    assumed = {
+        setting: value
+        for setting, value in key_map.unspecified(config).items()
+        if like is None and setting not in settings
+    }
+    if assumed:
+        _log.warning(
+            f"{path}: these weights do not specify {key_map.format_settings(assumed)}, which are "
+            f"assumed here; if they differ, give --set NAME=VALUE, or settings={{...}} in Python"
+        )
+    return Checkpoint(config, ours, name, key_map=key_map.name)
+
+
+def _from_public(name: str) -> Checkpoint:
+    row = source(name)
+    like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
+    checkpoint = _from_weights(locate_weights(row), like, None, {})
+    return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
+
+
+def _from_timm(name: str) -> Checkpoint:
+    config, state, data = published(name)
+    fields = {key: data[key] for key in PREPROCESSING_KEYS}
+    prepared = Preprocessing(data["input_size"][1:], **fields)
+    return Checkpoint(config, state, name, prepared)
+
+
+def _check_variant(
+    checkpoint: Checkpoint, model: str, what: Path | str, settings: Mapping[str, Any]
+) -> Checkpoint:
+    """The checkpoint under the name `model`, if that is its architecture."""
+    row = factory.variant(model)
+    if type(row.config) is not type(checkpoint.config):
+        raise UserError(f"{what} does not hold {model}, but a model of another family")
+    if differing := signature_diff(checkpoint.config, override_config(row.config, settings)):
+        told = identify(checkpoint.config)[0]
+        fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
+        raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")
+    return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
+
+
+def _is_native_folder(folder: Path) -> bool:
+    config = folder / CONFIG
+    return config.exists() and read_json(config).get("format") == FORMAT
+
+
+def _find_weight_file(folder: Path) -> Path:
+    for name in _FOREIGN_WEIGHTS:
+        if (folder / name).exists():
+            return folder / name
+    raise FileNotFoundError(
+        f"{folder} holds no weights: there is no {' and no '.join(_FOREIGN_WEIGHTS)} in it"
+    )
+
+
+def _from_hub(name: str) -> Checkpoint:
+    try:
+        return read_folder(download_snapshot(name))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"there is no file or folder {name}, and no model could be fetched from "
+            f"https://huggingface.co/{name}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
+    """A session that runs an ONNX graph, what describes it, without weights, and its name.
+
+    Raises:
+        UserError: if it is no graph that this library exported, or ONNX Runtime is not installed.
+    """
+    open_file(path, _MAX_GRAPH_BYTES).close()
+    require("running an ONNX graph", "locality[export]", "onnxruntime")
+    # The runtime has a class for each cause, and no common one.
+    with saying(f"{path} is not a sound ONNX graph", Exception):
+        session = graph_session(path)
+    metadata = session.get_modelmeta().custom_metadata_map
+    if FORMAT not in metadata:
+        raise UserError(
+            f"{path} does not say how its images are prepared; it was not exported by this library"
+        )
+    held = parse_description(metadata[FORMAT], {}, path)
+    return session, held, held.name or path.stem
+
+
+def graph_session(graph: Path | bytes) -> Any:
+    """An ONNX Runtime session of a graph on the processor; what is no error it does not say."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _ERRORS
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def graph_not_model(graph: str) -> UserError:
+    """The error for the graph of this name, where a model is needed."""
+    return UserError(
+        f"{graph} is an exported graph, which can only be run; give the model that it was made from"
+    )

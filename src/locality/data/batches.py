@@ -1,0 +1,272 @@
+"""Batches as functions of their number.
+
+Training counts positions: step s of a run with global batch G covers the positions s·G … s·G+G−1,
+whatever the number of processes, of accumulated micro-batches and of workers. Positions say which
+sample comes (`sampling.sample_order`) and seed its augmentation. A worker that is asked for
+micro-batch number m needs nothing else, and keeps nothing for the next.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from locality.data.config import AugmentConfig, Preprocessing
+from locality.data.preprocessing import (
+    Images,
+    ImageTransform,
+    affine_matrices,
+    create_erasing,
+    eval_transform,
+    normalise,
+    train_transform,
+    warp,
+)
+from locality.data.sampling import (
+    Indices,
+    Stream,
+    hash_seed,
+    preserved_generators,
+    sample_order,
+    seed_generators,
+)
+from locality.data.sources import BadImage, ImageSource
+from locality.errors import UserError
+
+OnBad = Literal["error", "skip"]
+
+# How often a replacement for an unreadable image is drawn before giving up on the dataset.
+_MAX_REPLACEMENTS = 100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of images and targets.
+
+    Attributes:
+        images: (B, 3, H, W) float32, normalised.
+        targets: (B,) int64 classes.
+        indices: (B,) int64, the images' numbers in their source.
+        positions: (B,) int64, their places in the run; the indices again in evaluation.
+        step: number of the optimiser step, or of the batch in evaluation.
+        micro: number of the micro-batch within the step.
+    """
+
+    images: torch.Tensor
+    targets: torch.Tensor
+    indices: Indices
+    positions: Indices
+    step: int
+    micro: int
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, from which copies to a GPU need no waiting."""
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
+
+
+class UnreadableImage(NamedTuple):
+    """The name of an image that could not be decoded, and why."""
+
+    image: str
+    reason: str
+
+
+class LoadedBatch(NamedTuple):
+    """What a worker sends: a batch, the images that it skipped, and an error instead of a batch.
+
+    Errors travel as values: torch would wrap an exception's message in a worker's traceback.
+    """
+
+    batch: Batch | None
+    skipped: tuple[UnreadableImage, ...] = ()
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class Batches(Dataset, ABC):
+    """Numbers → batches of some images, as a loading process makes them.
+
+    Attributes:
+        source: the images.
+        preprocessing: how they are resized and normalised.
+        batch_size: images at once: of all processes while training, of this one in evaluation.
+        rank, world_size: this process and how many there are.
+        on_bad: what to do about an image that cannot be decoded.
+    """
+
+    source: ImageSource
+    preprocessing: Preprocessing
+    batch_size: int
+    rank: int
+    world_size: int
+    on_bad: OnBad
+    transform: ImageTransform = field(init=False)
+
+    @abstractmethod
+    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch | None:
+        """Batch `number`; what could not be read joins `skipped`."""
+
+    def __getitem__(self, number: int) -> LoadedBatch:
+        skipped: list[UnreadableImage] = []
+        with preserved_generators():
+            try:
+                return LoadedBatch(self.batch(number, skipped), tuple(skipped))
+            except UserError as error:
+                return LoadedBatch(None, error=str(error))
+
+    def read(self, index: int, skipped: list[UnreadableImage]) -> Image.Image | None:
+        """An image; None if it cannot be decoded and may be left out."""
+        try:
+            return self.source.read(index)
+        except BadImage as error:
+            failure = UnreadableImage(self.source.describe(index), str(error))
+        if self.on_bad == "error":
+            raise UserError(
+                f"{failure.image}: {failure.reason}; repair or remove the file, or set "
+                f"on_bad_image to 'skip'"
+            )
+        skipped.append(failure)
+        return None
+
+    def in_memory(self) -> torch.Tensor | None:
+        """All images, (n, 3, H, W) uint8, where the transform can take them as they are."""
+        pixels = self.source.pixels
+        return pixels if pixels is not None and self.transform.accepts_tensors(pixels) else None
+
+    def make_batch(
+        self,
+        pixels: Images,
+        indices: Indices,
+        positions: Indices,
+        step: int,
+        micro: int = 0,
+    ) -> Batch:
+        """The batch of transformed images, (B, 3, H, W) uint8, or one by one."""
+        targets = torch.from_numpy(self.source.labels[indices])
+        images = normalise(pixels, self.preprocessing)
+        return Batch(images, targets, indices, positions, step, micro)
+
+
+@dataclass(eq=False)
+class TrainBatches(Batches):
+    """Micro-batch number → its content. Number n is micro-batch n mod A of step n div A.
+
+    Positions are dealt in turn to the micro-batches of all processes, so that the copies which
+    repeated augmentation puts side by side come to different processes, as in the DeiT recipe.
+    """
+
+    augment: AugmentConfig
+    seed: int
+    accumulate: int
+
+    def __post_init__(self) -> None:
+        self.transform = train_transform(self.augment, self.preprocessing)
+        self.erasing = create_erasing(self.augment)
+
+    def positions(self, step: int, micro: int) -> Indices:
+        """The global positions of one micro-batch of this process, (B,) int64."""
+        first = step * self.batch_size + micro * self.world_size + self.rank
+        stop = (step + 1) * self.batch_size
+        return np.arange(first, stop, self.world_size * self.accumulate, dtype=np.int64)
+
+    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch:
+        step, micro = divmod(number, self.accumulate)
+        positions = self.positions(step, micro)
+        indices = sample_order(positions, len(self.source), self.seed, self.augment.repeats)
+        if (pixels := self.in_memory()) is not None:
+            images: Images = self._drawn(pixels[torch.from_numpy(indices)], positions)
+        else:
+            images = self._read(positions, indices, skipped)
+        if self.augment.affine:
+            images = warp(images, affine_matrices(self._uniform(positions, 4), self.augment.affine))
+        batch = self.make_batch(images, indices, positions, step, micro)
+        if self.erasing is not None:
+            seeds = self._seeds(Stream.ERASE, positions)
+            for image, seed in zip(batch.images, seeds, strict=True):
+                seed_generators(seed)
+                self.erasing(image)
+        return batch
+
+    def _seeds(self, stream: Stream, positions: Indices) -> list[int]:
+        return hash_seed(self.seed, stream, positions).tolist()
+
+    def _uniform(self, positions: Indices, count: int) -> torch.Tensor:
+        """(B, count) float32 numbers in [0, 1) of the affine maps."""
+        drawn = hash_seed(self.seed, Stream.AFFINE, positions[:, None], np.arange(count))
+        return torch.from_numpy((drawn >> np.uint64(40)).astype(np.float32) / 2**24)
+
+    def _drawn(self, pixels: torch.Tensor, positions: Indices) -> torch.Tensor:
+        """Images that are in memory, transformed."""
+        if self.transform.fixed:
+            return pixels
+        drawn, seeds = [], self._seeds(Stream.AUGMENT, positions)
+        for image, seed in zip(self.transform.padded(pixels), seeds, strict=True):
+            seed_generators(seed)
+            drawn.append(self.transform.drawn(image))
+        return torch.stack(drawn)
+
+    def _read(
+        self, positions: Indices, indices: Indices, skipped: list[UnreadableImage]
+    ) -> list[torch.Tensor]:
+        """Images read and transformed; `indices` are put right where another takes a place."""
+        images, seeds = [], self._seeds(Stream.AUGMENT, positions)
+        order = zip(positions.tolist(), indices.tolist(), seeds, strict=True)
+        for place, (position, index, seed) in enumerate(order):
+            image, indices[place] = self._readable(position, index, skipped)
+            # Seeded after reading, so that nothing a decoder draws can matter.
+            seed_generators(seed)
+            images.append(self.transform(image))
+        return images
+
+    def _readable(
+        self, position: int, index: int, skipped: list[UnreadableImage]
+    ) -> tuple[Image.Image, int]:
+        # The image due here, and what may replace it, in a fixed random order.
+        others = (
+            int(
+                hash_seed(self.seed, Stream.REPLACE, position, attempt)[0]
+                % np.uint64(len(self.source))
+            )
+            for attempt in range(_MAX_REPLACEMENTS)
+        )
+        for candidate in chain([index], others):
+            if (image := self.read(candidate, skipped)) is not None:
+                return image, candidate
+        raise UserError(
+            f"{_MAX_REPLACEMENTS} images in a row could not be read; the last: "
+            f"{skipped[-1].image}: {skipped[-1].reason}"
+        )
+
+
+@dataclass(eq=False)
+class EvalBatches(Batches):
+    """Batch number → its content, of the images that belong to this process."""
+
+    def __post_init__(self) -> None:
+        self.transform = eval_transform(self.preprocessing)
+        self.own = np.arange(self.rank, len(self.source), self.world_size, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return -(-len(self.own) // self.batch_size)
+
+    def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch | None:
+        indices = self.own[number * self.batch_size : (number + 1) * self.batch_size]
+        if (pixels := self.in_memory()) is not None:
+            return self.make_batch(pixels[torch.from_numpy(indices)], indices, indices, number)
+        images, used = [], []
+        for index in indices.tolist():
+            if (image := self.read(index, skipped)) is not None:
+                images.append(self.transform(image))
+                used.append(index)
+        indices = np.array(used, dtype=np.int64)
+        return self.make_batch(images, indices, indices, number) if used else None
