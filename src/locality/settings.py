@@ -48,7 +48,6 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
-    values = getattr(cls, "upgraded", dict)(values)
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]

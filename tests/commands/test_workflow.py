@@ -205,29 +205,6 @@ def test_what_is_given_stands_above_what_a_recipe_derives():
     assert config.optim.weight_decay == 0.3 and config.augment.repeats == 3
 
 
-def test_settings_may_be_given_by_the_names_of_earlier_versions(tmp_path):
-    """Evaluation's preprocessing used to be part of `augment`."""
-    old = settings.to_dict(recipe("digits"))
-    old["augment"] |= {
-        name: value for name, value in old.pop("input").items() if name != "img_size"
-    }
-    old["augment"]["mean"] = [0.1, 0.2, 0.3]
-    old["augment"]["interpolation"] = "bilinear"
-    expected = settings.replace(
-        recipe("digits"), {"input.mean": (0.1, 0.2, 0.3), "input.interpolation": "bilinear"}
-    )
-    assert settings.from_dict(RunConfig, old) == expected
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(old))
-    for words in (["--config", str(file)], [f"--config={file}"]):
-        assert read_run(words)[0] == expected
-    given = read_run(["--augment.mean", "[0.1, 0.2, 0.3]", "--augment.crop_pct=0.5"])[0].input
-    assert (given.mean, given.crop_pct) == ((0.1, 0.2, 0.3), 0.5)
-    old["augment"]["interpolation"] = "random"
-    both = settings.from_dict(RunConfig, old)
-    assert (both.augment.interpolation, both.input.interpolation) == ("random", "bicubic")
-
-
 def test_a_file_may_name_the_recipe_but_not_another_one(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("recipe: cvt_300\nmodel:\n  name: cvt_21\n")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from locality.checkpoints.run_state import latest_state, pack, read_checkpoint, write_checkpoint
+from locality.checkpoints.run_state import latest_state
 from locality.data import checking
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
@@ -232,20 +232,6 @@ def test_a_run_is_resumed_on_a_copy_of_its_images(
     shutil.rmtree(photos)
     train(on(tmp_path / "copy"), tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
-
-
-def test_a_checkpoint_without_a_record_of_images_is_resumed_with_a_word(
-    photos: Path, tmp_path: Path, stop_before: Stop, capsys: pytest.CaptureFixture
-) -> None:
-    stop_before(5)
-    train_interrupted(on(photos), tmp_path / "run")
-    stop_before(None)
-    file = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    state = read_checkpoint(file)
-    write_checkpoint(file, pack(state | {"data": state["data"].partition("-")[0]}))
-    (tmp_path / "run" / "images.gz").unlink()
-    train_loudly(on(photos), tmp_path / "run")
-    assert "kept no record of image files" in capsys.readouterr().err
 
 
 # -- datasets and batches that cannot be meant -----------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from locality import settings
-from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.models import build
 from locality.training import RECIPES, RunConfig, recipe, replace
@@ -124,14 +123,3 @@ def test_recipes_are_values() -> None:
     assert recipe("digits") == recipe("digits")
     assert isinstance(replace(recipe("digits"), {"seed": 3}), RunConfig)
     assert recipe("digits").seed == 0
-
-
-@pytest.mark.parametrize(
-    ("earlier", "today"),
-    [("cifar", "convit_cifar"), ("cifar100_32", "convit_cifar"), ("cifar100", "cifar100_224")],
-)
-def test_recipes_answer_to_their_earlier_names(earlier: str, today: str) -> None:
-    config = recipe(today)
-    assert recipe(earlier) == config
-    assert read_run([earlier])[0] == config
-    assert settings.from_dict(RunConfig, settings.to_dict(config) | {"recipe": earlier}) == config

@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import locality
-from locality.analysis.runs import read_runs
 from locality.checkpoints.where import is_run_folder
 from locality.errors import UserError
-from locality.models import count_parameters
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
@@ -108,24 +105,6 @@ def test_parameters_that_no_gradient_reaches_are_named_at_the_first_step(
     assert "blocks.0.attn.v_pos" in line and "blocks.0.attn.gating" in line
     train_run(tiny(schedule__steps=2), tmp_path / "open")
     assert "no gradient" not in capsys.readouterr().err
-
-
-def test_a_run_of_an_earlier_version_is_of_the_size_it_was(tmp_path: Path) -> None:
-    """Version 0.1.0 called `cvt_nano` what is `cvt_pico` today."""
-    config = replace(tiny(schedule__steps=2), {"model.name": "cvt_pico", "model.overrides": {}})
-    train(config, tmp_path / "run")
-    for name in ("config.yaml", "result.json", "environment.json"):
-        file = tmp_path / "run" / name
-        text = file.read_text().replace("cvt_pico", "cvt_nano")
-        file.write_text(
-            text.replace(f'"locality": "{locality.__version__}"', '"locality": "0.1.0"')
-        )
-    model, found = load_run(tmp_path / "run")
-    assert found.model.name == "cvt_pico" and count_parameters(model) == 175_282
-    (reported,) = read_runs([tmp_path / "run"])
-    assert reported.model == "cvt_pico"
-    with pytest.raises(UserError, match=r'model\.name: "cvt_pico" there, "cvt_nano" now'):
-        train(replace(config, {"model.name": "cvt_nano"}), tmp_path / "run")
 
 
 def test_initial_weights_come_back(finished: Path) -> None:

@@ -17,8 +17,8 @@ from locality.errors import UserError
 from locality.files import csv_text, write_atomic
 from locality.models.variants import PREFIX, variant
 from locality.settings import replace, to_dict, to_yaml
-from locality.training.config import MOVED, RunConfig, read_config
-from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted, describe, name_of, recipe
+from locality.training.config import RunConfig, read_config
+from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted, describe, recipe
 
 # What people type most, in short.
 ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"}
@@ -92,8 +92,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     Raises:
         UserError: for an unknown recipe or setting, or a value that does not fit.
     """
-    moved = {f"--augment.{name}": f"--input.{name}" for name in MOVED}
-    arguments = with_aliases(arguments, ALIASES | moved)
+    arguments = with_aliases(arguments, ALIASES)
     flags = ("--recipe", "--config", "--resume", "--output")
     (names, files, resumed, outputs), words = taken(arguments, *flags)
     given: dict[str, Any] = {}
@@ -109,11 +108,11 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     printing = "--print_config" in words
     words = [word for word in words if word != "--print_config"]
     for file in files:
-        given |= by_option(RunConfig.upgraded(read_settings_file(file)))
+        given |= by_option(read_settings_file(file))
     if len(set(names)) > 1:
         raise UserError(f"recipes {' and '.join(names)} are asked for; give one")
     labelled = str(given.get("recipe"))
-    name = name_of(names[0]) if names else labelled if labelled in RECIPES else "digits"
+    name = names[0] if names else labelled if labelled in RECIPES else "digits"
     if names and "recipe" in given and labelled != name:
         raise UserError(
             f"recipe '{name}' is asked for and {files[-1]} is of '{labelled}'; give one"

@@ -8,16 +8,15 @@ them as YAML. What a run's schedule comes to in steps is its `Plan`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from locality import checks, settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
-from locality.files import read_json, read_text
-from locality.models.variants import current_name, name_today
+from locality.files import read_text
+from locality.models.variants import current_name
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
@@ -270,27 +269,7 @@ def read_config(folder: Path) -> RunConfig:
         text = read_text(file)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is not a run folder: it has no config.yaml") from None
-    config = settings.from_yaml(RunConfig, text, str(file))
-    model = replace(config.model, name=called_today(folder, config.model.name))
-    return replace(config, model=model)
-
-
-def called_today(folder: Path, model: str) -> str:
-    """The name of the model that the run in `folder` calls `model`."""
-    environment = folder / "environment.json"
-    version = read_json(environment).get("locality") if environment.exists() else None
-    return name_today(model, version)
-
-
-EARLIER_RECIPES = {
-    "cifar": "convit_cifar",
-    "cifar100_32": "convit_cifar",
-    "cifar100": "cifar100_224",
-}
-"""Recipes by the names that earlier versions gave them."""
-
-MOVED = ("mean", "std", "crop_pct", "crop_mode")
-"""Settings of `input` that earlier versions had in `augment`."""
+    return settings.from_yaml(RunConfig, text, str(file))
 
 
 @dataclass(frozen=True)
@@ -352,20 +331,6 @@ class RunConfig:
                 f"pass, not {images}; change engine.batch_size or engine.accumulate"
             )
         return images
-
-    @classmethod
-    def upgraded(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings of any version by today's names."""
-        if renamed := EARLIER_RECIPES.get(str(values.get("recipe"))):
-            values = {**values, "recipe": renamed}
-        old = values.get("augment")
-        if "input" in values or not isinstance(old, Mapping):
-            return values
-        moved = {name: old[name] for name in MOVED if name in old}
-        augment = {name: value for name, value in old.items() if name not in MOVED}
-        if old.get("interpolation") not in (None, "random"):
-            moved["interpolation"] = augment.pop("interpolation")
-        return {**values, "input": moved, "augment": augment}
 
 
 @dataclass(frozen=True)

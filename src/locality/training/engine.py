@@ -230,11 +230,6 @@ def _same_images(
     before = state["data"]
     if before == record.fingerprint:
         return []
-    if before == record.labels:
-        return [
-            "the checkpoint is of a version that kept no record of image files, so only their "
-            "number, labels and classes are known to be the same"
-        ]
     found = "other images, labels or classes"
     if run.images_file.exists():
         found = record.differences(run.images_file.read_bytes()) or found

@@ -101,7 +101,7 @@ class Components:
             if self.ema is not None:
                 self.ema.module.load_state_dict(state["ema"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.scaler.load_state_dict(state.get("scaler", {}))  # earlier versions had none
+            self.scaler.load_state_dict(state["scaler"])
             return Counts(**state["progress"])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())

@@ -20,7 +20,6 @@ from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError, entry, only
 from locality.settings import replace
 from locality.training.config import (
-    EARLIER_RECIPES,
     EngineConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -443,26 +442,15 @@ def recipe(name: str, **choices: Any) -> RunConfig:
     """The configuration of a named run.
 
     Args:
-        name: one of `RECIPES`, or what an earlier version called it.
+        name: one of `RECIPES`.
         choices: arguments of its function, such as `model`.
 
     Raises:
         UserError: for a name or an argument that does not exist, with the nearest.
     """
-    name = name_of(name)
+    function = entry("recipe", name, RECIPES)
     only(f"choice of recipe '{name}'", choices, _choices(name), UserError)
-    return RECIPES[name](**choices)
-
-
-def name_of(name: str) -> str:
-    """A recipe's name, given that or an earlier one.
-
-    Raises:
-        UserError: for a name that does not exist, with the nearest.
-    """
-    name = EARLIER_RECIPES.get(name, name)
-    entry("recipe", name, RECIPES)
-    return name
+    return function(**choices)
 
 
 # What recipes choose other settings by, such as CvT's weight decay by the model → its setting.
@@ -481,7 +469,6 @@ def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
     Raises:
         UserError: for a name that does not exist (with the nearest), or as `settings.replace`.
     """
-    name = name_of(name)
     known = _choices(name)
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
     config = recipe(name, **choices)
@@ -513,9 +500,9 @@ _ENDS = ("warmup", "cooldown")
 
 def _choices(name: str) -> list[str]:
     """The arguments of a recipe's function."""
-    return list(inspect.signature(RECIPES[name]).parameters)
+    return list(inspect.signature(entry("recipe", name, RECIPES)).parameters)
 
 
 def describe(name: str) -> str:
     """What a recipe is, what to type, what it costs and what to expect."""
-    return inspect.getdoc(RECIPES[name_of(name)]) or ""
+    return inspect.getdoc(entry("recipe", name, RECIPES)) or ""

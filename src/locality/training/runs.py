@@ -40,7 +40,7 @@ from locality.data.folder import some
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
-from locality.training.config import RunConfig, called_today, read_config
+from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import Predictions
 
 # Settings that say where and on how many processes a run computes, not what. A run may be resumed
@@ -150,9 +150,9 @@ class RunFolder:
         Raises:
             UserError: if it is not.
         """
-        # Settings that it does not have, of a later version say, are as they are now.
+        # A checkpoint of an earlier version may lack settings; they are as they are now.
         values = settings.to_dict(config)
-        for name, value in RunConfig.upgraded(saved).items():
+        for name, value in saved.items():
             values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
         before = settings.from_dict(RunConfig, values)
         if told := _told(_changed(before, config, _same_place)):
@@ -199,10 +199,7 @@ class RunFolder:
         """The content of result.json, or None while the run is not finished."""
         if not self.result_file.exists():
             return None
-        result = read_json(self.result_file)
-        if "model" not in result:
-            raise UserError(f"{self.result_file} does not say which model the run had")
-        return result | {"model": called_today(self.path, str(result["model"]))}
+        return read_json(self.result_file)
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.
