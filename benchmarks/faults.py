@@ -39,8 +39,8 @@ from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunConfig, recipe, replace, train
 from locality.training.loop import Loop
-from locality.training.preview import Preview
-from locality.training.runs import RunFolder
+from locality.training.resolved_run import Preview
+from locality.training.run_folder import RunFolder
 
 PHASES = ("step", "evaluate", "save")
 SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGTERM)}

@@ -26,10 +26,13 @@ from lightning_fabric import Fabric
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace
-from locality.training.distributed import Interruption, create_fabric
-from locality.training.loop import Components, Loop
-from locality.training.preview import Preview, build_model
-from locality.training.recorder import Counts, Recorder
+from locality.training.devices import create_fabric
+from locality.training.loop import Loop
+from locality.training.model import build_model
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import Preview
+from locality.training.signals import Interruption
+from locality.training.state import Components, Counts
 
 
 def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:

@@ -17,7 +17,7 @@ from locality.analysis.recording import (
 from locality.data import open_data
 from locality.errors import UserError
 from locality.training import RunConfig, load_run, recipe, replace, train
-from locality.training.distributed import resolve_accelerator
+from locality.training.devices import resolve_accelerator
 
 STEPS = {"schedule.steps": 6, "schedule.warmup": 0, "schedule.eval_every": 3}
 

@@ -13,7 +13,7 @@ from locality.layers.conv_init import as_random_convolution
 from locality.models import build
 from locality.models.initialisations import sinusoidal_positions
 from locality.training import recipe, replace
-from locality.training.preview import starting_model
+from locality.training.model import starting_model
 
 NANO = {"embed_dim": 72, "num_heads": 9}
 

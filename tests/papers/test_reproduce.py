@@ -32,8 +32,9 @@ from locality.papers.records import HOLDS, NOT_RUN, UNTESTABLE, decided
 from locality.papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality.papers.specs import REGISTRY, SCALES, Experiment, Row, Table, get_scale
 from locality.runner.runs import TRAIN, with_needs
-from locality.training.config import ScheduleConfig, make_plan
-from locality.training.objective import create_schedule
+from locality.training.config import ScheduleConfig
+from locality.training.optim import create_schedule
+from locality.training.plan import make_plan
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip

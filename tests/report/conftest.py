@@ -14,8 +14,8 @@ from locality.analysis.pictures import Sample, save_pictures, take_pictures
 from locality.data import ArraySource
 from locality.models import build, count_parameters
 from locality.training.config import RunConfig
-from locality.training.evaluation import Collector
-from locality.training.runs import RunFolder
+from locality.training.predictions import Collector
+from locality.training.run_folder import RunFolder
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}
 ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_nano", 1.0): 80.0}

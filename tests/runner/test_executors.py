@@ -12,6 +12,7 @@ import torch
 
 from locality import settings
 from locality.errors import UserError
+from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import (
     Executor,
     log_file,
@@ -20,16 +21,10 @@ from locality.runner.executors import (
     run_all,
     visible_gpus,
 )
-from locality.runner.runs import (
-    Outcome,
-    Run,
-    RunsProgress,
-    Workload,
-    done_fraction,
-    estimate_costs,
-)
+from locality.runner.progress import RunsProgress, done_fraction
+from locality.runner.runs import Outcome, Run
 from locality.training import load_run
-from locality.training.preview import span
+from locality.training.speed import span
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ from PIL import Image
 from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
-from locality.training import RunFolder, fitting
-from locality.training.fitting import MIXED_FROM, Speed, fit, measure, start_from
-from locality.training.preview import Preview
+from locality.training import RunFolder, autofit
+from locality.training.autofit import MIXED_FROM, fit
+from locality.training.model import start_from
+from locality.training.resolved_run import Preview
+from locality.training.speed import Speed, measure
 
 from .conftest import tiny, train
 
@@ -30,7 +32,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         workers = seen.config.data.workers
         return Speed(machine["loading"], 3 * seen.macs * machine["mac"], workers, True)
 
-    monkeypatch.setattr(fitting, "measure", measured)
+    monkeypatch.setattr(autofit, "measure", measured)
     return machine
 
 
@@ -106,7 +108,7 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(
 
 
 def test_speed_is_measured_on_the_run_itself(tmp_path: Path) -> None:
-    from locality.training.preview import Preview
+    from locality.training.resolved_run import Preview
 
     measured = measure(Preview(tiny()))
     assert 0 < measured.loading < 1 and 0 < measured.computing < 1
@@ -135,7 +137,7 @@ def test_many_images_are_mixed_in_fine_tuning(
     root = photographs(tmp_path / "photos", 20)
     donor = tmp_path / "donor"
     train(tiny(), donor)
-    monkeypatch.setattr(fitting, "MIXED_FROM", 24)
+    monkeypatch.setattr(autofit, "MIXED_FROM", 24)
     config = fit("finetune", given(root) | start_from(str(donor)), 0.01).config
     assert MIXED_FROM > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from locality.checkpoints.run_state import latest_state
 from locality.training import Interrupted, NonFiniteLoss, replace
-from locality.training.distributed import SIGNALS, Interruption
 from locality.training.objective import Objective
+from locality.training.signals import SIGNALS, Interruption
 
 from .conftest import assert_same, tiny, train, train_interrupted
 

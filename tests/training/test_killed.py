@@ -13,7 +13,7 @@ import pytest
 
 from locality.checkpoints.run_state import latest_state
 from locality.errors import ProcessKilled
-from locality.training.distributed import Processes
+from locality.training.collectives import Processes
 from locality.training.loop import Loop
 
 from .conftest import assert_same_run, tiny, train

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from locality.errors import UserError
-from locality.training.runs import FolderLock
+from locality.training.run_folder import FolderLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from locality.training.runs import FolderLock
+from locality.training.run_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 getattr(lock, sys.argv[2])()
 print("held", flush=True)

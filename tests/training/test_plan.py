@@ -8,7 +8,8 @@ import pytest
 
 from locality.errors import UserError
 from locality.training import ScheduleConfig
-from locality.training.config import EngineConfig, RunConfig, make_plan
+from locality.training.config import EngineConfig, RunConfig
+from locality.training.plan import make_plan
 
 
 def config(batch: int = 100, **schedule: object) -> RunConfig:

@@ -15,7 +15,7 @@ from locality.errors import UserError
 from locality.training import Interrupted, NonFiniteLoss, RunFolder, distributed
 from locality.training.loop import Loop
 from locality.training.objective import Objective
-from locality.training.preview import Preview
+from locality.training.resolved_run import Preview
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 

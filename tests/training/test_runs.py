@@ -16,9 +16,11 @@ from locality.errors import UserError
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
-from locality.training.distributed import resolve_accelerator
-from locality.training.preview import Preview, build_model
-from locality.training.recorder import Counts, Recorder
+from locality.training.devices import resolve_accelerator
+from locality.training.model import build_model
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import Preview
+from locality.training.state import Counts
 
 from .conftest import tiny, train, train_interrupted
 
@@ -151,10 +153,10 @@ def test_a_disk_without_space_is_refused_before_training(
 ) -> None:
     from collections import namedtuple
 
-    from locality.training import runs
+    from locality.training import run_folder
 
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(runs.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
     with pytest.raises(UserError, match="make room"):
         train(tiny(), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
@@ -196,7 +198,7 @@ def test_a_run_starts_from_another_runs_weights(finished: Path, tmp_path: Path) 
 
 
 def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> None:
-    from locality.training.preview import starting_model
+    from locality.training.model import starting_model
 
     config = tiny(model__weights=str(finished), model__img_size=16)
     model, notes = starting_model(config, num_classes=4)
@@ -209,7 +211,7 @@ def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> Non
 
 def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
     from locality.checkpoints import save
-    from locality.training.preview import starting_model
+    from locality.training.model import starting_model
 
     donor = build_model(tiny(seed=7), 10)
     save(donor, tmp_path / "weights")
@@ -221,7 +223,7 @@ def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
 
 
 def test_starting_weights_of_another_architecture_are_refused(finished: Path) -> None:
-    from locality.training.preview import starting_model
+    from locality.training.model import starting_model
 
     config = tiny(model__weights=str(finished), overrides={"depth": 3})
     with pytest.raises(UserError, match=r"model\.weights"):

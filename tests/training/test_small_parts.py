@@ -14,13 +14,16 @@ import torch
 from locality.errors import UserError
 from locality.machine import commit
 from locality.models import build
-from locality.training import distributed, dry_run, recipe, replace
-from locality.training.distributed import choose_precision, resolve_accelerator
-from locality.training.fitting import Speed
+from locality.training import devices, dry_run, recipe, replace
+from locality.training.csv_table import CsvTable
+from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loop import seed_pass
-from locality.training.preview import Preview
-from locality.training.recorder import Counts, CsvTable, Progress, Recorder
-from locality.training.runs import RunFolder
+from locality.training.progress import Progress
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import Preview
+from locality.training.run_folder import RunFolder
+from locality.training.speed import Speed
+from locality.training.state import Counts
 
 from .conftest import tiny, train
 
@@ -132,7 +135,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
 
 
 def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
+    monkeypatch.setattr("locality.training.trackers.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = RunFolder(tmp_path)
     Recorder(run, Preview(tiny(engine__tensorboard=True)), Counts(), True)
@@ -147,7 +150,7 @@ def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.Monkey
         with pytest.raises(UserError, match="fp16-mixed, which needs an NVIDIA GPU"):
             choose_precision("fp16-mixed", elsewhere, 1e12)
     for fast in (True, False):
-        monkeypatch.setattr(distributed, "has_fast_bf16", lambda fast=fast: fast)
+        monkeypatch.setattr(devices, "has_fast_bf16", lambda fast=fast: fast)
         assert choose_precision("auto", "cpu", 1e11) == ("bf16-mixed" if fast else "fp32")
         assert choose_precision("auto", "cpu", 1e6) == "fp32"
     assert choose_precision("auto", "mps", 1e12) == "fp32"

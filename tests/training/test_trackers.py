@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from locality.errors import UserError
-from locality.training.preview import Preview
-from locality.training.recorder import Counts, Recorder
-from locality.training.runs import RunFolder
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import Preview
+from locality.training.run_folder import RunFolder
+from locality.training.state import Counts
 
 from .conftest import tiny, train, train_interrupted
 

@@ -38,11 +38,14 @@ from locality.data import open_data
 from locality.errors import UserError
 from locality.files import parse_json, read_text, write_atomic
 from locality.models import ImageClassifier
-from locality.training.config import RunConfig, make_plan
-from locality.training.distributed import resolve_accelerator
-from locality.training.evaluation import Collector, evaluate_run
-from locality.training.preview import Preview, initial_model, load_run
-from locality.training.runs import RunFolder
+from locality.training.config import RunConfig
+from locality.training.devices import resolve_accelerator
+from locality.training.evaluation import evaluate_run
+from locality.training.model import initial_model, load_run
+from locality.training.plan import make_plan
+from locality.training.predictions import Collector
+from locality.training.resolved_run import Preview
+from locality.training.run_folder import RunFolder
 
 MEASURES = "measures.json"
 PICTURES = "attention.npz"

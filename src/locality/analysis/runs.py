@@ -16,7 +16,7 @@ from locality.errors import UserError, saying
 from locality.files import read_json, read_rows, read_yaml
 from locality.models.variants import FAMILY_NAMES, family_of, name_today
 from locality.settings import flatten
-from locality.training.runs import MAY_CHANGE, RunFolder
+from locality.training.run_folder import MAY_CHANGE, RunFolder
 
 # Where and how a run was computed, which seed it had and how much data.
 INCIDENTAL = MAY_CHANGE | {

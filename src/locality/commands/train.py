@@ -254,7 +254,8 @@ def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig
         return replace(begun, given)
     if config.model.weights is None or "model.name" in given:
         _check_names(config, Path(options.output or "runs"))
-    from locality.training.fitting import fit, start_from
+    from locality.training.autofit import fit
+    from locality.training.model import start_from
 
     if config.model.weights is not None and "model.name" not in given:
         given = start_from(config.model.weights) | given

@@ -37,7 +37,8 @@ from locality.papers.measures import (
     summed_rate,
 )
 from locality.papers.specs import FAMILIES, REGISTRY, Column, Row, Scale, Table, experiment
-from locality.runner.runs import Run, image_counts
+from locality.runner.costs import image_counts
+from locality.runner.runs import Run
 from locality.training import load_run
 
 FRACTIONS = (0.05, 0.2, 1.0)

@@ -19,9 +19,10 @@ from locality.papers.measures import Failures, Measure
 from locality.papers.pages import Entry, page, to_csv
 from locality.papers.records import Record, make_record
 from locality.papers.specs import REGISTRY, Experiment, Figure, Scale, Spec, get_scale, papers_order
+from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import Executor, run_all
-from locality.runner.runs import Outcome, Run, Workload, estimate_costs, threads_per_run, with_needs
-from locality.training.preview import span
+from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
+from locality.training.speed import span
 
 RUNS = "runs/reproduce"
 """Where run folders go unless told otherwise, apart from those of `locality train`."""

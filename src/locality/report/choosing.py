@@ -17,8 +17,8 @@ from locality.figures import charts
 from locality.files import render, write_page
 from locality.report.comparing import with_interval
 from locality.report.page import FILTERS
-from locality.training.evaluation import Predictions
-from locality.training.runs import RunFolder
+from locality.training.predictions import Predictions
+from locality.training.run_folder import RunFolder
 
 _MOST_CLASSES = 20
 # Models that start from nothing have learnt little before.

@@ -22,8 +22,8 @@ from locality.figures.style import Figure, inline_svg
 from locality.files import read_json, read_rows, render, write_page
 from locality.report import comparing
 from locality.settings import flatten
-from locality.training.evaluation import Predictions
-from locality.training.runs import RunFolder
+from locality.training.predictions import Predictions
+from locality.training.run_folder import RunFolder
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 

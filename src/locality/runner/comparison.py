@@ -23,22 +23,17 @@ from locality.errors import UserError, one_line
 from locality.files import read_json, read_yaml, write_atomic
 from locality.machine import processors
 from locality.models.variants import PREFIX, variant
+from locality.runner.costs import Workload, arithmetic_threads, image_counts
 from locality.runner.executors import visible_gpus
-from locality.runner.runs import (
-    Run,
-    Workload,
-    arithmetic_threads,
-    content_folder,
-    image_counts,
-    threads_per_run,
-)
+from locality.runner.runs import Run, content_folder, threads_per_run
 from locality.training import RunConfig, train
-from locality.training.config import make_plan
-from locality.training.distributed import resolve_accelerator
-from locality.training.fitting import fit, shorter_side, start_from
-from locality.training.preview import build_model, span
+from locality.training.autofit import fit, shorter_side
+from locality.training.devices import resolve_accelerator
+from locality.training.model import build_model, start_from
+from locality.training.plan import make_plan
 from locality.training.recipes import adjusted
-from locality.training.runs import RunFolder
+from locality.training.run_folder import RunFolder
+from locality.training.speed import span
 
 SCRATCH = ("convit_mini", "deit_mini", "cvt_mini", "timm/resnet10t")
 """Models of about 5 million parameters, for images of 64 pixels."""

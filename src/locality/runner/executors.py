@@ -25,9 +25,10 @@ import torch
 
 from locality import checks
 from locality.errors import Interrupted, ProcessKilled, UserError, entry, one_line, require
-from locality.runner.runs import Outcome, Run, RunsProgress, threads_per_run, with_needs
+from locality.runner.progress import RunsProgress
+from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig, replace
-from locality.training.distributed import launched_from_outside
+from locality.training.devices import launched_from_outside
 
 _POLL_SECONDS = 0.2
 _PARENT_POLL_SECONDS = 1.0

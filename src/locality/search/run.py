@@ -41,18 +41,19 @@ from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import atomic_file, read_json, read_rows, render, write_atomic
 from locality.models import ImageClassifier, build, variant
-from locality.runner.runs import image_counts
+from locality.runner.costs import image_counts
 from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 from locality.settings import replace
 from locality.training import RunFolder, train
-from locality.training.config import make_plan
-from locality.training.distributed import create_fabric
+from locality.training.csv_table import CsvTable
+from locality.training.devices import create_fabric
 from locality.training.evaluation import evaluate
-from locality.training.preview import meta_model, span
-from locality.training.recorder import CsvTable
-from locality.training.runs import MAY_CHANGE
+from locality.training.model import meta_model
+from locality.training.plan import make_plan
+from locality.training.run_folder import MAY_CHANGE
+from locality.training.speed import span
 
 # Between two rounds da_nas drops this part of all options, by so many candidates' accuracy.
 _DROPPED, _PRUNING = 0.25, 64

@@ -24,12 +24,15 @@ from locality.data.loader import naming_killed_workers
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.training.config import RunConfig
-from locality.training.distributed import Interruption, create_fabric, forwarded_to_children
-from locality.training.loop import Components, Loop
+from locality.training.devices import create_fabric
+from locality.training.loop import Loop
+from locality.training.model import build_model, starting_model
 from locality.training.peers import Peers, end_processes
-from locality.training.preview import Preview, build_model, check_memory, starting_model
-from locality.training.recorder import Counts, Observer, Recorder, restore_metrics
-from locality.training.runs import RunFolder
+from locality.training.recorder import Observer, Recorder, restore_metrics
+from locality.training.resolved_run import Preview, check_memory
+from locality.training.run_folder import RunFolder
+from locality.training.signals import Interruption, forwarded_to_children
+from locality.training.state import Components, Counts
 
 T = TypeVar("T")
 
@@ -47,7 +50,7 @@ def train(
 
     Args:
         config: the whole run.
-        folder: its folder; see `locality.training.runs` for what is in it.
+        folder: its folder; see `locality.training.run_folder` for what is in it.
         quiet: print nothing.
         observer: is shown the model now and then; changes no number of the run.
 

@@ -19,7 +19,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments import LightningEnvironment
 
 from locality.errors import ProcessKilled, RunFailed
-from locality.training.distributed import SIGNALS
+from locality.training.signals import SIGNALS
 
 # So long a process may take to end by itself, even on a crowded machine; one that waits for a lost
 # GPU would never end.

@@ -8,11 +8,15 @@ import numpy as np
 
 from locality import settings
 from locality.errors import NonFiniteLoss, UserError
-from locality.training.config import Plan, RunConfig
-from locality.training.distributed import Interruption, create_fabric
-from locality.training.loop import Components, Loop
-from locality.training.preview import Preview, check_memory, starting_model
-from locality.training.recorder import Counts, Recorder
+from locality.training.config import RunConfig
+from locality.training.devices import create_fabric
+from locality.training.loop import Loop
+from locality.training.model import starting_model
+from locality.training.plan import Plan
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import Preview, check_memory
+from locality.training.signals import Interruption
+from locality.training.state import Components, Counts
 
 STEPS = 200
 LOWEST, HIGHEST = 1e-6, 1.0

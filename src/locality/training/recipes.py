@@ -435,7 +435,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 
 
 OWN_IMAGES = ("photos", "finetune")
-"""Recipes that are completed for the images and the machine at hand (`training.fitting`)."""
+"""Recipes that are completed for the images and the machine at hand (`training.autofit`)."""
 
 
 def recipe(name: str, **choices: Any) -> RunConfig:

@@ -1,58 +1,29 @@
-"""Rank 0's hands: checkpoints, tables, logs, and what a person reads. Silent on other ranks."""
+"""Rank-0 logging and checkpointing. Does nothing on other ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import resource
 import statistics
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from lightning_fabric.loggers import TensorBoardLogger
 from safetensors.torch import save
 
-from locality.errors import UserError, printable, saying
-from locality.files import atomic_file, csv_text, read_rows, write_atomic
+from locality.errors import UserError
+from locality.files import atomic_file, csv_text, write_atomic
 from locality.models import ImageClassifier
-from locality.settings import flatten, to_dict
-from locality.training.config import RunConfig
-from locality.training.evaluation import Collector
-from locality.training.preview import Preview, span
-from locality.training.runs import RunFolder
-
-
-@dataclass
-class Counts:
-    """The counts that belong to a run's state.
-
-    Attributes:
-        step: updates finished (or skipped for a bad loss).
-        evaluated: step of the last evaluation; -1 before the first.
-        loss_sum, right, seen: of the training images since the last evaluation.
-        row: the last evaluation.
-        best: the best one, if the run keeps its best weights.
-        bad_losses: updates skipped.
-        skipped: images that could not be read, name → reason.
-    """
-
-    step: int = 0
-    evaluated: int = -1
-    loss_sum: float = 0.0
-    right: float = 0.0
-    seen: int = 0
-    row: dict[str, Any] = field(default_factory=dict)
-    best: dict[str, Any] = field(default_factory=dict)
-    bad_losses: int = 0
-    skipped: dict[str, str] = field(default_factory=dict)
-
+from locality.training.csv_table import CsvTable
+from locality.training.predictions import Collector
+from locality.training.progress import _MEASURED_STEPS, Progress
+from locality.training.resolved_run import Preview
+from locality.training.run_folder import RunFolder
+from locality.training.speed import span
+from locality.training.state import Counts
+from locality.training.trackers import open_trackers
 
 # One row per evaluation. Everything in metrics.csv repeats exactly; what depends on the day and
 # the machine is in timing.csv.
@@ -68,61 +39,6 @@ _TAGS = {
     "lr": "lr",
     "images_per_second": "images_per_second",
 }
-PROJECT = "locality"
-# What MLflow's server takes at a time.
-_PARAMETERS = 100
-_SECONDS_BETWEEN_LINES = 30.0
-# The first steps pay for allocations and compilation: the median of so many does not show them.
-_MEASURED_STEPS = 20
-
-
-class CsvTable:
-    """A CSV file that grows by a row at a time and can be cut back to a step.
-
-    Args:
-        path: the file; it may exist.
-        columns: the first is "step".
-
-    Attributes:
-        text: of the file, as it was cut and has grown since.
-    """
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.path = path
-        self.columns = columns
-        self.text = ""
-
-    def rows(self, step: int) -> list[dict[str, str]]:
-        """The rows up to `step`, without what a killed process left half-written.
-
-        Raises:
-            UserError: if the file is something else.
-        """
-        if not self.path.exists():
-            return []
-        wrong = f"{self.path} is not a table of a run's steps"
-        with saying(wrong, KeyError, TypeError, ValueError):
-            return [row for row in read_rows(self.path) if int(row["step"]) <= step]
-
-    def as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Rows as they stand in the file, without its heading."""
-        return csv_text([row.get(column) for column in self.columns] for row in rows)
-
-    def cut(self, step: int) -> list[dict[str, str]]:
-        """Remove all rows but those of `rows(step)`, which are returned."""
-        rows = self.rows(step)
-        self.text = csv_text([self.columns]) + self.as_text(rows)
-        write_atomic(self.path, self.text)
-        return rows
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row, on disk when this returns."""
-        line = self.as_text([row])
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        self.text += line
 
 
 def restore_metrics(run: RunFolder, state: Mapping[str, Any]) -> list[str]:
@@ -143,75 +59,6 @@ def restore_metrics(run: RunFolder, state: Mapping[str, Any]) -> list[str]:
             return []
     write_atomic(file, csv_text([METRICS]) + state["metrics"])
     return [f"{file} {what}: its rows are written again from the checkpoint"]
-
-
-class Progress:
-    """Tells a person how a run goes: a bar on a terminal, a line now and then elsewhere.
-
-    Args:
-        total: steps in all.
-        step: steps finished already.
-        quiet: say nothing.
-    """
-
-    def __init__(self, total: int, step: int, quiet: bool) -> None:
-        self.quiet = quiet
-        self._total = total
-        self._first = step
-        self._told = time.monotonic()
-        self._bar: Any = None
-        if not quiet and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
-
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        if self.quiet:
-            return
-        text = printable(text, keep="\n")
-        with self._as_long_as_somebody_reads():
-            if self._bar is not None:
-                self._bar.write(text, file=sys.stderr)
-            else:
-                print(text, file=sys.stderr, flush=True)
-
-    @contextlib.contextmanager
-    def _as_long_as_somebody_reads(self) -> Iterator[None]:
-        # A terminal that was closed is no reason for a run to fail before it has saved.
-        try:
-            yield
-        except OSError:
-            self.quiet, self._bar = True, None
-
-    def wants_update(self, step: int) -> bool:
-        """Whether it is time to say something again, after `step` steps."""
-        if self.quiet:
-            return False
-        if step == (self._first + _MEASURED_STEPS if self._bar is None else self._total):
-            return True
-        wait = _SECONDS_BETWEEN_LINES if self._bar is None else 0.1
-        return time.monotonic() - self._told > wait
-
-    def update(
-        self, step: int, loss: float, top1: float, images_per_second: float, seconds: float
-    ) -> None:
-        """Show where the run is; a step takes `seconds`."""
-        self._told = time.monotonic()
-        figures = f"loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
-        if self._bar is not None:
-            with self._as_long_as_somebody_reads():
-                self._bar.set_postfix_str(figures, refresh=False)
-                self._bar.update(step - self._bar.n)
-        else:
-            left = span(seconds * (self._total - step))
-            self.say(f"step {step}/{self._total}: {figures}, {left} left")
-
-    def close(self) -> None:
-        """End the bar."""
-        if self._bar is not None:
-            with self._as_long_as_somebody_reads():
-                self._bar.close()
 
 
 class Observer(Protocol):
@@ -434,78 +281,3 @@ def peak_memory_mb() -> int:
         return round(torch.cuda.max_memory_allocated() / 1e6)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(kilobytes / (1e6 if sys.platform == "darwin" else 1e3))
-
-
-def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Any]:
-    """TensorBoard, where it is wanted and installed, and the tracker of `engine.tracker`.
-
-    All are given the same figures, as Fabric's loggers take them. A resumed run goes on in the log
-    that it began; what it repeats, it repeats bit for bit.
-
-    Args:
-        run: where the run is written.
-        config: its configuration, which the tracker is told.
-        evaluated: step of the last evaluation of what is resumed; 0 for none.
-
-    Raises:
-        UserError: if the tracker refuses, as for want of a login.
-    """
-    trackers: list[Any] = []
-    if config.engine.tensorboard and find_spec("tensorboard"):
-        purge = evaluated + 1 if evaluated else None
-        board = TensorBoardLogger(run.tensorboard, name="", version="", purge_step=purge)
-        trackers.append(board)
-    if config.engine.tracker is not None:
-        kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
-        # Each package has errors of its own.
-        with saying(f"{config.engine.tracker} cannot log this run", Exception):
-            trackers.append(kind(run.path, flatten(to_dict(config))))
-    return trackers
-
-
-def _identity(path: Path) -> str:
-    """The same for a run that is resumed, another for every other run folder of this machine."""
-    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-
-
-class _WeightsAndBiases:
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        import wandb
-
-        named = {"project": PROJECT, "name": path.name, "id": _identity(path)}
-        self._run = wandb.init(**named, resume="allow", dir=path, config=settings)
-        # Its own steps never go back; a resumed run's may.
-        self._run.define_metric("*", step_metric="step")
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log({**metrics, "step": step})
-
-    def finalize(self, status: str) -> None:
-        self._run.finish()
-
-
-class _MLflow:
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-
-        self._client, identity = MlflowClient(), _identity(path)
-        known = self._client.get_experiment_by_name(PROJECT)
-        experiment = known.experiment_id if known else self._client.create_experiment(PROJECT)
-        begun = self._client.search_runs([experiment], f"tags.run_folder = '{identity}'")
-        if begun:
-            self._id = begun[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        tags = {"run_folder": identity}
-        self._id = self._client.create_run(experiment, tags=tags, run_name=path.name).info.run_id
-        params = [Param(name, str(value)) for name, value in settings.items()]
-        for first in range(0, len(params), _PARAMETERS):
-            self._client.log_batch(self._id, params=params[first : first + _PARAMETERS])
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._client.log_metric(self._id, name, value, step=step)
-
-    def finalize(self, status: str) -> None:
-        self._client.set_terminated(self._id)

@@ -41,7 +41,7 @@ from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
-from locality.training.evaluation import Predictions
+from locality.training.predictions import Predictions
 
 # Settings that say where and on how many processes a run computes, not what. A run may be resumed
 # with others; with another number of devices or passes sums are rounded in another order.

@@ -1,11 +1,10 @@
-"""A run before its first step: its model, and everything checked and counted."""
+"""A run resolved before its first step: everything checked and counted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,87 +13,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
-from locality.checkpoints import load, load_weights
 from locality.checkpoints.where import kind_of
 from locality.data import DataSplits, open_data
 from locality.data.folder import some
 from locality.errors import UserError, naming, require, saying
-from locality.models import ImageClassifier, build, count_macs, count_parameters
-from locality.training.config import Plan, RunConfig, make_plan
-from locality.training.distributed import autocast, choose_precision, layout, resolve_accelerator
-from locality.training.objective import check_optimizer, check_teacher, objective_class
-from locality.training.runs import RunFolder
-
-
-def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
-    """The architecture of a run, with the weights its seed draws, the same on every rank.
-
-    Raises:
-        UserError: if the model cannot be built.
-    """
-    torch.manual_seed(config.seed)
-    model = build(
-        config.model.name,
-        num_classes=num_classes,
-        img_size=config.model.img_size,
-        patch_size=config.model.patch_size,
-        **config.model.overrides,
-    )
-    if config.engine.grad_checkpointing:
-        model.set_grad_checkpointing(True)
-    return model
-
-
-def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
-    """The model of a run without data in its tensors.
-
-    Raises:
-        UserError: if the model cannot be built.
-    """
-    with torch.device("meta"):
-        return build_model(config, num_classes)
-
-
-def starting_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier, list[str]]:
-    """The model of a run as its first step finds it, and what was noticed on the way.
-
-    The image size and the classes of `model.weights` may differ: position embeddings are resampled,
-    and a classifier for other classes keeps its fresh weights.
-
-    Raises:
-        UserError: if the model cannot be built, or `model.weights` cannot be read or are another
-            architecture's.
-    """
-    model, weights = build_model(config, num_classes), config.model.weights
-    if weights is None:
-        if getattr(model.config, "init", "") == "trained_conv":
-            raise UserError(
-                "init='trained_conv' takes its convolutions from model.weights, which is not given"
-            )
-        return model, []
-    with naming("model.weights"):
-        return model, load_weights(model, weights)
-
-
-def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
-    """The model of a run with its latest weights, in evaluation mode, and its configuration.
-
-    Raises:
-        UserError: if the folder is no run folder or has no checkpoint.
-    """
-    config = RunFolder(folder).config()
-    return load(folder), config
-
-
-def initial_model(folder: Path | str) -> ImageClassifier:
-    """The model of a run as it was before its first step, in evaluation mode.
-
-    Raises:
-        UserError: if the folder is no run folder.
-    """
-    run = RunFolder(folder)
-    return starting_model(run.config(), len(run.classes()))[0].eval()
-
+from locality.models import count_macs, count_parameters
+from locality.training.config import RunConfig
+from locality.training.devices import autocast, choose_precision, layout, resolve_accelerator
+from locality.training.model import meta_model
+from locality.training.objective import check_teacher, objective_class
+from locality.training.optim import check_optimizer
+from locality.training.plan import Plan, make_plan
 
 # What `engine.tracker` needs, and how it is installed.
 _TRACKERS = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
@@ -288,11 +217,3 @@ def check_memory(seen: Preview) -> None:
             f"are {there / 1e9:.3g} GB of memory; lower engine.batch_size, raise "
             f"engine.accumulate, or set engine.grad_checkpointing"
         )
-
-
-def span(seconds: float) -> str:
-    """A length of time for people: "19 s", "4 min", "2.5 h", "12 d"."""
-    for unit, length in (("d", 86400), ("h", 3600)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

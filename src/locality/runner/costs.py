@@ -1,0 +1,246 @@
+"""Costs of runs: images, multiply-accumulates and hours on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from locality.data import open_data
+from locality.data.config import DATASETS, DataConfig
+from locality.errors import UserError
+from locality.models import count_macs, count_parameters
+from locality.runner.runs import Run, threads_per_run, with_needs
+from locality.settings import from_yaml, to_yaml
+from locality.training.config import ModelConfig, RunConfig
+from locality.training.model import meta_model
+from locality.training.plan import make_plan
+from locality.training.speed import span, step_seconds, timed_images
+
+# Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
+_IMAGENET_22K = (14_197_122, 70_986, 21_841)
+# A training step costs a forward pass, and twice as much for the gradients.
+_STEP_FORWARDS = 3
+
+Timing = Literal["every network", "one of a name", "none"]
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What one run asks for.
+
+    Attributes:
+        images: shown to the network in training.
+        macs: multiply-accumulates of training: three forward passes per image.
+        seconds: on this machine.
+        basis: where the seconds come from: "measured" from the run's own result or a run of the
+            same network, "estimated" from a few training steps.
+        problem: why the run cannot start, if it cannot; the rest is 0 then.
+    """
+
+    images: int
+    macs: float
+    seconds: float
+    basis: str
+    problem: str | None = None
+
+
+def estimate_costs(
+    runs: Sequence[Run], timing: Timing = "every network", threads: int = 1
+) -> dict[Path, RunCost]:
+    """The cost of each run, by folder.
+
+    The speed of a network is taken from finished runs of it if there are any, else from a few
+    training steps.
+
+    Args:
+        runs: any.
+        timing: what to time steps of: of "one of a name", others are taken to be as fast per
+            multiply-accumulate; of "none", seconds are 0 unless a finished run knows.
+        threads: processor threads that a run will have.
+    """
+    timed: dict[str, tuple[ModelConfig, int, int]] = {}
+
+    def timed_rate(model: ModelConfig, classes: int, batch: int) -> float | None:
+        if timing == "none":
+            return None
+        name = model.name if timing == "one of a name" else _architecture(model)
+        like = timed.setdefault(name, (model, classes, batch))
+        size = forward_macs(model, classes) / forward_macs(*like[:2])
+        return _steps_rate(_architecture(like[0]), *like[1:], threads) / size
+
+    results = {run.folder: run.result() or {} for run in runs if run.is_finished()}
+    known: dict[str, float] = {}
+    for run in runs:
+        rate = results.get(run.folder, {}).get("images_per_second")
+        if rate:
+            known.setdefault(_speed_key(run.config), float(rate))
+    return {
+        run.folder: _cost(run.config, results.get(run.folder), known, timed_rate) for run in runs
+    }
+
+
+def _cost(
+    config: RunConfig,
+    result: Mapping[str, Any] | None,
+    known: Mapping[str, float],
+    timed_rate: Callable[[ModelConfig, int, int], float | None],
+) -> RunCost:
+    """A run's cost; of a finished one, without opening its data, if its result says so."""
+    batch = config.engine.batch_size
+    if result and {"steps", "macs", "seconds"} <= set(result):
+        images = result["steps"] * batch
+        macs = _STEP_FORWARDS * result["macs"] * images
+        return RunCost(images, macs, result["seconds"], "measured")
+    try:
+        there, evaluated, classes = image_counts(config)
+        images = make_plan(config, there).images
+        macs = _STEP_FORWARDS * forward_macs(config.model, classes) * images
+        rate = known.get(_speed_key(config))
+        basis = "estimated" if rate is None else "measured"
+        shown = float(images)
+        if rate is None:
+            rate = timed_rate(config.model, classes, batch)
+            # A finished run's speed knows of its evaluations.
+            times = math.ceil(config.schedule.length / config.schedule.eval_every)
+            shown += times * evaluated / _STEP_FORWARDS
+        return RunCost(images, macs, shown / rate if rate else 0.0, basis)
+    except (UserError, OSError) as error:
+        return RunCost(0, 0, 0, "estimated", str(error))
+
+
+def _speed_key(config: RunConfig) -> str:
+    """What the speed of training depends on, of those settings that differ between experiments."""
+    batch, teacher = config.engine.batch_size, config.objective.teacher
+    return f"{_architecture(config.model)}{config.data.dataset}{batch}{teacher}"
+
+
+def _architecture(model: ModelConfig) -> str:
+    """What the network depends on, as text."""
+    return to_yaml(dataclasses.replace(model, weights=None))
+
+
+def image_counts(config: RunConfig) -> tuple[int, int, int]:
+    """How many images a run trains on and is evaluated on, and of how many classes.
+
+    Datasets with a known size need not be there.
+
+    Raises:
+        UserError: if the dataset has no known size and cannot be opened.
+    """
+    data = config.data
+    known = DATASETS[data.dataset].get("images")
+    known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
+    if known is not None:
+        images, evaluated, classes = known
+        kept = min(data.first_classes or classes, classes) - data.skip_classes
+        share = kept / classes * (data.part[1] - data.part[0])
+        part = (data.train_part[1] - data.train_part[0]) * data.fraction
+        part *= 1 - 1 / data.fold[1] if data.fold else 1
+        return round(images * share * part), round(evaluated * share), kept
+    return _opened(data, config.seed)
+
+
+@cache
+def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
+    splits = open_data(data, seed)
+    return len(splits.train), len(splits.val), len(splits.classes)
+
+
+@cache
+def _size(architecture: str, classes: int) -> tuple[int, int]:
+    network = meta_model(RunConfig(model=from_yaml(ModelConfig, architecture)), classes)
+    return count_parameters(network), count_macs(network)
+
+
+def parameters(model: ModelConfig, classes: int) -> int:
+    """How many numbers a model learns."""
+    return _size(_architecture(model), classes)[0]
+
+
+def forward_macs(model: ModelConfig, classes: int) -> int:
+    """Multiply-accumulates of one image's forward pass."""
+    return _size(_architecture(model), classes)[1]
+
+
+@cache
+def _steps_rate(architecture: str, classes: int, batch_size: int, threads: int) -> float:
+    """Training images per second with so many threads, from a few steps on random images.
+
+    A step that would take long here is timed on a part of its batch.
+    """
+    config = RunConfig(model=from_yaml(ModelConfig, architecture))
+    images = timed_images(batch_size, _STEP_FORWARDS * forward_macs(config.model, classes))
+    with arithmetic_threads(threads):
+        # The fastest: everything else is what the machine was doing besides.
+        return images / min(step_seconds(config, classes, images))
+
+
+@contextlib.contextmanager
+def arithmetic_threads(count: int) -> Iterator[None]:
+    """So many processor threads for torch in the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Workload:
+    """What a set of runs asks for, before anything starts.
+
+    Attributes:
+        runs: all of them, each folder once, with everything they need.
+        costs: what each asks for in full.
+        jobs: how many go on side by side.
+
+    Args:
+        threads: processor threads per run; the machine's divided by `jobs` unless given.
+    """
+
+    def __init__(self, runs: Iterable[Run], jobs: int = 2, threads: int | None = None) -> None:
+        self.runs, self.jobs = with_needs(runs), jobs
+        self.costs = estimate_costs(self.runs, threads=threads or threads_per_run(jobs))
+
+    def __str__(self) -> str:
+        waiting = [run for run in self.runs if not run.is_finished()]
+        resumed = sum(run.is_started() for run in waiting)
+        costs = [self.costs[run.folder] for run in waiting]
+        problems = sum(cost.problem is not None for cost in costs)
+        finished = f"{len(self.runs)} runs: {len(self.runs) - len(waiting)} finished"
+        lines = [f"{finished}, {resumed} to resume, {len(waiting) - resumed} to start"]
+        if problems:
+            lines.append(f"{problems} of them cannot start; the table of runs says why")
+        if waiting:
+            seconds = sum(cost.seconds for cost in costs) / self.jobs
+            lines.append(
+                f"to do: {sum(cost.images for cost in costs):.3g} images, "
+                f"{sum(cost.macs for cost in costs):.3g} multiply-accumulates, "
+                f"about {span(seconds)} with {self.jobs} at a time "
+                f"({costs[0].basis} on this machine)"
+            )
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """One line per run: its name, state and cost."""
+        width = max((len(run.name) for run in self.runs), default=4)
+        lines = [f"{'run':{width}}  {'state':8}  {'images':>9}  {'MACs':>9}  {'time':>8}"]
+        for run in self.runs:
+            cost = self.costs[run.folder]
+            state = "finished" if run.is_finished() else "resume" if run.is_started() else "start"
+            if cost.problem is not None:
+                lines.append(f"{run.name:{width}}  cannot start: {cost.problem}")
+                continue
+            lines.append(
+                f"{run.name:{width}}  {state:8}  {cost.images:9.3g}  {cost.macs:9.2e}  "
+                f"{span(cost.seconds):>8}"
+            )
+        return "\n".join(lines)

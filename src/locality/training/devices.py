@@ -1,0 +1,135 @@
+"""Devices and precision: what there is, what "auto" means, and Lightning Fabric over it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning_fabric.strategies import DDPStrategy
+
+from locality.errors import UserError
+from locality.training.config import EngineConfig
+
+# How Fabric calls what `engine.strategy` says.
+_START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
+
+# On a processor bfloat16 pays for wide models on many tokens. Training steps on a Zen 5 core, fp32
+# time over bf16 time: 1.3 to 1.5 for DeiT-Ti, ConViT-Ti and -S and 1.1 to 1.2 for CvT-13 at 224
+# pixels, all above 10⁹ multiply-accumulates per image; 0.4 to 1.0 for the models of small images,
+# all below, in whatever batch.
+_WORTHWHILE_MACS = 1e9
+
+# Fabric announces on every start what a run prints itself.
+logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+# And torch that it ends the other processes when one has.
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+
+
+def resolve_accelerator(wanted: str) -> str:
+    """ "auto" resolved: CUDA if there is a GPU, then Apple's, then the processor.
+
+    Raises:
+        UserError: if the one asked for is not there.
+    """
+    there = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
+    there.append("cpu")
+    if wanted != "auto" and wanted not in there:
+        raise UserError(
+            f"engine.accelerator is '{wanted}', which this machine does not have; "
+            f"available: {', '.join(there)}"
+        )
+    return there[0] if wanted == "auto" else wanted
+
+
+def launched_from_outside() -> bool:
+    """Whether torchrun or srun has started this process, and the others if there are any."""
+    return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+
+
+def layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
+    """Processes per machine, and machines; torchrun and srun know better than the settings.
+
+    Raises:
+        UserError: if there are fewer devices than asked for.
+    """
+    if TorchElasticEnvironment.detect():
+        local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+        return local, world // local
+    if SLURMEnvironment.detect():
+        tasks, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", "1"))
+        return tasks // nodes, nodes
+    there = torch.cuda.device_count() if device_type == "cuda" else 1
+    if device_type == "cuda" and engine.devices > there:
+        raise UserError(f"engine.devices is {engine.devices} and there are {there} GPUs")
+    return engine.devices or there, engine.num_nodes
+
+
+def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> str:
+    """Resolve "auto" to "fp32" or "bf16-mixed", and refuse "fp16-mixed" without a GPU of NVIDIA's.
+
+    bfloat16 where the hardware multiplies it natively: GPUs from Ampere on, processors with
+    AVX512-BF16 or AMX, the latter only for models large enough to gain from it.
+
+    Args:
+        wanted: "auto", or a choice already made.
+        device_type: where training happens: "cpu", "cuda" or "mps".
+        macs_per_image: multiply-accumulates of one image's forward pass.
+
+    Raises:
+        UserError: for "fp16-mixed" elsewhere.
+    """
+    if wanted == "fp16-mixed" and device_type != "cuda":
+        raise UserError(
+            f"precision is fp16-mixed, which needs an NVIDIA GPU, and this is for {device_type}; "
+            f"give auto, fp32 or bf16-mixed"
+        )
+    if wanted != "auto":
+        return wanted
+    fast = False
+    if device_type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device_type == "cpu":
+        fast = has_fast_bf16() and macs_per_image >= _WORTHWHILE_MACS
+    return "bf16-mixed" if fast else "fp32"
+
+
+def autocast(device_type: str, precision: str) -> torch.autocast:
+    """The block in which a model computes in a precision, resolved."""
+    kind = torch.float16 if precision == "fp16-mixed" else torch.bfloat16
+    return torch.autocast(device_type, kind, enabled=precision != "fp32")
+
+
+def has_fast_bf16() -> bool:
+    """Whether this processor multiplies bfloat16 natively."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def create_fabric(engine: EngineConfig) -> Fabric:
+    """Lightning Fabric for the devices and processes of a run."""
+    device_type = resolve_accelerator(engine.accelerator)
+    devices, nodes = layout(engine, device_type)
+    strategy: Any = "auto"
+    if devices * nodes > 1 or engine.strategy != "auto":
+        strategy = DDPStrategy(
+            start_method=_START_METHODS.get(engine.strategy, "popen"),  # type: ignore[arg-type]
+            gradient_as_bucket_view=True,
+        )
+    if device_type == "cpu" and not torch.cuda.is_available():
+        # torch's optimisers ask for GPUs on every step. Where there are none, looking for NVIDIA's
+        # library each time costs 2% of a small model's step; told that none is visible, they ask
+        # no further.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    if engine.deterministic:
+        # Read when CUDA starts; without it cuBLAS may choose another algorithm each time.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return Fabric(accelerator=device_type, devices=devices, num_nodes=nodes, strategy=strategy)
+
+
+def exact(device: torch.device) -> torch.dtype:
+    """The dtype to add up in: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64

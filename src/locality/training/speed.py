@@ -1,0 +1,151 @@
+"""The speed of training on this machine: real batches loaded, steps on random images."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from locality import machine
+from locality.data import train_loader
+from locality.training.config import RunConfig
+from locality.training.devices import (
+    autocast,
+    resolve_accelerator,
+)
+from locality.training.model import meta_model
+from locality.training.optim import create_optimizer
+from locality.training.resolved_run import Preview
+
+# Multiply-accumulates of a timed step: one that would take long is timed on a part of its batch.
+_TIMED_MACS = 4e10
+_TIMED_STEPS = 3
+_TIMED_SECONDS = 2.0
+_LOADED = 16
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds that an image takes.
+
+    Attributes:
+        loading: read, decoded and changed by one process.
+        computing: its share of a training step, over all devices.
+        workers: of the run.
+        on_processor: computing shares its cores with loading.
+    """
+
+    loading: float
+    computing: float
+    workers: int
+    on_processor: bool
+
+    @property
+    def training(self) -> float:
+        """Of a training step, loading included."""
+        return self._together(self.computing)
+
+    @property
+    def evaluating(self) -> float:
+        """Of an evaluation: a forward pass costs a third of a step."""
+        return self._together(self.computing / 3)
+
+    @property
+    def bottleneck(self) -> str:
+        """The two rates, and which of them holds a run up."""
+        reading, model = max(1, self.workers) / self.loading, 1 / self.computing
+        who = f"{self.workers} workers" if self.workers else "the training process"
+        slower = (
+            "reading images is the bottleneck; more data.workers read more, and data.crops=fast "
+            "takes less for each"
+            if reading < model
+            else "the model is the bottleneck"
+        )
+        return f"{reading:.4g} images/s read by {who}, {model:.4g} trained on: {slower}"
+
+    def _together(self, computing: float) -> float:
+        if not self.workers:
+            return computing + self.loading
+        if self.on_processor:
+            # The threads of a step wait for the one whose core a worker has: of two cores a run
+            # gains nothing by workers.
+            return computing + self.loading * min(1, 2 / machine.processors())
+        return max(computing, self.loading / self.workers)
+
+
+def measure(seen: Preview) -> Speed:
+    """The speed of a run on this machine, in a few seconds."""
+    config = seen.config
+    images = timed_images(seen.micro_batch, 3 * seen.macs)
+    steps = step_seconds(
+        config, len(seen.splits.classes), images, seen.precision, seconds=_TIMED_SECONDS
+    )
+    batches = iter(
+        train_loader(
+            seen.splits.train,
+            config.augment,
+            config.input.at(seen.img_size),
+            batch_size=_LOADED,
+            seed=config.seed,
+            stop_step=2,
+        )
+    )
+    next(batches)  # the first reads libraries too
+    started = time.perf_counter()
+    next(batches)
+    return Speed(
+        (time.perf_counter() - started) / _LOADED,
+        sum(steps) / len(steps) / images / seen.world_size,
+        config.data.workers * seen.world_size,
+        seen.device_type == "cpu",
+    )
+
+
+def timed_images(batch_size: int, macs: float) -> int:
+    """How many images of a batch to time a step on, each of so many multiply-accumulates."""
+    return int(min(batch_size, max(1, _TIMED_MACS // macs)))
+
+
+def step_seconds(
+    config: RunConfig, classes: int, images: int, precision: str = "fp32", seconds: float = 0.0
+) -> list[float]:
+    """How long training steps on so many random images take, after a first one.
+
+    Args:
+        config: its model, optimiser and device count.
+        classes: of the model.
+        images: of a step.
+        precision: resolved.
+        seconds: keep on for so long, and for three steps at least.
+    """
+    device = torch.device(resolve_accelerator(config.engine.accelerator))
+    # Any weights cost the same; drawing those of a large network properly takes longer than a step.
+    network = meta_model(config, classes).to_empty(device=device).train()
+    for tensor in (*network.parameters(), *network.buffers()):
+        if tensor.ndim > 1:
+            nn.init.uniform_(tensor, -0.05, 0.05)
+        elif tensor.is_floating_point():
+            nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
+    optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
+    batch = torch.randn(images, 3, *network.img_size, device=device)
+    taken: list[float] = []
+    while len(taken) <= _TIMED_STEPS or sum(taken[1:]) < seconds:
+        started = time.perf_counter()
+        with autocast(device.type, precision):
+            loss = network(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()  # a GPU has finished when its result is here
+        taken.append(time.perf_counter() - started)
+    return taken[1:]
+
+
+def span(seconds: float) -> str:
+    """A length of time for people: "19 s", "4 min", "2.5 h", "12 d"."""
+    for unit, length in (("d", 86400), ("h", 3600)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
