@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from locality.data import datasets
 from locality.papers.specs import SCALES, Scale
-from locality.runner.executors import perform
+from locality.runner.executors import execute
 from locality.runner.runs import Outcome, Run, content_folder
 from locality.training import RunConfig, recipe, replace
 
@@ -50,7 +50,7 @@ class Here:
     def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
         for run in runs:
             self.performed.append(run)
-            yield Outcome(run, perform(run))
+            yield Outcome(run, execute(run))
 
 
 def tiny_config(model: str = "convit_nano", seed: int = 0, **changes: object) -> RunConfig:

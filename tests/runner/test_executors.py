@@ -15,13 +15,13 @@ from locality.errors import UserError
 from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import (
     Executor,
+    create_executor,
+    execute,
     log_file,
-    make_executor,
-    perform,
     run_all,
     visible_gpus,
 )
-from locality.runner.progress import RunsProgress, done_fraction
+from locality.runner.progress import RunsProgress, progress_fraction
 from locality.runner.runs import Outcome, Run
 from locality.training import load_run
 from locality.training.speed import span
@@ -134,12 +134,12 @@ def test_evaluations_take_time_too(tmp_path, tiny_config):
 def test_progress_reads_how_far_a_run_is_from_its_folder(tmp_path, tiny_run, here):
     run = tiny_run(tmp_path)
     cost = Workload([run]).costs[run.folder]
-    assert done_fraction(run.folder, cost) == 0
+    assert progress_fraction(run.folder, cost) == 0
     run_all([run], executor=here, quiet=True)
-    assert done_fraction(run.folder, cost) == 1
+    assert progress_fraction(run.folder, cost) == 1
     metrics = run.folder / "metrics.csv"
     metrics.write_text("".join(metrics.read_text().splitlines(True)[:-1]))
-    assert done_fraction(run.folder, cost) == pytest.approx(2 / 3)
+    assert progress_fraction(run.folder, cost) == pytest.approx(2 / 3)
 
 
 def test_progress_says_a_line_per_run_where_there_is_no_terminal(tmp_path, tiny_run, here, capsys):
@@ -160,9 +160,9 @@ def test_lengths_of_time(seconds, text):
 
 def test_unknown_executors_and_no_jobs_are_refused():
     with pytest.raises(UserError, match="did you mean submitit"):
-        make_executor("submitt", 2)
+        create_executor("submitt", 2)
     with pytest.raises(UserError, match="jobs is 0"):
-        make_executor("local", 0)
+        create_executor("local", 0)
 
 
 def test_a_window_of_jobs_goes_on_and_closing_stops_them(tmp_path, tiny_run):
@@ -308,5 +308,5 @@ def test_a_run_among_others_takes_one_device_unless_it_says_more(
     seen = []
     monkeypatch.setattr(Run, "load_task", lambda _: lambda config, folder: seen.append(config))
     for devices in (0, 2):
-        perform(Run("", tiny_config(engine__devices=devices), tmp_path / "run"))
+        execute(Run("", tiny_config(engine__devices=devices), tmp_path / "run"))
     assert [config.engine.devices for config in seen] == [1, 2]

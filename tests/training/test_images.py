@@ -96,17 +96,17 @@ def test_an_image_that_is_damaged_on_the_way_costs_no_step(
     train(config, tmp_path / "undisturbed")
     file = photos / part / "ant/3.bmp"
     good, status = file.read_bytes(), file.stat()
-    original = Loop._step
+    original = Loop.train_step
 
     def step(self: Loop, batches: Any) -> int:
-        if self.at.step == 2:
+        if self.state.step == 2:
             damage(file)
         return original(self, batches)
 
-    monkeypatch.setattr(Loop, "_step", step)
+    monkeypatch.setattr(Loop, "train_step", step)
     with pytest.raises(UserError, match=re.escape(f"{part}/ant/3.bmp")):
         train(config, tmp_path / "run")
-    monkeypatch.setattr(Loop, "_step", original)
+    monkeypatch.setattr(Loop, "train_step", original)
     reached = latest_state(tmp_path / "run")["step"]
     assert reached == 3 if part == "val" else reached >= 2
     file.write_bytes(good)
@@ -142,16 +142,16 @@ def test_a_damaged_training_image_is_replaced_and_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    original = Loop._step
+    original = Loop.train_step
 
     def step(self: Loop, batches: Any) -> int:
-        if self.at.step == 2:
+        if self.state.step == 2:
             damage(photos / "train/cat/7.bmp")
         return original(self, batches)
 
     if at_start:
         damage(photos / "train/cat/7.bmp")
-    monkeypatch.setattr(Loop, "_step", step)
+    monkeypatch.setattr(Loop, "train_step", step)
     result = train_loudly(on(photos), tmp_path / "run")
     assert result["steps"] == 8
     assert "train/cat/7.bmp" in (tmp_path / "run" / "skipped.csv").read_text()

@@ -2,7 +2,7 @@
 
 A run may be measured while it is trained,
 
-    train(config, folder, observer=OverTraining(every=5))
+    train(config, folder, callback=OverTraining(every=5))
 
 which adds a line to `over_training.jsonl` at every look, at once, so that the curves can be drawn
 while the run goes on and nothing is lost when it is interrupted. It may be measured when it has
@@ -43,8 +43,8 @@ from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_run
 from locality.training.model import initial_model, load_run
 from locality.training.plan import make_plan
-from locality.training.predictions import Collector
-from locality.training.resolved_run import Preview
+from locality.training.predictions import PredictionCollector
+from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 
 MEASURES = "measures.json"
@@ -93,8 +93,8 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
 def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) -> None:
     splits = open_data(config.data, config.seed)
     if not run.predictions_file.exists():
-        collector = Collector(len(splits.val), torch.device("cpu"))
-        evaluate_run(run.path, splits=splits, seen=collector)
+        collector = PredictionCollector(len(splits.val), torch.device("cpu"))
+        evaluate_run(run.path, splits=splits, on_batch=collector)
         collector.write(run.predictions_file, splits.val, splits.classes)
     predictions = run.predictions()
     wrong = predictions.indices[predictions.mistakes(MOST_MISTAKES)]
@@ -130,7 +130,7 @@ def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictur
 
 @dataclass
 class OverTraining:
-    """An observer for `locality.training.train` that measures attention (Figs. 5, 6, 10, 13, 14).
+    """A callback of `locality.training.train` that measures attention (Figs. 5, 6, 10, 13, 14).
 
     It measures before the first step, after the last, and every `every` epochs or steps between
     (the unit of the run's schedule). A look costs about one training step on as many images, so
@@ -149,8 +149,10 @@ class OverTraining:
         checks.number("measure_every", self.every, 0, above=True)
         checks.integer("measure_images", self.images, 1)
 
-    def observe(self, folder: Path, run: Preview, step: int, model: ImageClassifier) -> None:
-        """Measure the model and write the result down."""
+    def __call__(self, folder: Path, run: ResolvedRun, step: int, model: ImageClassifier) -> None:
+        """Measure the model where it is due and write the result down."""
+        if not run.plan.due_from_start(step, self.every):
+            return
         started = time.perf_counter()
         if folder not in self._seen:
             _cut(folder)

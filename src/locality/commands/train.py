@@ -18,7 +18,7 @@ from locality.files import csv_text, write_atomic
 from locality.models.variants import PREFIX, variant
 from locality.settings import replace, to_dict, to_yaml
 from locality.training.config import RunConfig, read_config
-from locality.training.recipes import OWN_IMAGES, RECIPES, adjusted, describe, recipe
+from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted, describe, recipe
 
 # What people type most, in short.
 ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"}
@@ -43,16 +43,16 @@ def train(arguments: Sequence[str]) -> None:
     if options.lr_find:
         _find_lr(config, folder)
         return
-    observer = None
+    callback = None
     if options.measure_every is not None:
         from locality.analysis.recording import OverTraining
 
-        observer = OverTraining(options.measure_every)
+        callback = OverTraining(options.measure_every)
     if options.dry_run:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
         return
-    result = training.train(config, folder, quiet=options.quiet, observer=observer)
+    result = training.train(config, folder, quiet=options.quiet, callback=callback)
     if result:  # of the first process
         from locality.analysis.baselines import compared, read_baselines, record_baselines
 
@@ -100,7 +100,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         word = words.pop(0)
         if word in RECIPES or not ("/" in word or Path(word).exists()):
             names.append(word)
-        if word not in names or (word in OWN_IMAGES and Path(word).is_dir()):
+        if word not in names or (word in CUSTOM_DATA_RECIPES and Path(word).is_dir()):
             given = images_at(Path(word))
             names = names or ["photos"]
     run = _run_to_resume(resumed, outputs, names + files)
@@ -149,7 +149,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     if options.lr_find:
         parser.refuse("record measure_every quiet", "does nothing beside --lr_find")
     given |= changed(parser, words, values)
-    if run is None and name in OWN_IMAGES and given.get("data.root") is not None:
+    if run is None and name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None:
         return _for_own_images(name, given, options), options
     parser.refuse("minutes", "is for own images: locality train FOLDER")
     if run is None:
@@ -254,14 +254,14 @@ def _for_own_images(name: str, given: dict[str, Any], options: Any) -> RunConfig
         return replace(begun, given)
     if config.model.weights is None or "model.name" in given:
         _check_names(config, Path(options.output or "runs"))
-    from locality.training.autofit import fit
-    from locality.training.model import start_from
+    from locality.training.autofit import autofit
+    from locality.training.model import settings_from_weights
 
     if config.model.weights is not None and "model.name" not in given:
-        given = start_from(config.model.weights) | given
+        given = settings_from_weights(config.model.weights) | given
     if length:
         return adjusted(name, given)
-    options.fit = fit(name, given, minutes)
+    options.fit = autofit(name, given, minutes)
     return options.fit.config
 
 

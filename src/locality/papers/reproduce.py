@@ -22,7 +22,7 @@ from locality.papers.specs import REGISTRY, Experiment, Figure, Scale, Spec, get
 from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
-from locality.training.speed import span
+from locality.training.speed import format_duration
 
 RUNS = "runs/reproduce"
 """Where run folders go unless told otherwise, apart from those of `locality train`."""
@@ -254,7 +254,7 @@ def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
     width = max(len(row["name"]) for row in rows)
     return "\n".join(
         f"{row['name']:{width}}  {row['runs']:4} runs  "
-        f"{'' if row['seconds'] is None else span(row['seconds']):>8}  {row['status']:18}"
-        f"  {row['title']}"
+        f"{'' if row['seconds'] is None else format_duration(row['seconds']):>8}  "
+        f"{row['status']:18}  {row['title']}"
         for row in rows
     )

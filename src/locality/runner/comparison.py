@@ -27,13 +27,13 @@ from locality.runner.costs import Workload, arithmetic_threads, image_counts
 from locality.runner.executors import visible_gpus
 from locality.runner.runs import Run, content_folder, threads_per_run
 from locality.training import RunConfig, train
-from locality.training.autofit import fit, shorter_side
+from locality.training.autofit import autofit, median_shorter_side
 from locality.training.devices import resolve_accelerator
-from locality.training.model import build_model, start_from
+from locality.training.model import build_model, settings_from_weights
 from locality.training.plan import make_plan
 from locality.training.recipes import adjusted
 from locality.training.run_folder import RunFolder
-from locality.training.speed import span
+from locality.training.speed import format_duration
 
 SCRATCH = ("convit_mini", "deit_mini", "cvt_mini", "timm/resnet10t")
 """Models of about 5 million parameters, for images of 64 pixels."""
@@ -49,7 +49,7 @@ _ROUNDS = 15
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonSpec:
     """What is compared.
 
     Attributes:
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def plan(
-    asked: Comparison, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
+    spec: ComparisonSpec, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
 ) -> dict[str, RunConfig]:
     """The configuration of each model, as it was chosen when the comparison began, or now.
 
@@ -105,66 +105,68 @@ def plan(
 
     Raises:
         UserError: if the folder is another comparison's, the budget too small for so many runs, or
-            as `fit`.
+            as `autofit`.
     """
     path = folder / _PLAN
     if path.exists():
         there = read_yaml(path)
         checks.shaped(str(path), there, {"asked": dict, "configurations": dict})
-        before = settings.from_dict(Comparison, there["asked"])
+        before = settings.from_dict(ComparisonSpec, there["asked"])
         if changed := [
             f"{name}: {old} there, {new} now"
-            for name, old, new in settings.differences(before, asked)
+            for name, old, new in settings.differences(before, spec)
         ]:
             raise UserError(
                 f"{folder} holds another comparison ({'; '.join(changed)}); give another --output"
             )
         found = there["configurations"].items()
         return {model: settings.from_dict(RunConfig, values) for model, values in found}
-    chosen = _chosen(asked, jobs, threads or threads_per_run(jobs))
+    chosen = _choose_configs(spec, jobs, threads or threads_per_run(jobs))
     if keep:
         folder.mkdir(parents=True, exist_ok=True)
         found = {model: settings.to_dict(config) for model, config in chosen.items()}
-        values = {"asked": settings.to_dict(asked), "configurations": found}
+        values = {"asked": settings.to_dict(spec), "configurations": found}
         write_atomic(path, settings.yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return chosen
 
 
-def _chosen(asked: Comparison, jobs: int, threads: int) -> dict[str, RunConfig]:
-    recipe = "finetune" if asked.pretrained else "photos"
-    given = asked.data | {"engine.tensorboard": False}
-    given |= {"data.fold": (0, asked.folds)} if asked.folds else {}
+def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, RunConfig]:
+    recipe = "finetune" if spec.pretrained else "photos"
+    given = spec.data | {"engine.tensorboard": False}
+    given |= {"data.fold": (0, spec.folds)} if spec.folds else {}
     given |= {"data.workers": 0} if jobs > 1 else {}  # all processors are busy training
-    smallest = adjusted(recipe, given | {"data.fraction": min(asked.fractions)}).data
+    smallest = adjusted(recipe, given | {"data.fraction": min(spec.fractions)}).data
     splits = open_data(smallest, seed=0)  # which says if so few images leave a class empty
-    if asked.pretrained:
-        starts = {weights: start_from(weights) for weights in asked.models}
+    if spec.pretrained:
+        starts = {weights: settings_from_weights(weights) for weights in spec.models}
     else:
-        size = asked.img_size or (64 if shorter_side(splits.train) >= 64 else 32)
-        starts = {model: _at(model, size) for model in asked.models}
-    if asked.steps is not None:
-        length = {"schedule.steps": asked.steps}
+        size = spec.img_size or (64 if median_shorter_side(splits.train) >= 64 else 32)
+        starts = {model: _at_size(model, size) for model in spec.models}
+    if spec.steps is not None:
+        length = {"schedule.steps": spec.steps}
         return {model: adjusted(recipe, given | start | length) for model, start in starts.items()}
-    assert asked.minutes is not None
-    lanes = min(jobs, asked.count, len(visible_gpus()) or processors())
-    minutes = asked.minutes * lanes / asked.count - _RUN_SECONDS / 60
+    assert spec.minutes is not None
+    lanes = min(jobs, spec.count, len(visible_gpus()) or processors())
+    minutes = spec.minutes * lanes / spec.count - _RUN_SECONDS / 60
     if minutes <= 0:
         raise UserError(
-            f"{asked.minutes:g} minutes for {asked.count} runs are less than it takes to begin "
+            f"{spec.minutes:g} minutes for {spec.count} runs are less than it takes to begin "
             f"them; give more --minutes, or fewer --seeds, --folds or --fractions"
         )
     with arithmetic_threads(threads):
-        return {model: _fitted(recipe, given | start, minutes) for model, start in starts.items()}
+        return {
+            model: _fit_to_time(recipe, given | start, minutes) for model, start in starts.items()
+        }
 
 
-def _fitted(recipe: str, given: Mapping[str, Any], minutes: float) -> RunConfig:
-    found = fit(recipe, given, minutes)
+def _fit_to_time(recipe: str, given: Mapping[str, Any], minutes: float) -> RunConfig:
+    found = autofit(recipe, given, minutes)
     schedule = found.config.schedule
     every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / found.seconds))
     return settings.replace(found.config, {"schedule.save_every": every})
 
 
-def _at(model: str, size: int) -> dict[str, Any]:
+def _at_size(model: str, size: int) -> dict[str, Any]:
     """The settings of a model for square images: patches in a grid of 8×8, of 16 pixels at most."""
     chosen: dict[str, Any] = {"model.name": model, "model.img_size": size}
     if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
@@ -177,23 +179,25 @@ def available(weights: Sequence[str]) -> tuple[list[str], list[str]]:
     found, missing = [], []
     for name in weights:
         try:
-            start_from(name)
+            settings_from_weights(name)
             found.append(name)
         except (UserError, OSError) as error:
             missing.append(f"{name} is left out: {one_line(error)}")
     return found, missing
 
 
-def comparison_runs(asked: Comparison, configs: Mapping[str, RunConfig], folder: Path) -> list[Run]:
+def comparison_runs(
+    spec: ComparisonSpec, configs: Mapping[str, RunConfig], folder: Path
+) -> list[Run]:
     """All runs: first one of each model on all images, so that there is something to see early."""
     runs = []
-    word = "fold" if asked.folds else "seed"
-    for number in range(asked.repeats):
-        for fraction in sorted(asked.fractions, reverse=True):
+    word = "fold" if spec.folds else "seed"
+    for number in range(spec.repeats):
+        for fraction in sorted(spec.fractions, reverse=True):
             for model, base in configs.items():
                 changes: dict[str, Any] = {"seed": number, "data.fraction": fraction}
-                if asked.folds:
-                    changes["data.fold"] = (number, asked.folds)
+                if spec.folds:
+                    changes["data.fold"] = (number, spec.folds)
                 config = settings.replace(base, changes)
                 name = f"{model} {100 * fraction:g}% {word} {number}"
                 # Content tells weights by the name of their file alone.
@@ -202,20 +206,22 @@ def comparison_runs(asked: Comparison, configs: Mapping[str, RunConfig], folder:
     return runs
 
 
-def summary(asked: Comparison, runs: Sequence[Run], jobs: int, threads: int | None = None) -> str:
+def summary(
+    spec: ComparisonSpec, runs: Sequence[Run], jobs: int, threads: int | None = None
+) -> str:
     """How long each model trains, and how many runs that makes in how much time."""
     lines = []
-    for run in runs[: len(asked.models)]:  # one of each model, on all images
+    for run in runs[: len(spec.models)]:  # one of each model, on all images
         images = image_counts(run.config)[0]
         plan = make_plan(run.config, images)
         lines.append(
             f"{run.config.model.name}: {plan.steps:,} steps of {plan.batch_size} images, each of "
             f"{images:,} {plan.images / images:.3g} times"
         )
-    if asked.minutes is None:
+    if spec.minutes is None:
         return "\n".join([*lines, str(Workload(runs, jobs, threads))])
     waiting = sum(not run.is_finished() for run in runs)
-    left = span(60 * asked.minutes * waiting / len(runs))
+    left = format_duration(60 * spec.minutes * waiting / len(runs))
     return "\n".join([*lines, f"{len(runs)} runs, {waiting} to do: about {left}, {jobs} at a time"])
 
 

@@ -22,7 +22,7 @@ from locality.settings import from_yaml, to_yaml
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.model import meta_model
 from locality.training.plan import make_plan
-from locality.training.speed import span, step_seconds, timed_images
+from locality.training.speed import format_duration, time_steps, timing_batch_size
 
 # Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
 _IMAGENET_22K = (14_197_122, 70_986, 21_841)
@@ -177,10 +177,10 @@ def _steps_rate(architecture: str, classes: int, batch_size: int, threads: int) 
     A step that would take long here is timed on a part of its batch.
     """
     config = RunConfig(model=from_yaml(ModelConfig, architecture))
-    images = timed_images(batch_size, _STEP_FORWARDS * forward_macs(config.model, classes))
+    images = timing_batch_size(batch_size, _STEP_FORWARDS * forward_macs(config.model, classes))
     with arithmetic_threads(threads):
         # The fastest: everything else is what the machine was doing besides.
-        return images / min(step_seconds(config, classes, images))
+        return images / min(time_steps(config, classes, images))
 
 
 @contextlib.contextmanager
@@ -224,7 +224,7 @@ class Workload:
             lines.append(
                 f"to do: {sum(cost.images for cost in costs):.3g} images, "
                 f"{sum(cost.macs for cost in costs):.3g} multiply-accumulates, "
-                f"about {span(seconds)} with {self.jobs} at a time "
+                f"about {format_duration(seconds)} with {self.jobs} at a time "
                 f"({costs[0].basis} on this machine)"
             )
         return "\n".join(lines)
@@ -241,6 +241,6 @@ class Workload:
                 continue
             lines.append(
                 f"{run.name:{width}}  {state:8}  {cost.images:9.3g}  {cost.macs:9.2e}  "
-                f"{span(cost.seconds):>8}"
+                f"{format_duration(cost.seconds):>8}"
             )
         return "\n".join(lines)

@@ -28,13 +28,13 @@ from locality.errors import Interrupted, ProcessKilled, UserError, entry, one_li
 from locality.runner.progress import RunsProgress
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig, replace
-from locality.training.devices import launched_from_outside
+from locality.training.devices import launched_externally
 
 _POLL_SECONDS = 0.2
 _PARENT_POLL_SECONDS = 1.0
 
 
-def perform(run: Run) -> str | None:
+def execute(run: Run) -> str | None:
     """Carry out a run here; what it prints goes to a file beside its folder.
 
     Returns:
@@ -48,7 +48,7 @@ def perform(run: Run) -> str | None:
             contextlib.redirect_stdout(file),
             contextlib.redirect_stderr(file),
         ):
-            run.load_task()(_on_one_device(run.config), run.folder)
+            run.load_task()(_with_one_device(run.config), run.folder)
     except (UserError, FileNotFoundError, PermissionError, Interrupted, ProcessKilled) as error:
         return one_line(error)
     except (KeyboardInterrupt, SystemExit):
@@ -60,8 +60,8 @@ def perform(run: Run) -> str | None:
     return None if run.is_finished() else f"it ended without a result.json (output in {log})"
 
 
-def perform_in(place: str, threads: int, run: Run) -> str | None:
-    """`perform`, wherever a backend has put this process.
+def execute_in(place: str, threads: int, run: Run) -> str | None:
+    """`execute`, wherever a backend has put this process.
 
     Args:
         place: the folder that the run's relative paths start from.
@@ -70,16 +70,16 @@ def perform_in(place: str, threads: int, run: Run) -> str | None:
     """
     os.chdir(place)
     torch.set_num_threads(threads)
-    return perform(run)
+    return execute(run)
 
 
-def _on_one_device(config: RunConfig) -> RunConfig:
+def _with_one_device(config: RunConfig) -> RunConfig:
     """One device where the settings say all: runs go on side by side, each with its own.
 
     Starting further processes would mean to start this program again, which is no training
     command. Under srun, with several tasks, a run has as many devices as tasks.
     """
-    if config.engine.devices or launched_from_outside():
+    if config.engine.devices or launched_externally():
         return config
     return replace(config, {"engine.devices": 1})
 
@@ -111,7 +111,7 @@ class Executor:
     """
 
     def __init__(self, jobs: int, threads: int | None = None) -> None:
-        self.window = jobs
+        self.max_jobs = jobs
         self.threads = threads or threads_per_run(jobs)
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
@@ -136,22 +136,22 @@ class Executor:
         going on; a stopped run has saved and can be resumed.
         """
         waiting = list(runs)
-        going: list[tuple[Run, Any]] = []
+        running: list[tuple[Run, Any]] = []
         try:
-            while waiting or going:
-                free = self.window - len(going)
+            while waiting or running:
+                free = self.max_jobs - len(running)
                 batch, waiting = waiting[:free], waiting[free:]
                 if batch:
-                    going += zip(batch, self.submit(batch), strict=True)
-                ended = [pair for pair in going if self.is_done(pair[1])]
+                    running += zip(batch, self.submit(batch), strict=True)
+                ended = [pair for pair in running if self.is_done(pair[1])]
                 for run, job in ended:
-                    going.remove((run, job))
+                    running.remove((run, job))
                     yield Outcome(run, self.error(job))
                 if not ended:
                     time.sleep(_POLL_SECONDS)
         finally:
             try:
-                self.cancel([job for _, job in going])
+                self.cancel([job for _, job in running])
             finally:
                 self.close()
 
@@ -168,7 +168,7 @@ class LocalExecutor(Executor):
     def submit(self, runs: Sequence[Run]) -> Sequence[WorkerProcess]:
         workers = [self._idle.pop() for _ in runs]
         for worker, run in zip(workers, runs, strict=True):
-            worker.begin(run)
+            worker.start(run)
         return workers
 
     def error(self, job: WorkerProcess) -> str | None:
@@ -201,7 +201,7 @@ class WorkerProcess:
         self._process: Any = None
         self._connection: Any = None
 
-    def begin(self, run: Run) -> None:
+    def start(self, run: Run) -> None:
         """Start with a run."""
         if self._process is None or not self._process.is_alive():
             # A forked child would inherit locks held by this process's threads.
@@ -209,7 +209,7 @@ class WorkerProcess:
             self._connection, child = context.Pipe()
             # Not daemonic: training may start loading processes of its own.
             arguments = (child, *self._settings, os.getpid())
-            self._process = context.Process(target=_serve, args=arguments)
+            self._process = context.Process(target=_work, args=arguments)
             self._process.start()
             child.close()
         self._connection.send(run)
@@ -219,7 +219,7 @@ class WorkerProcess:
         return self._connection.poll()
 
     def error(self) -> str | None:
-        """What `perform` said of the run; a process that died is a failed run."""
+        """What `execute` said of the run; a process that died is a failed run."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):
@@ -240,21 +240,21 @@ class WorkerProcess:
             self._process.join()
 
 
-def _serve(connection: Connection, threads: int, gpu: str | None, parent: int) -> None:
+def _work(connection: Connection, threads: int, gpu: str | None, parent: int) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is first used
     torch.set_num_threads(threads)
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     # Ctrl-C reaches every process of a terminal. Between runs it is the parent's business; during
     # a run, training listens itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Where the parent is gone, there is nobody to serve, nor to tell.
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            connection.send(perform(connection.recv()))
+            connection.send(execute(connection.recv()))
 
 
-def _follow(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End with the parent, however it ended: as if asked to, so that a run saves first."""
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_SECONDS)
@@ -281,7 +281,7 @@ class SubmititExecutor(Executor):
 
         self._executor = submitit.AutoExecutor(folder=logs)
         if self._executor.cluster == "slurm":
-            self.window = 10**9  # it queues; submitit's local executor starts all it is given
+            self.max_jobs = 10**9  # it queues; submitit's local executor starts all it is given
         defaults: dict[str, Any] = {
             "name": "locality",
             "cpus_per_task": self.threads,
@@ -289,10 +289,10 @@ class SubmititExecutor(Executor):
             "slurm_array_parallelism": jobs,
         }
         self._executor.update_parameters(**defaults | (parameters or {}))
-        self._perform = functools.partial(perform_in, os.getcwd(), self.threads)
+        self._execute = functools.partial(execute_in, os.getcwd(), self.threads)
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        return self._executor.map_array(self._perform, runs)
+        return self._executor.map_array(self._execute, runs)
 
     def error(self, job: Any) -> str | None:
         problem = job.exception()
@@ -327,10 +327,10 @@ class RayExecutor(Executor):
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
         if not self._ray.is_initialized():
             self._started_here = True
-            here = None if os.environ.get("RAY_ADDRESS") else self.window * self.threads
+            here = None if os.environ.get("RAY_ADDRESS") else self.max_jobs * self.threads
             self._ray.init(num_cpus=here, include_dashboard=False, log_to_driver=False)
         # A failed run is to be looked at, not tried again in silence.
-        task = self._ray.remote(max_retries=0, **self._resources)(perform_in)
+        task = self._ray.remote(max_retries=0, **self._resources)(execute_in)
         return [task.remote(os.getcwd(), self.threads, run) for run in runs]
 
     def is_done(self, job: Any) -> bool:
@@ -352,7 +352,7 @@ class RayExecutor(Executor):
             self._started_here = False
 
 
-def make_executor(
+def create_executor(
     name: str, jobs: int, threads: int | None = None, logs: Path | None = None
 ) -> Executor:
     """The executor of this name.
@@ -399,7 +399,7 @@ def run_all(
     everything = with_needs(runs)
     if isinstance(executor, str):
         logs = runs[0].folder.parent / "submitit" if runs else None
-        executor = make_executor(executor, jobs, threads, logs)
+        executor = create_executor(executor, jobs, threads, logs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
     with RunsProgress(waiting, quiet or not waiting) as progress:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from locality.files import read_rows
 from locality.runner.costs import RunCost, estimate_costs
 from locality.runner.runs import Outcome, Run
-from locality.training.speed import span
+from locality.training.speed import format_duration
 
 _WATCH_SECONDS = 1.0
 
@@ -32,7 +32,7 @@ class RunsProgress:
         self._started = time.monotonic()
         # Steps that an earlier start has done already say nothing about today's speed.
         self._before = self._work()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._bar = tqdm(
             total=1.0,
             bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}{postfix}",
@@ -46,7 +46,7 @@ class RunsProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._watcher.join()
         self._bar.n = self._fraction()[0]
         self._bar.close()
@@ -59,24 +59,24 @@ class RunsProgress:
         count = f"{len(self._ended)}/{len(self._costs)}"
         if self._bar.disable:
             done, left = self._fraction()
-            said = f"[{count}] {_say(outcome)} ({100 * done:.0f}%{left and ', ' + left})"
+            said = f"[{count}] {_outcome_line(outcome)} ({100 * done:.0f}%{left and ', ' + left})"
             print(said, file=sys.stderr, flush=True)
             return
         failed = sum(each.error is not None for each in self._ended.values())
         failures = f", {failed} failed" if failed else ""
         self._bar.set_description_str(f"{count} runs{failures}", False)
         if outcome.error is not None:
-            self._bar.write(_say(outcome), file=sys.stderr)
+            self._bar.write(_outcome_line(outcome), file=sys.stderr)
 
     def _watch(self) -> None:
-        while not self._bar.disable and not self._over.wait(_WATCH_SECONDS):
+        while not self._bar.disable and not self._stopped.wait(_WATCH_SECONDS):
             self._bar.n, left = self._fraction()
             self._bar.set_postfix_str(left)
 
     def _work(self) -> float:
         """Multiply-accumulates done so far."""
         return sum(
-            cost.macs * (1.0 if folder in self._ended else done_fraction(folder, cost))
+            cost.macs * (1.0 if folder in self._ended else progress_fraction(folder, cost))
             for folder, cost in self._costs.items()
         )
 
@@ -87,11 +87,11 @@ class RunsProgress:
         elapsed = time.monotonic() - self._started
         left = ""
         if today > 0 and work < self._total:
-            left = f"about {span(elapsed * (self._total - work) / today)} left"
+            left = f"about {format_duration(elapsed * (self._total - work) / today)} left"
         return (work / self._total if self._total else 1.0), left
 
 
-def done_fraction(folder: Path, cost: RunCost) -> float:
+def progress_fraction(folder: Path, cost: RunCost) -> float:
     """How much of a run is done, by the last evaluation in its folder, from 0 to 1."""
     try:
         return min(1.0, float(read_rows(folder / "metrics.csv")[-1]["images"]) / cost.images)
@@ -99,11 +99,11 @@ def done_fraction(folder: Path, cost: RunCost) -> float:
         return 0.0  # not started, or a file that says nothing of it
 
 
-def _say(outcome: Outcome) -> str:
+def _outcome_line(outcome: Outcome) -> str:
     if outcome.error is not None:
         return f"{outcome.run.name} failed: {outcome.error}"
     result = outcome.run.result() or {}
     top1, seconds = result.get("top1"), result.get("seconds")
     parts = [f"{top1:.1f}% top-1"] if isinstance(top1, float) else []
-    parts += [f"in {span(seconds)}"] if isinstance(seconds, (int, float)) else []
+    parts += [f"in {format_duration(seconds)}"] if isinstance(seconds, (int, float)) else []
     return f"{outcome.run.name}: {' '.join(parts) or 'finished'}"

@@ -53,7 +53,7 @@ from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.plan import make_plan
 from locality.training.run_folder import MAY_CHANGE
-from locality.training.speed import span
+from locality.training.speed import format_duration
 
 # Between two rounds da_nas drops this part of all options, by so many candidates' accuracy.
 _DROPPED, _PRUNING = 0.25, 64
@@ -145,7 +145,7 @@ class Search:
                 )
         write_atomic(file, settings.to_yaml(self.config))
         run = self.config.run
-        self.place.note_start(run, 0, str(self.device), run.engine.precision)
+        self.place.record_start(run, 0, str(self.device), run.engine.precision)
         if not (self.path / _LATENCY).exists():
             measured = supernet.measure_latency(self.space, self.device)
             write_atomic(self.path / _LATENCY, json.dumps(measured))
@@ -351,8 +351,8 @@ def dry_run(config: SearchConfig) -> str:
         },
         "evaluations": f"{asked:,} candidates, each on {held_out:,} held-out training images",
         "arithmetic": f"{2 * macs:.3g} operations",
-        "time": f"about {span(macs / _rate(config, space, step))} with one process here, or "
-        f"{2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
+        "time": f"about {format_duration(macs / _rate(config, space, step))} with one process "
+        f"here, or {2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
     }
     return "\n".join(f"{name:<14}  {value}" for name, value in rows.items())
 

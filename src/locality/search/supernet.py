@@ -232,9 +232,13 @@ class Sandwich(Objective):
     ones from what the largest says of the same images (Yu et al. 2020, "BigNAS").
     """
 
-    def trained(self, model: ImageClassifier) -> nn.Module:
+    def wrap_model(self, model: ImageClassifier) -> nn.Module:
         """The model as training calls it: images → logits of several candidates."""
         return Supernet(model, SearchSpace(model.config), self.config.options)
+
+    def batch_metrics(self, loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        """Those of the largest candidate."""
+        return super().batch_metrics(loss, logits[0], targets)
 
     def loss(self, logits: Tensor, targets: Tensor, images: Tensor) -> Tensor:
         """The mean over candidates, (candidates, B, classes) with the largest first."""

@@ -22,37 +22,37 @@ from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.config import RunConfig
-from locality.training.devices import launched_from_outside
+from locality.training.devices import launched_externally
 from locality.training.model import meta_model
 from locality.training.recipes import adjusted
-from locality.training.resolved_run import Preview
-from locality.training.speed import Speed, measure, span
+from locality.training.resolved_run import ResolvedRun
+from locality.training.speed import Speed, format_duration, measure_speed
 
 # From scratch: models by cost, with image and patch size. All have grids of 8×8 patches but the
 # last, of 14×14, and the first is for images that are no larger.
-_SIZES = (
+_MODEL_SIZES = (
     ("convit_micro", 32, 4),
     ("convit_micro", 64, 8),
     ("convit_mini", 64, 8),
     ("convit_mini", 128, 16),
     ("convit_tiny", 224, 16),
 )
-_MODEL = ("model.name", "model.img_size", "model.patch_size")
+_MODEL_SETTINGS = ("model.name", "model.img_size", "model.patch_size")
 # A larger model is taken where it sees every image so often; beyond the most, nothing is learnt.
-_PASSES, _MOST_PASSES = 100, 400
-_MOST_PASSES_FINETUNED = 50
+_MIN_EPOCHS, _MAX_EPOCHS = 100, 400
+_MAX_EPOCHS_FINETUNED = 50
 # Evaluations at most, and the fraction of the time for them.
-_EVALUATIONS, _EVALUATING = 10, 0.15
+_MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
 # From so many training images on, fine-tuning mixes them.
-MIXED_FROM = 5000
+MIXUP_MIN_IMAGES = 5000
 # What begins and ends a run beside its steps, and what a step takes longer in a run than alone (12%
 # on two cores), as a fraction of the time.
 _RESERVE = 0.15
-_LOOKED_AT = 32
+_SAMPLED_IMAGES = 32
 
 
 @dataclass(frozen=True)
-class Fit:
+class AutoFit:
     """A run that fits images, machine and time.
 
     Attributes:
@@ -71,7 +71,7 @@ class Fit:
         return "\n".join(self.reasons)
 
 
-def fit(name: str, given: Mapping[str, Any], minutes: float) -> Fit:
+def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
     """The run of a recipe for own images that ends in about so many minutes on this machine.
 
     Args:
@@ -86,70 +86,72 @@ def fit(name: str, given: Mapping[str, Any], minutes: float) -> Fit:
     tuned = name == "finetune"
     config = adjusted(name, given)
     splits = open_data(config.data, config.seed)
-    images, side = len(splits.train), shorter_side(splits.train)
+    images, side = len(splits.train), median_shorter_side(splits.train)
     batch = 32 if images < 2000 else 64 if images < 20_000 else 128
     chosen: dict[str, Any] = {"engine.batch_size": batch}
-    if tuned and images >= MIXED_FROM:
+    if tuned and images >= MIXUP_MIN_IMAGES:
         chosen |= {"augment.mixup": 0.8, "augment.cutmix": 1.0}
 
     def at(size: Mapping[str, Any]) -> RunConfig:
         return adjusted(name, chosen | dict(size) | dict(given))
 
-    asked = given.keys() & set(_MODEL)
-    taken, *larger = [{}] if tuned or asked else _sizes(side)
-    seen = Preview(at(taken), splits)
-    if seen.world_size > 1 and launched_from_outside():
+    asked = given.keys() & set(_MODEL_SETTINGS)
+    chosen_size, *larger = [{}] if tuned or asked else _candidate_sizes(side)
+    run = ResolvedRun(at(chosen_size), splits)
+    if run.world_size > 1 and launched_externally():
         raise UserError(
             "several processes would choose different settings; choose them in one, `locality "
             "train … --print_config > run.yaml`, and start the others with --config run.yaml"
         )
-    speed = measure(seen)
+    speed = measure_speed(run)
     if speed.loading > speed.computing / 4:
         chosen["data.workers"] = min(machine.processors(), 8)
-    speed = dataclasses.replace(speed, workers=at(taken).data.workers * seen.world_size)
+    speed = dataclasses.replace(speed, workers=at(chosen_size).data.workers * run.world_size)
     why = "as the weights are" if tuned else "as given" if asked else "the fastest"
     for size in larger:
         macs = count_macs(meta_model(at(size), len(splits.classes)))
-        slower = dataclasses.replace(speed, computing=speed.computing * macs / seen.macs)
-        if _images(slower, splits, minutes) < _PASSES * images:
+        slower = dataclasses.replace(speed, computing=speed.computing * macs / run.macs)
+        if _affordable_images(slower, splits, minutes) < _MIN_EPOCHS * images:
             break
-        taken = size
-        why = f"the largest that sees every image {_PASSES} times in {minutes:g} minutes here"
-    chosen |= taken
-    if taken in larger:
-        seen = Preview(at({}), splits)
-        speed = measure(seen)
-    most = images * (_MOST_PASSES_FINETUNED if tuned else _MOST_PASSES)
-    batch = seen.config.engine.batch_size
-    steps = max(1, round(min(_images(speed, splits, minutes), most) / batch))
-    every = math.ceil(steps / _evaluations(speed, splits, minutes))
+        chosen_size = size
+        why = f"the largest that sees every image {_MIN_EPOCHS} times in {minutes:g} minutes here"
+    chosen |= chosen_size
+    if chosen_size in larger:
+        run = ResolvedRun(at({}), splits)
+        speed = measure_speed(run)
+    most = images * (_MAX_EPOCHS_FINETUNED if tuned else _MAX_EPOCHS)
+    batch = run.config.engine.batch_size
+    steps = max(1, round(min(_affordable_images(speed, splits, minutes), most) / batch))
+    every = math.ceil(steps / _num_evaluations(speed, splits, minutes))
     chosen |= {"schedule.steps": steps, "schedule.warmup": steps // 10}
     chosen |= {"schedule.eval_every": every}
     if tuned:
         chosen["schedule.patience"] = 3 * every
-    seconds = (steps * batch * speed.training + _besides(speed, splits, minutes)) / (1 - _RESERVE)
-    height, width = seen.img_size
+    seconds = (steps * batch * speed.training + _overhead_seconds(speed, splits, minutes)) / (
+        1 - _RESERVE
+    )
+    height, width = run.img_size
     reasons = (
         f"images  {images:,} to train on and {len(splits.val):,} to evaluate on, of "
         f"{len(splits.classes):,} classes, about {side} pixels on the shorter side",
-        f"model   {seen.config.model.name} at {height}×{width}: {why}",
+        f"model   {run.config.model.name} at {height}×{width}: {why}",
         f"speed   {1 / speed.training:.3g} images/s: {1000 * speed.loading:.3g} ms to load one"
         + f" by each of {speed.workers} processes" * bool(speed.workers)
         + f", {1000 * speed.computing:.3g} ms to compute",
         f"length  {steps:,} steps of {batch} images, each image {steps * batch / images:.3g} "
-        f"times: about {span(seconds)} with its evaluations",
-        _longer(name, minutes, steps * batch >= most - batch),
+        f"times: about {format_duration(seconds)} with its evaluations",
+        _advice(name, minutes, steps * batch >= most - batch),
     )
-    return Fit(at({}), 1 / speed.training, seconds, reasons)
+    return AutoFit(at({}), 1 / speed.training, seconds, reasons)
 
 
-def _sizes(side: int) -> list[dict[str, Any]]:
+def _candidate_sizes(side: int) -> list[dict[str, Any]]:
     """The models for images whose shorter side has so many pixels, by cost."""
-    sizes = [size for size in _SIZES if size[1] <= side] or [_SIZES[0]]
-    return [dict(zip(_MODEL, size, strict=True)) for size in sizes[1:] or sizes]
+    sizes = [size for size in _MODEL_SIZES if size[1] <= side] or [_MODEL_SIZES[0]]
+    return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes[1:] or sizes]
 
 
-def _longer(name: str, minutes: float, enough: bool) -> str:
+def _advice(name: str, minutes: float, enough: bool) -> str:
     if enough:
         return "longer  no use: more passes over so few images teach nothing; more images would"
     better = "sees the images more often"
@@ -159,28 +161,28 @@ def _longer(name: str, minutes: float, enough: bool) -> str:
     return f"longer  --minutes {6 * minutes:g} {better}"
 
 
-def _images(speed: Speed, splits: DataSplits, minutes: float) -> float:
+def _affordable_images(speed: Speed, splits: DataSplits, minutes: float) -> float:
     """How many images can be trained on in so many minutes."""
-    left = (1 - _RESERVE) * 60 * minutes - _besides(speed, splits, minutes)
+    left = (1 - _RESERVE) * 60 * minutes - _overhead_seconds(speed, splits, minutes)
     return left / speed.training
 
 
-def _evaluations(speed: Speed, splits: DataSplits, minutes: float) -> int:
+def _num_evaluations(speed: Speed, splits: DataSplits, minutes: float) -> int:
     """How many evaluations a run should have: as many as its time allows."""
-    affordable = _EVALUATING * 60 * minutes / (len(splits.val) * speed.evaluating)
-    return int(min(max(affordable, 1), _EVALUATIONS))
+    affordable = _EVALUATION_SHARE * 60 * minutes / (len(splits.val) * speed.evaluating)
+    return int(min(max(affordable, 1), _MAX_EVALUATIONS))
 
 
-def _besides(speed: Speed, splits: DataSplits, minutes: float) -> float:
+def _overhead_seconds(speed: Speed, splits: DataSplits, minutes: float) -> float:
     """Seconds for decoding the validation images beforehand, and for evaluating them."""
-    times = _evaluations(speed, splits, minutes)
+    times = _num_evaluations(speed, splits, minutes)
     return len(splits.val) * (speed.loading + times * speed.evaluating)
 
 
-def shorter_side(source: ImageSource) -> int:
+def median_shorter_side(source: ImageSource) -> int:
     """The shorter side of images, in pixels: the median of some."""
     sides = []
-    for index in np.linspace(0, len(source) - 1, min(_LOOKED_AT, len(source))).astype(int):
+    for index in np.linspace(0, len(source) - 1, min(_SAMPLED_IMAGES, len(source))).astype(int):
         try:
             sides.append(min(source.read(int(index)).size))
         except BadImage:

@@ -8,10 +8,10 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from locality.training.signals import SIGNALS, Interruption
+from locality.training.signals import SIGNALS, SignalHandler
 
 
-class Processes:
+class Collectives:
     """Sums, signals and lists over all processes; what a single process knows, if it is alone.
 
     Args:
@@ -19,20 +19,20 @@ class Processes:
         interruption: whether a signal has come to this process.
     """
 
-    def __init__(self, fabric: Fabric, interruption: Interruption) -> None:
-        self.alone = fabric.world_size == 1
+    def __init__(self, fabric: Fabric, signals: SignalHandler) -> None:
+        self.is_single = fabric.world_size == 1
         self._fabric = fabric
-        self._interruption = interruption
+        self._signals = signals
 
-    def share(self, total: Tensor) -> Callable[[], tuple[float, float, int]]:
+    def all_reduce_metrics(self, total: Tensor) -> Callable[[], tuple[float, float, int]]:
         """Add up what was `measured` of a step, and signals, over all processes.
 
         Returns:
             what waits for the sums, which a GPU copies without waiting for what is queued after
             them: the loss of all micro-batches, right answers, and the signal to stop or 0.
         """
-        if not self.alone:
-            total = self.sum(torch.cat((total, total.new_tensor(self._flags()))))
+        if not self.is_single:
+            total = self.all_reduce(torch.cat((total, total.new_tensor(self._flags()))))
         arrived = None
         if total.is_cuda:
             pinned = torch.empty_like(total, device="cpu", pin_memory=True)
@@ -44,41 +44,41 @@ class Processes:
             if arrived is not None:
                 arrived.synchronize()
             loss_sum, right, *flags = total.tolist()
-            return loss_sum, right, _signal_of(flags) if flags else self._interruption.signum
+            return loss_sum, right, _first_signal(flags) if flags else self._signals.signum
 
         return values
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """`tensor` added up over all processes, in place."""
-        if not self.alone:
+        if not self.is_single:
             torch.distributed.all_reduce(tensor)
         return tensor
 
-    def signal(self) -> int:
+    def any_signal(self) -> int:
         """The signal that has come to any process, or 0; all have to ask."""
-        if self.alone:
-            return self._interruption.signum
+        if self.is_single:
+            return self._signals.signum
         flags = torch.tensor(self._flags(), device=self._fabric.device)
-        return _signal_of(self.sum(flags).tolist())
+        return _first_signal(self.all_reduce(flags).tolist())
 
-    def gather(self, known: dict[str, str]) -> None:
+    def all_gather(self, known: dict[str, str]) -> None:
         """Add to `known` what the other processes know."""
-        if self.alone:
+        if self.is_single:
             return
         gathered: list[dict[str, str]] = [{}] * self._fabric.world_size
         torch.distributed.all_gather_object(gathered, known)
         for other in gathered:
             known.update(other)
 
-    def equalise(self, buffers: list[Tensor]) -> None:
+    def broadcast(self, buffers: list[Tensor]) -> None:
         """Give `buffers` the first process's values everywhere."""
-        if not self.alone:
+        if not self.is_single:
             for buffer in buffers:
                 torch.distributed.broadcast(buffer, src=0)
 
     def _flags(self) -> list[float]:
-        return [float(self._interruption.signum == signum) for signum in SIGNALS]
+        return [float(self._signals.signum == signum) for signum in SIGNALS]
 
 
-def _signal_of(counts: list[float]) -> int:
+def _first_signal(counts: list[float]) -> int:
     return next((int(s) for s, count in zip(SIGNALS, counts, strict=True) if count), 0)

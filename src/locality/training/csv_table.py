@@ -19,7 +19,7 @@ class CsvTable:
         columns: the first is "step".
 
     Attributes:
-        text: of the file, as it was cut and has grown since.
+        text: the content since `cut`.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -28,7 +28,7 @@ class CsvTable:
         self.text = ""
 
     def rows(self, step: int) -> list[dict[str, str]]:
-        """The rows up to `step`, without what a killed process left half-written.
+        """The rows up to `step`, without a line that a killed process left half-written.
 
         Raises:
             UserError: if the file is something else.
@@ -40,18 +40,18 @@ class CsvTable:
             return [row for row in read_rows(self.path) if int(row["step"]) <= step]
 
     def as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Rows as they stand in the file, without its heading."""
+        """Rows as in the file, without the header."""
         return csv_text([row.get(column) for column in self.columns] for row in rows)
 
     def cut(self, step: int) -> list[dict[str, str]]:
-        """Remove all rows but those of `rows(step)`, which are returned."""
+        """Remove the rows after `step`; returns the others."""
         rows = self.rows(step)
         self.text = csv_text([self.columns]) + self.as_text(rows)
         write_atomic(self.path, self.text)
         return rows
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row, on disk when this returns."""
+        """Append a row and sync it to disk."""
         line = self.as_text([row])
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(line)

@@ -21,7 +21,7 @@ _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
 # time over bf16 time: 1.3 to 1.5 for DeiT-Ti, ConViT-Ti and -S and 1.1 to 1.2 for CvT-13 at 224
 # pixels, all above 10⁹ multiply-accumulates per image; 0.4 to 1.0 for the models of small images,
 # all below, in whatever batch.
-_WORTHWHILE_MACS = 1e9
+_BF16_MIN_MACS = 1e9
 
 # Fabric announces on every start what a run prints itself.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
@@ -45,12 +45,12 @@ def resolve_accelerator(wanted: str) -> str:
     return there[0] if wanted == "auto" else wanted
 
 
-def launched_from_outside() -> bool:
+def launched_externally() -> bool:
     """Whether torchrun or srun has started this process, and the others if there are any."""
     return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
 
 
-def layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
+def process_layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
     """Processes per machine, and machines; torchrun and srun know better than the settings.
 
     Raises:
@@ -93,7 +93,7 @@ def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> st
     if device_type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device_type == "cpu":
-        fast = has_fast_bf16() and macs_per_image >= _WORTHWHILE_MACS
+        fast = has_fast_bf16() and macs_per_image >= _BF16_MIN_MACS
     return "bf16-mixed" if fast else "fp32"
 
 
@@ -111,7 +111,7 @@ def has_fast_bf16() -> bool:
 def create_fabric(engine: EngineConfig) -> Fabric:
     """Lightning Fabric for the devices and processes of a run."""
     device_type = resolve_accelerator(engine.accelerator)
-    devices, nodes = layout(engine, device_type)
+    devices, nodes = process_layout(engine, device_type)
     strategy: Any = "auto"
     if devices * nodes > 1 or engine.strategy != "auto":
         strategy = DDPStrategy(
@@ -130,6 +130,6 @@ def create_fabric(engine: EngineConfig) -> Fabric:
     return Fabric(accelerator=device_type, devices=devices, num_nodes=nodes, strategy=strategy)
 
 
-def exact(device: torch.device) -> torch.dtype:
+def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The dtype to add up in: float64, which Apple's GPUs do not have."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from locality import checks
 from locality.training.config import RunConfig
-from locality.training.resolved_run import Preview, check_memory
+from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
-from locality.training.speed import Speed, measure, span
+from locality.training.speed import Speed, format_duration, measure_speed
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DryRun:
         speed: where it comes from, if it was measured on this machine.
     """
 
-    preview: Preview
+    preview: ResolvedRun
     images_per_second: float
     speed: Speed | None = None
 
@@ -32,19 +32,19 @@ class DryRun:
         return self.preview.plan.images / self.images_per_second / 3600
 
     def __str__(self) -> str:
-        seen = self.preview
+        run = self.preview
         here = "" if self.speed is None else ", measured here"
         rates = "" if self.speed is None else f"\nspeed   {self.speed.bottleneck}"
         time = (
-            f"{span(3600 * self.hours)} at {self.images_per_second:.4g} images/s{here} "
+            f"{format_duration(3600 * self.hours)} at {self.images_per_second:.4g} images/s{here} "
             f"({self.hours:.3g} h)"
         )
         return (
-            f"{seen}\n"
-            f"memory  {seen.activation_bytes / 1e9:.3g} GB of activations and "
-            f"{seen.state_bytes / 1e9:.3g} GB of weights and moments per process\n"
-            f"disk    {seen.checkpoint_bytes / 1e9:.3g} GB per checkpoint\n"
-            f"cost    {6 * seen.macs * seen.plan.images:.3g} operations\n"
+            f"{run}\n"
+            f"memory  {run.activation_bytes / 1e9:.3g} GB of activations and "
+            f"{run.state_bytes / 1e9:.3g} GB of weights and moments per process\n"
+            f"disk    {run.checkpoint_bytes / 1e9:.3g} GB per checkpoint\n"
+            f"cost    {6 * run.macs * run.plan.images:.3g} operations\n"
             f"time    {time}{rates}"
         )
 
@@ -65,12 +65,12 @@ def dry_run(
     """
     if images_per_second is not None:
         checks.number("images_per_second", images_per_second, 0, above=True)
-    run = None if folder is None else RunFolder(folder)
-    seen = Preview(config, resumes=run is not None and run.has_begun())
-    if run is not None:
-        run.check(config)
-    check_memory(seen)
+    run_folder = None if folder is None else RunFolder(folder)
+    run = ResolvedRun(config, resumes=run_folder is not None and run_folder.has_progress())
+    if run_folder is not None:
+        run_folder.check(config)
+    run.check_memory()
     if images_per_second is None:
-        speed = measure(seen)
-        return DryRun(seen, 1 / speed.training, speed)
-    return DryRun(seen, images_per_second)
+        speed = measure_speed(run)
+        return DryRun(run, 1 / speed.training, speed)
+    return DryRun(run, images_per_second)

@@ -24,7 +24,12 @@ from locality.data.loader import naming_killed_workers
 from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.config import Precision, read_config
-from locality.training.devices import autocast, choose_precision, exact, resolve_accelerator
+from locality.training.devices import (
+    accumulation_dtype,
+    autocast,
+    choose_precision,
+    resolve_accelerator,
+)
 
 
 def evaluate_run(
@@ -56,7 +61,7 @@ def evaluate_opened(
     precision: str = "fp32",
     accelerator: str = "auto",
     splits: DataSplits | None = None,
-    seen: Callable[[Batch, Tensor], None] | None = None,
+    on_batch: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of an opened model on a dataset, its images prepared as it wants them.
 
@@ -103,12 +108,12 @@ def evaluate_opened(
 
     def checked(batch: Batch, logits: Tensor) -> None:
         opened.check_logits(logits)
-        if seen is not None:
-            seen(batch, logits)
+        if on_batch is not None:
+            on_batch(batch, logits)
 
     with autocast(device.type, chosen):
         result = evaluate(
-            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=checked
+            model.to(device), loader, device, label_sets=splits.val.label_sets, on_batch=checked
         )
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
@@ -121,11 +126,11 @@ def evaluate(
     device: torch.device | str = "cpu",
     *,
     label_sets: Sequence[tuple[int, ...]] | None = None,
-    all_sum: Callable[[Tensor], Tensor] | None = None,
-    rounds: int | None = None,
-    stop: Callable[[], None] | None = None,
-    layout: torch.memory_format = torch.preserve_format,
-    seen: Callable[[Batch, Tensor], None] | None = None,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    num_batches: int | None = None,
+    before_batch: Callable[[], None] | None = None,
+    memory_format: torch.memory_format = torch.preserve_format,
+    on_batch: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy in per cent, mean cross entropy, and the number of images.
 
@@ -145,29 +150,29 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    totals = torch.zeros(4, dtype=exact(torch.device(device)), device=device)
+    totals = torch.zeros(4, dtype=accumulation_dtype(torch.device(device)), device=device)
     try:
         batches = iter(loader)
-        for _ in range(len(loader) if rounds is None else rounds):
-            if stop is not None:
-                stop()
+        for _ in range(len(loader) if num_batches is None else num_batches):
+            if before_batch is not None:
+                before_batch()
             batch = next(batches, None)
             if batch is None:
                 continue
-            images = batch.images.to(device, non_blocking=True, memory_format=layout)
+            images = batch.images.to(device, non_blocking=True, memory_format=memory_format)
             targets = batch.targets.to(device, non_blocking=True)
             logits = model(images).float()
-            if seen is not None:
-                seen(batch, logits)
-            right = _right(logits, targets, batch.indices.tolist(), label_sets)
-            totals[0] += right[:, :1].sum()
-            totals[1] += right.any(dim=1).sum()
+            if on_batch is not None:
+                on_batch(batch, logits)
+            correct = _is_correct(logits, targets, batch.indices.tolist(), label_sets)
+            totals[0] += correct[:, :1].sum()
+            totals[1] += correct.any(dim=1).sum()
             totals[2] += F.cross_entropy(logits, targets, reduction="sum")
             totals[3] += len(targets)
     finally:
         model.train(was_training)
-    if all_sum is not None:
-        totals = all_sum(totals)
+    if all_reduce is not None:
+        totals = all_reduce(totals)
     top1, top5, loss, count = totals.tolist()
     total = count or float("nan")
     return {
@@ -178,7 +183,7 @@ def evaluate(
     }
 
 
-def _right(
+def _is_correct(
     logits: Tensor,
     targets: Tensor,
     indices: list[int],

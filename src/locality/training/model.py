@@ -17,7 +17,7 @@ from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
 
 
-def start_from(weights: str) -> dict[str, Any]:
+def settings_from_weights(weights: str) -> dict[str, Any]:
     """The settings of a run that starts from weights: their architecture, their preparation.
 
     Args:
@@ -75,7 +75,7 @@ def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
         return build_model(config, num_classes)
 
 
-def starting_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier, list[str]]:
+def initialize_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier, list[str]]:
     """The model of a run as its first step finds it, and what was noticed on the way.
 
     The image size and the classes of `model.weights` may differ: position embeddings are resampled,
@@ -113,4 +113,4 @@ def initial_model(folder: Path | str) -> ImageClassifier:
         UserError: if the folder is no run folder.
     """
     run = RunFolder(folder)
-    return starting_model(run.config(), len(run.classes()))[0].eval()
+    return initialize_model(run.config(), len(run.classes()))[0].eval()

@@ -22,6 +22,7 @@ from locality.data.config import AugmentConfig, Preprocessing
 from locality.errors import UserError, unknown
 from locality.models import ImageClassifier
 from locality.training.config import ObjectiveConfig
+from locality.training.devices import accumulation_dtype
 
 
 class Objective:
@@ -60,7 +61,7 @@ class Objective:
                 num_classes=num_classes,
             )
 
-    def trained(self, model: ImageClassifier) -> nn.Module:
+    def wrap_model(self, model: ImageClassifier) -> nn.Module:
         """What training calls in the model's place: images → what `loss` takes as logits."""
         return model
 
@@ -87,6 +88,16 @@ class Objective:
             return loss
         share = self.config.teacher_share
         return (1 - share) * loss + share * self._distillation(logits.float(), images)
+
+    def batch_metrics(self, loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        """A batch's mean loss and its number of correct predictions, (2,).
+
+        After mixing, the class that makes up most of an image counts as correct.
+        """
+        labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
+        correct = (logits.argmax(dim=1) == labels).sum()
+        dtype = accumulation_dtype(loss.device)
+        return torch.stack((loss.detach().to(dtype), correct.to(dtype)))
 
     def _distillation(self, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None

@@ -26,12 +26,14 @@ from locality.training.signals import SIGNALS
 _CHILD_SECONDS = 300
 
 # How gloo, NCCL and the store of the process group say that the other side is gone.
-_GONE = re.compile(r"by peer|Broken pipe|remote process exited|got 0 bytes|recv.* failed", re.I)
+_CONNECTION_LOST = re.compile(
+    r"by peer|Broken pipe|remote process exited|got 0 bytes|recv.* failed", re.I
+)
 # A process that fails closes its connections first, and then takes so long to end; one that is
 # killed has ended at once.
-_CHILD_ENDS, _PARENT_ENDS = 20.0, 2.0
+_CHILD_EXIT_SECONDS, _PARENT_EXIT_SECONDS = 20.0, 2.0
 # After the end of another process gloo fails at once, and NCCL may wait for ever.
-_NOTICED = 10.0
+_GRACE_SECONDS = 10.0
 _POLL = 0.2
 
 _PARENT = "LOCALITY_RANK_0"
@@ -77,10 +79,10 @@ class Peers:
     def explained(self, error: BaseException) -> RunFailed | None:
         """What has become of another process, if that is why `error` was raised."""
         of_torch = isinstance(error, RuntimeError) and not isinstance(error, RunFailed)
-        if self._alone or not of_torch or not _GONE.search(str(error)):
+        if self._alone or not of_torch or not _CONNECTION_LOST.search(str(error)):
             return None
-        patience = 0.0 if self._parent is None else _PARENT_ENDS
-        deadline = time.monotonic() + (_CHILD_ENDS if _children else patience)
+        patience = 0.0 if self._parent is None else _PARENT_EXIT_SECONDS
+        deadline = time.monotonic() + (_CHILD_EXIT_SECONDS if _children else patience)
         while (lost := self.lost()) is None and time.monotonic() < deadline:
             time.sleep(_POLL)
         return lost or ProcessKilled(
@@ -115,7 +117,7 @@ class Peers:
 
         def watch() -> None:
             while not over.wait(_POLL):
-                if (lost := self.lost()) and not over.wait(_NOTICED):
+                if (lost := self.lost()) and not over.wait(_GRACE_SECONDS):
                     os.write(2, f"locality: {lost}\n".encode())
                     for child in _children:
                         child.kill()
@@ -130,7 +132,7 @@ class Peers:
             thread.join()
 
 
-def end_processes() -> None:
+def end_children() -> None:
     """What a process does last: leave the process group, then outlive those it has started.
 
     The group's threads hold the tensors of the last operations until they are joined. One that

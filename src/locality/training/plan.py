@@ -57,7 +57,7 @@ class Plan:
             return True  # it may become the best
         return self.due(step, self.schedule.save_every or self.schedule.eval_every)
 
-    def looks(self, step: int, every: float | None) -> bool:
+    def due_from_start(self, step: int, every: float | None) -> bool:
         """Whether what looks at the weights from the first to the last does so after `step`."""
         return every is not None and (step == 0 or self.due(step, every))
 

@@ -18,7 +18,7 @@ from locality.data import (
 )
 from locality.errors import saying
 from locality.files import csv_text, read_rows, write_atomic
-from locality.training.devices import exact
+from locality.training.devices import accumulation_dtype
 
 _COLUMNS = ("index", "path", "label", "prediction", "confidence")
 _BINS = 15
@@ -26,7 +26,7 @@ _BINS = 15
 Numbers = npt.NDArray[np.int64]
 
 
-class Collector:
+class PredictionCollector:
     """Keeps the most probable class of every image that `evaluate` shows it, as its `seen`.
 
     Attributes:
@@ -35,7 +35,7 @@ class Collector:
     """
 
     def __init__(self, images: int, device: torch.device) -> None:
-        self.table = torch.zeros(images, 2, dtype=exact(device), device=device)
+        self.table = torch.zeros(images, 2, dtype=accumulation_dtype(device), device=device)
 
     def __call__(self, batch: Batch, logits: Tensor) -> None:
         best = logits.softmax(dim=1).max(dim=1)
@@ -80,7 +80,7 @@ class Predictions:
 
     @classmethod
     def read(cls, path: Path, classes: list[str]) -> Predictions:
-        """Read what `Collector` wrote.
+        """Read what `PredictionCollector` wrote.
 
         Raises:
             UserError: if the file is something else, or of other classes.

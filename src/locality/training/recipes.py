@@ -434,7 +434,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 """All recipes, by name."""
 
 
-OWN_IMAGES = ("photos", "finetune")
+CUSTOM_DATA_RECIPES = ("photos", "finetune")
 """Recipes that are completed for the images and the machine at hand (`training.autofit`)."""
 
 
@@ -472,10 +472,10 @@ def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
     known = _choices(name)
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
     config = recipe(name, **choices)
-    return replace(config, _of_another_length(config.schedule, changes) | dict(changes))
+    return replace(config, _rescaled_schedule(config.schedule, changes) | dict(changes))
 
 
-def _of_another_length(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Warm-up, cool-down and the rest of the schedule, where another length is given.
 
     They count in the unit of the length: a recipe's 5 epochs of warm-up must not become 5 steps.

@@ -19,7 +19,12 @@ from locality.data.folder import some
 from locality.errors import UserError, naming, require, saying
 from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
-from locality.training.devices import autocast, choose_precision, layout, resolve_accelerator
+from locality.training.devices import (
+    autocast,
+    choose_precision,
+    process_layout,
+    resolve_accelerator,
+)
 from locality.training.model import meta_model
 from locality.training.objective import check_teacher, objective_class
 from locality.training.optim import check_optimizer
@@ -29,7 +34,7 @@ from locality.training.plan import Plan, make_plan
 _TRACKERS = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
-class Preview:
+class ResolvedRun:
     """What is known of a run before its first step: all that can be checked is.
 
     The data are opened and the model is built on the meta device.
@@ -75,10 +80,10 @@ class Preview:
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
         self.plan = make_plan(config, len(self.splits.train))
-        self.notes = look_at_classes(self.splits, self.plan)
+        self.notes = check_classes(self.splits, self.plan)
         model = meta_model(config, len(self.splits.classes))
         self.device_type = resolve_accelerator(config.engine.accelerator)
-        devices, nodes = layout(config.engine, self.device_type)
+        devices, nodes = process_layout(config.engine, self.device_type)
         self.world_size = devices * nodes
         self.micro_batch = config.micro_batch(self.world_size)
         self.macs = count_macs(model)
@@ -118,6 +123,32 @@ class Preview:
             model.to_empty(device=kind)
             images = torch.empty(self.micro_batch, 3, *self.img_size)
             return saved_activations(model, images, partial(autocast, kind, self.precision))
+
+    def check_memory(self) -> None:
+        """Check that the run fits into this machine's memory.
+
+        Activations are only counted where they could be too many: a layer saves fewer bytes than it
+        does multiplications, by a wide margin.
+
+        Raises:
+            UserError: if it does not.
+        """
+        available = machine.memory(self.device_type)
+        if self.macs * self.micro_batch <= available:
+            return
+        # The processes of one machine share its memory; GPUs have their own.
+        nodes = self.config.engine.num_nodes
+        sharing = self.world_size // nodes if self.device_type == "cpu" else 1
+        # Where the images alone are too many, torch may be unable to count the rest in 64 bits.
+        needed = sharing * 4 * 3 * math.prod(self.img_size) * self.micro_batch
+        if needed <= available:
+            needed = sharing * (self.activation_bytes + self.state_bytes)
+        if needed > available:
+            raise UserError(
+                f"a step on {self.micro_batch:,} images at once needs {needed / 1e9:.3g} GB and "
+                f"there are {available / 1e9:.3g} GB of memory; lower engine.batch_size, raise "
+                f"engine.accumulate, or set engine.grad_checkpointing"
+            )
 
     def __str__(self) -> str:
         plan, splits, optim = self.plan, self.splits, self.config.optim
@@ -165,7 +196,7 @@ def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], A
     return total
 
 
-def look_at_classes(splits: DataSplits, plan: Plan) -> list[str]:
+def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
     """What is odd about classes and batches, in sentences.
 
     Raises:
@@ -190,30 +221,3 @@ def look_at_classes(splits: DataSplits, plan: Plan) -> list[str]:
             f"images of {len(splits.train):,} more than once"
         )
     return notes
-
-
-def check_memory(seen: Preview) -> None:
-    """Check that a run fits this machine's memory.
-
-    Activations are only counted where they could be too many: a layer saves no more bytes than it
-    does multiplications, by a wide margin.
-
-    Raises:
-        UserError: if it does not.
-    """
-    there = machine.memory(seen.device_type)
-    if seen.macs * seen.micro_batch <= there:
-        return
-    # The processes of one machine share its memory; GPUs have their own.
-    nodes = seen.config.engine.num_nodes
-    sharing = seen.world_size // nodes if seen.device_type == "cpu" else 1
-    # Where the images alone are too many, torch may be unable to count the rest in 64 bits.
-    needed = sharing * 4 * 3 * math.prod(seen.img_size) * seen.micro_batch
-    if needed <= there:
-        needed = sharing * (seen.activation_bytes + seen.state_bytes)
-    if needed > there:
-        raise UserError(
-            f"a step on {seen.micro_batch:,} images at once needs {needed / 1e9:.3g} GB and there "
-            f"are {there / 1e9:.3g} GB of memory; lower engine.batch_size, raise "
-            f"engine.accumulate, or set engine.grad_checkpointing"
-        )

@@ -71,7 +71,7 @@ MAY_CHANGE = frozenset(
 PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights", "data.difficulty")
 
 # Data workers of a killed run notice within 5 s that it is gone; the lock is theirs until then.
-LEFTOVER_SECONDS = 20.0
+STALE_LOCK_SECONDS = 20.0
 
 
 class RunFolder:
@@ -134,18 +134,18 @@ class RunFolder:
                     f"empty one"
                 )
             return
-        if told := _told(_changed(self.config(), config, _same_place)):
+        if changes := _describe_changes(_changed(self.config(), config, _same_path)):
             raise UserError(
                 f"run folder {self.path} belongs to another configuration "
-                f"({told}); give its settings to resume it, or another folder"
+                f"({changes}); give its settings to resume it, or another folder"
             )
 
-    def check_saved(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
+    def check_checkpoint_config(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
         """Check that a checkpoint is of this configuration, whatever config.yaml says by now.
 
         Args:
             config: of the run.
-            saved: what `decisive` gave when the checkpoint was written.
+            saved: what `computation_settings` gave when the checkpoint was written.
 
         Raises:
             UserError: if it is not.
@@ -155,9 +155,9 @@ class RunFolder:
         for name, value in saved.items():
             values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
         before = settings.from_dict(RunConfig, values)
-        if told := _told(_changed(before, config, _same_place)):
+        if changes := _describe_changes(_changed(before, config, _same_path)):
             raise UserError(
-                f"{self.config_file} was changed since the checkpoint was written ({told}), and "
+                f"{self.config_file} was changed since the checkpoint was written ({changes}), and "
                 f"the run would become another one; put that back, or train with these settings "
                 f"in another folder"
             )
@@ -183,7 +183,7 @@ class RunFolder:
                 f"has {free / 1e6:.0f} MB left; make room or choose another disk"
             )
 
-    def has_begun(self) -> bool:
+    def has_progress(self) -> bool:
         """Whether there is a checkpoint to go on from, or a result."""
         return self.result_file.exists() or any(self.checkpoints.path.glob("*.ckpt"))
 
@@ -222,7 +222,7 @@ class RunFolder:
         """Write one of the folder's JSON files, atomically."""
         write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
-    def note_start(self, config: RunConfig, step: int, device: str, precision: str) -> None:
+    def record_start(self, config: RunConfig, step: int, device: str, precision: str) -> None:
         """Add this start to environment.json."""
         starts = []
         if self.environment_file.exists():
@@ -235,7 +235,7 @@ class RunFolder:
         self.write_json(self.environment_file, content)
 
 
-def decisive(config: RunConfig) -> dict[str, Any]:
+def computation_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that say what a run computes, as plain values: all but `MAY_CHANGE`."""
     values = settings.to_dict(config)
     for name in MAY_CHANGE:
@@ -254,19 +254,19 @@ def _changed(
     ]
 
 
-def _told(changed: list[tuple[str, Any, Any]]) -> str:
+def _describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
     return "; ".join(
-        f"{name}: {_shown(old)} there, {_shown(new)} now" for name, old, new in changed
+        f"{name}: {_as_json(old)} there, {_as_json(new)} now" for name, old, new in changed
     )
 
 
-def _same_place(old: Any, new: Any) -> bool:
+def _same_path(old: Any, new: Any) -> bool:
     """Whether two texts spell the path of one folder, or "local-dir:" and the path."""
     spelt = [str(value).removeprefix("local-dir:") for value in (old, new)]
     return os.path.abspath(spelt[0]) == os.path.abspath(spelt[1])
 
 
-def _shown(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return "null" if value is None else json.dumps(value, ensure_ascii=False)
 
 
@@ -285,10 +285,10 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._main = os.getpid()
+        self._main_pid = os.getpid()
         self._file: IO[str] | None = None
 
-    def claim(self, patience: float = LEFTOVER_SECONDS) -> None:
+    def claim(self, timeout: float = STALE_LOCK_SECONDS) -> None:
         """Take the folder.
 
         Args:
@@ -298,13 +298,13 @@ class FolderLock:
             UserError: if another run has it.
         """
         self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (held open on purpose)
-        deadline = time.monotonic() + patience
-        while not self._try(fcntl.LOCK_EX):
-            if self._holder_lives() or time.monotonic() > deadline:
-                self._refuse()
+        deadline = time.monotonic() + timeout
+        while not self._flock(fcntl.LOCK_EX):
+            if self._holder_is_alive() or time.monotonic() > deadline:
+                self._raise_in_use()
             time.sleep(0.05)
         self._file.truncate(0)
-        json.dump({"pid": self._main, "host": socket.gethostname()}, self._file)
+        json.dump({"pid": self._main_pid, "host": socket.gethostname()}, self._file)
         self._file.flush()
         self._share()
 
@@ -326,10 +326,10 @@ class FolderLock:
     def _share(self) -> None:
         # Turning an exclusive lock into a shared one lets go of it for an instant. Whoever gets
         # in between holds it exclusively, and this fails.
-        if not self._try(fcntl.LOCK_SH):
-            self._refuse()
+        if not self._flock(fcntl.LOCK_SH):
+            self._raise_in_use()
 
-    def _try(self, kind: int) -> bool:
+    def _flock(self, kind: int) -> bool:
         assert self._file is not None
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
@@ -350,14 +350,14 @@ class FolderLock:
             return read_json(self.path)
         return {}
 
-    def _holder_lives(self) -> bool:
+    def _holder_is_alive(self) -> bool:
         """Whether the main process is known to be alive."""
         holder = self._holder()
         pid = holder.get("pid")
         here = holder.get("host") == socket.gethostname()
         return here and isinstance(pid, int) and psutil.pid_exists(pid)
 
-    def _refuse(self) -> None:
+    def _raise_in_use(self) -> None:
         holder = self._holder()
         self.release()
         raise UserError(

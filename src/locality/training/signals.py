@@ -14,13 +14,13 @@ from types import FrameType
 
 # Both a terminal and a launcher such as torchrun pass Ctrl-C on; only what comes later than this
 # is a second one.
-_SAME_CTRL_C_SECONDS = 1.0
+_REPEATED_CTRL_C_SECONDS = 1.0
 
 # What asks a run to stop: Ctrl-C, batch systems, torchrun, a closed terminal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-class Interruption:
+class SignalHandler:
     """Remembers the first signal that came.
 
     Attributes:
@@ -33,7 +33,7 @@ class Interruption:
         self._owner = os.getpid()
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[Interruption]:
+    def installed(self) -> Iterator[SignalHandler]:
         """Handle signals within the block, in the main thread only (Python allows no other)."""
         with _handled(self._handle):
             yield self
@@ -47,11 +47,11 @@ class Interruption:
             # print() may be interrupted by this very handler and is not reentrant.
             with contextlib.suppress(OSError):  # nobody reads it when the terminal was closed
                 os.write(2, f"\nstopping after this step and saving{again}\n".encode())
-        elif signum == signal.SIGINT and time.monotonic() - self._since > _SAME_CTRL_C_SECONDS:
+        elif signum == signal.SIGINT and time.monotonic() - self._since > _REPEATED_CTRL_C_SECONDS:
             raise KeyboardInterrupt
 
 
-def forwarded_to_children() -> AbstractContextManager[None]:
+def forward_signals() -> AbstractContextManager[None]:
     """Within the block, pass signals on to the processes this one has started, and live on."""
 
     def forward(signum: int, _: FrameType | None) -> None:

@@ -17,13 +17,13 @@ from locality.training.devices import (
 )
 from locality.training.model import meta_model
 from locality.training.optim import create_optimizer
-from locality.training.resolved_run import Preview
+from locality.training.resolved_run import ResolvedRun
 
 # Multiply-accumulates of a timed step: one that would take long is timed on a part of its batch.
-_TIMED_MACS = 4e10
-_TIMED_STEPS = 3
-_TIMED_SECONDS = 2.0
-_LOADED = 16
+_TIMING_MACS = 4e10
+_TIMING_STEPS = 3
+_TIMING_SECONDS = 2.0
+_LOADING_IMAGES = 16
 
 
 @dataclass(frozen=True)
@@ -75,19 +75,19 @@ class Speed:
         return max(computing, self.loading / self.workers)
 
 
-def measure(seen: Preview) -> Speed:
+def measure_speed(run: ResolvedRun) -> Speed:
     """The speed of a run on this machine, in a few seconds."""
-    config = seen.config
-    images = timed_images(seen.micro_batch, 3 * seen.macs)
-    steps = step_seconds(
-        config, len(seen.splits.classes), images, seen.precision, seconds=_TIMED_SECONDS
+    config = run.config
+    images = timing_batch_size(run.micro_batch, 3 * run.macs)
+    steps = time_steps(
+        config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
     )
     batches = iter(
         train_loader(
-            seen.splits.train,
+            run.splits.train,
             config.augment,
-            config.input.at(seen.img_size),
-            batch_size=_LOADED,
+            config.input.at(run.img_size),
+            batch_size=_LOADING_IMAGES,
             seed=config.seed,
             stop_step=2,
         )
@@ -96,19 +96,19 @@ def measure(seen: Preview) -> Speed:
     started = time.perf_counter()
     next(batches)
     return Speed(
-        (time.perf_counter() - started) / _LOADED,
-        sum(steps) / len(steps) / images / seen.world_size,
-        config.data.workers * seen.world_size,
-        seen.device_type == "cpu",
+        (time.perf_counter() - started) / _LOADING_IMAGES,
+        sum(steps) / len(steps) / images / run.world_size,
+        config.data.workers * run.world_size,
+        run.device_type == "cpu",
     )
 
 
-def timed_images(batch_size: int, macs: float) -> int:
+def timing_batch_size(batch_size: int, macs: float) -> int:
     """How many images of a batch to time a step on, each of so many multiply-accumulates."""
-    return int(min(batch_size, max(1, _TIMED_MACS // macs)))
+    return int(min(batch_size, max(1, _TIMING_MACS // macs)))
 
 
-def step_seconds(
+def time_steps(
     config: RunConfig, classes: int, images: int, precision: str = "fp32", seconds: float = 0.0
 ) -> list[float]:
     """How long training steps on so many random images take, after a first one.
@@ -130,8 +130,8 @@ def step_seconds(
             nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
     optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
     batch = torch.randn(images, 3, *network.img_size, device=device)
-    taken: list[float] = []
-    while len(taken) <= _TIMED_STEPS or sum(taken[1:]) < seconds:
+    seconds_: list[float] = []
+    while len(seconds_) <= _TIMING_STEPS or sum(seconds_[1:]) < seconds:
         started = time.perf_counter()
         with autocast(device.type, precision):
             loss = network(batch).float().square().mean()
@@ -139,11 +139,11 @@ def step_seconds(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # a GPU has finished when its result is here
-        taken.append(time.perf_counter() - started)
-    return taken[1:]
+        seconds_.append(time.perf_counter() - started)
+    return seconds_[1:]
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A length of time for people: "19 s", "4 min", "2.5 h", "12 d"."""
     for unit, length in (("d", 86400), ("h", 3600)):
         if seconds >= 2 * length:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,19 +15,22 @@ from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.models import ImageClassifier
 from locality.training.objective import class_weights, load_teacher, objective_class
 from locality.training.optim import create_optimizer, create_schedule
-from locality.training.resolved_run import Preview
+from locality.training.resolved_run import ResolvedRun
+
+# Keys in a checkpoint that differ from the names here.
+_KEYS = {"num_correct": "right", "num_images": "seen"}
 
 
 @dataclass
-class Counts:
-    """The counts that belong to a run's state.
+class TrainState:
+    """The counters of a run, saved with every checkpoint.
 
     Attributes:
-        step: updates finished (or skipped for a bad loss).
+        step: updates finished, skipped ones included.
         evaluated: step of the last evaluation; -1 before the first.
-        loss_sum, right, seen: of the training images since the last evaluation.
+        loss_sum, num_correct, num_images: of the training images since the last evaluation.
         row: the last evaluation.
-        best: the best one, if the run keeps its best weights.
+        best: the best evaluation, if the run keeps its best weights.
         bad_losses: updates skipped.
         skipped: images that could not be read, name → reason.
     """
@@ -35,33 +38,43 @@ class Counts:
     step: int = 0
     evaluated: int = -1
     loss_sum: float = 0.0
-    right: float = 0.0
-    seen: int = 0
+    num_correct: float = 0.0
+    num_images: int = 0
     row: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
     bad_losses: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The counters by their keys in a checkpoint."""
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_state_dict(cls, values: Mapping[str, Any]) -> TrainState:
+        """The counters that `state_dict` returned."""
+        names = {key: name for name, key in _KEYS.items()}
+        return cls(**{names.get(key, key): value for key, value in values.items()})
+
 
 class Components:
-    """What a run computes with, on its device.
+    """Model, optimiser, schedule and objective of a run, on its device.
 
     Args:
         fabric: devices and processes.
-        run: what it is to do.
+        run: the run.
         model: its model.
 
     Attributes:
-        model: the bare model; its weights are the run's.
-        forward: the same model as training calls it: compiled and synchronised.
-        optimizer: the bare optimiser.
-        schedule: sets its learning rates for a step.
+        model: the unwrapped model.
+        forward: the model as training calls it: compiled and data parallel.
+        optimizer: the optimiser.
+        schedule: sets the learning rates of a step.
         ema: the averaged weights, if the run keeps them.
         objective: the loss.
-        scaler: of the gradients, for half precision; changes nothing in the others.
+        scaler: the gradient scaler; it only acts in float16.
     """
 
-    def __init__(self, fabric: Fabric, run: Preview, model: ImageClassifier) -> None:
+    def __init__(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> None:
         config, engine, classes = run.config, run.config.engine, len(run.splits.classes)
         if engine.channels_last:
             model = model.to(memory_format=torch.channels_last)
@@ -81,14 +94,14 @@ class Components:
         self.objective = objective_class(config.objective)(
             config.objective, config.augment, classes, teacher, run.autocast, weights
         )
-        called: Any = self.objective.trained(model)
-        called = torch.compile(called) if engine.compile else called
-        self.forward: Any = fabric.setup_module(called)
+        wrapped: Any = self.objective.wrap_model(model)
+        wrapped = torch.compile(wrapped) if engine.compile else wrapped
+        self.forward: Any = fabric.setup_module(wrapped)
         model.train()
         self.scaler = GradScaler(run.device_type, enabled=run.precision == "fp16-mixed")
 
     def state(self) -> dict[str, Any]:
-        """What of them a checkpoint keeps."""
+        """The part of a checkpoint that `load` reads."""
         return {
             "model": self.model.state_dict(),
             "ema": None if self.ema is None else self.ema.module.state_dict(),
@@ -96,11 +109,11 @@ class Components:
             "scaler": self.scaler.state_dict(),
         }
 
-    def load(self, state: dict[str, Any]) -> Counts:
-        """Go back to where a checkpoint was written; returns how far that was.
+    def load(self, state: dict[str, Any]) -> TrainState:
+        """Restore a checkpoint; returns its counters.
 
         Raises:
-            DamagedCheckpoint: if it is another model's.
+            DamagedCheckpoint: if it is of another model.
         """
         try:
             self.model.load_state_dict(state["model"])
@@ -108,7 +121,7 @@ class Components:
                 self.ema.module.load_state_dict(state["ema"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
-            return Counts(**state["progress"])
+            return TrainState.from_state_dict(state["progress"])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error
