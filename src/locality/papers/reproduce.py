@@ -229,7 +229,7 @@ def list_experiments(
     chosen = get_scale(scale, Path(runs) / scale)
     wanted = [(item, with_needs(item.build(chosen).runs)) for item in experiments().values()]
     every = with_needs(run for _, needed in wanted for run in needed)
-    costs = estimate_costs(every, "one of a name" if hours else "none", threads_per_run(jobs=1))
+    costs = estimate_costs(every, threads_per_run(jobs=1)) if hours else {}
     rows = []
     for item, needed in wanted:
         waiting = [run for run in needed if not run.is_finished()]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,8 +28,6 @@ from locality.training.speed import format_duration, time_steps, timing_batch_si
 _IMAGENET_22K = (14_197_122, 70_986, 21_841)
 # A training step costs a forward pass, and twice as much for the gradients.
 _STEP_FORWARDS = 3
-
-Timing = Literal["every network", "one of a name", "none"]
 
 
 @dataclass(frozen=True)
@@ -52,27 +50,21 @@ class RunCost:
     problem: str | None = None
 
 
-def estimate_costs(
-    runs: Sequence[Run], timing: Timing = "every network", threads: int = 1
-) -> dict[Path, RunCost]:
+def estimate_costs(runs: Sequence[Run], threads: int = 1) -> dict[Path, RunCost]:
     """The cost of each run, by folder.
 
     The speed of a network is taken from finished runs of it if there are any, else from a few
-    training steps.
+    training steps. One network of each name is timed; the others of that name are taken to be as
+    fast per multiply-accumulate.
 
     Args:
         runs: any.
-        timing: what to time steps of: of "one of a name", others are taken to be as fast per
-            multiply-accumulate; of "none", seconds are 0 unless a finished run knows.
         threads: processor threads that a run will have.
     """
     timed: dict[str, tuple[ModelConfig, int, int]] = {}
 
-    def timed_rate(model: ModelConfig, classes: int, batch: int) -> float | None:
-        if timing == "none":
-            return None
-        name = model.name if timing == "one of a name" else _architecture(model)
-        like = timed.setdefault(name, (model, classes, batch))
+    def timed_rate(model: ModelConfig, classes: int, batch: int) -> float:
+        like = timed.setdefault(model.name, (model, classes, batch))
         size = forward_macs(model, classes) / forward_macs(*like[:2])
         return _steps_rate(_architecture(like[0]), *like[1:], threads) / size
 
@@ -91,7 +83,7 @@ def _cost(
     config: RunConfig,
     result: Mapping[str, Any] | None,
     known: Mapping[str, float],
-    timed_rate: Callable[[ModelConfig, int, int], float | None],
+    timed_rate: Callable[[ModelConfig, int, int], float],
 ) -> RunCost:
     """A run's cost; of a finished one, without opening its data, if its result says so."""
     batch = config.engine.batch_size
@@ -111,7 +103,7 @@ def _cost(
             # A finished run's speed knows of its evaluations.
             times = math.ceil(config.schedule.length / config.schedule.eval_every)
             shown += times * evaluated / _STEP_FORWARDS
-        return RunCost(images, macs, shown / rate if rate else 0.0, basis)
+        return RunCost(images, macs, shown / rate, basis)
     except (UserError, OSError) as error:
         return RunCost(0, 0, 0, "estimated", str(error))
 

@@ -402,7 +402,7 @@ def run_all(
         executor = create_executor(executor, jobs, threads, logs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
-    with RunsProgress(waiting, quiet or not waiting) as progress:
+    with RunsProgress(len(waiting), quiet) as progress:
         while waiting:
             later = {run.folder for run in waiting}
             # What needs nothing that is still to be done goes on side by side.
