@@ -1,7 +1,7 @@
-"""The runs that say which model suits own images: alike in recipe, images and budget.
+"""A comparison of models on custom images, with the same recipe, images and budget.
 
-What is chosen for this machine is kept in the comparison's folder, so that the same command goes on
-with the same runs, by machines of any speed.
+The settings chosen for this machine are written to the comparison's folder, so that the same
+command resumes the same runs.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ PRETRAINED = ("convit_tiny.fb_in1k", "deit_tiny.fb_in1k", "cvt_13.ms_in1k", "tim
 
 TASK = "locality.runner.comparison:train_and_tidy"
 _PLAN, _SPEED, _RUNS = "plan.yaml", "inference.json", "runs"
-# A run begins by building everything and ends by evaluating and saving; seconds, here.
+# Start-up, last evaluation and saving of a run.
 _RUN_SECONDS = 2.0
-# Runs that end sooner save at their end alone.
+# Shorter runs save only at their end.
 _SAVE_SECONDS = 60.0
 _ROUNDS = 15
 
 
 @dataclass(frozen=True)
 class ComparisonSpec:
-    """What is compared.
+    """The settings of a comparison.
 
     Attributes:
-        data: the settings of the images, by dotted name.
-        models: names; with `pretrained`, weights of any kind.
-        pretrained: fine-tune these weights, instead of training from scratch.
-        minutes: for all runs together, each model's for the same time; None where `steps` says.
-        steps: of every run.
+        data: settings of the images, by dotted name.
+        models: names of models; weights if `pretrained`.
+        pretrained: fine-tune weights instead of training from scratch.
+        minutes: for all runs together, in equal parts; None if `steps` is given.
+        steps: length of every run.
         seeds: runs of each model on each fraction.
-        folds: in the place of seeds: each run is evaluated on another of so many parts.
-        fractions: of the training images; a run on fewer is as long.
-        img_size: from scratch, for all; 64, or 32 for smaller images, unless given.
+        folds: cross-validation instead of seeds.
+        fractions: of the training images; all runs are equally long.
+        img_size: for training from scratch; 64, or 32 for smaller images, unless given.
     """
 
     data: dict[str, Any]
@@ -95,13 +95,13 @@ class ComparisonSpec:
 def plan(
     spec: ComparisonSpec, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
 ) -> dict[str, RunConfig]:
-    """The configuration of each model, as it was chosen when the comparison began, or now.
+    """The configuration of each model, chosen when the comparison starts.
 
     Args:
-        asked: what to compare.
-        folder: of the comparison.
-        jobs, threads: runs at a time, and processor threads of each.
-        keep: write what is chosen now.
+        spec: the comparison.
+        folder: its folder.
+        jobs, threads: runs at a time, and CPU threads of each.
+        keep: write the configurations to the folder.
 
     Raises:
         UserError: if the folder is another comparison's, the budget too small for so many runs, or
@@ -134,9 +134,9 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
     recipe = "finetune" if spec.pretrained else "photos"
     given = spec.data | {"engine.tensorboard": False}
     given |= {"data.fold": (0, spec.folds)} if spec.folds else {}
-    given |= {"data.workers": 0} if jobs > 1 else {}  # all processors are busy training
+    given |= {"data.workers": 0} if jobs > 1 else {}  # all cores are busy training
     smallest = adjusted(recipe, given | {"data.fraction": min(spec.fractions)}).data
-    splits = open_data(smallest, seed=0)  # which says if so few images leave a class empty
+    splits = open_data(smallest, seed=0)  # fails if a class is empty
     if spec.pretrained:
         starts = {weights: settings_from_weights(weights) for weights in spec.models}
     else:
@@ -167,7 +167,7 @@ def _fit_to_time(recipe: str, given: Mapping[str, Any], minutes: float) -> RunCo
 
 
 def _at_size(model: str, size: int) -> dict[str, Any]:
-    """The settings of a model for square images: patches in a grid of 8×8, of 16 pixels at most."""
+    """The settings of a model for square images: 8×8 patches of at most 16 pixels."""
     chosen: dict[str, Any] = {"model.name": model, "model.img_size": size}
     if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
         chosen["model.patch_size"] = max(1, min(16, size // 8))
@@ -175,7 +175,7 @@ def _at_size(model: str, size: int) -> dict[str, Any]:
 
 
 def available(weights: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those weights that are here or can be had, and for each of the others why not."""
+    """The weights that can be opened, and for each of the others why not."""
     found, missing = [], []
     for name in weights:
         try:
@@ -189,7 +189,7 @@ def available(weights: Sequence[str]) -> tuple[list[str], list[str]]:
 def comparison_runs(
     spec: ComparisonSpec, configs: Mapping[str, RunConfig], folder: Path
 ) -> list[Run]:
-    """All runs: first one of each model on all images, so that there is something to see early."""
+    """All runs, first one of each model on all images, for an early report."""
     runs = []
     word = "fold" if spec.folds else "seed"
     for number in range(spec.repeats):
@@ -200,7 +200,7 @@ def comparison_runs(
                     changes["data.fold"] = (number, spec.folds)
                 config = settings.replace(base, changes)
                 name = f"{model} {100 * fraction:g}% {word} {number}"
-                # Content tells weights by the name of their file alone.
+                # The digest identifies weights by their file name only.
                 own = folder / _RUNS / model.replace("/", "-")
                 runs.append(Run(name, config, content_folder(own, config, TASK), task=TASK))
     return runs
@@ -209,7 +209,7 @@ def comparison_runs(
 def summary(
     spec: ComparisonSpec, runs: Sequence[Run], jobs: int, threads: int | None = None
 ) -> str:
-    """How long each model trains, and how many runs that makes in how much time."""
+    """How long each model trains, and how long all runs take."""
     lines = []
     for run in runs[: len(spec.models)]:  # one of each model, on all images
         images = image_counts(run.config)[0]
@@ -226,16 +226,16 @@ def summary(
 
 
 def train_and_tidy(config: RunConfig, folder: Path) -> None:
-    """Train, and keep the weights of a run on all images alone: there are many runs."""
+    """Train, and delete the weights of runs on a fraction of the images."""
     train(config, folder)
     for name in (PREVIOUS, *([LAST, BEST] if config.data.fraction < 1 else ())):
         (RunFolder(folder).checkpoints.path / name).unlink(missing_ok=True)
 
 
 def measure_inference(runs: Sequence[Run], folder: Path) -> dict[str, float]:
-    """Milliseconds per image of each model by name, one image at a time, all in turn.
+    """Milliseconds per image of each model at batch size 1, interleaved.
 
-    Measured once, on networks as they were before training, and kept.
+    Measured once, on untrained models, and written to the folder.
     """
     path = folder / _SPEED
     wanted = {run.config.model.name: run for run in runs}

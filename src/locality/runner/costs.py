@@ -32,15 +32,15 @@ _STEP_FORWARDS = 3
 
 @dataclass(frozen=True)
 class RunCost:
-    """What one run asks for.
+    """The cost of a run.
 
     Attributes:
-        images: shown to the network in training.
+        images: seen in training.
         macs: multiply-accumulates of training: three forward passes per image.
         seconds: on this machine.
         basis: where the seconds come from: "measured" from the run's own result or a run of the
             same network, "estimated" from a few training steps.
-        problem: why the run cannot start, if it cannot; the rest is 0 then.
+        problem: why the run cannot start, if it cannot; its cost is then 0.
     """
 
     images: int
@@ -85,7 +85,7 @@ def _cost(
     known: Mapping[str, float],
     timed_rate: Callable[[ModelConfig, int, int], float],
 ) -> RunCost:
-    """A run's cost; of a finished one, without opening its data, if its result says so."""
+    """The cost of a run; that of a finished run is in its result."""
     batch = config.engine.batch_size
     if result and {"steps", "macs", "seconds"} <= set(result):
         images = result["steps"] * batch
@@ -100,7 +100,7 @@ def _cost(
         shown = float(images)
         if rate is None:
             rate = timed_rate(config.model, classes, batch)
-            # A finished run's speed knows of its evaluations.
+            # A measured rate includes evaluations.
             times = math.ceil(config.schedule.length / config.schedule.eval_every)
             shown += times * evaluated / _STEP_FORWARDS
         return RunCost(images, macs, shown / rate, basis)
@@ -109,20 +109,20 @@ def _cost(
 
 
 def _speed_key(config: RunConfig) -> str:
-    """What the speed of training depends on, of those settings that differ between experiments."""
+    """The settings that training speed depends on, as text."""
     batch, teacher = config.engine.batch_size, config.objective.teacher
     return f"{_architecture(config.model)}{config.data.dataset}{batch}{teacher}"
 
 
 def _architecture(model: ModelConfig) -> str:
-    """What the network depends on, as text."""
+    """The settings of the architecture, as text."""
     return to_yaml(dataclasses.replace(model, weights=None))
 
 
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
-    """How many images a run trains on and is evaluated on, and of how many classes.
+    """The number of training images, validation images and classes of a run.
 
-    Datasets with a known size need not be there.
+    A dataset of known size is not opened.
 
     Raises:
         UserError: if the dataset has no known size and cannot be opened.
@@ -153,7 +153,7 @@ def _size(architecture: str, classes: int) -> tuple[int, int]:
 
 
 def parameters(model: ModelConfig, classes: int) -> int:
-    """How many numbers a model learns."""
+    """The number of parameters of a model."""
     return _size(_architecture(model), classes)[0]
 
 
@@ -164,20 +164,17 @@ def forward_macs(model: ModelConfig, classes: int) -> int:
 
 @cache
 def _steps_rate(architecture: str, classes: int, batch_size: int, threads: int) -> float:
-    """Training images per second with so many threads, from a few steps on random images.
-
-    A step that would take long here is timed on a part of its batch.
-    """
+    """Training images per second, from a few steps on random images."""
     config = RunConfig(model=from_yaml(ModelConfig, architecture))
     images = timing_batch_size(batch_size, _STEP_FORWARDS * forward_macs(config.model, classes))
     with arithmetic_threads(threads):
-        # The fastest: everything else is what the machine was doing besides.
+        # The fastest step is the one least disturbed by other processes.
         return images / min(time_steps(config, classes, images))
 
 
 @contextlib.contextmanager
 def arithmetic_threads(count: int) -> Iterator[None]:
-    """So many processor threads for torch in the block."""
+    """Set torch's number of threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -187,15 +184,15 @@ def arithmetic_threads(count: int) -> Iterator[None]:
 
 
 class Workload:
-    """What a set of runs asks for, before anything starts.
+    """The cost of a set of runs.
 
     Attributes:
-        runs: all of them, each folder once, with everything they need.
-        costs: what each asks for in full.
-        jobs: how many go on side by side.
+        runs: the runs and all they need, each folder once.
+        costs: the cost of each by folder.
+        jobs: runs at a time.
 
     Args:
-        threads: processor threads per run; the machine's divided by `jobs` unless given.
+        threads: CPU threads per run; the machine's divided by `jobs` unless given.
     """
 
     def __init__(self, runs: Iterable[Run], jobs: int = 2, threads: int | None = None) -> None:
@@ -222,7 +219,7 @@ class Workload:
         return "\n".join(lines)
 
     def table(self) -> str:
-        """One line per run: its name, state and cost."""
+        """A line per run: name, state and cost."""
         width = max((len(run.name) for run in self.runs), default=4)
         lines = [f"{'run':{width}}  {'state':8}  {'images':>9}  {'MACs':>9}  {'time':>8}"]
         for run in self.runs:

@@ -22,15 +22,14 @@ _LABELS = {"recipe"} | MAY_CHANGE
 
 @dataclass(frozen=True)
 class Run:
-    """One training run that somebody wants the result of.
+    """A training run as a request.
 
     Attributes:
         name: for people, such as "convit_nano 5% seed 0".
         config: the whole configuration.
-        folder: where it goes: one configuration in, one result.json out.
-        needs: runs that have to be finished before this one can start (a teacher, a network to
-            take weights from).
-        task: "module:function" that is called with (config, folder) to carry the run out.
+        folder: its run folder.
+        needs: runs that have to finish before this one (a teacher, weights to start from).
+        task: "module:function" that is called with (config, folder) to execute the run.
     """
 
     name: str
@@ -48,11 +47,7 @@ class Run:
         return RunFolder(self.folder).result()
 
     def is_finished(self) -> bool:
-        """Whether the folder holds the result of this very configuration.
-
-        A folder that belongs to another one does not count; training in it is refused with the
-        list of differences.
-        """
+        """Whether the folder holds the result of this configuration."""
         if self.result() is None:
             return False
         if self.task != TRAIN:
@@ -61,21 +56,21 @@ class Run:
         return all(name in _LABELS for name, *_ in changed)
 
     def is_started(self) -> bool:
-        """Whether there is something to resume."""
+        """Whether there is a run to resume."""
         return (self.folder / "config.yaml").exists()
 
     def load_task(self) -> Callable[[RunConfig, Path], object]:
-        """The function that carries the run out."""
+        """The function that executes the run."""
         return pkgutil.resolve_name(self.task)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
-        run: which one.
-        error: None if its folder holds a result, else one sentence saying why not.
+        run: the run.
+        error: None if its folder holds a result, else why not.
     """
 
     run: Run
@@ -83,10 +78,10 @@ class Outcome:
 
 
 def digest(config: RunConfig, task: str = TRAIN) -> str:
-    """Twelve letters and digits that two configurations share if their runs do the same.
+    """Twelve hexadecimal digits that identify what a run computes.
 
-    The recipe's name, the number of loading processes and the like do not count, and a setting
-    counts only where it is not its default: a new one changes the folder of no run without it.
+    Labels and `MAY_CHANGE` do not count, and a setting counts only where it differs from its
+    default, so that a new setting changes no existing folder.
     """
     default = flatten(to_dict(RunConfig()))
     values = {
@@ -103,22 +98,19 @@ def _same_name(old: str | None, new: str | None) -> bool:
 
 
 def _folder_name(value: str | None) -> str | None:
-    """Folders of other runs are named by their content: the place they lie in does not matter."""
+    """The name of a run folder, which identifies its content; its location does not matter."""
     return None if value is None else Path(value).name
 
 
 def content_folder(root: Path, config: RunConfig, task: str = TRAIN) -> Path:
-    """The folder under `root` that any experiment with this configuration shares.
-
-    The name begins with what a person would look for: model, fraction and seed.
-    """
+    """The folder of a configuration under `root`: model, fraction, seed and digest."""
     percent = f"{100 * config.data.fraction:g}"
     name = config.model.name.replace("/", "-")
     return root / f"{name}-{percent}-s{config.seed}-{digest(config, task)}"
 
 
 def with_needs(runs: Iterable[Run]) -> list[Run]:
-    """The runs and all they need, each folder once, whatever is needed before what needs it."""
+    """The runs and all they need, each folder once, in an order that satisfies the needs."""
     ordered: dict[Path, Run] = {}
 
     def add(run: Run) -> None:
@@ -133,5 +125,5 @@ def with_needs(runs: Iterable[Run]) -> list[Run]:
 
 
 def threads_per_run(jobs: int) -> int:
-    """This process's part of the processor for each of `jobs` runs at a time, at least 1."""
+    """CPU threads for each of `jobs` runs at a time, at least 1."""
     return max(1, processors() // jobs)

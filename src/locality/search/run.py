@@ -133,7 +133,7 @@ class Search:
     def _claim(self) -> None:
         """Take the folder, write the search into it, and time its blocks if nobody has."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.place.lock.claim()
+        self.place.lock.acquire()
         file = self.path / SEARCH_FILE
         if file.exists():
             found = settings.differences(read_search(self.path), self.config)

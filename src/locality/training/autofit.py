@@ -28,8 +28,8 @@ from locality.training.recipes import adjusted
 from locality.training.resolved_run import ResolvedRun
 from locality.training.speed import Speed, format_duration, measure_speed
 
-# From scratch: models by cost, with image and patch size. All have grids of 8×8 patches but the
-# last, of 14×14, and the first is for images that are no larger.
+# Models to train from scratch, by cost, with image and patch size: grids of 8×8 patches, the last
+# of 14×14.
 _MODEL_SIZES = (
     ("convit_micro", 32, 4),
     ("convit_micro", 64, 8),
@@ -38,27 +38,27 @@ _MODEL_SIZES = (
     ("convit_tiny", 224, 16),
 )
 _MODEL_SETTINGS = ("model.name", "model.img_size", "model.patch_size")
-# A larger model is taken where it sees every image so often; beyond the most, nothing is learnt.
+# A larger model has to train for the former; no model trains for longer than the latter.
 _MIN_EPOCHS, _MAX_EPOCHS = 100, 400
 _MAX_EPOCHS_FINETUNED = 50
-# Evaluations at most, and the fraction of the time for them.
+# Evaluations, and the share of the time they may take.
 _MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
-# From so many training images on, fine-tuning mixes them.
+# Fine-tuning on fewer images does without mixup and cutmix.
 MIXUP_MIN_IMAGES = 5000
-# What begins and ends a run beside its steps, and what a step takes longer in a run than alone (12%
-# on two cores), as a fraction of the time.
+# Share of the time for start-up and saving, and for steps that take longer in a run than alone (12%
+# on two cores).
 _RESERVE = 0.15
 _SAMPLED_IMAGES = 32
 
 
 @dataclass(frozen=True)
 class AutoFit:
-    """A run that fits images, machine and time.
+    """Settings that fit the images, the machine and the time.
 
     Attributes:
-        config: complete.
-        images_per_second: of training on this machine, as measured.
-        seconds: that it should take here, evaluations included.
+        config: the whole run.
+        images_per_second: training speed on this machine, as measured.
+        seconds: estimated time on this machine, evaluations included.
         reasons: what was chosen and why, a line each.
     """
 
@@ -72,11 +72,11 @@ class AutoFit:
 
 
 def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
-    """The run of a recipe for own images that ends in about so many minutes on this machine.
+    """Choose the settings of a run on custom images that takes about `minutes` on this machine.
 
     Args:
         name: "photos" or "finetune".
-        given: settings by dotted name, which stand; `data.root` is one of them.
+        given: settings by dotted name that are not changed; `data.root` is one of them.
         minutes: for training and evaluation.
 
     Raises:
@@ -131,13 +131,13 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
         1 - _RESERVE
     )
     height, width = run.img_size
+    by_workers = f" by each of {speed.workers} processes" if speed.workers else ""
     reasons = (
         f"images  {images:,} to train on and {len(splits.val):,} to evaluate on, of "
         f"{len(splits.classes):,} classes, about {side} pixels on the shorter side",
         f"model   {run.config.model.name} at {height}×{width}: {why}",
         f"speed   {1 / speed.training:.3g} images/s: {1000 * speed.loading:.3g} ms to load one"
-        + f" by each of {speed.workers} processes" * bool(speed.workers)
-        + f", {1000 * speed.computing:.3g} ms to compute",
+        f"{by_workers}, {1000 * speed.computing:.3g} ms to compute",
         f"length  {steps:,} steps of {batch} images, each image {steps * batch / images:.3g} "
         f"times: about {format_duration(seconds)} with its evaluations",
         _advice(name, minutes, steps * batch >= most - batch),
@@ -146,7 +146,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
 
 
 def _candidate_sizes(side: int) -> list[dict[str, Any]]:
-    """The models for images whose shorter side has so many pixels, by cost."""
+    """Models for images of this shorter side in pixels, by cost."""
     sizes = [size for size in _MODEL_SIZES if size[1] <= side] or [_MODEL_SIZES[0]]
     return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes[1:] or sizes]
 
@@ -162,25 +162,25 @@ def _advice(name: str, minutes: float, enough: bool) -> str:
 
 
 def _affordable_images(speed: Speed, splits: DataSplits, minutes: float) -> float:
-    """How many images can be trained on in so many minutes."""
+    """How many images can be trained on in `minutes`."""
     left = (1 - _RESERVE) * 60 * minutes - _overhead_seconds(speed, splits, minutes)
     return left / speed.training
 
 
 def _num_evaluations(speed: Speed, splits: DataSplits, minutes: float) -> int:
-    """How many evaluations a run should have: as many as its time allows."""
+    """How many evaluations the time allows."""
     affordable = _EVALUATION_SHARE * 60 * minutes / (len(splits.val) * speed.evaluating)
     return int(min(max(affordable, 1), _MAX_EVALUATIONS))
 
 
 def _overhead_seconds(speed: Speed, splits: DataSplits, minutes: float) -> float:
-    """Seconds for decoding the validation images beforehand, and for evaluating them."""
+    """Seconds for decoding and evaluating the validation images."""
     times = _num_evaluations(speed, splits, minutes)
     return len(splits.val) * (speed.loading + times * speed.evaluating)
 
 
 def median_shorter_side(source: ImageSource) -> int:
-    """The shorter side of images, in pixels: the median of some."""
+    """The median shorter side of a sample of images, in pixels."""
     sides = []
     for index in np.linspace(0, len(source) - 1, min(_SAMPLED_IMAGES, len(source))).astype(int):
         try:

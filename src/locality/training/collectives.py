@@ -1,4 +1,4 @@
-"""Collective operations: what the processes of a run tell each other."""
+"""Collective operations over the processes of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from locality.training.signals import SIGNALS, SignalHandler
 
 
 class Collectives:
-    """Sums, signals and lists over all processes; what a single process knows, if it is alone.
+    """Collective operations; without effect in a run of one process.
 
     Args:
         fabric: devices and processes.
-        interruption: whether a signal has come to this process.
+        signals: the signals this process has received.
     """
 
     def __init__(self, fabric: Fabric, signals: SignalHandler) -> None:
@@ -25,11 +25,11 @@ class Collectives:
         self._signals = signals
 
     def all_reduce_metrics(self, total: Tensor) -> Callable[[], tuple[float, float, int]]:
-        """Add up what was `measured` of a step, and signals, over all processes.
+        """Sum `Objective.batch_metrics` and the signals over all processes.
 
         Returns:
-            what waits for the sums, which a GPU copies without waiting for what is queued after
-            them: the loss of all micro-batches, right answers, and the signal to stop or 0.
+            a function that waits for the sums, which a GPU copies in the background: the loss of
+            all micro-batches, the correct predictions, and the signal to stop, or 0.
         """
         if not self.is_single:
             total = self.all_reduce(torch.cat((total, total.new_tensor(self._flags()))))
@@ -43,26 +43,26 @@ class Collectives:
         def values() -> tuple[float, float, int]:
             if arrived is not None:
                 arrived.synchronize()
-            loss_sum, right, *flags = total.tolist()
-            return loss_sum, right, _first_signal(flags) if flags else self._signals.signum
+            loss_sum, correct, *flags = total.tolist()
+            return loss_sum, correct, _first_signal(flags) if flags else self._signals.signum
 
         return values
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """`tensor` added up over all processes, in place."""
+        """Sum `tensor` over all processes, in place."""
         if not self.is_single:
             torch.distributed.all_reduce(tensor)
         return tensor
 
     def any_signal(self) -> int:
-        """The signal that has come to any process, or 0; all have to ask."""
+        """The signal that any process has received, or 0; every process has to call this."""
         if self.is_single:
             return self._signals.signum
         flags = torch.tensor(self._flags(), device=self._fabric.device)
         return _first_signal(self.all_reduce(flags).tolist())
 
     def all_gather(self, known: dict[str, str]) -> None:
-        """Add to `known` what the other processes know."""
+        """Add the items of all processes to `known`."""
         if self.is_single:
             return
         gathered: list[dict[str, str]] = [{}] * self._fabric.world_size
@@ -71,7 +71,7 @@ class Collectives:
             known.update(other)
 
     def broadcast(self, buffers: list[Tensor]) -> None:
-        """Give `buffers` the first process's values everywhere."""
+        """Copy the `buffers` of rank 0 to all processes."""
         if not self.is_single:
             for buffer in buffers:
                 torch.distributed.broadcast(buffer, src=0)

@@ -1,4 +1,4 @@
-"""Devices and precision: what there is, what "auto" means, and Lightning Fabric over it."""
+"""Devices, processes and precision, resolved from the settings."""
 
 from __future__ import annotations
 
@@ -14,47 +14,50 @@ from lightning_fabric.strategies import DDPStrategy
 from locality.errors import UserError
 from locality.training.config import EngineConfig
 
-# How Fabric calls what `engine.strategy` says.
+# `engine.strategy` → Fabric's start method.
 _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork"}
 
-# On a processor bfloat16 pays for wide models on many tokens. Training steps on a Zen 5 core, fp32
+# On a CPU bfloat16 pays off for wide models on many tokens. Training steps on a Zen 5 core, fp32
 # time over bf16 time: 1.3 to 1.5 for DeiT-Ti, ConViT-Ti and -S and 1.1 to 1.2 for CvT-13 at 224
 # pixels, all above 10⁹ multiply-accumulates per image; 0.4 to 1.0 for the models of small images,
 # all below, in whatever batch.
 _BF16_MIN_MACS = 1e9
 
-# Fabric announces on every start what a run prints itself.
+# A run prints itself what Fabric would announce on every start.
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
-# And torch that it ends the other processes when one has.
+# torch would announce that it ends the other processes when one has ended.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 
 def resolve_accelerator(wanted: str) -> str:
-    """ "auto" resolved: CUDA if there is a GPU, then Apple's, then the processor.
+    """ "auto" resolved: CUDA if there is a GPU, then MPS, then the CPU.
 
     Raises:
-        UserError: if the one asked for is not there.
+        UserError: if the accelerator is not available.
     """
-    there = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
-    there.append("cpu")
-    if wanted != "auto" and wanted not in there:
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    if wanted != "auto" and wanted not in available:
         raise UserError(
             f"engine.accelerator is '{wanted}', which this machine does not have; "
-            f"available: {', '.join(there)}"
+            f"available: {', '.join(available)}"
         )
-    return there[0] if wanted == "auto" else wanted
+    return available[0] if wanted == "auto" else wanted
 
 
 def launched_externally() -> bool:
-    """Whether torchrun or srun has started this process, and the others if there are any."""
+    """Whether torchrun or srun started this process."""
     return TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
 
 
 def process_layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
-    """Processes per machine, and machines; torchrun and srun know better than the settings.
+    """Processes per machine and number of machines; torchrun and srun override the settings.
 
     Raises:
-        UserError: if there are fewer devices than asked for.
+        UserError: if there are fewer GPUs than `engine.devices`.
     """
     if TorchElasticEnvironment.detect():
         local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
@@ -62,25 +65,25 @@ def process_layout(engine: EngineConfig, device_type: str) -> tuple[int, int]:
     if SLURMEnvironment.detect():
         tasks, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", "1"))
         return tasks // nodes, nodes
-    there = torch.cuda.device_count() if device_type == "cuda" else 1
-    if device_type == "cuda" and engine.devices > there:
-        raise UserError(f"engine.devices is {engine.devices} and there are {there} GPUs")
-    return engine.devices or there, engine.num_nodes
+    count = torch.cuda.device_count() if device_type == "cuda" else 1
+    if device_type == "cuda" and engine.devices > count:
+        raise UserError(f"engine.devices is {engine.devices} and there are {count} GPUs")
+    return engine.devices or count, engine.num_nodes
 
 
 def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> str:
-    """Resolve "auto" to "fp32" or "bf16-mixed", and refuse "fp16-mixed" without a GPU of NVIDIA's.
+    """Resolve "auto" to "fp32" or "bf16-mixed"; refuse "fp16-mixed" without an NVIDIA GPU.
 
-    bfloat16 where the hardware multiplies it natively: GPUs from Ampere on, processors with
-    AVX512-BF16 or AMX, the latter only for models large enough to gain from it.
+    bfloat16 where the hardware supports it natively: GPUs from Ampere on, and CPUs with
+    AVX512-BF16 or AMX for models that are large enough to gain.
 
     Args:
-        wanted: "auto", or a choice already made.
+        wanted: the setting.
         device_type: where training happens: "cpu", "cuda" or "mps".
         macs_per_image: multiply-accumulates of one image's forward pass.
 
     Raises:
-        UserError: for "fp16-mixed" elsewhere.
+        UserError: for "fp16-mixed" on another device.
     """
     if wanted == "fp16-mixed" and device_type != "cuda":
         raise UserError(
@@ -98,13 +101,13 @@ def choose_precision(wanted: str, device_type: str, macs_per_image: float) -> st
 
 
 def autocast(device_type: str, precision: str) -> torch.autocast:
-    """The block in which a model computes in a precision, resolved."""
+    """torch.autocast for a resolved precision."""
     kind = torch.float16 if precision == "fp16-mixed" else torch.bfloat16
     return torch.autocast(device_type, kind, enabled=precision != "fp32")
 
 
 def has_fast_bf16() -> bool:
-    """Whether this processor multiplies bfloat16 natively."""
+    """Whether this CPU supports bfloat16 natively."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -119,17 +122,16 @@ def create_fabric(engine: EngineConfig) -> Fabric:
             gradient_as_bucket_view=True,
         )
     if device_type == "cpu" and not torch.cuda.is_available():
-        # torch's optimisers ask for GPUs on every step. Where there are none, looking for NVIDIA's
-        # library each time costs 2% of a small model's step; told that none is visible, they ask
-        # no further.
+        # torch's optimisers look for GPUs in every step, which costs 2% of a small model's step
+        # unless this says that there are none.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     if engine.deterministic:
-        # Read when CUDA starts; without it cuBLAS may choose another algorithm each time.
+        # cuBLAS needs it to be deterministic; it is read when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     return Fabric(accelerator=device_type, devices=devices, num_nodes=nodes, strategy=strategy)
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """The dtype to add up in: float64, which Apple's GPUs do not have."""
+    """The dtype of sums: float64, which MPS lacks."""
     return torch.float32 if device.type == "mps" else torch.float64

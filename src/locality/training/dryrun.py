@@ -14,25 +14,25 @@ from locality.training.speed import Speed, format_duration, measure_speed
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run comes to.
+    """What a run will cost.
 
     Attributes:
-        preview: data, plan, parameters, MACs and memory.
-        images_per_second: as given or measured, over all processes.
-        speed: where it comes from, if it was measured on this machine.
+        run: its data, plan, parameters, MACs and memory.
+        images_per_second: training speed over all processes.
+        speed: set if it was measured on this machine.
     """
 
-    preview: ResolvedRun
+    run: ResolvedRun
     images_per_second: float
     speed: Speed | None = None
 
     @property
     def hours(self) -> float:
-        """Training time; evaluations come on top."""
-        return self.preview.plan.images / self.images_per_second / 3600
+        """Training time without evaluations."""
+        return self.run.plan.images / self.images_per_second / 3600
 
     def __str__(self) -> str:
-        run = self.preview
+        run = self.run
         here = "" if self.speed is None else ", measured here"
         rates = "" if self.speed is None else f"\nspeed   {self.speed.bottleneck}"
         time = (
@@ -52,13 +52,12 @@ class DryRun:
 def dry_run(
     config: RunConfig, folder: Path | str | None = None, images_per_second: float | None = None
 ) -> DryRun:
-    """Check a run and count what it will cost.
+    """Check a run and estimate its cost.
 
     Args:
         config: the run.
-        folder: checked for belonging to this configuration, if it exists. Nothing is written.
-        images_per_second: training speed over all processes, for the estimate of time; None
-            measures it on this machine, in a few seconds.
+        folder: the run's folder, checked if it exists; nothing is written.
+        images_per_second: training speed over all processes; measured here unless given.
 
     Raises:
         UserError: whatever `train` would refuse.

@@ -71,7 +71,7 @@ def train(
     spawned = config.engine.strategy in ("ddp_spawn", "ddp_fork")
     on_rank = partial(_train_on_rank, config, RunFolder(folder), quiet, callback, peers)
     try:
-        with forward_signals() if spawned else peers.watched():
+        with forward_signals() if spawned else peers.watch():
             outcome = fabric.launch(on_rank)
     except ProcessExitedException as error:
         if error.exit_code >= 0:
@@ -81,12 +81,12 @@ def train(
         ) from error
     except RuntimeError as error:
         # While the processes connect, before the run.
-        if not (lost := peers.explained(error)):
+        if not (lost := peers.explain(error)):
             raise
         outcome = lost
     if isinstance(outcome, dict):
         return outcome
-    raise peers.leave(outcome) if fabric.global_rank > 0 else outcome
+    raise peers.exit_error(outcome) if fabric.global_rank > 0 else outcome
 
 
 def _train_on_rank(
@@ -109,7 +109,7 @@ def _train_on_rank(
             return ProcessKilled(error.what, error.signum, resumes=True)
         if isinstance(error, (Interrupted, NonFiniteLoss, DamagedCheckpoint)):
             return error
-        if lost := peers.explained(error):
+        if lost := peers.explain(error):
             return lost
         raise
     finally:

@@ -63,7 +63,7 @@ def evaluate_opened(
     splits: DataSplits | None = None,
     on_batch: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
-    """Top-1, top-5 and loss of an opened model on a dataset, its images prepared as it wants them.
+    """Top-1, top-5 and loss of an opened model on a dataset, with the model's preprocessing.
 
     Args:
         opened: what `locality.checkpoints.open_model` gives.
@@ -74,7 +74,7 @@ def evaluate_opened(
         precision: as `engine.precision` of a run.
         accelerator: "auto", "cpu", "cuda" or "mps".
         splits: the data, if it is open already.
-        seen: as for `evaluate`.
+        on_batch: as for `evaluate`.
 
     Raises:
         UserError: if it is an exported graph, the data has other classes, there is no such
@@ -102,7 +102,6 @@ def evaluate_opened(
         max_bad_images=data.max_bad_images,
         pin_memory=device.type == "cuda",
     )
-    # Only an open choice depends on the model's cost.
     macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
     chosen = choose_precision(precision, device.type, macs)
 
@@ -140,13 +139,12 @@ def evaluate(
         model: images → logits; put into evaluation mode and back.
         loader: this process's batches.
         device: where the model is.
-        label_sets: all right answers of every image (ReaL labels); the prediction counts as
-            right if it is one of them. The loss is that of the first.
-        all_sum: adds up a tensor over all processes.
-        rounds: batches of the process that has most, so that all meet equally often.
-        stop: called before every batch, in step over all processes; may raise to stop.
-        layout: in memory, of the images.
-        seen: called with every batch of this process, and its logits.
+        label_sets: all correct labels of every image (ReaL labels). The loss is that of the first.
+        all_reduce: sums a tensor over all processes.
+        num_batches: of the process that has most, so that all processes synchronise equally often.
+        before_batch: called before every batch on all processes; may raise to stop.
+        memory_format: of the images.
+        on_batch: called with every batch of this process and its logits.
     """
     was_training = model.training
     model.eval()
@@ -189,7 +187,7 @@ def _is_correct(
     indices: list[int],
     label_sets: Sequence[tuple[int, ...]] | None,
 ) -> Tensor:
-    """Which of the (up to) five most likely classes are right, (B, 5) bool, best first."""
+    """Which of the (up to) five most likely classes are correct, (B, 5) bool, best first."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     if label_sets is None:
         return best == targets[:, None]

@@ -18,10 +18,10 @@ from locality.training.run_folder import RunFolder
 
 
 def settings_from_weights(weights: str) -> dict[str, Any]:
-    """The settings of a run that starts from weights: their architecture, their preparation.
+    """The settings of a run that starts from weights: architecture and preprocessing.
 
     Args:
-        weights: whatever `read` takes.
+        weights: as `checkpoints.read` takes them.
 
     Raises:
         UserError, FileNotFoundError: as `read`, or if the architecture has no name.
@@ -47,7 +47,7 @@ def settings_from_weights(weights: str) -> dict[str, Any]:
 
 
 def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
-    """The architecture of a run, with the weights its seed draws, the same on every rank.
+    """The model of a run, randomly initialised from its seed, the same on every rank.
 
     Raises:
         UserError: if the model cannot be built.
@@ -66,7 +66,7 @@ def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
 
 
 def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
-    """The model of a run without data in its tensors.
+    """The model of a run on the meta device.
 
     Raises:
         UserError: if the model cannot be built.
@@ -76,10 +76,10 @@ def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
 
 
 def initialize_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier, list[str]]:
-    """The model of a run as its first step finds it, and what was noticed on the way.
+    """The model of a run before its first step, and notes on the weights it starts from.
 
     The image size and the classes of `model.weights` may differ: position embeddings are resampled,
-    and a classifier for other classes keeps its fresh weights.
+    and the classifier stays randomly initialised.
 
     Raises:
         UserError: if the model cannot be built, or `model.weights` cannot be read or are another

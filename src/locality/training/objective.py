@@ -26,15 +26,15 @@ from locality.training.devices import accumulation_dtype
 
 
 class Objective:
-    """Mixes batches and measures the loss.
+    """Mixup, cutmix and the loss.
 
     Args:
         config: the loss.
         augment: its mixup and cutmix.
         num_classes: of the model and the data.
-        teacher: for distillation; maps the student's images to logits.
-        autocast: the context in which the teacher computes.
-        class_weights: (classes,) of each class's images in the labels' loss; None: all alike.
+        teacher: for distillation; the student's images → logits.
+        autocast: the autocast context of the teacher.
+        class_weights: (classes,), weights of the classes in the cross entropy.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Objective:
             )
 
     def wrap_model(self, model: ImageClassifier) -> nn.Module:
-        """What training calls in the model's place: images → what `loss` takes as logits."""
+        """The module that training calls: images → what `loss` takes as logits."""
         return model
 
     def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Mixup or cutmix, if the run has them, drawing from numpy's generator.
+        """Mixup or cutmix, if enabled, drawn from numpy's generator.
 
         Returns:
             images, and targets: the labels (B,), or probabilities (B, classes) after mixing.
@@ -102,18 +102,18 @@ class Objective:
     def _distillation(self, logits: Tensor, images: Tensor) -> Tensor:
         assert self.teacher is not None
         with self.autocast():
-            taught = self.teacher(images).float()
+            teacher = self.teacher(images).float()
         if self.config.distillation == "hard":
-            return F.cross_entropy(logits, taught.argmax(dim=1))
-        # Gradients of softened probabilities shrink as 1/τ² (Hinton et al., 2015).
+            return F.cross_entropy(logits, teacher.argmax(dim=1))
+        # The factor τ² keeps the scale of the gradients (Hinton et al., 2015).
         tau = self.config.temperature
         student = F.log_softmax(logits / tau, dim=1)
-        target = F.log_softmax(taught / tau, dim=1)
+        target = F.log_softmax(teacher / tau, dim=1)
         return F.kl_div(student, target, reduction="batchmean", log_target=True) * tau**2
 
 
 def objective_class(config: ObjectiveConfig) -> type[Objective]:
-    """The class that `config.kind` names.
+    """The class named by `config.kind`.
 
     Raises:
         UserError: if it is no objective of this library.
@@ -135,9 +135,9 @@ def class_weights(labels: npt.NDArray[np.int64], num_classes: int) -> Tensor:
 
 
 class Teacher(nn.Module):
-    """A trained model that labels the student's images.
+    """The teacher of a distillation.
 
-    It sees the same augmented image as the student, at its own normalisation and size.
+    It gets the student's augmented images, at its own normalisation and size.
 
     Args:
         model: images → logits.
@@ -169,7 +169,7 @@ class Teacher(nn.Module):
         return self.model(images)
 
     def train(self, mode: bool = True) -> Teacher:
-        """A teacher is always in evaluation mode."""
+        """Stay in evaluation mode."""
         return super().train(False)
 
 
@@ -189,7 +189,7 @@ def check_teacher(config: ObjectiveConfig) -> None:
         raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
     if Path(config.teacher).is_dir() or timm.is_model(config.teacher.partition(".")[0]):
         return
-    # timm's own ways of naming a model with its weights: a repository on the hub, or a folder.
+    # timm's prefixes for a repository on the hub or a folder.
     source, _, place = config.teacher.partition(":")
     if source in ("hf-hub", "hf_hub") or (source == "local-dir" and Path(place).is_dir()):
         return
@@ -202,7 +202,7 @@ def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: i
     """The teacher that a configuration names: a run folder's model or timm's.
 
     Raises:
-        UserError: if there is none of that name, or it knows other classes than the student.
+        UserError: if there is none of that name, or it has another number of classes.
     """
     assert config.teacher is not None
     model: nn.Module
@@ -222,7 +222,7 @@ def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: i
     classes = getattr(model, "num_classes", num_classes)
     if classes != num_classes:
         raise UserError(
-            f"teacher '{config.teacher}' tells {classes} classes apart and the data has "
+            f"teacher '{config.teacher}' has {classes} classes and the data has "
             f"{num_classes}; distillation needs a teacher for the same classes"
         )
     return Teacher(model, own, student)

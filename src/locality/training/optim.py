@@ -16,16 +16,15 @@ from locality.training.plan import Plan
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """The trainable parameters in groups: those that weight decay pulls at, and the others.
+    """Parameter groups with and without weight decay, and with their own learning rates.
 
-    Left alone are all vectors and scalars (biases, norms, the gates λ), what the model names in
+    No weight decay: vectors and scalars (biases, norms, the gates λ), what the model names in
     `no_weight_decay()` (class token, position embedding) and, unless `decay_positions`, the
-    positional vectors v_pos. v_pos and λ have groups of their own where a factor multiplies their
-    rate (timm's `lr_scale`), and so has each layer, by timm's count of layers, where
-    `layer_decay` ^ (layers above it) does. Every trainable parameter is in exactly one group;
-    frozen ones are in none.
+    positional vectors v_pos. `position_lr_factor` scales the learning rate of v_pos and λ (timm's
+    `lr_scale`), `layer_decay` ^ (layers above it) that of each layer, by timm's count of layers.
+    Every trainable parameter is in exactly one group; frozen ones are in none.
     """
-    spared: set[str] = getattr(model, "no_weight_decay", set)()
+    no_decay: set[str] = getattr(model, "no_weight_decay", set)()
     layers: dict[str, int] = model.layer_numbers() if config.layer_decay < 1 else {}  # type: ignore[operator]
     top = max(layers.values(), default=0)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
@@ -33,11 +32,11 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         if not parameter.requires_grad:
             continue
         own = name.rpartition(".")[2]
-        left_alone = parameter.ndim <= 1 or name in spared
-        left_alone |= own == "v_pos" and not config.decay_positions
+        undecayed = parameter.ndim <= 1 or name in no_decay
+        undecayed |= own == "v_pos" and not config.decay_positions
         factor = config.position_lr_factor if own in ("v_pos", "gating") else 1.0
         factor *= config.layer_decay ** (top - layers.get(name, top))
-        groups.setdefault((factor, not left_alone), []).append(parameter)
+        groups.setdefault((factor, not undecayed), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": config.weight_decay * decayed}
         | ({} if factor == 1 else {"lr_scale": factor})
@@ -66,7 +65,7 @@ def check_optimizer(config: OptimConfig) -> None:
 def create_optimizer(
     model: nn.Module, config: OptimConfig, batch_size: int
 ) -> torch.optim.Optimizer:
-    """timm's optimiser over `parameter_groups`, its rate scaled to the global batch.
+    """timm's optimiser over `parameter_groups`, its learning rate scaled to the global batch.
 
     Raises:
         UserError: as `check_optimizer`, or if every parameter is frozen.
@@ -78,8 +77,7 @@ def create_optimizer(
     device = groups[0]["params"][0].device
     given = {"betas": config.betas, "eps": config.eps}
     extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    # One call for all parameters instead of one per operation and parameter: for small models on
-    # a processor the loop over parameters costs as much as the backward pass.
+    # For small models on a CPU an unfused optimiser takes as long as the backward pass.
     if device.type in ("cpu", "cuda") and _has_fused(config.name):
         extra["fused"] = True
     return create_optimizer_v2(
@@ -98,9 +96,9 @@ def _has_fused(name: str) -> bool:
 
 
 def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> CosineLRScheduler:
-    """timm's cosine schedule, to be asked for every step: `step_update(step)`.
+    """timm's cosine schedule; `step_update(step)` sets the learning rate of a step.
 
-    It has no state of its own: the rate is a function of the step.
+    It has no state: the rate is a function of the step.
     """
     return CosineLRScheduler(
         optimizer,
@@ -109,6 +107,6 @@ def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> CosineLRSch
         warmup_t=plan.warmup,
         warmup_lr_init=plan.schedule.warmup_lr,
         t_in_epochs=False,
-        # Of a second cycle, which there is none of: for one step and a decay of 1 timm warns.
+        # There is only one cycle; with a decay of 1 timm warns about runs of one step.
         cycle_decay=0.5,
     )

@@ -10,7 +10,7 @@ from locality.training.config import RunConfig, ScheduleConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's length and schedule, all in steps (updates of the weights).
+    """A run's length and schedule in steps (updates of the weights).
 
     Step numbers count finished updates: 0 is before the first, `steps` after the last.
 
@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def images(self) -> int:
-        """Images shown in all."""
+        """Images seen in the whole run."""
         return self.steps * self.batch_size
 
     def epoch(self, step: int) -> float:
@@ -58,7 +58,7 @@ class Plan:
         return self.due(step, self.schedule.save_every or self.schedule.eval_every)
 
     def due_from_start(self, step: int, every: float | None) -> bool:
-        """Whether what looks at the weights from the first to the last does so after `step`."""
+        """As `due`, and before the first step; never if `every` is None."""
         return every is not None and (step == 0 or self.due(step, every))
 
 

@@ -1,4 +1,4 @@
-"""Predictions of every validation image: predictions.csv, and what it adds up to."""
+"""Predictions of the validation images: predictions.csv, confusion, calibration."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Numbers = npt.NDArray[np.int64]
 
 
 class PredictionCollector:
-    """Keeps the most probable class of every image that `evaluate` shows it, as its `seen`.
+    """Collects the predicted class of every image, as `on_batch` of `evaluate`.
 
     Attributes:
         table: (n, 2), by the image's index: its predicted class, counted from 1, and that class's
-            probability; zeros for an image not seen. Those of several processes add up.
+            probability; zeros for a missing image, so that the tables of processes can be summed.
     """
 
     def __init__(self, images: int, device: torch.device) -> None:
@@ -43,9 +43,9 @@ class PredictionCollector:
         self.table[torch.from_numpy(batch.indices).to(self.table.device)] = rows.to(self.table)
 
     def write(self, path: Path, source: ImageSource, classes: Sequence[str]) -> None:
-        """Write a row per image that was seen, atomically.
+        """Write a row per image, atomically.
 
-        Where an image has several right answers its label is the one predicted, if that is one.
+        An image with several correct labels gets the predicted one if that is among them.
         """
         rows: list[Sequence[object]] = [_COLUMNS]
         for index, (number, confidence) in enumerate(self.table.tolist()):
@@ -61,12 +61,12 @@ class PredictionCollector:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of n images.
+    """The predictions of n images.
 
     Attributes:
         classes: names of all k classes.
-        indices: which images they are, (n,).
-        paths: what the images are called.
+        indices: of the images, (n,).
+        paths: of the images.
         labels, predicted: class numbers, (n,).
         confidence: the probability of the predicted class, (n,).
     """
@@ -106,11 +106,11 @@ class Predictions:
 
     @property
     def right(self) -> npt.NDArray[np.bool_]:
-        """Whether each prediction is right, (n,)."""
+        """Whether each prediction is correct, (n,)."""
         return self.labels == self.predicted
 
     def confusion(self, chosen: Sequence[int]) -> Numbers:
-        """How many images of each chosen class (rows) were taken for each of them (columns)."""
+        """The confusion matrix of the chosen classes: labels in rows, predictions in columns."""
         place = np.full(len(self.classes), -1)
         place[list(chosen)] = np.arange(len(chosen))
         labels, predicted = place[self.labels], place[self.predicted]
@@ -152,6 +152,6 @@ class Predictions:
         return table, float((table[:, 2] * np.abs(table[:, 1] - table[:, 0])).sum())
 
     def mistakes(self, most: int) -> Numbers:
-        """Rows of wrong predictions, the most confident first, `most` of them at most."""
+        """Rows of wrong predictions, the most confident first, at most `most`."""
         wrong = np.flatnonzero(~self.right)
         return wrong[np.argsort(-self.confidence[wrong], kind="stable")][:most]

@@ -1,4 +1,4 @@
-"""A run resolved before its first step: everything checked and counted."""
+"""A run resolved before its first step: data, plan, devices and cost, all checked."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from locality.training.objective import check_teacher, objective_class
 from locality.training.optim import check_optimizer
 from locality.training.plan import Plan, make_plan
 
-# What `engine.tracker` needs, and how it is installed.
+# `engine.tracker` → what to install.
 _TRACKERS = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
 class ResolvedRun:
-    """What is known of a run before its first step: all that can be checked is.
+    """A run with everything that is known before its first step, checked.
 
     The data are opened and the model is built on the meta device.
 
     Args:
         config: the run.
-        splits: its data, if they are open already.
-        resumes: it goes on from a checkpoint, and no longer needs the weights it started from.
+        splits: its data, if it is open already.
+        resumes: whether it goes on from a checkpoint and no longer needs `model.weights`.
 
     Attributes:
         config: the run.
         splits: the data.
-        plan: steps, and when something is due.
+        plan: its length and schedule in steps.
         device_type: "cpu", "cuda" or "mps".
-        world_size: processes.
-        micro_batch: images per process and pass.
+        world_size: number of processes.
+        micro_batch: images per process and forward pass.
         precision: resolved.
         parameters: of the model; `trainable` of them are trained.
         macs: multiply-accumulates of one image's forward pass.
         buffers: bytes of the model's buffers.
         img_size: of the images, (H, W).
-        notes: what is worth knowing about the data before training on it.
+        notes: what is unusual about the data.
 
     Raises:
         UserError: if the run cannot work as it is configured.
@@ -65,7 +65,7 @@ class ResolvedRun:
     def __init__(
         self, config: RunConfig, splits: DataSplits | None = None, resumes: bool = False
     ) -> None:
-        # Whatever is wrong with the settings shows before a large dataset is read.
+        # Check the settings before a large dataset is read.
         check_optimizer(config.optim)
         check_teacher(config.objective)
         objective_class(config.objective)
@@ -94,31 +94,31 @@ class ResolvedRun:
         self.img_size = model.img_size
 
     def autocast(self) -> torch.autocast:
-        """The block in which the model computes in the run's precision."""
+        """torch.autocast for the run's precision."""
         return autocast(self.device_type, self.precision)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About the size of a checkpoint: weights, average, and two moments of the gradients."""
+        """About the size of a checkpoint: weights, moving average and two moments."""
         weights = 4 * self.parameters + self.buffers
         copies = 1 if self.config.engine.ema_decay is None else 2
         return weights * copies + 8 * self.trainable + (1 << 20)
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients, moments and average, in each process."""
+        """Weights, gradients, moments and moving average of each process."""
         return self.checkpoint_bytes + 4 * self.trainable
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Held by each process between a forward and its backward pass, weights left out.
+        """Activations that each process keeps for the backward pass.
 
-        Measured on one real pass over tensors without data.
+        Measured on a forward pass with fake tensors.
         """
         kind = "cuda" if self.device_type == "cuda" else "cpu"
         model = meta_model(self.config, len(self.splits.classes)).train()
-        # Fake tensors choose the kernels of a real device, which decide what is saved; initialising
-        # weights asks for numbers, which fake tensors have not, so that is done before.
+        # Fake tensors choose the kernels of the real device, which decide what is saved. They have
+        # no values, which initialising weights needs, so the model is built before.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
             model.to_empty(device=kind)
             images = torch.empty(self.micro_batch, 3, *self.img_size)
@@ -173,20 +173,19 @@ class ResolvedRun:
 
 
 def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> int:
-    """Bytes that one training forward pass keeps for the backward pass.
+    """Bytes that a training forward pass keeps for the backward pass.
 
-    Each storage counts once, however many views of it are kept; weights and the images themselves
-    are there anyway and do not count.
+    Each storage counts once; weights and images do not count.
     """
-    there = [*model.state_dict().values(), images]
-    known = {tensor.untyped_storage()._cdata for tensor in there}
+    excluded = [*model.state_dict().values(), images]
+    known = {tensor.untyped_storage()._cdata for tensor in excluded}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Any:
-        # The graph gets nothing: a tensor that it saves of its own output would keep both for good.
+        # Returning the tensor could create a reference cycle with the graph.
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
-            # Holding on to the storage keeps its address from being used again.
+            # A reference to the storage keeps its address from being reused.
             kept[storage._cdata] = storage
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing), autocast():
@@ -197,10 +196,10 @@ def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], A
 
 
 def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
-    """What is odd about classes and batches, in sentences.
+    """Notes on empty classes and large batches.
 
     Raises:
-        UserError: if there is nothing to tell apart.
+        UserError: if there are fewer than two classes.
     """
     if len(splits.classes) < 2:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Signals: they raise a flag, and training stops at the next step boundary."""
+"""Signals that ask a run to stop: they set a flag, which is read after every step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
 
-# Both a terminal and a launcher such as torchrun pass Ctrl-C on; only what comes later than this
-# is a second one.
+# One Ctrl-C may arrive twice, from the terminal and from a launcher such as torchrun; a later one
+# counts as a second.
 _REPEATED_CTRL_C_SECONDS = 1.0
 
-# What asks a run to stop: Ctrl-C, batch systems, torchrun, a closed terminal.
+# Ctrl-C, batch systems and torchrun, SLURM's warning, a closed terminal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class SignalHandler:
-    """Remembers the first signal that came.
+    """The first signal this process has received.
 
     Attributes:
-        signum: its number; 0 while none has come.
+        signum: its number; 0 if there was none.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class SignalHandler:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[SignalHandler]:
-        """Handle signals within the block, in the main thread only (Python allows no other)."""
+        """Handle signals within the block; Python allows it in the main thread only."""
         with _handled(self._handle):
             yield self
 
@@ -44,15 +44,15 @@ class SignalHandler:
         if not self.signum:
             self.signum, self._since = signum, time.monotonic()
             again = "; again to stop at once, without saving" if signum == signal.SIGINT else ""
-            # print() may be interrupted by this very handler and is not reentrant.
-            with contextlib.suppress(OSError):  # nobody reads it when the terminal was closed
+            # print() is not reentrant: this handler may interrupt it.
+            with contextlib.suppress(OSError):  # the terminal was closed
                 os.write(2, f"\nstopping after this step and saving{again}\n".encode())
         elif signum == signal.SIGINT and time.monotonic() - self._since > _REPEATED_CTRL_C_SECONDS:
             raise KeyboardInterrupt
 
 
 def forward_signals() -> AbstractContextManager[None]:
-    """Within the block, pass signals on to the processes this one has started, and live on."""
+    """Within the block, forward signals to child processes and ignore them here."""
 
     def forward(signum: int, _: FrameType | None) -> None:
         for child in multiprocessing.active_children():
@@ -64,8 +64,8 @@ def forward_signals() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within the block, `handler` gets the signals that are not ignored (by nohup, say)."""
-    main = threading.current_thread() is threading.main_thread()  # the only one that may
+    """Within the block, install `handler` for the signals that are not ignored (by nohup, say)."""
+    main = threading.current_thread() is threading.main_thread()
     before = {
         signum: signal.signal(signum, handler)
         for signum in SIGNALS

@@ -19,7 +19,7 @@ from locality.training.model import meta_model
 from locality.training.optim import create_optimizer
 from locality.training.resolved_run import ResolvedRun
 
-# Multiply-accumulates of a timed step: one that would take long is timed on a part of its batch.
+# Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
 _TIMING_MACS = 4e10
 _TIMING_STEPS = 3
 _TIMING_SECONDS = 2.0
@@ -28,13 +28,13 @@ _LOADING_IMAGES = 16
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds that an image takes.
+    """Seconds per image.
 
     Attributes:
-        loading: read, decoded and changed by one process.
-        computing: its share of a training step, over all devices.
-        workers: of the run.
-        on_processor: computing shares its cores with loading.
+        loading: to read, decode and augment it in one process.
+        computing: to train on it, over all devices.
+        workers: loading processes of the run.
+        on_processor: whether the model computes on the CPU, whose cores loading shares.
     """
 
     loading: float
@@ -44,22 +44,21 @@ class Speed:
 
     @property
     def training(self) -> float:
-        """Of a training step, loading included."""
+        """To load an image and train on it."""
         return self._together(self.computing)
 
     @property
     def evaluating(self) -> float:
-        """Of an evaluation: a forward pass costs a third of a step."""
+        """To load and evaluate it: a forward pass costs a third of a step."""
         return self._together(self.computing / 3)
 
     @property
     def bottleneck(self) -> str:
-        """The two rates, and which of them holds a run up."""
+        """The rates of loading and training, and which is slower."""
         reading, model = max(1, self.workers) / self.loading, 1 / self.computing
         who = f"{self.workers} workers" if self.workers else "the training process"
         slower = (
-            "reading images is the bottleneck; more data.workers read more, and data.crops=fast "
-            "takes less for each"
+            "reading images is the bottleneck; raise data.workers"
             if reading < model
             else "the model is the bottleneck"
         )
@@ -69,14 +68,14 @@ class Speed:
         if not self.workers:
             return computing + self.loading
         if self.on_processor:
-            # The threads of a step wait for the one whose core a worker has: of two cores a run
-            # gains nothing by workers.
+            # The threads of a step wait for the one whose core a worker occupies: with two cores
+            # workers gain nothing.
             return computing + self.loading * min(1, 2 / machine.processors())
         return max(computing, self.loading / self.workers)
 
 
 def measure_speed(run: ResolvedRun) -> Speed:
-    """The speed of a run on this machine, in a few seconds."""
+    """Measure the speed of a run on this machine, which takes a few seconds."""
     config = run.config
     images = timing_batch_size(run.micro_batch, 3 * run.macs)
     steps = time_steps(
@@ -92,7 +91,7 @@ def measure_speed(run: ResolvedRun) -> Speed:
             stop_step=2,
         )
     )
-    next(batches)  # the first reads libraries too
+    next(batches)  # warm-up
     started = time.perf_counter()
     next(batches)
     return Speed(
@@ -104,30 +103,30 @@ def measure_speed(run: ResolvedRun) -> Speed:
 
 
 def timing_batch_size(batch_size: int, macs: float) -> int:
-    """How many images of a batch to time a step on, each of so many multiply-accumulates."""
+    """How many images of a batch to time a step on, given the multiply-accumulates of each."""
     return int(min(batch_size, max(1, _TIMING_MACS // macs)))
 
 
 def time_steps(
     config: RunConfig, classes: int, images: int, precision: str = "fp32", seconds: float = 0.0
 ) -> list[float]:
-    """How long training steps on so many random images take, after a first one.
+    """Seconds of training steps on random images, after a warm-up step.
 
     Args:
         config: its model, optimiser and device count.
-        classes: of the model.
-        images: of a step.
+        classes: number of classes.
+        images: batch size.
         precision: resolved.
-        seconds: keep on for so long, and for three steps at least.
+        seconds: how long to go on, for three steps at least.
     """
     device = torch.device(resolve_accelerator(config.engine.accelerator))
-    # Any weights cost the same; drawing those of a large network properly takes longer than a step.
+    # All weights cost the same, and the model's own initialisation may take longer than a step.
     network = meta_model(config, classes).to_empty(device=device).train()
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.ndim > 1:
             nn.init.uniform_(tensor, -0.05, 0.05)
         elif tensor.is_floating_point():
-            nn.init.ones_(tensor)  # smaller norms would lead to slow, subnormal numbers
+            nn.init.ones_(tensor)  # avoids subnormal numbers, which are slow
     optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
     batch = torch.randn(images, 3, *network.img_size, device=device)
     seconds_: list[float] = []
@@ -138,13 +137,13 @@ def time_steps(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()  # a GPU has finished when its result is here
+        loss.item()  # waits for the GPU
         seconds_.append(time.perf_counter() - started)
     return seconds_[1:]
 
 
 def format_duration(seconds: float) -> str:
-    """A length of time for people: "19 s", "4 min", "2.5 h", "12 d"."""
+    """Format a duration: "19 s", "4 min", "2.5 h", "12 d"."""
     for unit, length in (("d", 86400), ("h", 3600)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"

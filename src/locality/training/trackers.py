@@ -16,23 +16,22 @@ from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
 
 PROJECT = "locality"
-# What MLflow's server takes at a time.
-_PARAMETERS = 100
+# What MLflow's server accepts at a time.
+_MAX_PARAMS = 100
 
 
 def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Any]:
-    """TensorBoard, where it is wanted and installed, and the tracker of `engine.tracker`.
+    """TensorBoard, if enabled and installed, and the tracker of `engine.tracker`.
 
-    All are given the same figures, as Fabric's loggers take them. A resumed run goes on in the log
-    that it began; what it repeats, it repeats bit for bit.
+    All have the interface of Fabric's loggers. A resumed run goes on in its log.
 
     Args:
-        run: where the run is written.
-        config: its configuration, which the tracker is told.
-        evaluated: step of the last evaluation of what is resumed; 0 for none.
+        run: the run's folder.
+        config: its configuration, which is logged.
+        evaluated: step of the last evaluation of a resumed run; 0 for none.
 
     Raises:
-        UserError: if the tracker refuses, as for want of a login.
+        UserError: if the tracker fails, for example without a login.
     """
     trackers: list[Any] = []
     if config.engine.tensorboard and find_spec("tensorboard"):
@@ -41,14 +40,14 @@ def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Any
         trackers.append(board)
     if config.engine.tracker is not None:
         kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
-        # Each package has errors of its own.
+        # Each package has its own exceptions.
         with saying(f"{config.engine.tracker} cannot log this run", Exception):
             trackers.append(kind(run.path, flatten(to_dict(config))))
     return trackers
 
 
 def _identity(path: Path) -> str:
-    """The same for a run that is resumed, another for every other run folder of this machine."""
+    """An identifier of the run folder, the same when the run is resumed."""
     return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
@@ -58,7 +57,7 @@ class _WeightsAndBiases:
 
         named = {"project": PROJECT, "name": path.name, "id": _identity(path)}
         self._run = wandb.init(**named, resume="allow", dir=path, config=settings)
-        # Its own steps never go back; a resumed run's may.
+        # wandb's own steps only rise; those of a resumed run may fall.
         self._run.define_metric("*", step_metric="step")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -84,8 +83,8 @@ class _MLflow:
         tags = {"run_folder": identity}
         self._id = self._client.create_run(experiment, tags=tags, run_name=path.name).info.run_id
         params = [Param(name, str(value)) for name, value in settings.items()]
-        for first in range(0, len(params), _PARAMETERS):
-            self._client.log_batch(self._id, params=params[first : first + _PARAMETERS])
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
