@@ -101,15 +101,6 @@ def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
     assert cost.macs == pytest.approx(3 * 24 * 3.37e6, rel=0.01)
 
 
-def test_costs_come_from_finished_runs_of_the_same_network(tmp_path, tiny_run, here):
-    run, other = tiny_run(tmp_path), tiny_run(tmp_path, seed=1)
-    run_all([run], executor=here, quiet=True)
-    costs = estimate_costs([run, other])
-    speed = (run.result() or {})["images_per_second"]
-    assert costs[other.folder].basis == "measured"
-    assert costs[other.folder].seconds == pytest.approx(24 / speed)
-
-
 def test_networks_of_a_name_may_be_taken_as_fast_for_their_size(tmp_path, tiny_run):
     small, wide = tiny_run(tmp_path), tiny_run(tmp_path, model__overrides={"embed_dim": 144})
     costs = estimate_costs([small, wide])

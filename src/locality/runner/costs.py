@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,81 +36,51 @@ class RunCost:
     Attributes:
         images: seen in training.
         macs: multiply-accumulates of training: three forward passes per image.
-        seconds: on this machine.
-        basis: where the seconds come from: "measured" from the run's own result or a run of the
-            same network, "estimated" from a few training steps.
+        seconds: on this machine, as the result of a finished run says or a few steps suggest.
         problem: why the run cannot start, if it cannot; its cost is then 0.
     """
 
     images: int
     macs: float
     seconds: float
-    basis: str
     problem: str | None = None
 
 
 def estimate_costs(runs: Sequence[Run], threads: int = 1) -> dict[Path, RunCost]:
     """The cost of each run, by folder.
 
-    The speed of a network is taken from finished runs of it if there are any, else from a few
-    training steps. One network of each name is timed; the others of that name are taken to be as
-    fast per multiply-accumulate.
+    One network of each name is timed; the others of that name are taken to be as fast per
+    multiply-accumulate.
 
     Args:
         runs: any.
-        threads: processor threads that a run will have.
+        threads: CPU threads that a run will have.
     """
     timed: dict[str, tuple[ModelConfig, int, int]] = {}
 
-    def timed_rate(model: ModelConfig, classes: int, batch: int) -> float:
+    def rate(model: ModelConfig, classes: int, batch: int) -> float:
         like = timed.setdefault(model.name, (model, classes, batch))
         size = forward_macs(model, classes) / forward_macs(*like[:2])
         return _steps_rate(_architecture(like[0]), *like[1:], threads) / size
 
-    results = {run.folder: run.result() or {} for run in runs if run.is_finished()}
-    known: dict[str, float] = {}
-    for run in runs:
-        rate = results.get(run.folder, {}).get("images_per_second")
-        if rate:
-            known.setdefault(_speed_key(run.config), float(rate))
-    return {
-        run.folder: _cost(run.config, results.get(run.folder), known, timed_rate) for run in runs
-    }
+    return {run.folder: _cost(run, rate) for run in runs}
 
 
-def _cost(
-    config: RunConfig,
-    result: Mapping[str, Any] | None,
-    known: Mapping[str, float],
-    timed_rate: Callable[[ModelConfig, int, int], float],
-) -> RunCost:
-    """The cost of a run; that of a finished run is in its result."""
-    batch = config.engine.batch_size
+def _cost(run: Run, rate: Callable[[ModelConfig, int, int], float]) -> RunCost:
+    config, batch = run.config, run.config.engine.batch_size
+    result = run.result() if run.is_finished() else None
     if result and {"steps", "macs", "seconds"} <= set(result):
         images = result["steps"] * batch
-        macs = _STEP_FORWARDS * result["macs"] * images
-        return RunCost(images, macs, result["seconds"], "measured")
+        return RunCost(images, _STEP_FORWARDS * result["macs"] * images, result["seconds"])
     try:
-        there, evaluated, classes = image_counts(config)
-        images = make_plan(config, there).images
+        training, validation, classes = image_counts(config)
+        images = make_plan(config, training).images
         macs = _STEP_FORWARDS * forward_macs(config.model, classes) * images
-        rate = known.get(_speed_key(config))
-        basis = "estimated" if rate is None else "measured"
-        shown = float(images)
-        if rate is None:
-            rate = timed_rate(config.model, classes, batch)
-            # A measured rate includes evaluations.
-            times = math.ceil(config.schedule.length / config.schedule.eval_every)
-            shown += times * evaluated / _STEP_FORWARDS
-        return RunCost(images, macs, shown / rate, basis)
+        evaluations = math.ceil(config.schedule.length / config.schedule.eval_every)
+        passes = images + evaluations * validation / _STEP_FORWARDS
+        return RunCost(images, macs, passes / rate(config.model, classes, batch))
     except (UserError, OSError) as error:
-        return RunCost(0, 0, 0, "estimated", str(error))
-
-
-def _speed_key(config: RunConfig) -> str:
-    """The settings that training speed depends on, as text."""
-    batch, teacher = config.engine.batch_size, config.objective.teacher
-    return f"{_architecture(config.model)}{config.data.dataset}{batch}{teacher}"
+        return RunCost(0, 0, 0, str(error))
 
 
 def _architecture(model: ModelConfig) -> str:
@@ -213,8 +182,7 @@ class Workload:
             lines.append(
                 f"to do: {sum(cost.images for cost in costs):.3g} images, "
                 f"{sum(cost.macs for cost in costs):.3g} multiply-accumulates, "
-                f"about {format_duration(seconds)} with {self.jobs} at a time "
-                f"({costs[0].basis} on this machine)"
+                f"about {format_duration(seconds)} with {self.jobs} at a time on this machine"
             )
         return "\n".join(lines)
 
