@@ -40,11 +40,13 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
     changes["engine.tensorboard"] = False
     config = replace(recipe("digits", model=model), changes)
-    seen = ResolvedRun(config)
+    resolved = ResolvedRun(config)
     run = RunFolder(folder)
     run.prepare(config)
-    parts = Components(fabric, seen, build_model(config, len(seen.splits.classes)))
-    return Loop(fabric, seen, parts, Recorder(run, seen, TrainState(), quiet=True), SignalHandler())
+    parts = Components(fabric, resolved, build_model(config, len(resolved.splits.classes)))
+    return Loop(
+        fabric, resolved, parts, Recorder(run, resolved, TrainState(), quiet=True), SignalHandler()
+    )
 
 
 def milliseconds(action: Callable[[], Any]) -> float:

@@ -36,7 +36,9 @@ REFERENCE = {
     "analysis": ["locality.analysis", "locality.analysis.measures"],
     "figures": ["locality.figures"],
     "search": ["locality.search"],
-    "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
+    "runner": [
+        f"locality.runner.{module}" for module in ("runs", "costs", "executors", "comparison")
+    ],
     "papers": [f"locality.papers.{module}" for module in ("specs", "measures", "reproduce")],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")

@@ -29,9 +29,9 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """A machine whose speed is known: seconds per multiply-accumulate, and to load an image."""
     machine = {"mac": PER_MAC, "loading": 1e-3}
 
-    def measured(seen: ResolvedRun) -> Speed:
-        workers = seen.config.data.workers
-        return Speed(machine["loading"], 3 * seen.macs * machine["mac"], workers, True)
+    def measured(resolved: ResolvedRun) -> Speed:
+        workers = resolved.config.data.workers
+        return Speed(machine["loading"], 3 * resolved.macs * machine["mac"], workers, True)
 
     monkeypatch.setattr(autofit_module, "measure_speed", measured)
     return machine

@@ -94,8 +94,8 @@ def test_a_closed_terminal_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) 
 def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    seen = ResolvedRun(tiny(schedule__steps=120))
-    recorder = Recorder(RunFolder(tmp_path), seen, TrainState())
+    resolved = ResolvedRun(tiny(schedule__steps=120))
+    recorder = Recorder(RunFolder(tmp_path), resolved, TrainState())
     for step in range(1, 41):
         recorder.log_step(TrainState(step=step, num_images=16), 60.0 if step < 6 else 2.0)
     (line,) = capsys.readouterr().err.splitlines()
@@ -207,7 +207,7 @@ def test_the_slower_of_loader_and_model_is_the_bottleneck() -> None:
 @pytest.mark.parametrize("mode", ["fp32", "bf16-mixed"])
 def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
     config = replace(recipe("digits"), {"engine.precision": mode})
-    seen = ResolvedRun(config)
+    resolved = ResolvedRun(config)
     model = build("convit_nano", num_classes=10).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -226,7 +226,7 @@ def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
         loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
     assert loss.requires_grad
     real = sum(size for size, _ in kept.values())
-    assert seen.activation_bytes == pytest.approx(real, rel=0.02)
+    assert resolved.activation_bytes == pytest.approx(real, rel=0.02)
 
 
 def test_gradient_checkpointing_keeps_fewer_activations() -> None:

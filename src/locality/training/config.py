@@ -1,9 +1,7 @@
-"""A run as one complete value: every setting of a training run, typed and checked.
+"""The settings of a training run, typed and checked.
 
-Two runs with equal values do the same arithmetic. The groups mirror what a person thinks about:
-which model, which data, how images are changed, which optimiser, how long, which loss, which
-machine. `locality.training.recipes` fills them in; `locality.settings` writes and reads
-them as YAML. What a run's schedule comes to in steps is its `Plan`.
+Runs with equal settings compute the same. `locality.training.recipes` fills them in;
+`locality.settings` writes and reads them as YAML.
 """
 
 from __future__ import annotations
@@ -160,11 +158,11 @@ class ScheduleConfig:
 
     @property
     def unit(self) -> str:
-        """What lengths count: "epochs" or "steps"."""
+        """The unit of lengths: "epochs" or "steps"."""
         return "epochs" if self.steps is None else "steps"
 
     def lasting(self, times: float) -> dict[str, float]:
-        """The setting, by dotted name, of a run that is so many times as long as this one."""
+        """The length, by dotted name, of a run `times` as long."""
         length = self.length * times
         return {f"schedule.{self.unit}": length if self.steps is None else max(1, round(length))}
 
