@@ -39,8 +39,8 @@ from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunConfig, recipe, replace, train
 from locality.training.loop import Loop
-from locality.training.preview import Preview
-from locality.training.runs import RunFolder
+from locality.training.resolved_run import ResolvedRun
+from locality.training.run_folder import RunFolder
 
 PHASES = ("step", "evaluate", "save")
 SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGTERM)}
@@ -150,7 +150,7 @@ def announce_phases(pipe: int) -> None:
 
         return wrapped
 
-    Loop._step = announcing(Loop._step, 0)  # type: ignore[method-assign]
+    Loop.train_step = announcing(Loop.train_step, 0)  # type: ignore[method-assign]
     Loop._evaluate = announcing(Loop._evaluate, 1)  # type: ignore[method-assign]
     CheckpointFolder.save = announcing(CheckpointFolder.save, 2)  # type: ignore[method-assign]
 
@@ -335,7 +335,7 @@ def survey(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # What is imported late is imported here, not in every process.
     importlib.import_module("torch._dynamo")
-    Preview(configuration("convit_nano", 0, 1, 1))
+    ResolvedRun(configuration("convit_nano", 0, 1, 1))
     rng = random.Random(seed)
     cases = [
         (model, workers, accumulate)

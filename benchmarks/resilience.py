@@ -25,10 +25,13 @@ from locality.benchmark.measure import interleave
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace
-from locality.training.distributed import Interruption, create_fabric
-from locality.training.loop import Components, Loop
-from locality.training.preview import Preview, build_model
-from locality.training.recorder import Counts, Recorder
+from locality.training.devices import create_fabric
+from locality.training.loop import Loop
+from locality.training.model import build_model
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import ResolvedRun
+from locality.training.signals import SignalHandler
+from locality.training.state import Components, TrainState
 
 
 def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
@@ -36,24 +39,26 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     changes: dict[str, Any] = {"schedule.steps": steps, "schedule.eval_every": steps}
     changes["engine.tensorboard"] = False
     config = replace(recipe("digits", model=model), changes)
-    seen = Preview(config)
+    resolved = ResolvedRun(config)
     run = RunFolder(folder)
     run.prepare(config)
-    parts = Components(fabric, seen, build_model(config, len(seen.splits.classes)))
-    return Loop(fabric, seen, parts, Recorder(run, seen, Counts(), quiet=True), Interruption())
+    parts = Components(fabric, resolved, build_model(config, len(resolved.splits.classes)))
+    return Loop(
+        fabric, resolved, parts, Recorder(run, resolved, TrainState(), quiet=True), SignalHandler()
+    )
 
 
 def measure(fabric: Fabric, model: str, pairs: int, folder: Path) -> dict[str, Any]:
     """Epochs with and without a checkpoint, and the parts of a step."""
     loop = make_loop(fabric, model, folder, steps=10**6)
     epoch = round(len(loop.splits.train) / loop.plan.batch_size)
-    batches = iter(loop._train_loader())
+    batches = loop.train_batches()
     images, labels = (batch := next(batches)).images, batch.targets
     parts = loop.parts
 
     def steps(number: int) -> None:
         for _ in range(number):
-            loop._step(batches)
+            loop.train_step(batches)
 
     def epoch_with_checkpoint() -> None:
         # As in a run, the disk is still at work while the next steps are made.

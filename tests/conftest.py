@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from locality.data import datasets
-from locality.runner.executors import perform
+from locality.runner.executors import execute
 from locality.runner.runs import Outcome, Run, content_folder
 from locality.training import RunConfig, recipe, replace
 
@@ -56,7 +56,7 @@ class Here:
     def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
         for run in runs:
             self.performed.append(run)
-            yield Outcome(run, perform(run))
+            yield Outcome(run, execute(run))
 
 
 def tiny_config(model: str = "convit_nano", seed: int = 0, **changes: object) -> RunConfig:

@@ -26,7 +26,8 @@ from locality.errors import UserError
 from locality.figures.charts import percent
 from locality.layers import ImageAttention
 from locality.layers.conv_init import window_offsets
-from locality.runner.runs import Run, image_counts
+from locality.runner.costs import image_counts
+from locality.runner.runs import Run
 from locality.training import load_run
 from locality_papers.measures import (
     TOP1,

@@ -15,7 +15,7 @@ from locality.figures import maps
 from locality.layers.conv_init import kernel_size
 from locality.models import ImageClassifier, build
 from locality.models.variants import variant
-from locality.training.preview import initial_model, load_run
+from locality.training.model import initial_model, load_run
 from locality_papers import diagrams
 from locality_papers.convit_attention import Trajectory, reducer
 from locality_papers.measures import TRAJECTORY, computed

@@ -25,11 +25,13 @@ from locality.benchmark.measure import inference, interleave
 from locality.checkpoints import open_model
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
-from locality.runner.runs import Run, image_counts
+from locality.runner.costs import image_counts
+from locality.runner.runs import Run
 from locality.training import load_run
-from locality.training.config import RunConfig, ScheduleConfig, make_plan
-from locality.training.distributed import resolve_accelerator
+from locality.training.config import RunConfig, ScheduleConfig
+from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
+from locality.training.plan import make_plan
 
 MEASURED = "experiments.json"
 """Where the measures of a run are kept, in its folder, so that none is taken twice."""

@@ -16,7 +16,7 @@ from locality.search.config import SearchConfig, named, read_search
 from locality.search.run import Search, space_of
 from locality.search.space import Candidates, SearchSpace
 from locality.training import RunConfig, replace, train
-from locality.training.preview import meta_model
+from locality.training.resolved_run import meta_model
 from locality_papers.measures import (
     PARAMETERS,
     TOP1,

@@ -14,9 +14,10 @@ from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import write_atomic
+from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import Executor, run_all
-from locality.runner.runs import Outcome, Run, Workload, estimate_costs, threads_per_run, with_needs
-from locality.training.preview import span
+from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
+from locality.training.speed import format_duration
 from locality_papers import (  # noqa: F401 (they register)
     beyond,
     convit_attention,
@@ -247,7 +248,7 @@ def list_experiments(
     every = with_needs(run for _, needed in wanted for run in needed)
     # As many threads as `reproduce` gives a run: more than a machine has free wait for each other.
     threads = threads_per_run(jobs=2)
-    costs = estimate_costs(every, "one of a name" if hours else "none", threads)
+    costs = estimate_costs(every, threads) if hours else {}
     rows = []
     for item, needed in wanted:
         waiting = [run for run in needed if not run.is_finished()]
@@ -272,7 +273,7 @@ def show_list(rows: Sequence[Mapping[str, Any]]) -> str:
     width = max(len(row["name"]) for row in rows)
     return "\n".join(
         f"{row['name']:{width}}  {row['runs']:4} runs  "
-        f"{'' if row['seconds'] is None else span(row['seconds']):>8}  {row['status']:18}"
-        f"  {row['title']}"
+        f"{'' if row['seconds'] is None else format_duration(row['seconds']):>8}  "
+        f"{row['status']:18}  {row['title']}"
         for row in rows
     )

@@ -18,7 +18,8 @@ from locality.data.config import DATASETS
 from locality.errors import UserError, entry
 from locality.files import read_yaml
 from locality.models import variant
-from locality.runner.runs import TRAIN, Run, content_folder, forward_macs, image_counts, parameters
+from locality.runner.costs import forward_macs, image_counts, parameters
+from locality.runner.runs import TRAIN, Run, content_folder
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
 from locality.training.config import ModelConfig

@@ -17,7 +17,7 @@ from locality.analysis.recording import (
 from locality.data import open_data
 from locality.errors import UserError
 from locality.training import RunConfig, load_run, recipe, replace, train
-from locality.training.distributed import resolve_accelerator
+from locality.training.devices import resolve_accelerator
 
 STEPS = {"schedule.steps": 6, "schedule.warmup": 0, "schedule.eval_every": 3}
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     """A run that was measured every second step, and kept its weights as often."""
     folder = tmp_path_factory.mktemp("measured")
     changes = {"schedule.snapshot_every": 2.0}
-    train(config(**changes), folder, quiet=True, observer=AttentionRecorder(every=2, images=20))
+    train(config(**changes), folder, quiet=True, callback=AttentionRecorder(every=2, images=20))
     return folder
 
 
@@ -71,13 +71,13 @@ def test_an_observed_run_is_the_run_without(run, tmp_path):
 def test_interrupted_measurements_are_taken_up_again(tmp_path):
     """A killed process may leave half a line, and steps that the resumed run sees again."""
     folder = tmp_path / "run"
-    train(config(), folder, quiet=True, observer=AttentionRecorder(every=3, images=10))
+    train(config(), folder, quiet=True, callback=AttentionRecorder(every=3, images=10))
     whole = (folder / HISTORY).read_text()
     lines = whole.splitlines()
     (folder / HISTORY).write_text("\n".join(lines[:2]) + '\n{"step": 6, "ep')
     (folder / "result.json").unlink()
     assert [record["step"] for record in read_history(folder)] == [0, 3]
-    train(config(), folder, quiet=True, observer=AttentionRecorder(every=3, images=10))
+    train(config(), folder, quiet=True, callback=AttentionRecorder(every=3, images=10))
     again = read_history(folder)
     assert [record["step"] for record in again] == [0, 3, 6]
     assert again[2]["layers"] == json.loads(lines[2])["layers"]
@@ -85,7 +85,7 @@ def test_interrupted_measurements_are_taken_up_again(tmp_path):
 
 def test_every_counts_in_the_unit_of_the_schedule(tmp_path):
     epochs = {"schedule.steps": None, "schedule.epochs": 4.0, "schedule.eval_every": 4.0}
-    train(config(**epochs), tmp_path, quiet=True, observer=AttentionRecorder(every=1, images=10))
+    train(config(**epochs), tmp_path, quiet=True, callback=AttentionRecorder(every=1, images=10))
     found = [record["epoch"] for record in read_history(tmp_path)]
     assert found == pytest.approx([0, 1, 2, 3, 4], abs=0.2)
 

@@ -15,7 +15,7 @@ from locality.benchmark.run import peers, randomise, run_benchmark, to_table
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
-from locality.training.preview import saved_activations
+from locality.training.resolved_run import saved_activations
 
 QUICK = {"rounds": 2, "warmup": 1, "batch_size": 2}
 

@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
     }
     for name, changes in kinds.items():
         config = replace(recipe("digits"), short | changes)
-        train(config, root / name, quiet=True, observer=AttentionRecorder(every=1, images=10))
+        train(config, root / name, quiet=True, callback=AttentionRecorder(every=1, images=10))
     return root
 
 

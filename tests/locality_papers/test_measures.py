@@ -11,7 +11,7 @@ import pytest
 
 from locality.analysis.statistics import two_sided_t
 from locality.errors import UserError
-from locality.runner.executors import perform
+from locality.runner.executors import execute
 from locality_papers.measures import (
     Empty,
     Measure,
@@ -42,7 +42,7 @@ def trained(tmp_path_factory, tiny_run):
     root = tmp_path_factory.mktemp("trained")
     for name in ("convit_nano", "deit_nano"):
         for seed in (0, 1):
-            perform(tiny_run(root, name, seed))
+            execute(tiny_run(root, name, seed))
     return root
 
 

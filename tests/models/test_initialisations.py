@@ -13,7 +13,7 @@ from locality.layers.conv_init import init_random_convolution_
 from locality.models import build
 from locality.models.initialisations import sinusoidal_positions
 from locality.training import recipe, replace
-from locality.training.preview import starting_model
+from locality.training.model import initialize_model
 
 NANO = {"embed_dim": 72, "num_heads": 9}
 
@@ -163,7 +163,7 @@ def test_trained_convolutions_have_to_fit(tmp_path):
         load_weights(made("convit_nano", "trained_conv", **NANO), save(net, tmp_path / "net"))
     config = replace(recipe("digits"), {"model.overrides.init": "trained_conv"})
     with pytest.raises(UserError, match=r"model\.weights"):
-        starting_model(config, 10)
+        initialize_model(config, 10)
 
 
 @pytest.mark.parametrize(

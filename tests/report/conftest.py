@@ -15,8 +15,8 @@ from locality.analysis.pictures import Sample, capture_pictures, save_pictures
 from locality.data import ArraySource
 from locality.models import build, count_parameters
 from locality.training.config import RunConfig
-from locality.training.evaluation import Collector
-from locality.training.runs import RunFolder
+from locality.training.predictions import PredictionCollector
+from locality.training.run_folder import RunFolder
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}
 ACCURACY |= {("convit_nano", 1.0): 95.5, ("deit_nano", 1.0): 90.5, ("cvt_nano", 1.0): 80.0}
@@ -34,7 +34,7 @@ def keep_predictions(folder, labels, logits):
     """Leave what a model with these logits says of images with these labels."""
     images = ArraySource(np.zeros((len(labels), 4, 4, 3), np.uint8), labels, "pictures")
     batch = SimpleNamespace(indices=np.arange(len(labels)))
-    collector = Collector(len(labels), torch.device("cpu"))
+    collector = PredictionCollector(len(labels), torch.device("cpu"))
     collector(batch, torch.as_tensor(logits).float())
     run = RunFolder(folder)
     collector.write(run.predictions_file, images, run.classes())

@@ -14,7 +14,7 @@ from locality.analysis.runs import read_runs
 from locality.cli import main
 from locality.errors import UserError
 from locality.runner.comparison import (
-    Comparison,
+    ComparisonSpec,
     available,
     comparison_runs,
     measure_inference,
@@ -23,9 +23,9 @@ from locality.runner.comparison import (
 )
 from locality.runner.executors import run_all
 from locality.settings import differences
-from locality.training import fitting
-from locality.training.fitting import Speed
-from locality.training.runs import RunFolder
+from locality.training import autofit
+from locality.training.run_folder import RunFolder
+from locality.training.speed import Speed
 
 MODELS = ("convit_nano", "timm/test_resnet")
 
@@ -45,7 +45,7 @@ def photos(tmp_path):
 def asked(photos, **changes):
     data = {"data.root": str(photos), "data.dataset": "folder"}
     given = {"minutes": None, "steps": 2, "seeds": 2, "fractions": (0.5, 1.0)} | changes
-    return Comparison(data, given.pop("models", MODELS), **given)
+    return ComparisonSpec(data, given.pop("models", MODELS), **given)
 
 
 def test_models_differ_in_nothing_but_the_model(photos, tmp_path):
@@ -61,7 +61,7 @@ def test_a_budget_is_shared_alike_and_kept_as_it_was_planned(photos, tmp_path, m
     def measured(seen):
         return Speed(1e-3, 3 * seen.macs * machine["mac"], 0, True)
 
-    monkeypatch.setattr(fitting, "measure", measured)
+    monkeypatch.setattr(autofit, "measure_speed", measured)
     monkeypatch.setattr("locality.runner.comparison.processors", lambda: 2)
     short = asked(photos, minutes=0.6, steps=None)
     begun = plan(short, tmp_path / "out", jobs=2)

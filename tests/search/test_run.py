@@ -147,7 +147,7 @@ def test_stopped_anywhere_it_ends_with_the_same_candidates_and_weights(
 
         return call
 
-    monkeypatch.setattr(Loop, "_step", stopping(Loop._step, {1, 8}))
+    monkeypatch.setattr(Loop, "train_step", stopping(Loop.train_step, {1, 8}))
     monkeypatch.setattr(Search, "score", stopping(Search.score, {2, 4}))
     for _ in range(4):
         with pytest.raises(Stop):

@@ -79,15 +79,15 @@ def assert_same(one: Any, other: Any, where: str = "state") -> None:
 @pytest.fixture
 def stop_before(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the next runs receive a signal at the beginning of a step."""
-    original = Loop._step
+    original = Loop.train_step
 
     def arrange(step: int | None, signum: int = signal.SIGTERM) -> None:
         def interrupted(self: Loop, batches: Any) -> int:
-            if self.at.step == step:
+            if self.state.step == step:
                 os.kill(os.getpid(), signum)
             return original(self, batches)
 
-        monkeypatch.setattr(Loop, "_step", original if step is None else interrupted)
+        monkeypatch.setattr(Loop, "train_step", original if step is None else interrupted)
 
     return arrange
 

@@ -54,18 +54,18 @@ def main() -> None:
     from locality.cli import main as locality
     from locality.training.loop import Loop
 
-    step = Loop._step
+    step = Loop.train_step
 
     def struck(self: Loop, batches: Any) -> int:
         last = self.fabric.world_size - 1
-        if self.at.step == 4 and self.fabric.global_rank == int(RANK or last):
+        if self.state.step == 4 and self.fabric.global_rank == int(RANK or last):
             if HOW == "error":
                 raise RuntimeError("one process fails")
             if HOW != "end":
                 os.kill(os.getpid(), getattr(signal, HOW))
         return step(self, batches)
 
-    Loop._step = struck  # type: ignore[method-assign]
+    Loop.train_step = struck  # type: ignore[method-assign]
     outcome["code"] = 1
     outcome["code"] = locality(ARGUMENTS)
     sys.exit(outcome["code"])

@@ -78,8 +78,8 @@ def test_processes_count_every_image_once(
         return totals
 
     for rank in range(world_size):
-        evaluate(Lookup(logits), loader(source, rank, world_size), all_sum=keep, rounds=9)
-    whole = evaluate(Lookup(logits), loader(source), all_sum=keep)
+        evaluate(Lookup(logits), loader(source, rank, world_size), all_reduce=keep, num_batches=9)
+    whole = evaluate(Lookup(logits), loader(source), all_reduce=keep)
     torch.testing.assert_close(torch.stack(shares[:world_size]).sum(0), shares[-1])
     assert whole["n"] == IMAGES
 
@@ -93,7 +93,7 @@ def test_processes_with_fewer_batches_meet_the_others_equally_often(
         def stop(rank: int = rank) -> None:
             asked[rank] += 1
 
-        evaluate(Lookup(logits), loader(source, rank, 2), rounds=5, stop=stop)
+        evaluate(Lookup(logits), loader(source, rank, 2), num_batches=5, before_batch=stop)
     assert asked == {0: 5, 1: 5}
 
 
@@ -107,7 +107,7 @@ def test_an_evaluation_can_be_stopped_between_batches(source: ArraySource, logit
 
     model = Lookup(logits).train()
     with pytest.raises(Interrupted):
-        evaluate(model, loader(source), stop=stop)
+        evaluate(model, loader(source), before_batch=stop)
     assert len(calls) == 2
     assert model.training
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from locality.models import build
 from locality.training import OptimConfig
-from locality.training.objective import create_optimizer
+from locality.training.optim import create_optimizer
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 

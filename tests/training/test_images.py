@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from locality.checkpoints.run_state import load_best_state, pack, read_checkpoint, write_checkpoint
+from locality.checkpoints.run_state import load_best_state
 from locality.data import fingerprint, validation
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
@@ -96,17 +96,17 @@ def test_an_image_that_is_damaged_on_the_way_costs_no_step(
     train(config, tmp_path / "undisturbed")
     file = photos / part / "ant/3.bmp"
     good, status = file.read_bytes(), file.stat()
-    original = Loop._step
+    original = Loop.train_step
 
     def step(self: Loop, batches: Any) -> int:
-        if self.at.step == 2:
+        if self.state.step == 2:
             damage(file)
         return original(self, batches)
 
-    monkeypatch.setattr(Loop, "_step", step)
+    monkeypatch.setattr(Loop, "train_step", step)
     with pytest.raises(UserError, match=re.escape(f"{part}/ant/3.bmp")):
         train(config, tmp_path / "run")
-    monkeypatch.setattr(Loop, "_step", original)
+    monkeypatch.setattr(Loop, "train_step", original)
     reached = load_best_state(tmp_path / "run")["step"]
     assert reached == 3 if part == "val" else reached >= 2
     file.write_bytes(good)
@@ -142,16 +142,16 @@ def test_a_damaged_training_image_is_replaced_and_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    original = Loop._step
+    original = Loop.train_step
 
     def step(self: Loop, batches: Any) -> int:
-        if self.at.step == 2:
+        if self.state.step == 2:
             damage(photos / "train/cat/7.bmp")
         return original(self, batches)
 
     if at_start:
         damage(photos / "train/cat/7.bmp")
-    monkeypatch.setattr(Loop, "_step", step)
+    monkeypatch.setattr(Loop, "train_step", step)
     result = train_loudly(on(photos), tmp_path / "run")
     assert result["steps"] == 8
     assert "train/cat/7.bmp" in (tmp_path / "run" / "skipped.csv").read_text()
@@ -232,20 +232,6 @@ def test_a_run_is_resumed_on_a_copy_of_its_images(
     shutil.rmtree(photos)
     train(on(tmp_path / "copy"), tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
-
-
-def test_a_checkpoint_without_a_record_of_images_is_resumed_with_a_word(
-    photos: Path, tmp_path: Path, stop_before: Stop, capsys: pytest.CaptureFixture
-) -> None:
-    stop_before(5)
-    train_interrupted(on(photos), tmp_path / "run")
-    stop_before(None)
-    file = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    state = read_checkpoint(file)
-    write_checkpoint(file, pack(state | {"data": state["data"].partition("-")[0]}))
-    (tmp_path / "run" / "images.gz").unlink()
-    train_loudly(on(photos), tmp_path / "run")
-    assert "kept no record of image files" in capsys.readouterr().err
 
 
 # -- datasets and batches that cannot be meant -----------------------------------------------------

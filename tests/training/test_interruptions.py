@@ -17,8 +17,8 @@ from torch import Tensor
 
 from locality.checkpoints.run_state import load_best_state
 from locality.training import Interrupted, NonFiniteLoss, replace
-from locality.training.distributed import SIGNALS, Interruption
 from locality.training.objective import Objective
+from locality.training.signals import SIGNALS, SignalHandler
 
 from .conftest import assert_same, tiny, train, train_interrupted
 
@@ -47,34 +47,34 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
     # Under nohup a closed terminal is no reason to stop.
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interruption().listening() as interruption:
+        with SignalHandler().installed() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert interruption.signum == 0
+            assert signals.signum == 0
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
-    with Interruption().listening() as interruption:
+    with SignalHandler().installed() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         # The same one again, from a launcher that passes it on.
         os.kill(os.getpid(), signal.SIGINT)
-        assert interruption.signum == signal.SIGINT
-        interruption._since -= 2
+        assert signals.signum == signal.SIGINT
+        signals._since -= 2
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_the_first_signal_is_the_one_that_counts() -> None:
-    with Interruption().listening() as interruption:
+    with SignalHandler().installed() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert interruption.signum == signal.SIGTERM
+        assert signals.signum == signal.SIGTERM
 
 
 def test_a_forked_worker_leaves_signals_to_the_training_process() -> None:
-    with Interruption().listening():
+    with SignalHandler().installed():
         child = os.fork()
         if not child:
             os.kill(os.getpid(), signal.SIGUSR1)

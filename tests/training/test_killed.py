@@ -13,7 +13,7 @@ import pytest
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import ProcessKilled
-from locality.training.distributed import Processes
+from locality.training.collectives import Collectives
 from locality.training.loop import Loop
 
 from .conftest import assert_same_run, tiny, train
@@ -28,7 +28,7 @@ def kill_a_worker() -> None:
         worker.join()
 
 
-@pytest.mark.parametrize("method", ["_step", "_evaluate"])
+@pytest.mark.parametrize("method", ["train_step", "_evaluate"])
 def test_a_killed_loading_process_is_named_and_the_run_goes_on(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,7 +38,7 @@ def test_a_killed_loading_process_is_named_and_the_run_goes_on(
 
     def struck(self: Loop, *arguments: Any) -> Any:
         # The first evaluation starts its workers; they wait for the next one.
-        if self.at.step >= 4:
+        if self.state.step >= 4:
             kill_a_worker()
         return original(self, *arguments)
 
@@ -59,16 +59,16 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(
 ) -> None:
     config = tiny(engine__devices=2, engine__strategy="ddp_fork")
     train(config, tmp_path / "whole")
-    share = Processes.share
+    share = Collectives.all_reduce_metrics
 
-    def struck(self: Processes, *arguments: Any) -> Any:
+    def struck(self: Collectives, *arguments: Any) -> Any:
         there = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
         if there and self._fabric.global_rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         return share(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Processes, "share", struck)
+        patch.setattr(Collectives, "all_reduce_metrics", struck)
         with pytest.raises(ProcessKilled, match=f"rank {rank} .*{FROM_OUTSIDE}"):
             train(config, tmp_path / "run")
     train(config, tmp_path / "run")

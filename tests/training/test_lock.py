@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from locality.errors import UserError
-from locality.training.runs import FolderLock
+from locality.training.run_folder import FolderLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from locality.training.runs import FolderLock
+from locality.training.run_folder import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 getattr(lock, sys.argv[2])()
 print("held", flush=True)
@@ -44,36 +44,36 @@ def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path: Path) -> None:
-    with holder(tmp_path / "lock", "claim") as process:
+    with holder(tmp_path / "lock", "acquire") as process:
         started = time.monotonic()
         with pytest.raises(UserError, match=f"process {process.pid} on"):
-            FolderLock(tmp_path / "lock").claim(patience=30)
+            FolderLock(tmp_path / "lock").acquire(timeout=30)
         assert time.monotonic() - started < 10
 
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_the_folder_free(tmp_path: Path) -> None:
-    with holder(tmp_path / "lock", "claim") as process:
+    with holder(tmp_path / "lock", "acquire") as process:
         process.kill()
         process.wait()
         lock = FolderLock(tmp_path / "lock")
-        lock.claim(patience=0)
+        lock.acquire(timeout=0)
         lock.release()
 
 
 @pytest.mark.slow
 def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path: Path) -> None:
-    with holder(tmp_path / "lock", "claim") as launcher, holder(tmp_path / "lock", "join"):
+    with holder(tmp_path / "lock", "acquire") as launcher, holder(tmp_path / "lock", "join"):
         launcher.kill()
         launcher.wait()
         with pytest.raises(UserError, match="what is left of it"):
-            FolderLock(tmp_path / "lock").claim(patience=0.2)
-    FolderLock(tmp_path / "lock").claim(patience=0)
+            FolderLock(tmp_path / "lock").acquire(timeout=0.2)
+    FolderLock(tmp_path / "lock").acquire(timeout=0)
 
 
 def test_a_forked_worker_holds_the_folder_too(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "lock")
-    lock.claim()
+    lock.acquire()
     worker = os.fork()
     if not worker:
         time.sleep(60)
@@ -83,30 +83,33 @@ def test_a_forked_worker_holds_the_folder_too(tmp_path: Path) -> None:
         other = FolderLock(tmp_path / "lock")
         # The process that claimed it is this one and lives, so there is nothing to wait for.
         with pytest.raises(UserError):
-            other.claim(patience=0.2)
+            other.acquire(timeout=0.2)
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
-    FolderLock(tmp_path / "lock").claim(patience=0)
+    FolderLock(tmp_path / "lock").acquire(timeout=0)
 
 
 @pytest.mark.slow
 def test_what_is_left_of_a_run_is_waited_for(tmp_path: Path) -> None:
-    with holder(tmp_path / "lock", "claim") as launcher, holder(tmp_path / "lock", "join") as rest:
+    with (
+        holder(tmp_path / "lock", "acquire") as launcher,
+        holder(tmp_path / "lock", "join") as rest,
+    ):
         launcher.kill()
         launcher.wait()
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {rest.pid}"])
-        FolderLock(tmp_path / "lock").claim(patience=30)
+        FolderLock(tmp_path / "lock").acquire(timeout=30)
         killer.wait()
 
 
 def test_processes_of_one_run_share_the_folder(tmp_path: Path) -> None:
     one, other = FolderLock(tmp_path / "lock"), FolderLock(tmp_path / "lock")
-    one.claim()
+    one.acquire()
     other.join()
     one.release()
     with pytest.raises(UserError):
-        FolderLock(tmp_path / "lock").claim(patience=0)
+        FolderLock(tmp_path / "lock").acquire(timeout=0)
     other.release()
 
 

@@ -12,13 +12,14 @@ import torch
 from locality.errors import UserError
 from locality.models import build
 from locality.training import OptimConfig, ScheduleConfig
-from locality.training.config import EngineConfig, RunConfig, make_plan
-from locality.training.objective import (
+from locality.training.config import EngineConfig, RunConfig
+from locality.training.optim import (
     check_optimizer,
     create_optimizer,
     create_schedule,
     parameter_groups,
 )
+from locality.training.plan import make_plan
 
 
 @pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_13"])

@@ -12,10 +12,10 @@ import pytest
 from locality.checkpoints.run_state import load_best_state
 from locality.data import open_data, train_loader
 from locality.errors import UserError
-from locality.training import Interrupted, NonFiniteLoss, RunFolder, distributed
+from locality.training import Interrupted, NonFiniteLoss, RunFolder, devices
 from locality.training.loop import Loop
 from locality.training.objective import Objective
-from locality.training.preview import Preview
+from locality.training.resolved_run import ResolvedRun
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
@@ -80,17 +80,17 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(
 ) -> None:
     config = tiny(**TWO, augment__mixup=0.8, engine__ema_decay=0.9)
     train(config, tmp_path / "whole")
-    step = Loop._step
+    step = Loop.train_step
 
     def struck(self: Loop, batches: Any) -> int:
-        if self.at.step == 4 and self.fabric.global_rank == rank:
+        if self.state.step == 4 and self.fabric.global_rank == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batches)
 
-    monkeypatch.setattr(Loop, "_step", struck)
+    monkeypatch.setattr(Loop, "train_step", struck)
     interrupted = train_interrupted(config, tmp_path / "run")
     assert (interrupted.step, interrupted.exit_code) == (5, 143)
-    monkeypatch.setattr(Loop, "_step", step)
+    monkeypatch.setattr(Loop, "train_step", step)
     train(config, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
@@ -99,14 +99,14 @@ def test_a_bad_loss_on_one_process_stops_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss = Objective.loss
-    step = Loop._step
+    step = Loop.train_step
 
     def bad(self: Loop, batches: Any) -> int:
-        if self.at.step == 2 and self.fabric.global_rank == 1:
+        if self.state.step == 2 and self.fabric.global_rank == 1:
             monkeypatch.setattr(Objective, "loss", lambda *a: loss(*a) * float("nan"))
         return step(self, batches)
 
-    monkeypatch.setattr(Loop, "_step", bad)
+    monkeypatch.setattr(Loop, "train_step", bad)
     with pytest.raises(NonFiniteLoss, match="in step 3 "):
         train(tiny(**TWO), tmp_path / "run")
 
@@ -118,43 +118,43 @@ def test_a_batch_that_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(UserError, match="divided evenly between 3"):
-        Preview(tiny())
+        ResolvedRun(tiny())
 
 
 def test_mixing_needs_pairs_in_every_process() -> None:
     with pytest.raises(UserError, match="even number of images"):
-        Preview(tiny(augment__mixup=0.8, engine__devices=2, engine__batch_size=6))
+        ResolvedRun(tiny(augment__mixup=0.8, engine__devices=2, engine__batch_size=6))
 
 
 def test_torchrun_and_slurm_decide_how_many_processes_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = tiny().engine
-    assert distributed.layout(engine, "cpu") == (1, 1)
+    assert devices.process_layout(engine, "cpu") == (1, 1)
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "1")
         patch.setenv("WORLD_SIZE", "8")
         patch.setenv("LOCAL_WORLD_SIZE", "4")
-        assert distributed.layout(engine, "cpu") == (4, 2)
+        assert devices.process_layout(engine, "cpu") == (4, 2)
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_NTASKS", "16")
         patch.setenv("SLURM_NNODES", "2")
         patch.setenv("SLURM_JOB_NAME", "train")
-        assert distributed.layout(engine, "cpu") == (8, 2)
+        assert devices.process_layout(engine, "cpu") == (8, 2)
 
 
 def test_a_run_of_two_processes_can_go_on_in_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Loop._step
+    step = Loop.train_step
 
     def struck(self: Loop, batches: Any) -> int:
-        if self.at.step == 3:
+        if self.state.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_step", struck)
+        patch.setattr(Loop, "train_step", struck)
         with pytest.raises(Interrupted):
             train(tiny(**TWO), tmp_path / "run")
     assert train(tiny(), tmp_path / "run")["steps"] == 8

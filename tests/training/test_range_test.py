@@ -19,7 +19,7 @@ from .conftest import TINY_MODEL, tiny
 def test_rates_rise_evenly_on_a_logarithmic_axis_until_the_loss_diverges(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    used, step = [], Loop._step
+    used, step = [], Loop.train_step
 
     def watched(self: Loop, batches: Any) -> int:
         signum = step(self, batches)
@@ -27,7 +27,7 @@ def test_rates_rise_evenly_on_a_logarithmic_axis_until_the_loss_diverges(
         used.append([group["lr"] / group.get("lr_scale", 1) for group in groups])
         return signum
 
-    monkeypatch.setattr(Loop, "_step", watched)
+    monkeypatch.setattr(Loop, "train_step", watched)
     found = lr_find(tiny(optim__lr_batch=8, optim__layer_decay=0.5))
     rates = np.geomspace(LOWEST, HIGHEST, STEPS).tolist()[: len(found.rates)]
     assert found.rates == pytest.approx(rates)

@@ -11,8 +11,8 @@ from locality import settings
 from locality.errors import UserError
 from locality.models import build
 from locality.training import RECIPES, RunConfig, recipe, replace
-from locality.training.config import make_plan
-from locality.training.objective import create_schedule
+from locality.training.optim import create_schedule
+from locality.training.plan import make_plan
 from locality.training.recipes import adjusted, describe
 
 IMAGENET = 1_281_167

@@ -14,7 +14,7 @@ import torch
 from locality import training
 from locality.checkpoints.run_state import LAST, load_best_state, pack, write_checkpoint
 from locality.errors import UserError
-from locality.training import RunConfig, RunFolder, loop, preview, replace
+from locality.training import RunConfig, RunFolder, replace, resolved_run, state
 from locality.training.loop import Loop
 
 from .conftest import EVERYTHING, assert_same_run, tiny, train, train_interrupted
@@ -86,8 +86,8 @@ def half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     def scaler(device: str, enabled: bool) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device, 2.0**19, growth_interval=2, enabled=enabled)
 
-    monkeypatch.setattr(preview, "choose_precision", lambda *_: "fp16-mixed")
-    monkeypatch.setattr(loop, "GradScaler", scaler)
+    monkeypatch.setattr(resolved_run, "choose_precision", lambda *_: "fp16-mixed")
+    monkeypatch.setattr(state, "GradScaler", scaler)
 
 
 @pytest.mark.usefixtures("half_precision")

@@ -16,9 +16,11 @@ from locality.errors import UserError
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
-from locality.training.distributed import resolve_accelerator
-from locality.training.preview import Preview, build_model
-from locality.training.recorder import Counts, Recorder
+from locality.training.devices import resolve_accelerator
+from locality.training.model import build_model
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import ResolvedRun
+from locality.training.state import TrainState
 
 from .conftest import tiny, train, train_interrupted
 
@@ -151,10 +153,10 @@ def test_a_disk_without_space_is_refused_before_training(
 ) -> None:
     from collections import namedtuple
 
-    from locality.training import runs
+    from locality.training import run_folder
 
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(runs.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
     with pytest.raises(UserError, match="make room"):
         train(tiny(), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
@@ -196,10 +198,10 @@ def test_a_run_starts_from_another_runs_weights(finished: Path, tmp_path: Path) 
 
 
 def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> None:
-    from locality.training.preview import starting_model
+    from locality.training.model import initialize_model
 
     config = tiny(model__weights=str(finished), model__img_size=16)
-    model, notes = starting_model(config, num_classes=4)
+    model, notes = initialize_model(config, num_classes=4)
     donor, _ = load_run(finished)
     assert model.head.weight.shape[0] == 4
     assert model.pos_embed.shape[1] == 64
@@ -209,23 +211,23 @@ def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> Non
 
 def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
     from locality.checkpoints import save
-    from locality.training.preview import starting_model
+    from locality.training.model import initialize_model
 
     donor = build_model(tiny(seed=7), 10)
     save(donor, tmp_path / "weights")
     for path in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
-        model, notes = starting_model(tiny(model__weights=str(path)), num_classes=10)
+        model, notes = initialize_model(tiny(model__weights=str(path)), num_classes=10)
         assert not notes
         for name, value in model.state_dict().items():
             assert torch.equal(value, donor.state_dict()[name])
 
 
 def test_starting_weights_of_another_architecture_are_refused(finished: Path) -> None:
-    from locality.training.preview import starting_model
+    from locality.training.model import initialize_model
 
     config = tiny(model__weights=str(finished), overrides={"depth": 3})
     with pytest.raises(UserError, match=r"model\.weights"):
-        starting_model(config, num_classes=10)
+        initialize_model(config, num_classes=10)
 
 
 def test_weights_that_are_not_there_are_refused_before_training(tmp_path: Path) -> None:
@@ -273,10 +275,10 @@ def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path: Path) -> None:
     (tmp_path / "timing.csv").write_text(
         "step,seconds,images_per_second,eval_seconds,peak_memory_mb\n10,5.0,20,1,100\n"
     )
-    seen = Preview(tiny(schedule__steps=20))
-    recorder = Recorder(RunFolder(tmp_path), seen, Counts(step=18, evaluated=10), True)
+    resolved = ResolvedRun(tiny(schedule__steps=20))
+    recorder = Recorder(RunFolder(tmp_path), resolved, TrainState(step=18, evaluated=10), True)
     assert recorder.seconds == pytest.approx(9.0)
     for step in (19, 20):
-        recorder.stepped(Counts(step=step), 0.5)
+        recorder.log_step(TrainState(step=step), 0.5)
     assert recorder.seconds == pytest.approx(10.0)
     recorder.close()

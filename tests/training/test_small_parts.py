@@ -14,13 +14,16 @@ import torch
 from locality.errors import UserError
 from locality.machine import commit
 from locality.models import build
-from locality.training import distributed, dry_run, recipe, replace
-from locality.training.distributed import choose_precision, resolve_accelerator
-from locality.training.fitting import Speed
+from locality.training import devices, dry_run, recipe, replace
+from locality.training.csv_table import CsvTable
+from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loop import seed_pass
-from locality.training.preview import Preview
-from locality.training.recorder import Counts, CsvTable, Progress, Recorder
-from locality.training.runs import RunFolder
+from locality.training.progress import ProgressBar
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import ResolvedRun
+from locality.training.run_folder import RunFolder
+from locality.training.speed import Speed
+from locality.training.state import TrainState
 
 from .conftest import tiny, train
 
@@ -65,9 +68,9 @@ def test_a_table_is_cut_back_to_a_step_and_to_whole_lines(tmp_path: Path) -> Non
 
 
 def test_progress_says_nothing_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    Progress(10, 0, quiet=True).say("word")
+    ProgressBar(10, 0, quiet=True).log("word")
     assert capsys.readouterr().err == ""
-    Progress(10, 0, quiet=False).say("word")
+    ProgressBar(10, 0, quiet=False).log("word")
     assert capsys.readouterr().err == "word\n"
 
 
@@ -82,8 +85,8 @@ def test_a_closed_terminal_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) 
         flush = close = lambda self: None
 
     monkeypatch.setattr("sys.stderr", Closed())
-    progress = Progress(10, 0, quiet=False)
-    progress.say("word")
+    progress = ProgressBar(10, 0, quiet=False)
+    progress.log("word")
     progress.update(1, 0.5, 50.0, 100.0, 0.1)
     assert progress.quiet
 
@@ -91,10 +94,10 @@ def test_a_closed_terminal_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) 
 def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    seen = Preview(tiny(schedule__steps=120))
-    recorder = Recorder(RunFolder(tmp_path), seen, Counts())
+    resolved = ResolvedRun(tiny(schedule__steps=120))
+    recorder = Recorder(RunFolder(tmp_path), resolved, TrainState())
     for step in range(1, 41):
-        recorder.stepped(Counts(step=step, seen=16), 60.0 if step < 6 else 2.0)
+        recorder.log_step(TrainState(step=step, num_images=16), 60.0 if step < 6 else 2.0)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("step 20/120: ") and line.endswith(", 3 min left")
 
@@ -105,9 +108,9 @@ def test_a_terminal_gets_a_bar_with_figures(
     import sys
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = Progress(10, 0, quiet=False)
+    progress = ProgressBar(10, 0, quiet=False)
     progress.update(4, 1.25, 50.0, 321.0, 0.1)
-    progress.say("a line")
+    progress.log("a line")
     assert progress.wants_update(10)
     progress.update(10, 1.0, 60.0, 300.0, 0.1)
     progress.close()
@@ -120,10 +123,10 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recorder = Recorder(
-        RunFolder(tmp_path), Preview(tiny(engine__tensorboard=True)), Counts(), True
+        RunFolder(tmp_path), ResolvedRun(tiny(engine__tensorboard=True)), TrainState(), True
     )
     row = {"step": 5, "epoch": 1, "images": 80, "lr": 0.1, "train_loss": 1.5, "train_top1": None}
-    recorder.evaluated(row | {"top1": 30.0, "top5": 70.0, "val_loss": 2.5}, 9, 1.0)
+    recorder.log_evaluation(row | {"top1": 30.0, "top5": 70.0, "val_loss": 2.5}, 9, 1.0)
     recorder.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("top1/val")[0].value == 30.0
@@ -132,10 +135,10 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
 
 
 def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
+    monkeypatch.setattr("locality.training.trackers.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = RunFolder(tmp_path)
-    Recorder(run, Preview(tiny(engine__tensorboard=True)), Counts(), True)
+    Recorder(run, ResolvedRun(tiny(engine__tensorboard=True)), TrainState(), True)
     assert not run.tensorboard.exists()
 
 
@@ -147,7 +150,7 @@ def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.Monkey
         with pytest.raises(UserError, match="fp16-mixed, which needs an NVIDIA GPU"):
             choose_precision("fp16-mixed", elsewhere, 1e12)
     for fast in (True, False):
-        monkeypatch.setattr(distributed, "has_fast_bf16", lambda fast=fast: fast)
+        monkeypatch.setattr(devices, "has_fast_bf16", lambda fast=fast: fast)
         assert choose_precision("auto", "cpu", 1e11) == ("bf16-mixed" if fast else "fp32")
         assert choose_precision("auto", "cpu", 1e6) == "fp32"
     assert choose_precision("auto", "mps", 1e12) == "fp32"
@@ -204,7 +207,7 @@ def test_the_slower_of_loader_and_model_is_the_bottleneck() -> None:
 @pytest.mark.parametrize("mode", ["fp32", "bf16-mixed"])
 def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
     config = replace(recipe("digits"), {"engine.precision": mode})
-    seen = Preview(config)
+    resolved = ResolvedRun(config)
     model = build("convit_nano", num_classes=10).train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -223,13 +226,13 @@ def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
         loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
     assert loss.requires_grad
     real = sum(size for size, _ in kept.values())
-    assert seen.activation_bytes == pytest.approx(real, rel=0.02)
+    assert resolved.activation_bytes == pytest.approx(real, rel=0.02)
 
 
 def test_gradient_checkpointing_keeps_fewer_activations() -> None:
     config = recipe("digits")
     less = replace(config, {"engine.grad_checkpointing": True})
-    assert Preview(less).activation_bytes < 0.5 * Preview(config).activation_bytes
+    assert ResolvedRun(less).activation_bytes < 0.5 * ResolvedRun(config).activation_bytes
 
 
 def test_a_dry_run_refuses_what_training_would_refuse(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from locality.errors import UserError
-from locality.training.preview import Preview
-from locality.training.recorder import Counts, Recorder
-from locality.training.runs import RunFolder
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import ResolvedRun
+from locality.training.run_folder import RunFolder
+from locality.training.state import TrainState
 
 from .conftest import tiny, train, train_interrupted
 
@@ -44,9 +45,9 @@ def test_weights_and_biases_keep_a_run_offline(
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
-    recorder = Recorder(run, Preview(tiny(engine__tracker="wandb")), Counts(), True)
+    recorder = Recorder(run, ResolvedRun(tiny(engine__tracker="wandb")), TrainState(), True)
     row = {"step": 5, "epoch": 1, "images": 80, "lr": 0.1, "train_loss": 1.5, "train_top1": None}
-    recorder.evaluated(row | {"top1": 30.25, "top5": 70.0, "val_loss": 2.5}, 9, 1.0)
+    recorder.log_evaluation(row | {"top1": 30.25, "top5": 70.0, "val_loss": 2.5}, 9, 1.0)
     recorder.close()
     (written,) = run.path.glob("wandb/offline-run-*/run-*.wandb")
     # Its service writes the file out a moment after it was told to.
@@ -62,4 +63,4 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install 'mlflow-skinny'"):
-        Preview(tiny(engine__tracker="mlflow"))
+        ResolvedRun(tiny(engine__tracker="mlflow"))

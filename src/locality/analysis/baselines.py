@@ -20,8 +20,8 @@ from locality.data import DataSplits, Preprocessing, eval_loader, open_data
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
-from locality.training.preview import meta_model
-from locality.training.runs import RunFolder
+from locality.training.model import meta_model
+from locality.training.run_folder import RunFolder
 
 MAX_SIDE = 32
 """Pixels of the longer side that images are resized to, where theirs is longer."""

@@ -33,7 +33,7 @@ from locality.errors import UserError, saying
 from locality.files import open_file, parse_json, write_atomic
 from locality.layers.grid import Grid
 from locality.training.config import RunConfig
-from locality.training.runs import RunFolder
+from locality.training.run_folder import RunFolder
 
 Array = npt.NDArray[Any]
 

@@ -2,7 +2,7 @@
 
 A run may be measured during training,
 
-    train(config, folder, observer=AttentionRecorder(every=5))
+    train(config, folder, callback=AttentionRecorder(every=5))
 
 which appends a line to `over_training.jsonl` for every measurement: an interrupted run loses none.
 A finished run may be measured before and after training (`record`). Snapshots of its weights
@@ -36,11 +36,14 @@ from locality.data import open_data
 from locality.errors import UserError
 from locality.files import parse_json, read_text, write_atomic
 from locality.models import ImageClassifier
-from locality.training.config import RunConfig, make_plan
-from locality.training.distributed import resolve_accelerator
-from locality.training.evaluation import Collector, evaluate_run
-from locality.training.preview import Preview, initial_model, load_run
-from locality.training.runs import RunFolder
+from locality.training.config import RunConfig
+from locality.training.devices import resolve_accelerator
+from locality.training.evaluation import evaluate_run
+from locality.training.model import initial_model, load_run
+from locality.training.plan import make_plan
+from locality.training.predictions import PredictionCollector
+from locality.training.resolved_run import ResolvedRun
+from locality.training.run_folder import RunFolder
 
 MEASURES = "measures.json"
 PICTURES = "attention.npz"
@@ -88,8 +91,8 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
 def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) -> None:
     splits = open_data(config.data, config.seed)
     if not run.predictions_file.exists():
-        collector = Collector(len(splits.val), torch.device("cpu"))
-        evaluate_run(run.path, splits=splits, seen=collector)
+        collector = PredictionCollector(len(splits.val), torch.device("cpu"))
+        evaluate_run(run.path, splits=splits, on_batch=collector)
         collector.write(run.predictions_file, splits.val, splits.classes)
     predictions = run.predictions()
     wrong = predictions.indices[predictions.mistakes(MAX_MISTAKES)]
@@ -112,7 +115,7 @@ def record_missing(folders: Iterable[Path]) -> None:
 
 @dataclass
 class AttentionRecorder:
-    """An observer for `locality.training.train` that measures attention (Figs. 5, 6, 10, 13, 14).
+    """A callback of `locality.training.train` that measures attention (Figs. 5, 6, 10, 13, 14).
 
     It measures before the first step, after the last, and every `every` epochs or steps between
     (the unit of the run's schedule). A measurement costs about one training step on as many images,
@@ -131,8 +134,10 @@ class AttentionRecorder:
         checks.number("measure_every", self.every, 0, above=True)
         checks.integer("measure_images", self.images, 1)
 
-    def observe(self, folder: Path, run: Preview, step: int, model: ImageClassifier) -> None:
-        """Measure the model and write the result down."""
+    def __call__(self, folder: Path, run: ResolvedRun, step: int, model: ImageClassifier) -> None:
+        """Measure the model where it is due and write the result down."""
+        if not run.plan.due_from_start(step, self.every):
+            return
         started = time.perf_counter()
         if folder not in self._seen:
             _drop_partial_line(folder)

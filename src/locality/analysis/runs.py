@@ -18,7 +18,7 @@ from locality.errors import UserError, saying
 from locality.files import read_json, read_rows, read_yaml
 from locality.models.variants import FAMILY_NAMES, family_of
 from locality.settings import flatten
-from locality.training.runs import MAY_CHANGE, RunFolder
+from locality.training.run_folder import MAY_CHANGE, RunFolder
 
 # Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
 IGNORED_SETTINGS = MAY_CHANGE | {

@@ -37,7 +37,7 @@ from locality.files import write_atomic
 from locality.machine import commit, processor
 from locality.models import ImageClassifier, StageConfig, ViTConfig, build
 from locality.models.factory import TimmModel
-from locality.training.preview import saved_activations
+from locality.training.resolved_run import saved_activations
 
 _TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "base")} | {
     f"deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")

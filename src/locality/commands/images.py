@@ -196,7 +196,7 @@ def evaluate(arguments: Sequence[str]) -> None:
         batch_size=options.batch_size,
         precision=options.precision,
         splits=splits,
-        seen=keep if options.predictions else None,
+        on_batch=keep if options.predictions else None,
     )
     if options.predictions:
         with open(options.predictions, "w", newline="", encoding="utf-8") as file:

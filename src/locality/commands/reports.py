@@ -107,7 +107,7 @@ def compare(arguments: Sequence[str]) -> int:
         names, missing = comparison.available(names or comparison.PRETRAINED)
         for sentence in missing:
             say(sentence)
-    asked = comparison.Comparison(data, tuple(names or comparison.SCRATCH), **chosen)
+    asked = comparison.ComparisonSpec(data, tuple(names or comparison.SCRATCH), **chosen)
     length = f"{asked.minutes:g}min" if asked.minutes else f"{asked.steps}steps"
     kind = "-pretrained" if asked.pretrained else ""
     folder = Path(options.output or f"runs/compare/{place_of(data)}{kind}-{length}")

@@ -17,10 +17,10 @@ from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
 from locality.settings import replace, typed
 from locality.training.config import RunConfig, read_config
-from locality.training.recipes import CUSTOM_DATASET_RECIPES, RECIPES, adjusted
+from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted
 
 if TYPE_CHECKING:
-    from locality.training.fitting import Fit
+    from locality.training.autofit import AutoFit
 
 ONLY_FOR_IMAGES = "is for a custom dataset: locality train FOLDER"
 
@@ -38,7 +38,7 @@ def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None,
     given: dict[str, Any] = {}
     if word is not None:
         named = word in RECIPES or not ("/" in word or Path(word).exists())
-        if not named or (word in CUSTOM_DATASET_RECIPES and Path(word).is_dir()):
+        if not named or (word in CUSTOM_DATA_RECIPES and Path(word).is_dir()):
             given = images_at(Path(word))
         recipes = [*recipes, word] if named else recipes or ["photos"]
     if len(set(recipes)) > 1:
@@ -68,7 +68,7 @@ def resolve(
     minutes: float | None = None,
     output: Path | str | None = None,
     quiet: bool = False,
-) -> tuple[RunConfig, Path, Fit | None]:
+) -> tuple[RunConfig, Path, AutoFit | None]:
     """A new run, its folder, and what was chosen for it where it is on a custom dataset.
 
     Of such images a run that has begun stays as it is: today the machine may be faster.
@@ -84,7 +84,7 @@ def resolve(
         UserError: for a setting that does not exist or fit, or images that cannot be used.
     """
     given = typed(RunConfig, given)
-    on_images = name in CUSTOM_DATASET_RECIPES and given.get("data.root") is not None
+    on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
         raise UserError(f"--minutes {ONLY_FOR_IMAGES}")
     length = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
@@ -105,14 +105,15 @@ def resolve(
         return replace(begun, given), folder, None
     if config.model.weights is None or "model.name" in given:
         check_names(config, folder)
-    from locality.training.fitting import fit, start_from
+    from locality.training.autofit import autofit
+    from locality.training.model import settings_from_weights
 
     if config.model.weights is not None and "model.name" not in given:
-        given = start_from(config.model.weights) | given
+        given = settings_from_weights(config.model.weights) | given
     if length:
         config = adjusted(name, given)
         return config, Path(output or default_folder(config)), None
-    chosen = fit(name, given, span)
+    chosen = autofit(name, given, span)
     return chosen.config, folder, chosen
 
 

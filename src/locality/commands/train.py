@@ -57,25 +57,25 @@ def train(arguments: Sequence[str]) -> None:
     if options.lr_find:
         _find_lr(config, folder)
         return
-    observer = None
+    callback = None
     if options.measure_every is not None:
         from locality.analysis.recording import AttentionRecorder
 
-        observer = AttentionRecorder(options.measure_every)
+        callback = AttentionRecorder(options.measure_every)
     if options.dry_run:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
         return
-    _train(config, folder, options.quiet, observer)
+    _train(config, folder, options.quiet, callback)
     if options.record:
         from locality.analysis.recording import record
 
         record(folder)
 
 
-def _train(config: RunConfig, folder: Path, quiet: bool, observer: Any = None) -> None:
+def _train(config: RunConfig, folder: Path, quiet: bool, callback: Any = None) -> None:
     """Train a run and record, and say, what pixels alone reach on its images."""
-    result = training.train(config, folder, quiet=quiet, observer=observer)
+    result = training.train(config, folder, quiet=quiet, callback=callback)
     if result:  # on rank 0
         from locality.analysis.baselines import advice, listed, read_baselines, record_baselines
 

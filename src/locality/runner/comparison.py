@@ -1,7 +1,7 @@
-"""The runs that say which model suits a custom dataset: alike in recipe, images and budget.
+"""A comparison of models on custom images, with the same recipe, images and budget.
 
-What is chosen for this machine is kept in the comparison's folder, so that the same command goes on
-with the same runs, by machines of any speed.
+The settings chosen for this machine are written to the comparison's folder, so that the same
+command resumes the same runs.
 """
 
 from __future__ import annotations
@@ -23,22 +23,17 @@ from locality.errors import UserError, one_line
 from locality.files import read_json, read_yaml, write_atomic
 from locality.machine import processors
 from locality.models.variants import PREFIX, variant
+from locality.runner.costs import Workload, arithmetic_threads, image_counts
 from locality.runner.executors import visible_gpus
-from locality.runner.runs import (
-    Run,
-    Workload,
-    arithmetic_threads,
-    content_folder,
-    image_counts,
-    threads_per_run,
-)
+from locality.runner.runs import Run, content_folder, threads_per_run
 from locality.training import RunConfig, train
-from locality.training.config import make_plan
-from locality.training.distributed import resolve_accelerator
-from locality.training.fitting import fit, shorter_side, start_from
-from locality.training.preview import build_model, span
+from locality.training.autofit import autofit, median_shorter_side
+from locality.training.devices import resolve_accelerator
+from locality.training.model import build_model, settings_from_weights
+from locality.training.plan import make_plan
 from locality.training.recipes import adjusted
-from locality.training.runs import RunFolder
+from locality.training.run_folder import RunFolder
+from locality.training.speed import format_duration
 
 SCRATCH = ("convit_mini", "deit_mini", "cvt_mini", "timm/resnet10t")
 """Models of about 5 million parameters, for images of 64 pixels."""
@@ -46,27 +41,27 @@ PRETRAINED = ("convit_tiny.fb_in1k", "deit_tiny.fb_in1k", "cvt_13.ms_in1k", "tim
 
 TASK = "locality.runner.comparison:train_and_tidy"
 _PLAN, _SPEED, _RUNS = "plan.yaml", "inference.json", "runs"
-# A run begins by building everything and ends by evaluating and saving; seconds, here.
+# Start-up, last evaluation and saving of a run.
 _RUN_SECONDS = 2.0
-# Runs that end sooner save at their end alone.
+# Shorter runs save only at their end.
 _SAVE_SECONDS = 60.0
 _ROUNDS = 15
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What is compared.
+class ComparisonSpec:
+    """The settings of a comparison.
 
     Attributes:
-        data: the settings of the images, by dotted name.
-        models: names; with `pretrained`, weights of any kind.
-        pretrained: fine-tune these weights, instead of training from scratch.
-        minutes: for all runs together, each model's for the same time; None where `steps` says.
-        steps: of every run.
+        data: settings of the images, by dotted name.
+        models: names of models; weights if `pretrained`.
+        pretrained: fine-tune weights instead of training from scratch.
+        minutes: for all runs together, in equal parts; None if `steps` is given.
+        steps: length of every run.
         seeds: runs of each model on each fraction.
-        folds: in the place of seeds: each run is evaluated on another of so many parts.
-        fractions: of the training images; a run on fewer is as long.
-        img_size: from scratch, for all; 64, or 32 for smaller images, unless given.
+        folds: cross-validation instead of seeds.
+        fractions: of the training images; all runs are equally long.
+        img_size: for training from scratch; 64, or 32 for smaller images, unless given.
     """
 
     data: dict[str, Any]
@@ -98,79 +93,81 @@ class Comparison:
 
 
 def plan(
-    asked: Comparison, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
+    spec: ComparisonSpec, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
 ) -> dict[str, RunConfig]:
-    """The configuration of each model, as it was chosen when the comparison began, or now.
+    """The configuration of each model, chosen when the comparison starts.
 
     Args:
-        asked: what to compare.
-        folder: of the comparison.
-        jobs, threads: runs at a time, and processor threads of each.
-        keep: write what is chosen now.
+        spec: the comparison.
+        folder: its folder.
+        jobs, threads: runs at a time, and CPU threads of each.
+        keep: write the configurations to the folder.
 
     Raises:
         UserError: if the folder is another comparison's, the budget too small for so many runs, or
-            as `fit`.
+            as `autofit`.
     """
     path = folder / _PLAN
     if path.exists():
         there = read_yaml(path)
         checks.shaped(str(path), there, {"asked": dict, "configurations": dict})
-        before = settings.from_dict(Comparison, there["asked"])
+        before = settings.from_dict(ComparisonSpec, there["asked"])
         if changed := [
             f"{name}: {old} there, {new} now"
-            for name, old, new in settings.differences(before, asked)
+            for name, old, new in settings.differences(before, spec)
         ]:
             raise UserError(
                 f"{folder} holds another comparison ({'; '.join(changed)}); give another --output"
             )
         found = there["configurations"].items()
         return {model: settings.from_dict(RunConfig, values) for model, values in found}
-    chosen = _chosen(asked, jobs, threads or threads_per_run(jobs))
+    chosen = _choose_configs(spec, jobs, threads or threads_per_run(jobs))
     if keep:
         folder.mkdir(parents=True, exist_ok=True)
         found = {model: settings.to_dict(config) for model, config in chosen.items()}
-        values = {"asked": settings.to_dict(asked), "configurations": found}
+        values = {"asked": settings.to_dict(spec), "configurations": found}
         write_atomic(path, settings.yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return chosen
 
 
-def _chosen(asked: Comparison, jobs: int, threads: int) -> dict[str, RunConfig]:
-    recipe = "finetune" if asked.pretrained else "photos"
-    given = asked.data | {"engine.tensorboard": False}
-    given |= {"data.fold": (0, asked.folds)} if asked.folds else {}
-    given |= {"data.workers": 0} if jobs > 1 else {}  # all processors are busy training
-    smallest = adjusted(recipe, given | {"data.fraction": min(asked.fractions)}).data
-    splits = open_data(smallest, seed=0)  # which says if so few images leave a class empty
-    if asked.pretrained:
-        starts = {weights: start_from(weights) for weights in asked.models}
+def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, RunConfig]:
+    recipe = "finetune" if spec.pretrained else "photos"
+    given = spec.data | {"engine.tensorboard": False}
+    given |= {"data.fold": (0, spec.folds)} if spec.folds else {}
+    given |= {"data.workers": 0} if jobs > 1 else {}  # all cores are busy training
+    smallest = adjusted(recipe, given | {"data.fraction": min(spec.fractions)}).data
+    splits = open_data(smallest, seed=0)  # fails if a class is empty
+    if spec.pretrained:
+        starts = {weights: settings_from_weights(weights) for weights in spec.models}
     else:
-        size = asked.img_size or (64 if shorter_side(splits.train) >= 64 else 32)
-        starts = {model: _at(model, size) for model in asked.models}
-    if asked.steps is not None:
-        length = {"schedule.steps": asked.steps}
+        size = spec.img_size or (64 if median_shorter_side(splits.train) >= 64 else 32)
+        starts = {model: _at_size(model, size) for model in spec.models}
+    if spec.steps is not None:
+        length = {"schedule.steps": spec.steps}
         return {model: adjusted(recipe, given | start | length) for model, start in starts.items()}
-    assert asked.minutes is not None
-    lanes = min(jobs, asked.count, len(visible_gpus()) or processors())
-    minutes = asked.minutes * lanes / asked.count - _RUN_SECONDS / 60
+    assert spec.minutes is not None
+    lanes = min(jobs, spec.count, len(visible_gpus()) or processors())
+    minutes = spec.minutes * lanes / spec.count - _RUN_SECONDS / 60
     if minutes <= 0:
         raise UserError(
-            f"{asked.minutes:g} minutes for {asked.count} runs are less than it takes to begin "
+            f"{spec.minutes:g} minutes for {spec.count} runs are less than it takes to begin "
             f"them; give more --minutes, or fewer --seeds, --folds or --fractions"
         )
     with arithmetic_threads(threads):
-        return {model: _fitted(recipe, given | start, minutes) for model, start in starts.items()}
+        return {
+            model: _fit_to_time(recipe, given | start, minutes) for model, start in starts.items()
+        }
 
 
-def _fitted(recipe: str, given: Mapping[str, Any], minutes: float) -> RunConfig:
-    found = fit(recipe, given, minutes)
+def _fit_to_time(recipe: str, given: Mapping[str, Any], minutes: float) -> RunConfig:
+    found = autofit(recipe, given, minutes)
     schedule = found.config.schedule
     every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / found.seconds))
     return settings.replace(found.config, {"schedule.save_every": every})
 
 
-def _at(model: str, size: int) -> dict[str, Any]:
-    """The settings of a model for square images: patches in a grid of 8×8, of 16 pixels at most."""
+def _at_size(model: str, size: int) -> dict[str, Any]:
+    """The settings of a model for square images: 8×8 patches of at most 16 pixels."""
     chosen: dict[str, Any] = {"model.name": model, "model.img_size": size}
     if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
         chosen["model.patch_size"] = max(1, min(16, size // 8))
@@ -178,63 +175,67 @@ def _at(model: str, size: int) -> dict[str, Any]:
 
 
 def available(weights: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those weights that are here or can be had, and for each of the others why not."""
+    """The weights that can be opened, and for each of the others why not."""
     found, missing = [], []
     for name in weights:
         try:
-            start_from(name)
+            settings_from_weights(name)
             found.append(name)
         except (UserError, OSError) as error:
             missing.append(f"{name} is left out: {one_line(error)}")
     return found, missing
 
 
-def comparison_runs(asked: Comparison, configs: Mapping[str, RunConfig], folder: Path) -> list[Run]:
-    """All runs: first one of each model on all images, so that there is something to see early."""
+def comparison_runs(
+    spec: ComparisonSpec, configs: Mapping[str, RunConfig], folder: Path
+) -> list[Run]:
+    """All runs, first one of each model on all images, for an early report."""
     runs = []
-    word = "fold" if asked.folds else "seed"
-    for number in range(asked.repeats):
-        for fraction in sorted(asked.fractions, reverse=True):
+    word = "fold" if spec.folds else "seed"
+    for number in range(spec.repeats):
+        for fraction in sorted(spec.fractions, reverse=True):
             for model, base in configs.items():
                 changes: dict[str, Any] = {"seed": number, "data.fraction": fraction}
-                if asked.folds:
-                    changes["data.fold"] = (number, asked.folds)
+                if spec.folds:
+                    changes["data.fold"] = (number, spec.folds)
                 config = settings.replace(base, changes)
                 name = f"{model} {100 * fraction:g}% {word} {number}"
-                # Content tells weights by the name of their file alone.
+                # The digest identifies weights by their file name only.
                 own = folder / _RUNS / model.replace("/", "-")
                 runs.append(Run(name, config, content_folder(own, config, TASK), task=TASK))
     return runs
 
 
-def summary(asked: Comparison, runs: Sequence[Run], jobs: int, threads: int | None = None) -> str:
-    """How long each model trains, and how many runs that makes in how much time."""
+def summary(
+    spec: ComparisonSpec, runs: Sequence[Run], jobs: int, threads: int | None = None
+) -> str:
+    """How long each model trains, and how long all runs take."""
     lines = []
-    for run in runs[: len(asked.models)]:  # one of each model, on all images
+    for run in runs[: len(spec.models)]:  # one of each model, on all images
         images = image_counts(run.config)[0]
         plan = make_plan(run.config, images)
         lines.append(
             f"{run.config.model.name}: {plan.steps:,} steps of {plan.batch_size} images, each of "
             f"{images:,} {plan.images / images:.3g} times"
         )
-    if asked.minutes is None:
+    if spec.minutes is None:
         return "\n".join([*lines, str(Workload(runs, jobs, threads))])
     waiting = sum(not run.is_finished() for run in runs)
-    left = span(60 * asked.minutes * waiting / len(runs))
+    left = format_duration(60 * spec.minutes * waiting / len(runs))
     return "\n".join([*lines, f"{len(runs)} runs, {waiting} to do: about {left}, {jobs} at a time"])
 
 
 def train_and_tidy(config: RunConfig, folder: Path) -> None:
-    """Train, and keep the weights of a run on all images alone: there are many runs."""
+    """Train, and delete the weights of runs on a fraction of the images."""
     train(config, folder)
     for name in (PREVIOUS, *([LAST, BEST] if config.data.fraction < 1 else ())):
         (RunFolder(folder).checkpoints.path / name).unlink(missing_ok=True)
 
 
 def measure_inference(runs: Sequence[Run], folder: Path) -> dict[str, float]:
-    """Milliseconds per image of each model by name, one image at a time, all in turn.
+    """Milliseconds per image of each model at batch size 1, interleaved.
 
-    Measured once, on networks as they were before training, and kept.
+    Measured once, on untrained models, and written to the folder.
     """
     path = folder / _SPEED
     wanted = {run.config.model.name: run for run in runs}

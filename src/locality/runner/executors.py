@@ -1,7 +1,7 @@
-"""Many runs carried out, watched and resumed: by processes here, submitit or Ray.
+"""Executors of runs: local processes, submitit or Ray.
 
-The contract between them and everybody else is the run folder. An executor is given runs, sees to
-it that each is performed once, and says of each whether it failed; results are read from folders.
+An executor executes each run once and reports whether it failed. Results are read from the run
+folders.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ import torch
 
 from locality import checks
 from locality.errors import Interrupted, ProcessKilled, UserError, entry, one_line, require
-from locality.runner.runs import Outcome, Run, RunsProgress, threads_per_run, with_needs
+from locality.runner.progress import RunsProgress
+from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig
-from locality.training.distributed import launched_from_outside
+from locality.training.devices import launched_externally
 
 _POLL_SECONDS = 0.2
 _PARENT_POLL_SECONDS = 1.0
 
 
-def perform(run: Run) -> str | None:
-    """Carry out a run here; what it prints goes to a file beside its folder.
+def execute(run: Run) -> str | None:
+    """Execute a run in this process; its output goes to a file beside its folder.
 
     Returns:
-        None if the folder now holds a result, else one sentence saying why not.
+        None if the folder now holds a result, else why not.
     """
     log = log_file(run.folder)
     try:
@@ -48,7 +49,7 @@ def perform(run: Run) -> str | None:
             contextlib.redirect_stdout(file),
             contextlib.redirect_stderr(file),
         ):
-            run.load_task()(_on_one_device(run.config), run.folder)
+            run.load_task()(_with_one_device(run.config), run.folder)
     except (UserError, FileNotFoundError, PermissionError, Interrupted, ProcessKilled) as error:
         return one_line(error)
     except (KeyboardInterrupt, SystemExit):
@@ -60,37 +61,37 @@ def perform(run: Run) -> str | None:
     return None if run.is_finished() else f"it ended without a result.json (output in {log})"
 
 
-def perform_in(place: str, threads: int, run: Run) -> str | None:
-    """`perform`, wherever a backend has put this process.
+def execute_in(place: str, threads: int, run: Run) -> str | None:
+    """`execute` in a process that a backend started.
 
     Args:
-        place: the folder that the run's relative paths start from.
-        threads: of the arithmetic.
-        run: what to do.
+        place: the folder that relative paths of the run start from.
+        threads: CPU threads.
+        run: the run.
     """
     os.chdir(place)
     torch.set_num_threads(threads)
-    return perform(run)
+    return execute(run)
 
 
-def _on_one_device(config: RunConfig) -> RunConfig:
-    """One device where the settings say all: runs go on side by side, each with its own.
+def _with_one_device(config: RunConfig) -> RunConfig:
+    """One device where the settings say all, since runs execute in parallel.
 
-    Starting further processes would mean to start this program again, which is no training
-    command. Under srun, with several tasks, a run has as many devices as tasks.
+    Several devices would repeat the command line, which is no training command here. Under srun a
+    run has as many devices as tasks.
     """
-    if config.engine.devices or launched_from_outside():
+    if config.engine.devices or launched_externally():
         return config
     return dataclasses.replace(config, engine=config.engine.on_one_device())
 
 
 def log_file(folder: Path) -> Path:
-    """Where the output of a run goes: beside its folder, which is training's own."""
+    """The file for the output of a run, beside its folder."""
     return folder.with_name(folder.name + ".log")
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
@@ -98,20 +99,19 @@ def visible_gpus() -> list[str]:
 
 
 class Executor:
-    """Carries out runs that do not depend on each other, some of them at a time.
+    """Executes independent runs, several at a time.
 
-    A backend says how runs become jobs (`submit`), how one has ended (`error`) and, where jobs have
-    no `done()`, whether (`is_done`), and what stops those going on (`cancel`).
+    A backend implements `submit` (runs → jobs), `error` (of a job that is done), `cancel` and, for
+    jobs without `done()`, `is_done`.
 
     Args:
         jobs: runs at a time.
-        threads: processor threads per run; the machine's divided by `jobs` unless given. Sums are
-            rounded in another order with another number of threads, so repeat a run with the
-            same one to repeat it to the last bit.
+        threads: CPU threads per run; the machine's divided by `jobs` unless given. Another number
+            of threads changes the rounding of sums.
     """
 
     def __init__(self, jobs: int, threads: int | None = None) -> None:
-        self.window = jobs
+        self.max_jobs = jobs
         self.threads = threads or threads_per_run(jobs)
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
@@ -127,37 +127,36 @@ class Executor:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing is going on any more."""
+        """Release resources when all jobs are done."""
 
     def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
-        """Carry out all runs, yielding each outcome as it is known, in any order.
+        """Execute all runs and yield the outcome of each as it ends, in any order.
 
-        A run that fails is an outcome like the others. Closing the iterator stops what is
-        going on; a stopped run has saved and can be resumed.
+        Closing the iterator stops the others, which save and can be resumed.
         """
         waiting = list(runs)
-        going: list[tuple[Run, Any]] = []
+        running: list[tuple[Run, Any]] = []
         try:
-            while waiting or going:
-                free = self.window - len(going)
+            while waiting or running:
+                free = self.max_jobs - len(running)
                 batch, waiting = waiting[:free], waiting[free:]
                 if batch:
-                    going += zip(batch, self.submit(batch), strict=True)
-                ended = [pair for pair in going if self.is_done(pair[1])]
+                    running += zip(batch, self.submit(batch), strict=True)
+                ended = [pair for pair in running if self.is_done(pair[1])]
                 for run, job in ended:
-                    going.remove((run, job))
+                    running.remove((run, job))
                     yield Outcome(run, self.error(job))
                 if not ended:
                     time.sleep(_POLL_SECONDS)
         finally:
             try:
-                self.cancel([job for _, job in going])
+                self.cancel([job for _, job in running])
             finally:
                 self.close()
 
 
 class LocalExecutor(Executor):
-    """Processes on this machine; each sees one GPU, in turn, if there are any."""
+    """Processes on this machine, each with one GPU if there are any."""
 
     def __init__(self, jobs: int = 2, threads: int | None = None) -> None:
         super().__init__(jobs, threads)
@@ -168,7 +167,7 @@ class LocalExecutor(Executor):
     def submit(self, runs: Sequence[Run]) -> Sequence[WorkerProcess]:
         workers = [self._idle.pop() for _ in runs]
         for worker, run in zip(workers, runs, strict=True):
-            worker.begin(run)
+            worker.start(run)
         return workers
 
     def error(self, job: WorkerProcess) -> str | None:
@@ -179,7 +178,7 @@ class LocalExecutor(Executor):
         for worker in jobs:
             worker.stop()
         for worker in jobs:
-            self.error(worker)  # comes when the run has saved
+            self.error(worker)  # waits until the run has saved
 
     def close(self) -> None:
         for worker in self._workers:
@@ -187,13 +186,13 @@ class LocalExecutor(Executor):
 
 
 class WorkerProcess:
-    """A process that carries out one run after the other, without importing everything anew.
+    """A process that executes one run after the other.
 
-    It starts with its first run, and anew with the next one if it has died.
+    It starts with its first run, and again with the next one if it has died.
 
     Args:
-        threads: processor threads of its arithmetic.
-        gpu: the one GPU it sees, as CUDA_VISIBLE_DEVICES names it; None leaves that alone.
+        threads: CPU threads.
+        gpu: its GPU, as CUDA_VISIBLE_DEVICES names it; None leaves that variable alone.
     """
 
     def __init__(self, threads: int, gpu: str | None = None) -> None:
@@ -201,25 +200,25 @@ class WorkerProcess:
         self._process: Any = None
         self._connection: Any = None
 
-    def begin(self, run: Run) -> None:
-        """Start with a run."""
+    def start(self, run: Run) -> None:
+        """Start a run."""
         if self._process is None or not self._process.is_alive():
             # A forked child would inherit locks held by this process's threads.
             context = multiprocessing.get_context("spawn")
             self._connection, child = context.Pipe()
-            # Not daemonic: training may start loading processes of its own.
+            # Not daemonic: training may start loading processes.
             arguments = (child, *self._settings, os.getpid())
-            self._process = context.Process(target=_serve, args=arguments)
+            self._process = context.Process(target=_work, args=arguments)
             self._process.start()
             child.close()
         self._connection.send(run)
 
     def done(self) -> bool:
-        """Whether the run has, or the process."""
+        """Whether the run or the process has ended."""
         return self._connection.poll()
 
     def error(self) -> str | None:
-        """What `perform` said of the run; a process that died is a failed run."""
+        """The error of the run, or of a process that died."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):
@@ -230,44 +229,44 @@ class WorkerProcess:
             return f"its process ended unexpectedly (exit code {code})"
 
     def stop(self) -> None:
-        """Ask the run to save and end: it finishes the step it is in."""
+        """Ask the run to save and end after its step."""
         self._process.terminate()
 
     def close(self) -> None:
-        """Send the process home and wait for it."""
+        """End the process and wait for it."""
         if self._process is not None:
             self._connection.close()
             self._process.join()
 
 
-def _serve(connection: Connection, threads: int, gpu: str | None, parent: int) -> None:
+def _work(connection: Connection, threads: int, gpu: str | None, parent: int) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is first used
     torch.set_num_threads(threads)
-    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
-    # Ctrl-C reaches every process of a terminal. Between runs it is the parent's business; during
-    # a run, training listens itself.
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    # Ctrl-C reaches every process of a terminal. Between runs the parent handles it, during a run
+    # training does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Where the parent is gone, there is nobody to serve, nor to tell.
+    # The connection breaks when the parent is gone.
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            connection.send(perform(connection.recv()))
+            connection.send(execute(connection.recv()))
 
 
-def _follow(parent: int) -> None:
-    """End with the parent, however it ended: as if asked to, so that a run saves first."""
+def _exit_with_parent(parent: int) -> None:
+    """Send SIGTERM to this process when the parent has ended, so that a run saves first."""
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class SubmititExecutor(Executor):
-    """Jobs of a cluster (SLURM), or processes here where there is none, through submitit.
+    """SLURM jobs through submitit, or local processes where there is no SLURM.
 
     Args:
         jobs: jobs at a time; on a cluster the limit of the job array.
         threads: processor cores per job.
-        logs: folder for submitit's own files; it has to be on a disk that all machines share.
+        logs: folder for submitit's files, on a disk that all machines share.
         parameters: further ones of submitit's, such as `slurm_partition`, `gpus_per_node`,
             `timeout_min`.
     """
@@ -281,7 +280,7 @@ class SubmititExecutor(Executor):
 
         self._executor = submitit.AutoExecutor(folder=logs)
         if self._executor.cluster == "slurm":
-            self.window = 10**9  # it queues; submitit's local executor starts all it is given
+            self.max_jobs = 10**9  # SLURM queues; submitit's local executor starts all jobs at once
         defaults: dict[str, Any] = {
             "name": "locality",
             "cpus_per_task": self.threads,
@@ -289,15 +288,15 @@ class SubmititExecutor(Executor):
             "slurm_array_parallelism": jobs,
         }
         self._executor.update_parameters(**defaults | (parameters or {}))
-        self._perform = functools.partial(perform_in, os.getcwd(), self.threads)
+        self._execute = functools.partial(execute_in, os.getcwd(), self.threads)
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        return self._executor.map_array(self._perform, runs)
+        return self._executor.map_array(self._execute, runs)
 
     def error(self, job: Any) -> str | None:
         problem = job.exception()
         if problem is None:
-            return job.results()[0]  # of several tasks the first one speaks
+            return job.results()[0]  # of the first task
         lines = str(problem).strip().splitlines()
         return f"job {job.job_id} failed: {lines[-1] if lines else type(problem).__name__}"
 
@@ -307,7 +306,7 @@ class SubmititExecutor(Executor):
 
 
 class RayExecutor(Executor):
-    """Tasks of a Ray cluster; one is started here unless `RAY_ADDRESS` names another.
+    """Tasks of a Ray cluster, which is started here unless `RAY_ADDRESS` is set.
 
     Args:
         jobs: runs at a time.
@@ -327,10 +326,10 @@ class RayExecutor(Executor):
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
         if not self._ray.is_initialized():
             self._started_here = True
-            here = None if os.environ.get("RAY_ADDRESS") else self.window * self.threads
+            here = None if os.environ.get("RAY_ADDRESS") else self.max_jobs * self.threads
             self._ray.init(num_cpus=here, include_dashboard=False, log_to_driver=False)
-        # A failed run is to be looked at, not tried again in silence.
-        task = self._ray.remote(max_retries=0, **self._resources)(perform_in)
+        # Ray would silently retry a failed run.
+        task = self._ray.remote(max_retries=0, **self._resources)(execute_in)
         return [task.remote(os.getcwd(), self.threads, run) for run in runs]
 
     def is_done(self, job: Any) -> bool:
@@ -352,7 +351,7 @@ class RayExecutor(Executor):
             self._started_here = False
 
 
-def make_executor(
+def create_executor(
     name: str, jobs: int, threads: int | None = None, logs: Path | None = None
 ) -> Executor:
     """The executor of this name.
@@ -380,17 +379,17 @@ def run_all(
     quiet: bool = False,
     ended: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Carry out runs and everything they need; finished ones are left alone, others resume.
+    """Execute runs and all they need; finished ones are skipped, others resume.
 
-    A run that fails is an outcome with an error; the others go on.
+    If a run fails, the others go on.
 
     Args:
         runs: in any order; the same folder may come up more than once.
-        jobs: how many go on side by side.
+        jobs: runs at a time.
         executor: "local", "submitit", "ray", or an object with their `map`.
         threads: processor threads per run; the machine's divided by `jobs` unless given.
-        quiet: show no progress.
-        ended: called with the outcome of each run that was not finished, while the others go on.
+        quiet: print no progress.
+        ended: called with the outcome of each run that was executed, while the others go on.
 
     Returns:
         one outcome per run given, in their order.
@@ -399,13 +398,13 @@ def run_all(
     everything = with_needs(runs)
     if isinstance(executor, str):
         logs = runs[0].folder.parent / "submitit" if runs else None
-        executor = make_executor(executor, jobs, threads, logs)
+        executor = create_executor(executor, jobs, threads, logs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
-    with RunsProgress(waiting, quiet or not waiting) as progress:
+    with RunsProgress(len(waiting), quiet) as progress:
         while waiting:
             later = {run.folder for run in waiting}
-            # What needs nothing that is still to be done goes on side by side.
+            # Runs whose needs are finished execute in parallel.
             wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
             waiting = [run for run in waiting if run not in wave]
             lacking = {run.folder: _failed(run, outcomes) for run in wave}
@@ -419,7 +418,7 @@ def run_all(
 
 
 def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
-    """Which of the runs that this one needs failed, and why."""
+    """Which needed run failed, and why."""
     for needed in run.needs:
         error = outcomes[needed.folder].error
         if error is not None:

@@ -43,19 +43,20 @@ from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import atomic_file, read_json, read_rows, write_atomic
 from locality.models import ImageClassifier, build, variant
-from locality.runner.runs import image_counts
+from locality.runner.costs import image_counts
 from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 from locality.settings import replace
 from locality.templates import render
 from locality.training import RunFolder, train
-from locality.training.config import make_plan
-from locality.training.distributed import create_fabric
+from locality.training.csv_table import CsvTable
+from locality.training.devices import create_fabric
 from locality.training.evaluation import evaluate
-from locality.training.preview import meta_model, span
-from locality.training.recorder import CsvTable
-from locality.training.runs import MAY_CHANGE
+from locality.training.model import meta_model
+from locality.training.plan import make_plan
+from locality.training.run_folder import MAY_CHANGE
+from locality.training.speed import format_duration
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
 _DROPPED, _PRUNING = 0.25, 64
@@ -130,7 +131,7 @@ class Search:
     def _prepare_folder(self) -> None:
         """Lock the folder, write the configuration, and measure latencies if there are none."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.place.lock.claim()
+        self.place.lock.acquire()
         file = self.path / SEARCH_FILE
         if file.exists():
             found = settings.differences(read_search(self.path), self.config)
@@ -142,7 +143,7 @@ class Search:
                 )
         write_atomic(file, settings.to_yaml(self.config))
         run = self.config.run
-        self.place.note_start(run, 0, str(self.device), run.engine.precision)
+        self.place.record_start(run, 0, str(self.device), run.engine.precision)
         if not (self.path / _LATENCY).exists():
             measured = supernet.measure_latency(self.space, self.device)
             write_atomic(self.path / _LATENCY, json.dumps(measured))
@@ -362,8 +363,8 @@ def dry_run(config: SearchConfig) -> str:
         },
         "evaluations": f"{asked:,} candidates, each on {held_out:,} held-out training images",
         "arithmetic": f"{2 * macs:.3g} operations",
-        "time": f"about {span(macs / _rate(config, space, step))} with one process here, or "
-        f"{2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
+        "time": f"about {format_duration(macs / _rate(config, space, step))} with one process "
+        f"here, or {2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
     }
     return "\n".join(f"{name:<14}  {value}" for name, value in rows.items())
 

@@ -1,7 +1,7 @@
-"""A training run from beginning to end: check, lock, start the processes, train, write the result.
+"""`train`: a run from its checks to its result, in all processes.
 
-`train` is the whole of it. Lightning Fabric finds the devices, starts the processes and makes the
-model data parallel; the loop is ours (`locality.training.loop`).
+Lightning Fabric finds the devices, starts the processes and makes the model data parallel;
+`locality.training.loop` has the training loop.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.training.config import RunConfig
-from locality.training.distributed import Interruption, create_fabric, forwarded_to_children
-from locality.training.loop import Components, Loop
+from locality.training.devices import create_fabric
+from locality.training.loop import Loop
+from locality.training.model import build_model, initialize_model
 from locality.training.objective import Objective
-from locality.training.peers import Peers, end_processes
-from locality.training.preview import Preview, build_model, check_memory, starting_model
-from locality.training.recorder import Counts, Observer, Recorder, restore_metrics
-from locality.training.runs import RunFolder
+from locality.training.peers import Peers, end_children
+from locality.training.recorder import Callback, Recorder, restore_metrics
+from locality.training.resolved_run import ResolvedRun
+from locality.training.run_folder import RunFolder
+from locality.training.signals import SignalHandler, forward_signals
+from locality.training.state import Components, TrainState
 
 T = TypeVar("T")
 
@@ -42,7 +45,7 @@ def train(
     folder: Path | str,
     *,
     quiet: bool = False,
-    observer: Observer | None = None,
+    callback: Callback | None = None,
     splits: DataSplits | None = None,
     objective: Callable[..., Objective] = Objective,
 ) -> dict[str, Any]:
@@ -52,9 +55,9 @@ def train(
 
     Args:
         config: the whole run.
-        folder: its folder; see `locality.training.runs` for what is in it.
+        folder: its folder; see `locality.training.run_folder` for what is in it.
         quiet: print nothing.
-        observer: is shown the model now and then; changes no number of the run.
+        callback: called after every step on rank 0; it must change no number of the run.
         splits: the images, if they are not those that `config.data` names.
         objective: makes the loss, with the arguments of `Objective`.
 
@@ -64,18 +67,19 @@ def train(
     Raises:
         UserError: if the run cannot work as configured, or the folder is another run's.
         Interrupted: if a signal stopped it; the checkpoint is written and the same call resumes.
-        ProcessKilled: if another process of it was killed, as for want of memory; so does it.
+        ProcessKilled: if another process of the run was killed, as for want of memory; the same
+            call resumes.
         NonFiniteLoss: if the loss is not finite and no update may be skipped for it.
         DamagedCheckpoint: if there are checkpoints and none is whole.
         CheckpointNotSaved: if the disk is full.
     """
     fabric, run = create_fabric(config.engine), RunFolder(folder)
     peers = Peers(fabric)
-    within = config.engine.strategy in ("ddp_spawn", "ddp_fork")
-    work = partial(_run, config, run, quiet, observer, splits, objective)
+    spawned = config.engine.strategy in ("ddp_spawn", "ddp_fork")
+    work = partial(_train, config, run, quiet, callback, splits, objective)
     try:
-        with forwarded_to_children() if within else peers.watched():
-            outcome = fabric.launch(partial(_train_here, work, run, peers))
+        with forward_signals() if spawned else peers.watch():
+            outcome = fabric.launch(partial(_train_on_rank, work, run, peers))
     except ProcessExitedException as error:
         if error.exit_code >= 0:
             raise
@@ -83,180 +87,171 @@ def train(
             f"rank {error.error_index} of the run", -error.exit_code, resumes=True
         ) from error
     except RuntimeError as error:
-        # Of the processes' first meeting, before the run.
-        if not (lost := peers.explained(error)):
+        # While the processes connect, before the run.
+        if not (lost := peers.explain(error)):
             raise
         outcome = lost
     if isinstance(outcome, dict):
         return outcome
-    raise peers.leave(outcome) if fabric.global_rank > 0 else outcome
+    raise peers.exit_error(outcome) if fabric.global_rank > 0 else outcome
 
 
-def _train_here(
-    work: Callable[[Fabric], dict[str, Any]], run: RunFolder, peers: Peers, fabric: Fabric
+def _train_on_rank(
+    work: Callable[[Fabric], dict[str, Any] | Exception],
+    folder: RunFolder,
+    peers: Peers,
+    fabric: Fabric,
 ) -> dict[str, Any] | Exception:
-    """One process's part: what is in result.json, or what every process is to raise."""
-    atexit.register(end_processes)
+    """Train in one process: the content of result.json, or the error that every rank raises."""
+    atexit.register(end_children)
     try:
         with translate_killed_worker():
             return work(fabric)
     except BaseException as error:
-        # Its traceback holds the model, which holds the process group.
-        _forget_locals(error)
-        if isinstance(error, _OnEveryRank):
-            return error.args[0]
+        # The traceback holds the model, which holds the process group.
+        _clear_frames(error)
         if isinstance(error, ProcessKilled):
             return ProcessKilled(error.what, error.signum, resumes=True)
         if isinstance(error, (Interrupted, NonFiniteLoss, DamagedCheckpoint)):
             return error
-        if lost := peers.explained(error):
+        if lost := peers.explain(error):
             return lost
         raise
     finally:
-        run.lock.release()
+        folder.lock.release()
 
 
-def _forget_locals(error: BaseException | None) -> None:
-    """Let go of the variables that the traceback of an error, and of those before it, hold."""
+def _clear_frames(error: BaseException | None) -> None:
+    """Release the local variables that the tracebacks of an error and its causes hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def _run(
+def _train(
     config: RunConfig,
-    run: RunFolder,
+    folder: RunFolder,
     quiet: bool,
-    observer: Observer | None,
+    callback: Callback | None,
     splits: DataSplits | None,
     objective: Callable[..., Objective],
     fabric: Fabric,
-) -> dict[str, Any]:
-    told, own = _by_first(fabric, partial(_begin, config, run, splits))
-    if isinstance(told, dict):
+) -> dict[str, Any] | Exception:
+    shared, opened = _on_rank0(fabric, partial(_open_on_rank0, config, folder, splits))
+    if isinstance(shared, Exception):
+        return shared
+    if isinstance(shared, dict):
         if fabric.is_global_zero and not quiet:
-            print(f"run {run.path} is finished: top-1 {told['top1']:.2f}%")
-        return told
-    checkpoint, fingerprint, notes = told
-    seen, state = own or _follow(config, run, checkpoint, splits)
-    classes = len(seen.splits.classes)
-    with Interruption().listening() as interruption:
-        # A resumed run takes its weights from the checkpoint, wherever they once came from.
-        if state is None:
-            model, changes = starting_model(config, classes)
+            print(f"run {folder.path} is finished: top-1 {shared['top1']:.2f}%")
+        return shared
+    name, fingerprint, notes = shared
+    run, checkpoint = opened or _open_on_others(config, folder, name, splits)
+    classes = len(run.splits.classes)
+    with SignalHandler().installed() as signals:
+        # A resumed run takes its weights from the checkpoint, whatever it started from.
+        if checkpoint is None:
+            model, changes = initialize_model(config, classes)
             notes += changes
         else:
             model = build_model(config, classes)
-        parts = Components(fabric, seen, model, objective)
-        at = Counts() if state is None else parts.load(state)
-        folder = run if fabric.is_global_zero else None
-        with contextlib.closing(Recorder(folder, seen, at, quiet, observer)) as recorder:
-            loop = Loop(fabric, seen, parts, recorder, interruption, at, fingerprint)
+        parts = Components(fabric, run, model, objective)
+        state = TrainState() if checkpoint is None else parts.load(checkpoint)
+        written = folder if fabric.is_global_zero else None
+        with contextlib.closing(Recorder(written, run, state, quiet, callback)) as recorder:
+            loop = Loop(fabric, run, parts, recorder, signals, state, fingerprint)
             if fabric.is_global_zero:
-                run.note_start(config, at.step, str(fabric.device), seen.precision)
-                resumed = [f"resumed after step {at.step:,}"] if at.step else []
-                said = [f"run {run.path}, seed {config.seed}", *str(seen).splitlines()]
-                said += [f"note    {note}" for note in (*resumed, *notes)]
-                recorder.say("\n  ".join(said))
-            return fabric.broadcast(recorder.finished(loop.run()))
+                folder.record_start(config, state.step, str(fabric.device), run.precision)
+                resumed = [f"resumed after step {state.step:,}"] if state.step else []
+                lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
+                lines += [f"note    {note}" for note in (*resumed, *notes)]
+                recorder.log("\n  ".join(lines))
+            return fabric.broadcast(recorder.finish(loop.run()))
 
 
-class _OnEveryRank(Exception):
-    """Carries what every rank raises alike."""
+def _on_rank0(fabric: Fabric, work: Callable[[], tuple[Any, T | None]]) -> tuple[Any, T | None]:
+    """What `work` returns on rank 0: the first of two on every rank, the second on rank 0 alone.
 
-
-def _by_first(fabric: Fabric, work: Callable[[], tuple[Any, T | None]]) -> tuple[Any, T | None]:
-    """What `work` returns on rank 0: the first of two on every rank, the second on that alone.
-
-    What it raises for the user is raised on every rank.
+    A user's error takes the place of the first.
     """
-    told, own = None, None
+    shared, opened = None, None
     if fabric.is_global_zero:
         try:
-            told, own = work()
+            shared, opened = work()
         except (UserError, OSError, DamagedCheckpoint) as error:
-            told = error
-    told = fabric.broadcast(told)
-    if isinstance(told, Exception):
-        raise _OnEveryRank(told) from told
-    return told, own
+            shared = error
+    return fabric.broadcast(shared), opened
 
 
-_Opened = tuple[Preview, dict[str, Any] | None]
+_Opened = tuple[ResolvedRun, dict[str, Any] | None]
 
 
-def _begin(
-    config: RunConfig, run: RunFolder, splits: DataSplits | None
+def _open_on_rank0(
+    config: RunConfig, folder: RunFolder, splits: DataSplits | None
 ) -> tuple[Any, _Opened | None]:
-    """Check everything and take the folder, on rank 0.
+    """Check everything and lock the folder.
 
     Returns:
-        the result of a finished run, or the name of the checkpoint to go on from ("" for none),
-        the fingerprint of the images and what is to be said; and the run with its last state.
+        for every rank the result of a finished run, or the name of the checkpoint to resume ("" for
+        none), the fingerprint of the images and notes; for rank 0 the run and the checkpoint.
 
     Raises:
         UserError: if the run cannot work as configured, or cannot go on with its images.
         DamagedCheckpoint: if there are checkpoints and none is whole.
     """
-    seen = Preview(config, splits, resumes=run.has_begun())
-    check_memory(seen)
-    run.prepare(config)
-    result = run.result()
+    run = ResolvedRun(config, splits, resumes=folder.has_progress())
+    run.check_memory()
+    folder.prepare(config)
+    result = folder.result()
     if result is not None:
         return result, None
-    run.check_space(seen.checkpoint_bytes, best=seen.plan.patience is not None)
-    state, checkpoint, passed_over = run.checkpoints.load()
+    folder.check_space(run.checkpoint_bytes, best=run.plan.patience is not None)
+    checkpoint, name, passed_over = folder.checkpoints.load()
     notes = [f"{reason}; going on from the one before it" for reason in passed_over]
-    if state is None and run.metrics_file.exists():
-        notes.append(f"{run.path} has measurements and no checkpoint: starting again")
-    splits, record = seen.splits, ImageFingerprint.of(seen.splits)
-    if state is not None:
-        run.check_saved(config, state.get("config", {}))  # earlier versions kept none
-        notes += _same_images(run, seen, state, record) + restore_metrics(run, state)
+    if checkpoint is None and folder.metrics_file.exists():
+        notes.append(f"{folder.path} has measurements and no checkpoint: starting again")
+    splits, record = run.splits, ImageFingerprint.of(run.splits)
+    if checkpoint is not None:
+        folder.check_checkpoint_config(config, checkpoint.get("config", {}))
+        notes += _check_images(folder, run, checkpoint, record)
+        notes += restore_metrics(folder, checkpoint)
     elif config.data.on_bad(training=False) == "error":
         notes += [note for note in [verify(splits.val)] if note]
-    write_atomic(run.images_file, record.table)
-    run.write_json(run.classes_file, splits.classes)
+    write_atomic(folder.images_file, record.table)
+    folder.write_json(folder.classes_file, splits.classes)
     counts = np.bincount(splits.train.labels, minlength=len(splits.classes)).tolist()
-    run.write_json(run.counts_file, dict(zip(splits.classes, counts, strict=True)))
-    return (checkpoint, record.fingerprint, notes), (seen, state)
+    folder.write_json(folder.counts_file, dict(zip(splits.classes, counts, strict=True)))
+    return (name, record.fingerprint, notes), (run, checkpoint)
 
 
-def _follow(
-    config: RunConfig, run: RunFolder, checkpoint: str, splits: DataSplits | None
+def _open_on_others(
+    config: RunConfig, folder: RunFolder, name: str, splits: DataSplits | None
 ) -> _Opened:
-    """What the other ranks open when the first one has found that it is there."""
-    run.lock.join()
-    seen = Preview(config, splits, resumes=run.has_begun())
-    return seen, read_checkpoint(run.checkpoints.path / checkpoint) if checkpoint else None
+    """Open the run and its checkpoint on another rank, after rank 0 has checked them."""
+    folder.lock.join()
+    run = ResolvedRun(config, splits, resumes=folder.has_progress())
+    return run, read_checkpoint(folder.checkpoints.path / name) if name else None
 
 
-def _same_images(
-    run: RunFolder, seen: Preview, state: dict[str, Any], record: ImageFingerprint
+def _check_images(
+    folder: RunFolder, run: ResolvedRun, checkpoint: dict[str, Any], record: ImageFingerprint
 ) -> list[str]:
-    """Compare a checkpoint's images with those there are now; notes on what differs.
+    """Compare the images of a checkpoint with today's; notes on what differs.
 
     Raises:
-        UserError: they differ, and the run was not told to go on with others, or cannot.
+        UserError: if they differ, and the run may not or cannot go on with others.
     """
-    before = state["data"]
-    if before == record.fingerprint:
+    if checkpoint["data"] == record.fingerprint:
         return []
-    if before == record.labels:
-        return [
-            "the checkpoint is of a version that kept no record of image files, so only their "
-            "number, labels and classes are known to be the same"
-        ]
     found = "other images, labels or classes"
-    if run.images_file.exists():
-        found = record.differences(run.images_file.read_bytes()) or found
-    changed = f"the images of run folder {run.path} have changed since its checkpoint ({found})"
-    if seen.config.data.on_changed_images == "error":
+    if folder.images_file.exists():
+        found = record.differences(folder.images_file.read_bytes()) or found
+    changed = f"the images of run folder {folder.path} have changed since its checkpoint ({found})"
+    if run.config.data.on_changed_images == "error":
         raise UserError(
             f"{changed}; restore them, start in a new folder, or go on with them: "
             f"data.on_changed_images resume"
         )
-    if run.classes() != seen.splits.classes or state["step"] > seen.plan.steps:
+    if folder.classes() != run.splits.classes or checkpoint["step"] > run.plan.steps:
         raise UserError(
             f"{changed}, and with them the classes or the number of steps, so that it cannot go "
             f"on; restore them or start in a new folder"

@@ -1,17 +1,11 @@
-"""How good a model is: top-1, top-5 and loss, each image counted once over all processes.
-
-And what a run's model says of every validation image: predictions.csv, and what it adds up to.
-"""
+"""Evaluation: top-1, top-5 and loss, each image counted once over all processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,21 +18,19 @@ from locality.data import (
     BatchLoader,
     DataConfig,
     DataSplits,
-    ImageSource,
     eval_loader,
     open_data,
 )
 from locality.data.loader import translate_killed_worker
-from locality.errors import UserError, saying
-from locality.files import csv_text, read_rows, write_atomic
+from locality.errors import UserError
 from locality.models import count_macs
 from locality.training.config import Precision, read_config
-from locality.training.distributed import autocast, choose_precision, exact, resolve_accelerator
-
-_COLUMNS = ("index", "path", "label", "prediction", "confidence")
-_BINS = 15
-
-Numbers = npt.NDArray[np.int64]
+from locality.training.devices import (
+    accumulation_dtype,
+    autocast,
+    choose_precision,
+    resolve_accelerator,
+)
 
 
 def evaluate_run(
@@ -70,9 +62,9 @@ def evaluate_opened(
     precision: str = "fp32",
     accelerator: str = "auto",
     splits: DataSplits | None = None,
-    seen: Callable[[Batch, Tensor], None] | None = None,
+    on_batch: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
-    """Top-1, top-5 and loss of an opened model on a dataset, its images prepared as it wants them.
+    """Top-1, top-5 and loss of an opened model on a dataset, with the model's preprocessing.
 
     Args:
         opened: what `locality.checkpoints.open_model` gives.
@@ -83,7 +75,7 @@ def evaluate_opened(
         precision: as `engine.precision` of a run.
         accelerator: "auto", "cpu", "cuda" or "mps".
         splits: the data, if it is open already.
-        seen: as for `evaluate`.
+        on_batch: as for `evaluate`.
 
     Raises:
         UserError: if it is an exported graph, the data has other classes, there is no such
@@ -111,18 +103,17 @@ def evaluate_opened(
         max_bad_images=data.max_bad_images,
         pin_memory=device.type == "cuda",
     )
-    # Only an open choice depends on the model's cost.
     macs = count_macs(model, preprocessing.size) if precision == "auto" else 0
     chosen = choose_precision(precision, device.type, macs)
 
     def checked(batch: Batch, logits: Tensor) -> None:
         opened.check_logits(logits)
-        if seen is not None:
-            seen(batch, logits)
+        if on_batch is not None:
+            on_batch(batch, logits)
 
     with autocast(device.type, chosen):
         result = evaluate(
-            model.to(device), loader, device, label_sets=splits.val.label_sets, seen=checked
+            model.to(device), loader, device, label_sets=splits.val.label_sets, on_batch=checked
         )
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
@@ -135,11 +126,11 @@ def evaluate(
     device: torch.device | str = "cpu",
     *,
     label_sets: Sequence[tuple[int, ...]] | None = None,
-    all_sum: Callable[[Tensor], Tensor] | None = None,
-    rounds: int | None = None,
-    stop: Callable[[], None] | None = None,
-    layout: torch.memory_format = torch.preserve_format,
-    seen: Callable[[Batch, Tensor], None] | None = None,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    num_batches: int | None = None,
+    before_batch: Callable[[], None] | None = None,
+    memory_format: torch.memory_format = torch.preserve_format,
+    on_batch: Callable[[Batch, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy in per cent, mean cross entropy, and the number of images.
 
@@ -149,39 +140,38 @@ def evaluate(
         model: images → logits; put into evaluation mode and back.
         loader: this process's batches.
         device: where the model is.
-        label_sets: all right answers of every image (ReaL labels); the prediction counts as
-            right if it is one of them. The loss is that of the first.
-        all_sum: adds up a tensor over all processes.
-        rounds: batches of the process that has most, so that all meet equally often.
-        stop: called before every batch, in step over all processes; may raise to stop.
-        layout: in memory, of the images.
-        seen: called with every batch of this process, and its logits.
+        label_sets: all correct labels of every image (ReaL labels). The loss is that of the first.
+        all_reduce: sums a tensor over all processes.
+        num_batches: of the process that has most, so that all processes synchronise equally often.
+        before_batch: called before every batch on all processes; may raise to stop.
+        memory_format: of the images.
+        on_batch: called with every batch of this process and its logits.
     """
     was_training = model.training
     model.eval()
-    totals = torch.zeros(4, dtype=exact(torch.device(device)), device=device)
+    totals = torch.zeros(4, dtype=accumulation_dtype(torch.device(device)), device=device)
     try:
         batches = iter(loader)
-        for _ in range(len(loader) if rounds is None else rounds):
-            if stop is not None:
-                stop()
+        for _ in range(len(loader) if num_batches is None else num_batches):
+            if before_batch is not None:
+                before_batch()
             batch = next(batches, None)
             if batch is None:
                 continue
-            images = batch.images.to(device, non_blocking=True, memory_format=layout)
+            images = batch.images.to(device, non_blocking=True, memory_format=memory_format)
             targets = batch.targets.to(device, non_blocking=True)
             logits = model(images).float()
-            if seen is not None:
-                seen(batch, logits)
-            right = _right(logits, targets, batch.indices.tolist(), label_sets)
-            totals[0] += right[:, :1].sum()
-            totals[1] += right.any(dim=1).sum()
+            if on_batch is not None:
+                on_batch(batch, logits)
+            correct = _is_correct(logits, targets, batch.indices.tolist(), label_sets)
+            totals[0] += correct[:, :1].sum()
+            totals[1] += correct.any(dim=1).sum()
             totals[2] += F.cross_entropy(logits, targets, reduction="sum")
             totals[3] += len(targets)
     finally:
         model.train(was_training)
-    if all_sum is not None:
-        totals = all_sum(totals)
+    if all_reduce is not None:
+        totals = all_reduce(totals)
     top1, top5, loss, count = totals.tolist()
     total = count or float("nan")
     return {
@@ -192,13 +182,13 @@ def evaluate(
     }
 
 
-def _right(
+def _is_correct(
     logits: Tensor,
     targets: Tensor,
     indices: list[int],
     label_sets: Sequence[tuple[int, ...]] | None,
 ) -> Tensor:
-    """Which of the (up to) five most likely classes are right, (B, 5) bool, best first."""
+    """Which of the (up to) five most likely classes are correct, (B, 5) bool, best first."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     if label_sets is None:
         return best == targets[:, None]
@@ -206,134 +196,3 @@ def _right(
     for row, index in enumerate(indices):
         answers[row, list(label_sets[index])] = True
     return answers.gather(1, best)
-
-
-class Collector:
-    """Keeps the most probable class of every image that `evaluate` shows it, as its `seen`.
-
-    Attributes:
-        table: (n, 2), by the image's index: its predicted class, counted from 1, and that class's
-            probability; zeros for an image not seen. Those of several processes add up.
-    """
-
-    def __init__(self, images: int, device: torch.device) -> None:
-        self.table = torch.zeros(images, 2, dtype=exact(device), device=device)
-
-    def __call__(self, batch: Batch, logits: Tensor) -> None:
-        best = logits.softmax(dim=1).max(dim=1)
-        rows = torch.stack([best.indices + 1, best.values], dim=1)
-        self.table[torch.from_numpy(batch.indices).to(self.table.device)] = rows.to(self.table)
-
-    def write(self, path: Path, source: ImageSource, classes: Sequence[str]) -> None:
-        """Write a row per image that was seen, atomically.
-
-        Where an image has several right answers its label is the one predicted, if that is one.
-        """
-        rows: list[Sequence[object]] = [_COLUMNS]
-        for index, (number, confidence) in enumerate(self.table.tolist()):
-            if not number:
-                continue
-            predicted, label = int(number) - 1, int(source.labels[index])
-            if source.label_sets is not None and predicted in source.label_sets[index]:
-                label = predicted
-            named = source.describe(index), classes[label], classes[predicted]
-            rows.append([index, *named, f"{confidence:.6f}"])
-        write_atomic(path, csv_text(rows))
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What a model says of n images.
-
-    Attributes:
-        classes: names of all k classes.
-        indices: which images they are, (n,).
-        paths: what the images are called.
-        labels, predicted: class numbers, (n,).
-        confidence: the probability of the predicted class, (n,).
-    """
-
-    classes: list[str]
-    indices: Numbers
-    paths: list[str]
-    labels: Numbers
-    predicted: Numbers
-    confidence: npt.NDArray[np.float64]
-
-    @classmethod
-    def read(cls, path: Path, classes: list[str]) -> Predictions:
-        """Read what `Collector` wrote.
-
-        Raises:
-            UserError: if the file is something else, or of other classes.
-        """
-        number = {name: index for index, name in enumerate(classes)}
-        sentence = (
-            f"{path} is not a table of predictions for the classes of its run; delete it, and "
-            f"`locality report --record` writes it anew"
-        )
-        with saying(sentence, KeyError, TypeError, ValueError):
-            rows = read_rows(path)
-            found = cls(
-                classes,
-                np.array([int(row["index"]) for row in rows], dtype=np.int64),
-                [row["path"] for row in rows],
-                np.array([number[row["label"]] for row in rows], dtype=np.int64),
-                np.array([number[row["prediction"]] for row in rows], dtype=np.int64),
-                np.array([float(row["confidence"]) for row in rows]),
-            )
-            if not ((found.confidence >= 0) & (found.confidence <= 1)).all():
-                raise ValueError("a confidence is outside 0 to 1")
-            return found
-
-    @property
-    def right(self) -> npt.NDArray[np.bool_]:
-        """Whether each prediction is right, (n,)."""
-        return self.labels == self.predicted
-
-    def confusion(self, chosen: Sequence[int]) -> Numbers:
-        """How many images of each chosen class (rows) were taken for each of them (columns)."""
-        place = np.full(len(self.classes), -1)
-        place[list(chosen)] = np.arange(len(chosen))
-        labels, predicted = place[self.labels], place[self.predicted]
-        matrix = np.zeros((len(chosen), len(chosen)), dtype=np.int64)
-        among = (labels >= 0) & (predicted >= 0)
-        np.add.at(matrix, (labels[among], predicted[among]), 1)
-        return matrix
-
-    def per_class(self) -> list[dict[str, Any]]:
-        """For each class, in the classes' order: how many `images` it has, how many of them are
-        `right`, how many images are `called` so, and what it is most often taken for: `confused`,
-        so many `times`."""
-        k = len(self.classes)
-        images, called, right = (
-            np.bincount(which, minlength=k).tolist()
-            for which in (self.labels, self.predicted, self.labels[self.right])
-        )
-        rows: list[dict[str, Any]] = [
-            {"images": images[n], "right": right[n], "called": called[n], "times": 0}
-            for n in range(k)
-        ]
-        pairs = np.stack([self.labels, self.predicted])[:, ~self.right]
-        found, counts = np.unique(pairs.T, axis=0, return_counts=True)
-        for (label, predicted), times in zip(found, counts, strict=True):
-            if times > rows[label]["times"]:
-                rows[label] |= {"confused": self.classes[predicted], "times": int(times)}
-        return rows
-
-    def calibration(self) -> tuple[npt.NDArray[np.float64], float]:
-        """Whether confidence is accuracy: of images in each of 15 equal ranges of confidence that
-        has any, (m, 3): mean confidence, accuracy, share of the images; and the expected
-        calibration error Σ share · |accuracy − confidence| (Guo et al., 2017), as a fraction."""
-        ranges = np.minimum((self.confidence * _BINS).astype(int), _BINS - 1)
-        bins = [
-            (self.confidence[chosen].mean(), self.right[chosen].mean(), chosen.mean())
-            for chosen in (ranges == number for number in np.unique(ranges))
-        ]
-        table = np.array(bins).reshape(-1, 3)
-        return table, float((table[:, 2] * np.abs(table[:, 1] - table[:, 0])).sum())
-
-    def mistakes(self, most: int) -> Numbers:
-        """Rows of wrong predictions, the most confident first, `most` of them at most."""
-        wrong = np.flatnonzero(~self.right)
-        return wrong[np.argsort(-self.confidence[wrong], kind="stable")][:most]

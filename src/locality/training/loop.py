@@ -1,118 +1,32 @@
-"""The step loop: what happens, in which order, between a run's first and last update.
+"""The training loop: steps, evaluations and checkpoints, in which order.
 
-Everything random in step s is a function of (seed, s), so the state of a run is its weights, its
-optimiser's moments, and a few counts (`Counts`). Whatever interrupts the loop, it goes on from
-the last checkpoint as if nothing had happened.
+Everything random in step s is a function of (seed, s). A run's state is therefore its weights, its
+optimiser's moments and a few counters (`TrainState`), and a resumed run repeats an uninterrupted
+one.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
-from locality.checkpoints.run_state import DamagedCheckpoint
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.models import ImageClassifier
-from locality.training.distributed import Interruption, Processes, measured
-from locality.training.evaluation import Collector, evaluate
-from locality.training.objective import (
-    Objective,
-    class_weights,
-    create_optimizer,
-    create_schedule,
-    load_teacher,
-)
-from locality.training.preview import Preview
-from locality.training.recorder import Counts, Recorder
-from locality.training.runs import decisive
-
-
-class Components:
-    """What a run computes with, on its device.
-
-    Args:
-        fabric: devices and processes.
-        run: what it is to do.
-        model: its model.
-        objective: makes the loss, with the arguments of `Objective`.
-
-    Attributes:
-        model: the bare model; its weights are the run's.
-        forward: the same model as training calls it: compiled and synchronised.
-        optimizer: the bare optimiser.
-        schedule: sets its learning rates for a step.
-        ema: the averaged weights, if the run keeps them.
-        objective: the loss.
-        scaler: of the gradients, for half precision; changes nothing in the others.
-    """
-
-    def __init__(
-        self,
-        fabric: Fabric,
-        run: Preview,
-        model: ImageClassifier,
-        objective: Callable[..., Objective] = Objective,
-    ) -> None:
-        config, engine, classes = run.config, run.config.engine, len(run.splits.classes)
-        if engine.channels_last:
-            model = model.to(memory_format=torch.channels_last)
-        self.model = model.to(fabric.device)
-        self.ema: ModelEmaV3 | None = None
-        if engine.ema_decay is not None:
-            self.ema = ModelEmaV3(model, decay=engine.ema_decay, use_warmup=engine.ema_warmup)
-        self.optimizer = create_optimizer(model, config.optim, engine.batch_size)
-        schedule = create_schedule(self.optimizer, run.plan)
-        self.schedule: Callable[[int], None] = schedule.step_update
-        teacher = weights = None
-        if config.objective.teacher is not None:
-            with fabric.rank_zero_first(local=True):
-                teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
-        if config.objective.class_weights:
-            weights = class_weights(run.splits.train.labels, classes).to(fabric.device)
-        self.objective = objective(
-            config.objective, config.augment, classes, teacher, run.autocast, weights
-        )
-        called: Any = self.objective.wrap(model)
-        called = torch.compile(called) if engine.compile else called
-        self.forward: Any = fabric.setup_module(called)
-        model.train()
-        self.scaler = GradScaler(run.device_type, enabled=run.precision == "fp16-mixed")
-
-    def state(self) -> dict[str, Any]:
-        """What of them a checkpoint keeps."""
-        return {
-            "model": self.model.state_dict(),
-            "ema": None if self.ema is None else self.ema.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> Counts:
-        """Go back to where a checkpoint was written; returns how far that was.
-
-        Raises:
-            DamagedCheckpoint: if it is another model's.
-        """
-        try:
-            self.model.load_state_dict(state["model"])
-            if self.ema is not None:
-                self.ema.module.load_state_dict(state["ema"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.scaler.load_state_dict(state.get("scaler", {}))  # earlier versions had none
-            return Counts(**state["progress"])
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error
+from locality.training.collectives import Collectives
+from locality.training.evaluation import evaluate
+from locality.training.predictions import PredictionCollector
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import ResolvedRun
+from locality.training.run_folder import computation_settings
+from locality.training.signals import SignalHandler
+from locality.training.state import Components, TrainState
 
 
 def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device) -> None:
@@ -136,26 +50,26 @@ def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device)
 
 
 class Loop:
-    """Runs the steps of one process.
+    """The training loop of one process.
 
     Args:
         fabric: devices and processes.
-        run: what it is to do.
+        run: the run.
         parts: model, optimiser and so on, on their device.
-        recorder: writes and says things; only that of rank 0 does.
-        interruption: whether a signal has come.
-        at: how far it is; 0 steps unless given.
-        fingerprint: of the data, kept in checkpoints.
+        recorder: writes logs and checkpoints on rank 0.
+        signals: the signals this process has received.
+        state: the counters of a resumed run.
+        fingerprint: of the images, saved in checkpoints.
     """
 
     def __init__(
         self,
         fabric: Fabric,
-        run: Preview,
+        run: ResolvedRun,
         parts: Components,
         recorder: Recorder,
-        interruption: Interruption,
-        at: Counts | None = None,
+        signals: SignalHandler,
+        state: TrainState | None = None,
         fingerprint: str = "",
     ) -> None:
         self.fabric = fabric
@@ -163,12 +77,12 @@ class Loop:
         self.autocast = run.autocast
         self.parts = parts
         self.recorder = recorder
-        self.at = Counts() if at is None else at
+        self.state = TrainState() if state is None else state
         self.fingerprint = fingerprint
-        self.processes = Processes(fabric, interruption)
+        self.collectives = Collectives(fabric, signals)
         engine, data = self.config.engine, self.config.data
-        self.layout = torch.channels_last if engine.channels_last else torch.preserve_format
-        self._saved = self.at.step or -1  # step of the last checkpoint; there is none of step 0
+        self.memory_format = torch.channels_last if engine.channels_last else torch.preserve_format
+        self._saved = self.state.step or -1  # step of the last checkpoint; step 0 has none
         self._input = self.config.input.at(run.img_size)
         self._loading: dict[str, Any] = {
             "rank": fabric.global_rank,
@@ -179,7 +93,7 @@ class Loop:
         }
         # Without gradients twice the training batch fits; for tiny batches larger is faster.
         batch = max(2 * run.micro_batch, 64)
-        self._eval_rounds = math.ceil(len(self.splits.val) / (fabric.world_size * batch))
+        self._eval_batches = math.ceil(len(self.splits.val) / (fabric.world_size * batch))
         self._eval_loader = eval_loader(
             self.splits.val,
             self._input,
@@ -199,51 +113,55 @@ class Loop:
             NonFiniteLoss: if a loss is not finite and none may be skipped any more.
             CheckpointNotSaved: if the disk is full.
         """
-        at = self.at
+        state = self.state
         batches: Iterator[Batch] | None = None
         try:
             while True:
                 # Before the evaluation, which may fail.
-                if self._saved != at.step and self.plan.saves(at.step):
+                if self._saved != state.step and self.plan.saves(state.step):
                     self._save()
-                if at.evaluated < at.step and self.plan.evaluates(at.step):
+                if state.evaluated < state.step and self.plan.evaluates(state.step):
                     try:
                         self._evaluate()
                     except (MemoryError, RuntimeError):
-                        # No memory, a loading process killed: an evaluation changes no state.
-                        if self.processes.alone:
-                            self._keep()
+                        # Out of memory, or a loading process killed: the state is unchanged.
+                        if self.collectives.is_single:
+                            self._save_now()
                         raise
-                self.recorder.look(at.step, self._evaluated_model())
-                if at.step == self.plan.steps or self._no_longer_improves():
+                self.recorder.after_step(state.step, self._eval_model())
+                if state.step == self.plan.steps or self._should_stop_early():
                     self.recorder.wait_until_saved()
-                    return at.best or at.row
+                    return state.best or state.row
                 if batches is None:
-                    batches = iter(self._train_loader())
-                if signum := self._step(batches):
-                    raise Interrupted(signum, at.step)
+                    batches = self.train_batches()
+                if signum := self.train_step(batches):
+                    raise Interrupted(signum, state.step)
         except Interrupted:
-            self._keep()
-            # Nobody leaves before the checkpoint is on disk: whoever started the processes may end
-            # them all when the first is gone.
+            self._save_now()
+            # No process ends before the checkpoint is on disk: a launcher may kill the others when
+            # the first has ended.
             self.fabric.barrier()
             raise
         except (UserError, ProcessKilled):
-            # An image that cannot be read, a loading process killed; the step it was for has
-            # changed nothing.
-            if self.processes.alone:
-                self._keep()
+            # An image cannot be read, or a loading process was killed; the step changed nothing.
+            if self.collectives.is_single:
+                self._save_now()
             raise
         finally:
             self._eval_loader.close()
 
-    def _step(self, batches: Iterator[Batch]) -> int:
-        """One update, and the signal that asks to stop, or 0."""
-        parts, engine, at, device = self.parts, self.config.engine, self.at, self.fabric.device
-        parts.schedule(at.step)
-        alone = self.processes.alone
+    def train_step(self, batches: Iterator[Batch]) -> int:
+        """Make one update; returns the signal that asks to stop, or 0."""
+        parts, engine, state, device = (
+            self.parts,
+            self.config.engine,
+            self.state,
+            self.fabric.device,
+        )
+        parts.schedule(state.step)
+        is_single = self.collectives.is_single
         total: Any = 0
-        before = self._remembered_buffers()
+        before = self._copy_buffers()
         started = time.perf_counter()
         for micro in range(engine.accumulate):
             last = micro + 1 == engine.accumulate
@@ -252,44 +170,44 @@ class Loop:
             except (UserError, ProcessKilled):
                 self._restore(before)
                 raise
-            seed_pass(self.config.seed, self.fabric.global_rank, at.step, micro, device)
-            images = batch.images.to(device, non_blocking=True, memory_format=self.layout)
+            seed_pass(self.config.seed, self.fabric.global_rank, state.step, micro, device)
+            images = batch.images.to(device, non_blocking=True, memory_format=self.memory_format)
             labels = batch.targets.to(device, non_blocking=True)
             images, targets = parts.objective.mix(images, labels)
-            with self.fabric.no_backward_sync(parts.forward, enabled=not last and not alone):
+            with self.fabric.no_backward_sync(parts.forward, enabled=not last and not is_single):
                 with self.autocast():
                     outputs = parts.forward(images)
                 loss = parts.objective.loss(outputs, targets, images)
-                total = measured(loss, parts.objective.logits(outputs), targets) + total
+                total = parts.objective.batch_metrics(loss, outputs, targets) + total
                 if last:
-                    # Asked for before the backward pass, whose results the check does not need.
-                    reading = self.processes.share(total)
+                    # Before the backward pass, which may then overlap with it.
+                    read_metrics = self.collectives.all_reduce_metrics(total)
                 self.fabric.backward(parts.scaler.scale(loss / engine.accumulate))
-        if at.step == 0:
-            self._name_the_unreached()
-        loss_sum, right, signum = reading()
+        if state.step == 0:
+            self._warn_unused_parameters()
+        loss_sum, correct, signum = read_metrics()
         mean = loss_sum / (engine.accumulate * self.fabric.world_size)
         parts.scaler.unscale_(parts.optimizer)
         if not math.isfinite(mean):
-            self._leave_out(f"the loss became {mean}", before)
+            self._skip_update(f"the loss became {mean}", before)
         elif not self._clip() and parts.scaler.get_scale() <= 1:
-            self._leave_out("the gradients are not finite", before)
+            self._skip_update("the gradients are not finite", before)
         else:
-            # Gradients that a scale above 1 made too large for half precision are no step.
+            # The scaler itself skips gradients that its scale made too large for float16.
             parts.scaler.step(parts.optimizer)
             if parts.ema is not None:
-                parts.ema.update(parts.model, step=at.step + 1)
-            at.loss_sum += mean * self.plan.batch_size
-            at.right += right
-            at.seen += self.plan.batch_size
+                parts.ema.update(parts.model, step=state.step + 1)
+            state.loss_sum += mean * self.plan.batch_size
+            state.num_correct += correct
+            state.num_images += self.plan.batch_size
         parts.scaler.update()
         parts.optimizer.zero_grad(set_to_none=True)
-        at.step += 1
-        self.recorder.stepped(at, time.perf_counter() - started)
+        state.step += 1
+        self.recorder.log_step(state, time.perf_counter() - started)
         return signum
 
-    def _name_the_unreached(self) -> None:
-        """Say which trained parameters the first step's loss does not depend on."""
+    def _warn_unused_parameters(self) -> None:
+        """Warn of trainable parameters that get no gradient in the first step."""
         idle: set[str] = getattr(self.parts.model, "unused_parameters", set)()
         names = [
             name
@@ -299,7 +217,7 @@ class Loop:
             and (parameter.grad is None or not parameter.grad.any())
         ]
         if names:
-            self.recorder.say(
+            self.recorder.log(
                 f"step 1: no gradient reaches {len(names)} of the model's trained parameters: "
                 f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}. Unless something behind "
                 f"them starts at zero they will never learn; check model.overrides"
@@ -317,123 +235,130 @@ class Loop:
             return True
         return bool(nn.utils.clip_grad_norm_(self.parts.model.parameters(), clip).isfinite())
 
-    def _remembered_buffers(self) -> list[Tensor]:
+    def _copy_buffers(self) -> list[Tensor]:
         """Copies of the model's buffers, if this step may have to be undone.
 
-        A forward pass changes running statistics before anybody knows that its loss is bad, or that
-        the images of the next pass cannot be read.
+        A forward pass changes running statistics before its loss is known to be bad, or the next
+        micro-batch to be unreadable.
         """
         if not self.config.engine.max_bad_losses and self.config.engine.accumulate == 1:
             return []
         return [buffer.clone() for buffer in self.parts.model.buffers()]
 
     def _restore(self, before: list[Tensor]) -> None:
-        """Put back what `_remembered_buffers` has remembered, if it has anything."""
+        """Undo the changes of buffers since `_copy_buffers`, if it copied any."""
         for buffer, value in zip(self.parts.model.buffers(), before, strict=False):
             buffer.copy_(value)
 
-    def _leave_out(self, reason: str, before: list[Tensor]) -> None:
-        """Leave an update out if it may be, or stop before it."""
-        at = self.at
+    def _skip_update(self, reason: str, before: list[Tensor]) -> None:
+        """Skip this update, or stop the run if no more may be skipped."""
+        state = self.state
         allowed = self.config.engine.max_bad_losses
-        if at.bad_losses < allowed:
-            at.bad_losses += 1
+        if state.bad_losses < allowed:
+            state.bad_losses += 1
             self._restore(before)
-            self.recorder.say(
-                f"step {at.step + 1}: {reason}; update skipped "
-                f"({at.bad_losses} of {allowed} allowed)"
+            self.recorder.log(
+                f"step {state.step + 1}: {reason}; update skipped "
+                f"({state.bad_losses} of {allowed} allowed)"
             )
             return
         rate = self.parts.optimizer.param_groups[0]["lr"]
-        skipped = f" after {at.bad_losses} skipped updates" if allowed else ""
+        skipped = f" after {state.bad_losses} skipped updates" if allowed else ""
         kept = "there is no checkpoint yet"
         if self._saved >= 0:
             kept = f"the last good checkpoint is that of step {self._saved}"
         raise NonFiniteLoss(
-            f"{reason} in step {at.step + 1} at learning rate {rate:.3g}{skipped}; "
+            f"{reason} in step {state.step + 1} at learning rate {rate:.3g}{skipped}; "
             f"the update was not made, and {kept}. Lower optim.lr, set "
             f"optim.clip_grad, or allow engine.max_bad_losses, in a new run folder"
         )
 
-    # -- what happens between steps -----------------------------------------------------------
-
     def _evaluate(self) -> None:
-        at, model = self.at, self._evaluated_model()
+        state, model = self.state, self._eval_model()
         self.recorder.wait_until_saved()
         started = time.perf_counter()
-        # Running statistics differ between processes; rank 0's are the ones that are saved.
-        self.processes.equalise(list(model.buffers()))
-        collector = Collector(len(self.splits.val), self.fabric.device)
+        # Running statistics differ between processes; those of rank 0 are saved.
+        self.collectives.broadcast(list(model.buffers()))
+        collector = PredictionCollector(len(self.splits.val), self.fabric.device)
         with self.autocast():
             found = evaluate(
                 model,
                 self._eval_loader,
                 self.fabric.device,
                 label_sets=self.splits.val.label_sets,
-                all_sum=self.processes.sum,
-                rounds=self._eval_rounds,
-                stop=self._stop_if_asked,
-                layout=self.layout,
-                seen=collector,
+                all_reduce=self.collectives.all_reduce,
+                num_batches=self._eval_batches,
+                before_batch=self._raise_if_signalled,
+                memory_format=self.memory_format,
+                on_batch=collector,
             )
-        self.processes.sum(collector.table)
+        self.collectives.all_reduce(collector.table)
         row = {
-            "step": at.step,
-            "epoch": round(self.plan.epoch(at.step), 6),
-            "images": at.step * self.plan.batch_size,
+            "step": state.step,
+            "epoch": round(self.plan.epoch(state.step), 6),
+            "images": state.step * self.plan.batch_size,
             "lr": self.parts.optimizer.param_groups[0]["lr"],
-            "train_loss": at.loss_sum / at.seen if at.seen else None,
-            "train_top1": 100 * at.right / at.seen if at.seen else None,
+            "train_loss": state.loss_sum / state.num_images if state.num_images else None,
+            "train_top1": 100 * state.num_correct / state.num_images if state.num_images else None,
             "top1": found["top1"],
             "top5": found["top5"],
             "val_loss": found["loss"],
         }
-        at.row, at.evaluated = row, at.step
-        at.loss_sum, at.right, at.seen = 0.0, 0.0, 0
-        self.recorder.evaluated(row, found["n"], time.perf_counter() - started)
+        state.row, state.evaluated = row, state.step
+        state.loss_sum, state.num_correct, state.num_images = 0.0, 0.0, 0
+        self.recorder.log_evaluation(row, found["n"], time.perf_counter() - started)
         if self.plan.patience is None:
-            self.recorder.keep_predictions(collector)
-        elif not at.best or _goodness(row) > _goodness(at.best):
-            at.best = row
+            self.recorder.write_predictions(collector)
+        elif not state.best or _selection_key(row) > _selection_key(state.best):
+            state.best = row
             self.recorder.keep_best()
-            self.recorder.keep_predictions(collector)
+            self.recorder.write_predictions(collector)
 
-    def _stop_if_asked(self) -> None:
-        if signum := self.processes.signal():
-            raise Interrupted(signum, self.at.step)
+    def _raise_if_signalled(self) -> None:
+        if signum := self.collectives.any_signal():
+            raise Interrupted(signum, self.state.step)
 
-    def _no_longer_improves(self) -> bool:
-        at, patience = self.at, self.plan.patience
-        if patience is None or at.evaluated != at.step or at.step - at.best["step"] < patience:
+    def _should_stop_early(self) -> bool:
+        state, patience = self.state, self.plan.patience
+        if (
+            patience is None
+            or state.evaluated != state.step
+            or state.step - state.best["step"] < patience
+        ):
             return False
-        self.recorder.say(
-            f"step {at.step}: top-1 has not risen since step {at.best['step']}; training ends here"
+        self.recorder.log(
+            f"step {state.step}: top-1 has not risen since step {state.best['step']}: stopping"
         )
         return True
 
     def _save(self) -> None:
-        self.processes.gather(self.at.skipped)
+        self.collectives.all_gather(self.state.skipped)
         if self.fabric.is_global_zero:
             self.recorder.save(
-                {"step": self.at.step, "progress": asdict(self.at), "data": self.fingerprint}
-                | {"config": decisive(self.config)}
+                {
+                    "step": self.state.step,
+                    "progress": self.state.state_dict(),
+                    "data": self.fingerprint,
+                }
+                | {"config": computation_settings(self.config)}
                 | self.parts.state()
             )
-        self._saved = self.at.step
+        self._saved = self.state.step
 
-    def _keep(self) -> None:
-        """Have the present state on disk."""
-        if self._saved != self.at.step:
+    def _save_now(self) -> None:
+        """Save a checkpoint and wait until it is on disk."""
+        if self._saved != self.state.step:
             self._save()
         self.recorder.wait_until_saved()
 
-    def _evaluated_model(self) -> ImageClassifier:
-        """The weights that the run is evaluated by: averaged ones if it keeps an average."""
+    def _eval_model(self) -> ImageClassifier:
+        """The model that is evaluated: the moving average if the run keeps one."""
         return self.parts.model if self.parts.ema is None else self.parts.ema.module
 
-    def _train_loader(self) -> Any:
+    def train_batches(self) -> Iterator[Batch]:
+        """The batches of this process, from the next step on."""
         config = self.config
-        # Workers are forked, and a fork should find no thread at work.
+        # Loading processes are forked, and a fork should find no thread at work.
         self.recorder.wait_until_saved()
         loader = train_loader(
             self.splits.train,
@@ -441,17 +366,17 @@ class Loop:
             self._input,
             batch_size=self.plan.batch_size,
             seed=config.seed,
-            start_step=self.at.step,
+            start_step=self.state.step,
             stop_step=self.plan.steps,
             accumulate=config.engine.accumulate,
             on_bad_image=config.data.on_bad(training=True),
             **self._loading,
         )
-        loader.skipped.update(self.at.skipped)
-        self.at.skipped = loader.skipped
-        return loader
+        loader.skipped.update(self.state.skipped)
+        self.state.skipped = loader.skipped
+        return iter(loader)
 
 
-def _goodness(row: dict[str, Any]) -> tuple[float, float]:
-    """What evaluations are compared by: top-1 and, of equal ones, the loss."""
+def _selection_key(row: dict[str, Any]) -> tuple[float, float]:
+    """The key that the best evaluation has the largest value of: top-1, then the loss."""
     return row["top1"], -row["val_loss"]

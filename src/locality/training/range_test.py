@@ -7,11 +7,14 @@ import dataclasses
 import numpy as np
 
 from locality.errors import NonFiniteLoss, UserError
-from locality.training.config import Plan, RunConfig
-from locality.training.distributed import Interruption, create_fabric
-from locality.training.loop import Components, Loop
-from locality.training.preview import Preview, check_memory, starting_model
-from locality.training.recorder import Counts, Recorder
+from locality.training.config import RunConfig
+from locality.training.devices import create_fabric
+from locality.training.loop import Loop
+from locality.training.model import initialize_model
+from locality.training.recorder import Recorder
+from locality.training.resolved_run import ResolvedRun
+from locality.training.signals import SignalHandler
+from locality.training.state import Components, TrainState
 
 STEPS = 200
 LOWEST, HIGHEST = 1e-6, 1.0
@@ -39,7 +42,8 @@ class RangeTest:
     def suggested(self) -> float:
         """A tenth of the highest rate at which the smoothed loss was least, or near it.
 
-        fastai's `minimum`, and of a loss that has hardly fallen before it diverges not its noise.
+        This is fastai's `minimum`; "near" keeps it from following the noise of a loss that has
+        hardly fallen.
         """
         least = _NEAR * min(self.smoothed)
         return self.rates[max(np.flatnonzero(np.array(self.smoothed) <= least))] / 10
@@ -56,52 +60,37 @@ def lr_find(config: RunConfig) -> RangeTest:
     """
     engine = dataclasses.replace(config.engine.on_one_device(), max_bad_losses=0)
     config = dataclasses.replace(config, engine=engine)
-    seen = Preview(config)
-    seen.plan = _Uninterrupted(**vars(seen.plan) | {"steps": STEPS, "patience": None})
+    run = ResolvedRun(config)
+    run.plan = dataclasses.replace(run.plan, steps=STEPS)
     fabric = create_fabric(config.engine)
     if fabric.world_size > 1:
         raise UserError("a learning-rate range test is one process; start it without a launcher")
-    check_memory(seen)
+    run.check_memory()
     fabric.launch()
-    model, _ = starting_model(config, len(seen.splits.classes))
-    parts = Components(fabric, seen, model)
+    model, _ = initialize_model(config, len(run.splits.classes))
+    parts, state = Components(fabric, run, model), TrainState()
     rates = np.geomspace(LOWEST, HIGHEST, STEPS)
     scaled = rates * config.optim.peak_lr(config.engine.batch_size) / config.optim.lr
 
-    def rise(step: int) -> None:
+    def set_rate(step: int) -> None:
         for group in parts.optimizer.param_groups:
             group["lr"] = scaled[step].item() * group.get("lr_scale", 1.0)
 
-    parts.schedule = rise
-    losses = _Losses(seen)
-    try:
-        Loop(fabric, seen, parts, losses, Interruption()).run()
-    except NonFiniteLoss:
-        if not losses.losses:
-            raise
-    return RangeTest(rates[: len(losses.losses)].tolist(), losses.losses, losses.smoothed)
-
-
-class _Uninterrupted(Plan):
-    """A plan without evaluations and checkpoints."""
-
-    def due(self, step: int, every: float) -> bool:
-        return False
-
-
-class _Losses(Recorder):
-    """Writes nothing, and remembers the loss of every step, up to where it diverges."""
-
-    def __init__(self, seen: Preview) -> None:
-        super().__init__(None, seen, Counts(), quiet=True)
-        self.losses: list[float] = []
-        self.smoothed: list[float] = []
-        self._sum = self._average = 0.0
-
-    def stepped(self, at: Counts, seconds: float) -> None:
-        self.losses.append((at.loss_sum - self._sum) / self._seen.plan.batch_size)
-        self._sum = at.loss_sum
-        self._average += (1 - _SMOOTHING) * (self.losses[-1] - self._average)
-        self.smoothed.append(self._average / (1 - _SMOOTHING**at.step))
-        if self.smoothed[-1] > _DIVERGED * min(self.smoothed):
-            raise NonFiniteLoss("the loss has diverged")
+    parts.schedule = set_rate
+    loop = Loop(fabric, run, parts, Recorder(None, run, state), SignalHandler(), state)
+    batches = loop.train_batches()
+    losses: list[float] = []
+    smoothed: list[float] = []
+    average = 0.0
+    while state.step < STEPS and (not losses or smoothed[-1] <= _DIVERGED * min(smoothed)):
+        before = state.loss_sum
+        try:
+            loop.train_step(batches)
+        except NonFiniteLoss:
+            if not losses:
+                raise
+            break
+        losses.append((state.loss_sum - before) / run.plan.batch_size)
+        average += (1 - _SMOOTHING) * (losses[-1] - average)
+        smoothed.append(average / (1 - _SMOOTHING**state.step))
+    return RangeTest(rates[: len(losses)].tolist(), losses, smoothed)

@@ -277,8 +277,8 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     The paper does not say for how many epochs; 90 is what ViT took for the same data.
 
     Command: `locality train cvt_22k --data.root IMAGENET22K`, or `--data.dataset arrow` for a
-    folder of Parquet or Arrow files. Where the folder has no val/, `--data.val_fraction` of each
-    class is set aside to validate on.
+    folder in Arrow format. Where the folder has no val/, `--data.val_fraction` of
+    each class is set aside to validate on.
     Cost: 470 exaFLOPs for `cvt_w24`, 35 for `cvt_13`.
     Expect: top-1 on ImageNet-1k after fine-tuning 87.7 (`cvt_w24`), 84.9 (`cvt_21`), 83.3
     (`cvt_13`).
@@ -287,7 +287,7 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
     return _as(cvt_300(model, seed), "cvt_22k", data=data, schedule={"epochs": 90})
 
 
-# Updates by target (CvT §4.1); a custom dataset counts as a small one.
+# Updates by dataset (CvT §4.1); a custom dataset counts as a small one.
 _FINETUNE_STEPS = {
     "imagenet": 20_000,
     "cifar10": 10_000,
@@ -346,26 +346,25 @@ def finetune_384(
     )
 
 
-# Photographs may be mirrored, and show the same thing from nearer or in another light; posters and
-# inverted colours, which stronger policies make, look like no photograph.
+# Mild: stronger RandAugment posterises and inverts images, which then look like no photograph.
 _PHOTO_AUGMENT = AugmentConfig(
     crop="resized", scale=(0.35, 1.0), hflip=0.5, auto_augment="rand-m5-mstd0.5-inc1"
 )
 
 
 def photos(model: str = "convit_mini", seed: int = 0) -> RunConfig:
-    """Own photographs, a few hundred to a few thousand, from scratch in about ten minutes.
+    """A custom dataset of some hundred to some thousand photographs, from scratch in ten minutes.
 
-    The images are randomly cropped and flipped, since each is seen a hundred times; label smoothing
-    and stochastic depth restrain a model that could learn them by heart. No moving average of the
-    weights, which would lag behind in a short run; the rate follows the batch. Images are turned as
-    the camera noted (EXIF) and keep their aspect ratio: evaluation crops the centre.
+    Each image is seen about a hundred times, so random crops, flips, label smoothing and stochastic
+    depth keep the model from overfitting. There is no moving average of the weights, which would
+    lag behind in a short run. The learning rate scales with the batch. Images are rotated by their
+    EXIF orientation and keep their aspect ratio: evaluation crops the centre.
 
     Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Model, image
     size, batch and number of steps are then chosen for the images, this machine and `--minutes`,
     unless `--schedule.steps` or `--schedule.epochs` is given.
     Cost: ten minutes anywhere.
-    Expect: depends on the images; weights to start from (`finetune`) are worth more than time.
+    Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
     return RunConfig(
         recipe="photos",
@@ -384,16 +383,15 @@ def photos(model: str = "convit_mini", seed: int = 0) -> RunConfig:
 def finetune(
     model: str = "convit_tiny", weights: str = "convit_tiny.fb_in1k", seed: int = 0
 ) -> RunConfig:
-    """Own photographs, from weights that have seen other images.
+    """Fine-tuning on a custom dataset.
 
-    The classifier is new; early layers, whose features serve any photographs, learn more slowly
-    than late ones (`layer_decay`), and all at a tenth of the rate of training from scratch. No
-    mixup or cutmix below 5,000 images: a short run on few images has enough to do with them as
-    they are. Accuracy on the validation images says when to stop, and which weights to keep.
+    The classifier is new. Early layers learn more slowly than late ones (`layer_decay`), and all at
+    a tenth of the rate of training from scratch. There is no mixup or cutmix below 5,000 images.
+    Training stops early by validation accuracy and keeps the best weights.
 
     Command: `locality train finetune --data.root FOLDER --model.weights WEIGHTS`, or `locality
     finetune FOLDER --from WEIGHTS`: a run folder, a file, public weights, or "timm/" and a name of
-    timm's. The architecture and how images are prepared are then those of the weights; batch and
+    timm's. Architecture and preprocessing are then those of the weights; batch and
     number of steps are chosen as in `photos`. `--model.img_size` changes the resolution.
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
@@ -435,8 +433,8 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 """All recipes, by name."""
 
 
-CUSTOM_DATASET_RECIPES = ("photos", "finetune")
-"""Recipes that are completed for the images and the machine at hand (`training.fitting`)."""
+CUSTOM_DATA_RECIPES = ("photos", "finetune")
+"""Recipes whose other settings `training.autofit` chooses for the images and the machine."""
 
 
 def recipe(name: str, **choices: Any) -> RunConfig:
@@ -454,7 +452,7 @@ def recipe(name: str, **choices: Any) -> RunConfig:
     return function(**choices)
 
 
-# What recipes choose other settings by, such as CvT's weight decay by the model → its setting.
+# Arguments of recipes that other settings depend on, as CvT's weight decay on the model.
 _CHOICES = {
     "model": "model.name",
     "weights": "model.weights",
@@ -464,7 +462,7 @@ _CHOICES = {
 
 
 def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
-    """A recipe with some settings changed by dotted name, and with them what depends on those.
+    """A recipe with settings changed by dotted name, and those that depend on them.
 
     Raises:
         UserError: for a name that does not exist (with the nearest), or as `settings.replace`.
@@ -472,15 +470,14 @@ def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
     known = _choices(name)
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
     config = recipe(name, **choices)
-    return replace(config, _of_another_length(config.schedule, changes) | dict(changes))
+    return replace(config, _rescaled_schedule(config.schedule, changes) | dict(changes))
 
 
-def _of_another_length(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Warm-up, cool-down and the rest of the schedule, where another length is given.
+def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the schedule that depend on its length, if that is changed.
 
-    They count in the unit of the length: a recipe's 5 epochs of warm-up must not become 5 steps.
-    They keep their fraction of the run, but a twentieth of it is enough between evaluations. Of a
-    shorter run in the recipe's own unit, warm-up and cool-down do.
+    In another unit all of them are scaled with the length, but there are at most 20 evaluations.
+    In a shorter run in the recipe's own unit, warm-up and cool-down are.
     """
     unit, other = ("epochs", "steps") if recipe.steps is None else ("steps", "epochs")
     length = changes.get(f"schedule.{other}")
@@ -504,5 +501,5 @@ def _choices(name: str) -> list[str]:
 
 
 def describe(name: str) -> str:
-    """What a recipe is, what to type, what it costs and what to expect."""
+    """The docstring of a recipe: what it is, its command, its cost and what to expect."""
     return inspect.getdoc(entry("recipe", name, RECIPES)) or ""

@@ -1,4 +1,4 @@
-"""Run folders: everything a run is and was, in one place on disk.
+"""Run folders: the files of a run.
 
 config.yaml       the whole configuration
 classes.json      class names, in the order of the logits
@@ -40,17 +40,17 @@ from locality.errors import UserError, some
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
-from locality.training.evaluation import Predictions
+from locality.training.predictions import Predictions
 
-# Settings that say where and on how many processes a run computes, not what. A run may be resumed
-# with others; with another number of devices or passes sums are rounded in another order.
+# Settings that a run may be resumed with others of. Another number of devices or accumulation steps
+# changes the rounding of sums.
 MAY_CHANGE = frozenset(
     {
         "data.workers",
         "data.root",
         "data.download",
         "data.real_labels",
-        # What to do about damaged images, which may only show once the run is on its way.
+        # Damaged images may only be found during the run.
         "data.on_bad_image",
         "data.max_bad_images",
         "data.on_changed_images",
@@ -69,8 +69,8 @@ MAY_CHANGE = frozenset(
 # Settings that may name other run folders.
 PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights")
 
-# Data workers of a killed run notice within 5 s that it is gone; the lock is theirs until then.
-LEFTOVER_SECONDS = 20.0
+# Loading processes of a killed run exit, and release the lock, within 5 s.
+STALE_LOCK_SECONDS = 20.0
 
 
 class RunFolder:
@@ -98,7 +98,7 @@ class RunFolder:
         self.lock = FolderLock(self.path / "lock")
 
     def prepare(self, config: RunConfig) -> None:
-        """Make the folder this run's own: create, check, lock, write the configuration.
+        """Create, check and lock the folder, and write the configuration.
 
         Raises:
             UserError: if it belongs to another configuration or another process, holds something
@@ -107,13 +107,13 @@ class RunFolder:
         try:
             self.check(config)
             self.checkpoints.path.mkdir(parents=True, exist_ok=True)
-            self.lock.claim()
+            self.lock.acquire()
             self.check(config)
             write_atomic(self.config_file, settings.to_yaml(config))
         except OSError as error:
             raise UserError(
                 f"run folder {self.path} cannot be written to ({error.strerror}); choose another, "
-                f"or see to it that there is room and the right to write there"
+                f"or free disk space and check its permissions"
             ) from error
 
     def check(self, config: RunConfig) -> None:
@@ -133,30 +133,30 @@ class RunFolder:
                     f"empty one"
                 )
             return
-        if told := _told(_changed(self.config(), config, _same_place)):
+        if changes := _describe_changes(_changed(self.config(), config, _same_path)):
             raise UserError(
                 f"run folder {self.path} belongs to another configuration "
-                f"({told}); give its settings to resume it, or another folder"
+                f"({changes}); give its settings to resume it, or another folder"
             )
 
-    def check_saved(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
+    def check_checkpoint_config(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
         """Check that a checkpoint is of this configuration, whatever config.yaml says by now.
 
         Args:
             config: of the run.
-            saved: what `decisive` gave when the checkpoint was written.
+            saved: `computation_settings` when the checkpoint was written.
 
         Raises:
             UserError: if it is not.
         """
-        # Settings that it does not have, of a later version say, are as they are now.
+        # A checkpoint of an earlier version may lack settings; they are as they are now.
         values = settings.to_dict(config)
         for name, value in saved.items():
             values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
         before = settings.from_dict(RunConfig, values)
-        if told := _told(_changed(before, config, _same_place)):
+        if changes := _describe_changes(_changed(before, config, _same_path)):
             raise UserError(
-                f"{self.config_file} was changed since the checkpoint was written ({told}), and "
+                f"{self.config_file} was changed since the checkpoint was written ({changes}), and "
                 f"the run would become another one; put that back, or train with these settings "
                 f"in another folder"
             )
@@ -164,11 +164,11 @@ class RunFolder:
     def changed(
         self, config: RunConfig, same_folder: Callable[[Any, Any], bool]
     ) -> list[tuple[str, Any, Any]]:
-        """The settings that make `config` another run: dotted name, value there, value now."""
+        """The settings that make `config` another run: dotted name, old value, new value."""
         return _changed(self.config(), config, same_folder)
 
     def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
-        """Check that the last, the previous, the next and any best checkpoint fit on the disk.
+        """Check that the disk has room for all checkpoints of the run.
 
         Raises:
             UserError: if they do not.
@@ -182,8 +182,8 @@ class RunFolder:
                 f"has {free / 1e6:.0f} MB left; make room or choose another disk"
             )
 
-    def has_begun(self) -> bool:
-        """Whether there is a checkpoint to go on from, or a result."""
+    def has_progress(self) -> bool:
+        """Whether there is a checkpoint or a result."""
         return self.result_file.exists() or any(self.checkpoints.path.glob("*.ckpt"))
 
     def config(self) -> RunConfig:
@@ -198,25 +198,22 @@ class RunFolder:
         """The content of result.json, or None while the run is not finished."""
         if not self.result_file.exists():
             return None
-        result = read_json(self.result_file)
-        if "model" not in result:
-            raise UserError(f"{self.result_file} does not say which model the run had")
-        return result
+        return read_json(self.result_file)
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.
 
         Raises:
-            UserError: if the run has not got as far as opening its data.
+            UserError: if the run has not opened its data yet.
         """
         return read_class_names(self.path)
 
     def predictions(self) -> Predictions:
-        """What the model says of the validation images.
+        """The predictions of the validation images.
 
         Raises:
             UserError: if the file is something else.
-            FileNotFoundError: if the run is of a version that kept none.
+            FileNotFoundError: if there is none.
         """
         return Predictions.read(self.predictions_file, self.classes())
 
@@ -224,7 +221,7 @@ class RunFolder:
         """Write one of the folder's JSON files, atomically."""
         write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
-    def note_start(self, config: RunConfig, step: int, device: str, precision: str) -> None:
+    def record_start(self, config: RunConfig, step: int, device: str, precision: str) -> None:
         """Add this start to environment.json."""
         starts = []
         if self.environment_file.exists():
@@ -237,8 +234,8 @@ class RunFolder:
         self.write_json(self.environment_file, content)
 
 
-def decisive(config: RunConfig) -> dict[str, Any]:
-    """The settings that say what a run computes, as plain values: all but `MAY_CHANGE`."""
+def computation_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that change what a run computes, as plain values: all but `MAY_CHANGE`."""
     values = settings.to_dict(config)
     for name in MAY_CHANGE:
         group, _, setting = name.partition(".")
@@ -256,30 +253,29 @@ def _changed(
     ]
 
 
-def _told(changed: list[tuple[str, Any, Any]]) -> str:
+def _describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
     return "; ".join(
-        f"{name}: {_shown(old)} there, {_shown(new)} now" for name, old, new in changed
+        f"{name}: {_as_json(old)} there, {_as_json(new)} now" for name, old, new in changed
     )
 
 
-def _same_place(old: Any, new: Any) -> bool:
-    """Whether two texts spell the path of one folder, or "local-dir:" and the path."""
-    spelt = [str(value).removeprefix("local-dir:") for value in (old, new)]
-    return os.path.abspath(spelt[0]) == os.path.abspath(spelt[1])
+def _same_path(old: Any, new: Any) -> bool:
+    """Whether two values are the same path; either may have timm's prefix "local-dir:"."""
+    first, second = (str(value).removeprefix("local-dir:") for value in (old, new))
+    return os.path.abspath(first) == os.path.abspath(second)
 
 
-def _shown(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return "null" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 class FolderLock:
-    """Keeps other runs out of a folder.
+    """A lock on a run folder, shared by the processes of one run.
 
-    The first process of a run proves that nobody is there by locking the file for itself alone
-    (`claim`). It then shares the lock, which all its processes hold (`join`), so that a run whose
-    launcher was killed still keeps others out while one of its processes lives. The system
-    releases the lock when the last of them is gone, however it ended. The process in which this
-    was made counts as the run's main one.
+    The main process of a run takes the lock exclusively (`acquire`), which shows that no other run
+    holds it, and then shares it with its other processes (`join`). A run whose launcher was killed
+    therefore keeps the folder while one of its processes lives. The system releases the lock when
+    the last of them ends. The main process is the one that made this object.
 
     Args:
         path: the lock file; it stays when the lock is released.
@@ -287,51 +283,50 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._main = os.getpid()
+        self._main_pid = os.getpid()
         self._file: IO[str] | None = None
 
-    def claim(self, patience: float = LEFTOVER_SECONDS) -> None:
-        """Take the folder.
+    def acquire(self, timeout: float = STALE_LOCK_SECONDS) -> None:
+        """Lock the folder.
 
         Args:
-            patience: seconds to wait for what is left of a run whose main process is gone.
+            timeout: seconds to wait for the processes of a run whose main process has ended.
 
         Raises:
-            UserError: if another run has it.
+            UserError: if another run holds the lock.
         """
         self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (held open on purpose)
-        deadline = time.monotonic() + patience
-        while not self._try(fcntl.LOCK_EX):
-            if self._holder_lives() or time.monotonic() > deadline:
-                self._refuse()
+        deadline = time.monotonic() + timeout
+        while not self._flock(fcntl.LOCK_EX):
+            if self._holder_is_alive() or time.monotonic() > deadline:
+                self._raise_in_use()
             time.sleep(0.05)
         self._file.truncate(0)
-        json.dump({"pid": self._main, "host": socket.gethostname()}, self._file)
+        json.dump({"pid": self._main_pid, "host": socket.gethostname()}, self._file)
         self._file.flush()
         self._share()
 
     def join(self) -> None:
-        """Hold the lock too, in another process of the run that claimed it.
+        """Share the lock in another process of the run.
 
         Raises:
-            UserError: if the run lost the folder meanwhile.
+            UserError: if another run holds it by now.
         """
         self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
         self._share()
 
     def release(self) -> None:
-        """Let go of this process's share."""
+        """Release the lock in this process."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _share(self) -> None:
-        # Turning an exclusive lock into a shared one lets go of it for an instant. Whoever gets
-        # in between holds it exclusively, and this fails.
-        if not self._try(fcntl.LOCK_SH):
-            self._refuse()
+        # Converting the lock releases it for an instant. This fails if another run takes it then.
+        if not self._flock(fcntl.LOCK_SH):
+            self._raise_in_use()
 
-    def _try(self, kind: int) -> bool:
+    def _flock(self, kind: int) -> bool:
         assert self._file is not None
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
@@ -341,8 +336,8 @@ class FolderLock:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
                 raise
             warnings.warn(
-                f"{self.path.parent} is on a file system without locks: make sure yourself that "
-                f"no two runs use it",
+                f"{self.path.parent} is on a file system without locks: make sure that no "
+                f"other run uses it",
                 stacklevel=2,
             )
         return True
@@ -352,14 +347,14 @@ class FolderLock:
             return read_json(self.path)
         return {}
 
-    def _holder_lives(self) -> bool:
-        """Whether the main process is known to be alive."""
+    def _holder_is_alive(self) -> bool:
+        """Whether the main process is on this machine and alive."""
         holder = self._holder()
         pid = holder.get("pid")
         here = holder.get("host") == socket.gethostname()
         return here and isinstance(pid, int) and psutil.pid_exists(pid)
 
-    def _refuse(self) -> None:
+    def _raise_in_use(self) -> None:
         holder = self._holder()
         self.release()
         raise UserError(

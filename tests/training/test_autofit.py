@@ -12,9 +12,12 @@ from PIL import Image
 from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
-from locality.training import RunFolder, fitting
-from locality.training.fitting import MIXED_FROM, Speed, fit, measure, start_from
-from locality.training.preview import Preview
+from locality.training import RunFolder
+from locality.training import autofit as autofit_module
+from locality.training.autofit import MIXUP_MIN_IMAGES, autofit
+from locality.training.model import settings_from_weights
+from locality.training.resolved_run import ResolvedRun
+from locality.training.speed import Speed, measure_speed
 
 from .conftest import tiny, train
 
@@ -26,11 +29,11 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """A machine whose speed is known: seconds per multiply-accumulate, and to load an image."""
     machine = {"mac": PER_MAC, "loading": 1e-3}
 
-    def measured(seen: Preview) -> Speed:
-        workers = seen.config.data.workers
-        return Speed(machine["loading"], 3 * seen.macs * machine["mac"], workers, True)
+    def measured(resolved: ResolvedRun) -> Speed:
+        workers = resolved.config.data.workers
+        return Speed(machine["loading"], 3 * resolved.macs * machine["mac"], workers, True)
 
-    monkeypatch.setattr(fitting, "measure", measured)
+    monkeypatch.setattr(autofit_module, "measure_speed", measured)
     return machine
 
 
@@ -52,11 +55,11 @@ def test_more_time_or_speed_makes_a_larger_model_or_more_passes(
     tmp_path: Path, speed: dict[str, float]
 ) -> None:
     root = given(photographs(tmp_path / "photos", 260, per_class=4))
-    short, long = (fit("photos", root, minutes).config for minutes in (0.002, 10))
+    short, long = (autofit("photos", root, minutes).config for minutes in (0.002, 10))
     assert (short.model.name, short.model.img_size) == ("convit_micro", 64)
     assert (long.model.name, long.model.img_size) == ("convit_tiny", 224)
     speed["mac"], speed["loading"] = PER_MAC / 4, 2.5e-4
-    faster = fit("photos", root, 0.002).config
+    faster = autofit("photos", root, 0.002).config
     assert faster.model == short.model
     assert (faster.schedule.steps or 0) > (short.schedule.steps or 0)
 
@@ -64,7 +67,7 @@ def test_more_time_or_speed_makes_a_larger_model_or_more_passes(
 @pytest.mark.parametrize("minutes", [0.05, 1])
 def test_a_run_is_planned_for_the_time_it_may_take(tmp_path: Path, minutes: float) -> None:
     root = given(photographs(tmp_path / "photos", 100))
-    planned = fit("photos", root, minutes)
+    planned = autofit("photos", root, minutes)
     config, images = planned.config, 24
     passes = (config.schedule.steps or 0) * config.engine.batch_size / images
     assert planned.seconds <= 60 * minutes * 1.05
@@ -74,24 +77,24 @@ def test_a_run_is_planned_for_the_time_it_may_take(tmp_path: Path, minutes: floa
 
 def test_images_are_not_enlarged(tmp_path: Path) -> None:
     root = given(photographs(tmp_path / "photos", 50))
-    assert fit("photos", root, 60).config.model.img_size == 32
+    assert autofit("photos", root, 60).config.model.img_size == 32
 
 
 def test_what_is_given_stands(tmp_path: Path) -> None:
     settings = {"model.name": "cvt_micro", "engine.batch_size": 8, "optim.lr": 3e-4, "seed": 2}
     root = photographs(tmp_path / "photos")
-    config = fit("photos", given(root, **settings), 0.1).config
+    config = autofit("photos", given(root, **settings), 0.1).config
     assert (config.model.name, config.engine.batch_size) == ("cvt_micro", 8)
     assert (config.optim.lr, config.seed) == (3e-4, 2)
 
 
 def test_slow_loading_gets_processes_of_its_own(tmp_path: Path, speed: dict[str, float]) -> None:
     root = given(photographs(tmp_path / "photos"))
-    assert fit("photos", root, 0.1).config.data.workers == 0
+    assert autofit("photos", root, 0.1).config.data.workers == 0
     speed["loading"] = 0.1
-    config = fit("photos", root, 0.1).config
+    config = autofit("photos", root, 0.1).config
     assert config.data.workers > 0
-    assert fit("photos", root | {"data.workers": 0}, 0.1).config.data.workers == 0
+    assert autofit("photos", root | {"data.workers": 0}, 0.1).config.data.workers == 0
 
 
 def test_loading_and_computing_share_a_processor_and_not_a_gpu(
@@ -106,9 +109,9 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(
 
 
 def test_speed_is_measured_on_the_run_itself(tmp_path: Path) -> None:
-    from locality.training.preview import Preview
+    from locality.training.resolved_run import ResolvedRun
 
-    measured = measure(Preview(tiny()))
+    measured = measure_speed(ResolvedRun(tiny()))
     assert 0 < measured.loading < 1 and 0 < measured.computing < 1
     assert measured.training == measured.loading + measured.computing
 
@@ -116,16 +119,16 @@ def test_speed_is_measured_on_the_run_itself(tmp_path: Path) -> None:
 def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_path: Path) -> None:
     donor = tmp_path / "donor"
     train(tiny(input__crop_mode="squash"), donor)
-    settings = start_from(str(donor))
+    settings = settings_from_weights(str(donor))
     root = photographs(tmp_path / "photos", 20, classes=3)
-    planned = fit("finetune", given(root) | settings, 0.01)
+    planned = autofit("finetune", given(root) | settings, 0.01)
     config = planned.config
     assert config.model.overrides == tiny().model.overrides
     assert (config.model.name, config.model.img_size) == ("convit_nano", 8)
     assert config.input == tiny(input__crop_mode="squash").input
     assert config.schedule.patience == 3 * config.schedule.eval_every
     assert (config.augment.mixup, config.optim.layer_decay) == (0.0, 0.75)
-    larger = fit("finetune", given(root) | settings | {"model.img_size": 16}, 0.01).config
+    larger = autofit("finetune", given(root) | settings | {"model.img_size": 16}, 0.01).config
     assert larger.model.img_size == 16
 
 
@@ -135,9 +138,9 @@ def test_many_images_are_mixed_in_fine_tuning(
     root = photographs(tmp_path / "photos", 20)
     donor = tmp_path / "donor"
     train(tiny(), donor)
-    monkeypatch.setattr(fitting, "MIXED_FROM", 24)
-    config = fit("finetune", given(root) | start_from(str(donor)), 0.01).config
-    assert MIXED_FROM > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
+    monkeypatch.setattr(autofit_module, "MIXUP_MIN_IMAGES", 24)
+    config = autofit("finetune", given(root) | settings_from_weights(str(donor)), 0.01).config
+    assert MIXUP_MIN_IMAGES > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
 
 
 def test_one_word_trains_and_the_same_word_goes_on(

@@ -1,0 +1,116 @@
+"""The model of a run: built, initialised, and loaded back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from locality.checkpoints import load, load_weights
+from locality.checkpoints.registry import detect_kind
+from locality.checkpoints.resolve import read
+from locality.errors import UserError, naming
+from locality.models import ImageClassifier, build
+from locality.training.config import RunConfig
+from locality.training.run_folder import RunFolder
+
+
+def settings_from_weights(weights: str) -> dict[str, Any]:
+    """The settings of a run that starts from weights: architecture and preprocessing.
+
+    Args:
+        weights: as `checkpoints.read` takes them.
+
+    Raises:
+        UserError, FileNotFoundError: as `read`, or if the architecture has no name.
+    """
+    found = read(weights)
+    if found.name is None:
+        raise UserError(
+            f"{weights} holds an architecture that is not in the table of models; give the nearest "
+            f"one as --model, and what differs as --model.overrides"
+        )
+    settings: dict[str, Any] = {"model.weights": weights, "model.name": found.name}
+    if detect_kind(weights) == "run":
+        model = RunFolder(weights).config().model
+        settings |= {"model.patch_size": model.patch_size, "model.overrides": model.overrides}
+    size = found.config.img_size
+    if isinstance(size, int) or len(set(size)) == 1:
+        settings["model.img_size"] = size if isinstance(size, int) else size[0]
+    if found.preprocessing is not None:
+        prepared = dataclasses.asdict(found.preprocessing)
+        del prepared["img_size"]
+        settings |= {f"input.{name}": value for name, value in prepared.items()}
+    return settings
+
+
+def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
+    """The model of a run, randomly initialised from its seed, the same on every rank.
+
+    Raises:
+        UserError: if the model cannot be built.
+    """
+    torch.manual_seed(config.seed)
+    model = build(
+        config.model.name,
+        num_classes=num_classes,
+        img_size=config.model.img_size,
+        patch_size=config.model.patch_size,
+        **config.model.overrides,
+    )
+    if config.engine.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    return model
+
+
+def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
+    """The model of a run on the meta device.
+
+    Raises:
+        UserError: if the model cannot be built.
+    """
+    with torch.device("meta"):
+        return build_model(config, num_classes)
+
+
+def initialize_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier, list[str]]:
+    """The model of a run before its first step, and notes on the weights it starts from.
+
+    The image size and the classes of `model.weights` may differ: position embeddings are resampled,
+    and the classifier stays randomly initialised.
+
+    Raises:
+        UserError: if the model cannot be built, or `model.weights` cannot be read or are another
+            architecture's.
+    """
+    model, weights = build_model(config, num_classes), config.model.weights
+    if weights is None:
+        if getattr(model.config, "init", "") == "trained_conv":
+            raise UserError(
+                "init='trained_conv' takes its convolutions from model.weights, which is not given"
+            )
+        return model, []
+    with naming("model.weights"):
+        return model, load_weights(model, weights)
+
+
+def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
+    """The model of a run with its latest weights, in evaluation mode, and its configuration.
+
+    Raises:
+        UserError: if the folder is no run folder or has no checkpoint.
+    """
+    config = RunFolder(folder).config()
+    return load(folder), config
+
+
+def initial_model(folder: Path | str) -> ImageClassifier:
+    """The model of a run as it was before its first step, in evaluation mode.
+
+    Raises:
+        UserError: if the folder is no run folder.
+    """
+    run = RunFolder(folder)
+    return initialize_model(run.config(), len(run.classes()))[0].eval()

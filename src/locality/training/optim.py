@@ -1,0 +1,112 @@
+"""Optimiser, parameter groups and learning-rate schedule."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+
+from locality.errors import UserError, unknown
+from locality.training.config import OptimConfig
+from locality.training.plan import Plan
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Parameter groups with and without weight decay, and with their own learning rates.
+
+    No weight decay: vectors and scalars (biases, norms, the gates λ), what the model names in
+    `no_weight_decay()` (class token, position embedding) and, unless `decay_positions`, the
+    positional vectors v_pos. `position_lr_factor` scales the learning rate of v_pos and λ (timm's
+    `lr_scale`), `layer_decay` ^ (layers above it) that of each layer, by timm's count of layers.
+    Every trainable parameter is in exactly one group; frozen ones are in none.
+    """
+    no_decay: set[str] = getattr(model, "no_weight_decay", set)()
+    layers: dict[str, int] = model.layer_ids() if config.layer_decay < 1 else {}  # type: ignore[operator]
+    top = max(layers.values(), default=0)
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        own = name.rpartition(".")[2]
+        undecayed = parameter.ndim <= 1 or name in no_decay
+        undecayed |= own == "v_pos" and not config.decay_positions
+        factor = config.position_lr_factor if own in ("v_pos", "gating") else 1.0
+        factor *= config.layer_decay ** (top - layers.get(name, top))
+        groups.setdefault((factor, not undecayed), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": config.weight_decay * decayed}
+        | ({} if factor == 1 else {"lr_scale": factor})
+        for (factor, decayed), parameters in groups.items()
+        if parameters
+    ]
+
+
+def check_optimizer(config: OptimConfig) -> None:
+    """Check that timm has the optimiser and that it has the settings given.
+
+    Raises:
+        UserError: if not.
+    """
+    names = [str(name) for name in list_optimizers()]
+    if config.name not in names:
+        raise unknown("optimiser (optim.name)", config.name, names)
+    info = get_optimizer_info(config.name)
+    for setting, available in (("betas", info.has_betas), ("eps", info.has_eps)):
+        if getattr(config, setting) is not None and not available:
+            raise UserError(
+                f"optimiser '{config.name}' has no {setting}; leave optim.{setting} null"
+            )
+
+
+def create_optimizer(
+    model: nn.Module, config: OptimConfig, batch_size: int
+) -> torch.optim.Optimizer:
+    """timm's optimiser over `parameter_groups`, its learning rate scaled to the global batch.
+
+    Raises:
+        UserError: as `check_optimizer`, or if every parameter is frozen.
+    """
+    check_optimizer(config)
+    groups = parameter_groups(model, config)
+    if not groups:
+        raise UserError("the model has no trainable parameter")
+    device = groups[0]["params"][0].device
+    given = {"betas": config.betas, "eps": config.eps}
+    extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    # For small models on a CPU an unfused optimiser takes as long as the backward pass.
+    if device.type in ("cpu", "cuda") and _has_fused(config.name):
+        extra["fused"] = True
+    return create_optimizer_v2(
+        groups,
+        opt=config.name,
+        lr=config.peak_lr(batch_size),
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        **extra,
+    )
+
+
+def _has_fused(name: str) -> bool:
+    kind = get_optimizer_class(name, bind_defaults=False)
+    return "fused" in inspect.signature(kind).parameters
+
+
+def create_schedule(optimizer: torch.optim.Optimizer, plan: Plan) -> CosineLRScheduler:
+    """timm's cosine schedule; `step_update(step)` sets the learning rate of a step.
+
+    It has no state: the rate is a function of the step.
+    """
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=plan.steps - plan.cooldown,
+        lr_min=plan.schedule.min_lr,
+        warmup_t=plan.warmup,
+        warmup_lr_init=plan.schedule.warmup_lr,
+        t_in_epochs=False,
+        # There is only one cycle; with a decay of 1 timm warns about runs of one step.
+        cycle_decay=0.5,
+    )

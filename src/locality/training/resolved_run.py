@@ -1,0 +1,221 @@
+"""A run resolved before its first step: data, plan, devices and cost, all checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from locality import machine
+from locality.checkpoints.registry import detect_kind
+from locality.data import DataSplits, open_data
+from locality.data.folder import some
+from locality.errors import UserError, naming, require, saying
+from locality.models import count_macs, count_parameters
+from locality.training.config import RunConfig
+from locality.training.devices import (
+    autocast,
+    choose_precision,
+    process_layout,
+    resolve_accelerator,
+)
+from locality.training.model import meta_model
+from locality.training.objective import check_teacher
+from locality.training.optim import check_optimizer
+from locality.training.plan import Plan, make_plan
+
+# `engine.tracker` → what to install.
+_TRACKERS = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
+
+
+class ResolvedRun:
+    """A run with everything that is known before its first step, checked.
+
+    The data are opened and the model is built on the meta device.
+
+    Args:
+        config: the run.
+        splits: its data, if it is open already.
+        resumes: whether it goes on from a checkpoint and no longer needs `model.weights`.
+
+    Attributes:
+        config: the run.
+        splits: the data.
+        plan: its length and schedule in steps.
+        device_type: "cpu", "cuda" or "mps".
+        world_size: number of processes.
+        micro_batch: images per process and forward pass.
+        precision: resolved.
+        parameters: of the model; `trainable` of them are trained.
+        macs: multiply-accumulates of one image's forward pass.
+        buffers: bytes of the model's buffers.
+        img_size: of the images, (H, W).
+        notes: what is unusual about the data.
+
+    Raises:
+        UserError: if the run cannot work as it is configured.
+    """
+
+    def __init__(
+        self, config: RunConfig, splits: DataSplits | None = None, resumes: bool = False
+    ) -> None:
+        # Check the settings before a large dataset is read.
+        check_optimizer(config.optim)
+        check_teacher(config.objective)
+        if tracker := config.engine.tracker:
+            require(f"engine.tracker={tracker}", _TRACKERS[tracker], tracker)
+        if config.model.weights is not None and not resumes:
+            with saying("model.weights", FileNotFoundError), naming("model.weights"):
+                detect_kind(config.model.weights)
+        meta_model(config, num_classes=1)
+        self.config = config
+        self.splits = open_data(config.data, config.seed) if splits is None else splits
+        if not len(self.splits.val):
+            raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
+        self.plan = make_plan(config, len(self.splits.train))
+        self.notes = check_classes(self.splits, self.plan)
+        model = meta_model(config, len(self.splits.classes))
+        self.device_type = resolve_accelerator(config.engine.accelerator)
+        devices, nodes = process_layout(config.engine, self.device_type)
+        self.world_size = devices * nodes
+        self.micro_batch = config.micro_batch(self.world_size)
+        self.macs = count_macs(model)
+        self.precision = choose_precision(config.engine.precision, self.device_type, self.macs)
+        self.parameters = count_parameters(model)
+        self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+        self.img_size = model.img_size
+
+    def autocast(self) -> torch.autocast:
+        """torch.autocast for the run's precision."""
+        return autocast(self.device_type, self.precision)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About the size of a checkpoint: weights, moving average and two moments."""
+        weights = 4 * self.parameters + self.buffers
+        copies = 1 if self.config.engine.ema_decay is None else 2
+        return weights * copies + 8 * self.trainable + (1 << 20)
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients, moments and moving average of each process."""
+        return self.checkpoint_bytes + 4 * self.trainable
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Activations that each process keeps for the backward pass.
+
+        Measured on a forward pass with fake tensors.
+        """
+        kind = "cuda" if self.device_type == "cuda" else "cpu"
+        model = meta_model(self.config, len(self.splits.classes)).train()
+        # Fake tensors choose the kernels of the real device, which decide what is saved. They have
+        # no values, which initialising weights needs, so the model is built before.
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(kind):
+            model.to_empty(device=kind)
+            images = torch.empty(self.micro_batch, 3, *self.img_size)
+            return saved_activations(model, images, partial(autocast, kind, self.precision))
+
+    def check_memory(self) -> None:
+        """Check that the run fits into this machine's memory.
+
+        Activations are only counted where they could be too many: a layer saves fewer bytes than it
+        does multiplications, by a wide margin.
+
+        Raises:
+            UserError: if it does not.
+        """
+        available = machine.memory(self.device_type)
+        if self.macs * self.micro_batch <= available:
+            return
+        # The processes of one machine share its memory; GPUs have their own.
+        nodes = self.config.engine.num_nodes
+        sharing = self.world_size // nodes if self.device_type == "cpu" else 1
+        # Where the images alone are too many, torch may be unable to count the rest in 64 bits.
+        needed = sharing * 4 * 3 * math.prod(self.img_size) * self.micro_batch
+        if needed <= available:
+            needed = sharing * (self.activation_bytes + self.state_bytes)
+        if needed > available:
+            raise UserError(
+                f"a step on {self.micro_batch:,} images at once needs {needed / 1e9:.3g} GB and "
+                f"there are {available / 1e9:.3g} GB of memory; lower engine.batch_size, raise "
+                f"engine.accumulate, or set engine.grad_checkpointing"
+            )
+
+    def __str__(self) -> str:
+        plan, splits, optim = self.plan, self.splits, self.config.optim
+        height, width = self.img_size
+        passes = self.config.engine.accumulate
+        return "\n".join(
+            [
+                f"model   {self.config.model.name}, {self.parameters:,} parameters "
+                f"({self.trainable:,} trained), {self.macs / 1e9:.4g} GMACs per image of "
+                f"{height}×{width}",
+                f"data    {splits.name}, {len(splits.train):,} training and "
+                f"{len(splits.val):,} validation images of {len(splits.classes):,} classes",
+                f"length  {plan.steps:,} steps of {plan.batch_size:,} images: {plan.images:,} "
+                f"images, {plan.epoch(plan.steps):.4g} epochs; {plan.warmup:,} steps of warm-up, "
+                f"{plan.cooldown:,} of cool-down",
+                f"engine  {self.world_size} × {self.device_type}, {self.precision}, {passes} × "
+                f"{self.micro_batch:,} images each, {optim.name} at learning rate "
+                f"{optim.peak_lr(plan.batch_size):.3g}",
+                *(f"note    {note}" for note in self.notes),
+            ]
+        )
+
+
+def saved_activations(model: nn.Module, images: Tensor, autocast: Callable[[], Any]) -> int:
+    """Bytes that a training forward pass keeps for the backward pass.
+
+    Each storage counts once; weights and images do not count.
+    """
+    excluded = [*model.state_dict().values(), images]
+    known = {tensor.untyped_storage()._cdata for tensor in excluded}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Any:
+        # Returning the tensor could create a reference cycle with the graph.
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            # A reference to the storage keeps its address from being reused.
+            kept[storage._cdata] = storage
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda nothing: nothing), autocast():
+        loss = model(images).float().square().mean()
+    total = sum(storage.nbytes() for storage in kept.values())
+    del loss
+    return total
+
+
+def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
+    """Notes on empty classes and large batches.
+
+    Raises:
+        UserError: if there are fewer than two classes.
+    """
+    if len(splits.classes) < 2:
+        raise UserError(
+            f"dataset '{splits.name}' has {len(splits.classes)} class; a classifier needs at "
+            f"least two: one folder of images per class"
+        )
+    notes = []
+    for source, what in ((splits.train, "training"), (splits.val, "validation")):
+        counts = np.bincount(source.labels, minlength=len(splits.classes))
+        if empty := [splits.classes[label] for label in np.flatnonzero(counts == 0)]:
+            notes.append(
+                f"{len(empty)} of {len(splits.classes):,} classes have no {what} images: "
+                f"{some(empty)}"
+            )
+    if plan.batch_size > len(splits.train):
+        notes.append(
+            f"a batch of {plan.batch_size:,} is larger than the training set: every step sees "
+            f"images of {len(splits.train):,} more than once"
+        )
+    return notes

@@ -1,0 +1,134 @@
+"""The state of a run: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from timm.utils import ModelEmaV3
+from torch.amp import GradScaler
+
+from locality.checkpoints.run_state import DamagedCheckpoint
+from locality.models import ImageClassifier
+from locality.training.objective import Objective, class_weights, load_teacher
+from locality.training.optim import create_optimizer, create_schedule
+from locality.training.resolved_run import ResolvedRun
+
+# Keys in a checkpoint that differ from the names here.
+_KEYS = {"num_correct": "right", "num_images": "seen"}
+
+
+@dataclass
+class TrainState:
+    """The counters of a run, saved with every checkpoint.
+
+    Attributes:
+        step: updates finished, skipped ones included.
+        evaluated: step of the last evaluation; -1 before the first.
+        loss_sum, num_correct, num_images: of the training images since the last evaluation.
+        row: the last evaluation.
+        best: the best evaluation, if the run keeps its best weights.
+        bad_losses: updates skipped.
+        skipped: images that could not be read, name → reason.
+    """
+
+    step: int = 0
+    evaluated: int = -1
+    loss_sum: float = 0.0
+    num_correct: float = 0.0
+    num_images: int = 0
+    row: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    bad_losses: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters by their keys in a checkpoint."""
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_state_dict(cls, values: Mapping[str, Any]) -> TrainState:
+        """The counters that `state_dict` returned."""
+        names = {key: name for name, key in _KEYS.items()}
+        return cls(**{names.get(key, key): value for key, value in values.items()})
+
+
+class Components:
+    """Model, optimiser, schedule and objective of a run, on its device.
+
+    Args:
+        fabric: devices and processes.
+        run: the run.
+        model: its model.
+        objective: makes the loss, with the arguments of `Objective`.
+
+    Attributes:
+        model: the unwrapped model.
+        forward: the model as training calls it: compiled and data parallel.
+        optimizer: the optimiser.
+        schedule: sets the learning rates of a step.
+        ema: the averaged weights, if the run keeps them.
+        objective: the loss.
+        scaler: the gradient scaler; it only acts in float16.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        run: ResolvedRun,
+        model: ImageClassifier,
+        objective: Callable[..., Objective] = Objective,
+    ) -> None:
+        config, engine, classes = run.config, run.config.engine, len(run.splits.classes)
+        if engine.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        self.model = model.to(fabric.device)
+        self.ema: ModelEmaV3 | None = None
+        if engine.ema_decay is not None:
+            self.ema = ModelEmaV3(model, decay=engine.ema_decay, use_warmup=engine.ema_warmup)
+        self.optimizer = create_optimizer(model, config.optim, engine.batch_size)
+        schedule = create_schedule(self.optimizer, run.plan)
+        self.schedule: Callable[[int], None] = schedule.step_update
+        teacher = weights = None
+        if config.objective.teacher is not None:
+            with fabric.rank_zero_first(local=True):
+                teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
+        if config.objective.class_weights:
+            weights = class_weights(run.splits.train.labels, classes).to(fabric.device)
+        self.objective = objective(
+            config.objective, config.augment, classes, teacher, run.autocast, weights
+        )
+        wrapped: Any = self.objective.wrap(model)
+        wrapped = torch.compile(wrapped) if engine.compile else wrapped
+        self.forward: Any = fabric.setup_module(wrapped)
+        model.train()
+        self.scaler = GradScaler(run.device_type, enabled=run.precision == "fp16-mixed")
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint that `load` reads."""
+        return {
+            "model": self.model.state_dict(),
+            "ema": None if self.ema is None else self.ema.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> TrainState:
+        """Restore a checkpoint; returns its counters.
+
+        Raises:
+            DamagedCheckpoint: if it is of another model.
+        """
+        try:
+            self.model.load_state_dict(state["model"])
+            if self.ema is not None:
+                self.ema.module.load_state_dict(state["ema"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+            return TrainState.from_state_dict(state["progress"])
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error

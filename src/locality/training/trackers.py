@@ -1,0 +1,94 @@
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_fabric.loggers import TensorBoardLogger
+
+from locality.errors import saying
+from locality.settings import flatten, to_dict
+from locality.training.config import RunConfig
+from locality.training.run_folder import RunFolder
+
+PROJECT = "locality"
+# What MLflow's server accepts at a time.
+_MAX_PARAMS = 100
+
+
+def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Any]:
+    """TensorBoard, if enabled and installed, and the tracker of `engine.tracker`.
+
+    All have the interface of Fabric's loggers. A resumed run goes on in its log.
+
+    Args:
+        run: the run's folder.
+        config: its configuration, which is logged.
+        evaluated: step of the last evaluation of a resumed run; 0 for none.
+
+    Raises:
+        UserError: if the tracker fails, for example without a login.
+    """
+    trackers: list[Any] = []
+    if config.engine.tensorboard and find_spec("tensorboard"):
+        purge = evaluated + 1 if evaluated else None
+        board = TensorBoardLogger(run.tensorboard, name="", version="", purge_step=purge)
+        trackers.append(board)
+    if config.engine.tracker is not None:
+        kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
+        # Each package has its own exceptions.
+        with saying(f"{config.engine.tracker} cannot log this run", Exception):
+            trackers.append(kind(run.path, flatten(to_dict(config))))
+    return trackers
+
+
+def _identity(path: Path) -> str:
+    """An identifier of the run folder, the same when the run is resumed."""
+    return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+
+
+class _WeightsAndBiases:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        import wandb
+
+        named = {"project": PROJECT, "name": path.name, "id": _identity(path)}
+        self._run = wandb.init(**named, resume="allow", dir=path, config=settings)
+        # wandb's own steps only rise; those of a resumed run may fall.
+        self._run.define_metric("*", step_metric="step")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def finalize(self, status: str) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client, identity = MlflowClient(), _identity(path)
+        known = self._client.get_experiment_by_name(PROJECT)
+        experiment = known.experiment_id if known else self._client.create_experiment(PROJECT)
+        begun = self._client.search_runs([experiment], f"tags.run_folder = '{identity}'")
+        if begun:
+            self._id = begun[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        tags = {"run_folder": identity}
+        self._id = self._client.create_run(experiment, tags=tags, run_name=path.name).info.run_id
+        params = [Param(name, str(value)) for name, value in settings.items()]
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + _MAX_PARAMS])
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def finalize(self, status: str) -> None:
+        self._client.set_terminated(self._id)
