@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from locality.trained import TrainedRun as TrainedRun
     from locality.training import train as train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__, __getattr__ = lazily(__name__, __file__)
 __all__ += ["__version__"]

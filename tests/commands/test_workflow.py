@@ -145,7 +145,7 @@ def test_epochs_take_the_place_of_steps(tmp_path):
     assert RunFolder(folder).config().schedule.steps is None
 
 
-def test_data_check_and_pack(tmp_path, capsys):
+def test_data_check(tmp_path, capsys):
     folder = tmp_path / "images"
     for part in ("train", "val"):
         for label in ("cat", "dog"):
@@ -154,8 +154,6 @@ def test_data_check_and_pack(tmp_path, capsys):
             Image.new("RGB", (12, 10), colour).save(folder / part / label / "a.png")
     assert main(["data", "check", str(folder), "--quiet", "--workers=1"]) == 0
     assert "2 classes" in capsys.readouterr().out
-    assert main(["data", "pack", str(folder), str(tmp_path / "packed"), "--quiet"]) == 0
-    assert "2 images in train" in capsys.readouterr().out
     rows = [f"{file.relative_to(tmp_path)},{file.parent.name}\n" for file in folder.rglob("*.png")]
     (tmp_path / "labels.csv").write_text("".join(rows))
     assert main(["data", "check", str(tmp_path), "--quiet", "--workers=1"]) == 0

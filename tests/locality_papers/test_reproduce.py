@@ -18,8 +18,9 @@ from locality.errors import UserError
 from locality.layers.conv_init import kernel_offsets
 from locality.models import build
 from locality.runner.runs import TRAIN, with_needs
-from locality.training.config import ScheduleConfig, make_plan
-from locality.training.objective import create_schedule
+from locality.training.config import ScheduleConfig
+from locality.training.optim import create_schedule
+from locality.training.plan import make_plan
 from locality_papers import published
 from locality_papers.convit_maps import corner_heads
 from locality_papers.convit_tables import INGREDIENTS

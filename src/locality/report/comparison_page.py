@@ -19,7 +19,7 @@ from locality.report.baseline_pairs import format_estimate
 from locality.report.page import FILTERS
 from locality.templates import render, write_page
 from locality.training.predictions import Predictions
-from locality.training.runs import RunFolder
+from locality.training.run_folder import RunFolder
 
 _MAX_CLASSES = 20
 # Models trained from scratch have learnt little in fewer epochs.

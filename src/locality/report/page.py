@@ -32,7 +32,7 @@ from locality.report import baseline_pairs
 from locality.settings import flatten
 from locality.templates import render, write_page
 from locality.training.predictions import Predictions
-from locality.training.runs import RunFolder
+from locality.training.run_folder import RunFolder
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 _MAX_NAMES = 4  # in the title
