@@ -90,7 +90,10 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
         "fashion_mnist",
         model={"img_size": 28, "patch_size": patch_size},
         data={"dataset": "fashion_mnist"},
+        augment={"affine": 0, "mixup": 0},
+        optim={"lr": 2e-3, "weight_decay": 0.05},
         schedule={"warmup": 150},
+        engine={"ema_decay": None},
     )
 
 
