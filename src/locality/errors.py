@@ -46,7 +46,7 @@ class RunFailed(RuntimeError):
 
 
 @contextlib.contextmanager
-def naming(what: object) -> Iterator[None]:
+def prefix_errors(what: object) -> Iterator[None]:
     """Put `what`, such as a file, in front of the message of a `UserError` in the block."""
     try:
         yield
@@ -55,7 +55,7 @@ def naming(what: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def saying(sentence: str, *errors: type[Exception]) -> Iterator[None]:
+def wrap_errors(sentence: str, *errors: type[Exception]) -> Iterator[None]:
     """Turn a library's `errors` in the block into a `UserError`: `sentence`, and the reason."""
     try:
         yield
@@ -142,7 +142,7 @@ def unknown(
     return error(f"unknown {kind} '{given}'; {' '.join(hints)}")
 
 
-def entry(kind: str, name: str, table: Mapping[str, T]) -> T:
+def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     """What a table has under a name.
 
     Raises:
@@ -153,7 +153,9 @@ def entry(kind: str, name: str, table: Mapping[str, T]) -> T:
     return table[name]
 
 
-def only(kind: str, given: Iterable[str], accepted: Iterable[str], error: type[UserError]) -> None:
+def check_known(
+    kind: str, given: Iterable[str], accepted: Iterable[str], error: type[UserError]
+) -> None:
     """Check that every name that is given is accepted.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import IO, Any, TypeVar
 
 import yaml
 
-from locality.errors import UserError, saying
+from locality.errors import UserError, wrap_errors
 
 # What is read as text, hundreds of times what this library writes; YAML takes longer to read.
 LARGEST_TEXT = 16 << 20
@@ -138,7 +138,7 @@ def parse_yaml(text: str, where: str) -> Any:
     Raises:
         UserError: if it is not YAML, or nested too deeply; `where` says whose text it is.
     """
-    with saying(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
+    with wrap_errors(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
         # libyaml builds nested values by recursion and has no limit to it: the stack would end.
         depth = 0
         for event in yaml.parse(text, _Loader):
@@ -158,7 +158,7 @@ def read_rows(path: Path | str) -> list[dict[str, str]]:
         OSError, UserError: as `read_text`, and if it is not CSV.
     """
     text = read_text(path)
-    with saying(f"{path} is not CSV", csv.Error):
+    with wrap_errors(f"{path} is not CSV", csv.Error):
         return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
 
 

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from locality.errors import UserError, saying
+from locality.errors import UserError, wrap_errors
 from locality.files import parse_json, read_bytes, read_text, write_atomic
 from locality_papers.measures import MEASURED
 
@@ -66,7 +66,7 @@ def read_runs(path: Path) -> dict[str, dict[str, str]]:
         UserError: if it is not such a file.
     """
     reasons = (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError)
-    with saying(f"{path} is not a file of recorded runs", *reasons):
+    with wrap_errors(f"{path} is not a file of recorded runs", *reasons):
         lines = gzip.decompress(read_bytes(path)).decode().splitlines()
         found = [parse_json(line, str(path)) for line in lines]
         runs = {str(each["run"]): dict(each["files"]) for each in found}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from locality.data.config import DATASETS
-from locality.errors import UserError, entry
+from locality.errors import UserError, lookup
 from locality.files import read_yaml
 from locality.models import variant
 from locality.runner.costs import forward_macs, image_counts, parameters
@@ -239,7 +239,7 @@ def get_scale(name: str, root: Path, data: Mapping[str, str] | None = None) -> S
     Raises:
         UserError: if there is no scale or dataset of a name, with the nearest.
     """
-    scale = entry("scale", name, SCALES)
+    scale = lookup("scale", name, SCALES)
     for dataset in data or {}:
-        entry("dataset", dataset, DATASETS)
+        lookup("dataset", dataset, DATASETS)
     return dataclasses.replace(scale, root=Path(root), data=data or {})

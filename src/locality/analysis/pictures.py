@@ -29,7 +29,7 @@ from locality.data import open_data
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
 from locality.data.sources import ImageSource
-from locality.errors import UserError, saying
+from locality.errors import UserError, wrap_errors
 from locality.files import open_file, parse_json, write_atomic
 from locality.layers.grid import Grid
 from locality.training.config import RunConfig
@@ -277,7 +277,7 @@ def load_pictures(path: Path | str) -> Pictures:
     damage = (AttributeError, EOFError, LookupError, MemoryError, NotImplementedError, RuntimeError,
               TypeError, ValueError, zipfile.BadZipFile, zlib.error)  # fmt: skip
     with (
-        saying(f"{path} holds no attention pictures", *damage),
+        wrap_errors(f"{path} holds no attention pictures", *damage),
         open_file(path) as file,
         zipfile.ZipFile(file) as entries,
     ):

@@ -14,7 +14,7 @@ from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate
 from locality.checkpoints.registry import is_run_folder
-from locality.errors import UserError, saying
+from locality.errors import UserError, wrap_errors
 from locality.files import read_json, read_rows, read_yaml
 from locality.models.variants import FAMILY_NAMES, family_of
 from locality.settings import flatten
@@ -124,7 +124,7 @@ class RecordedRun:
 def _numbers(table: Path) -> list[dict[str, float]]:
     if not table.exists():
         return []
-    with saying(f"{table} holds something that is not a number", TypeError, ValueError):
+    with wrap_errors(f"{table} holds something that is not a number", TypeError, ValueError):
         return [
             {name: float(cell) for name, cell in row.items() if name and cell}
             for row in read_rows(table)

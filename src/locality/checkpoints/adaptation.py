@@ -15,7 +15,7 @@ from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.key_map import NATIVE, check_config_class
 from locality.checkpoints.resolve import read
 from locality.checkpoints.state_dict import check_finite, check_keys
-from locality.errors import UserError, naming
+from locality.errors import UserError, prefix_errors
 from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import signature_diff
 from locality.models.factory import TimmConfig
@@ -54,7 +54,7 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
     """
     target = model.config
     checkpoint = read(what, entry=entry, like=target)
-    with naming(what):
+    with prefix_errors(what):
         check_config_class(type(checkpoint.config), target)
         changes = []
         if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:

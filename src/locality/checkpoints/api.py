@@ -15,7 +15,7 @@ from locality.checkpoints.classifier import Classifier, default_preprocessing
 from locality.checkpoints.format import INPUT, OUTPUT
 from locality.checkpoints.registry import detect_kind, is_run_folder, source
 from locality.checkpoints.resolve import read, read_graph
-from locality.errors import UserError, naming
+from locality.errors import UserError, prefix_errors
 from locality.models import factory
 from locality.models.base import ImageClassifier
 
@@ -39,7 +39,7 @@ def open_model(
         return _open_graph(Path(what))
     checkpoint = read(what, variant, entry, settings)
     name = Path(what).name if is_run_folder(what) else checkpoint.name
-    with naming(what):
+    with prefix_errors(what):
         return Classifier.of(
             checkpoint.build(),
             name if name and Path(what).exists() else str(what),

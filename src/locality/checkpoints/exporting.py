@@ -37,7 +37,7 @@ from locality.checkpoints.key_map import NATIVE
 from locality.checkpoints.registry import check_export_path, check_target
 from locality.checkpoints.resolve import graph_session, read
 from locality.data.config import Preprocessing
-from locality.errors import UserError, naming, require
+from locality.errors import UserError, prefix_errors, require
 from locality.files import atomic_file, check_new_folder, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
@@ -90,7 +90,7 @@ def convert(
     check_target(target, to, overwrite)
     wanted = KEY_MAPS[to]
     checkpoint = read(source, model, entry, settings)
-    with naming(source):
+    with prefix_errors(source):
         state = checkpoint.build().state_dict()
     notes = ""
     if wanted is not NATIVE:

@@ -21,7 +21,7 @@ from locality import __version__, checks
 from locality.checkpoints.safe_load import read_safetensors
 from locality.checkpoints.state_dict import State, check_finite, check_keys, meta_state_dict
 from locality.data.config import Preprocessing
-from locality.errors import UserError, entry, naming
+from locality.errors import UserError, lookup, prefix_errors
 from locality.files import parse_json, read_text, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig, ViTConfig
@@ -148,7 +148,7 @@ class Checkpoint:
         checks.shaped("its description", content, {"architecture": dict, "labels?": [str]})
         given, labels = content.get("input"), content.get("labels")
         fields = dict(content["architecture"])
-        family = entry("family of models", str(fields.pop("family", None)), CONFIG_CLASSES)
+        family = lookup("family of models", str(fields.pop("family", None)), CONFIG_CLASSES)
         config = from_dict(family, fields, "architecture")
         preprocessing = None
         if given is not None:
@@ -292,5 +292,5 @@ def parse_description(text: str, state: dict[str, Tensor], path: Path) -> Checkp
     Raises:
         UserError: as `Checkpoint.from_description`, and if it is not JSON; naming `path`.
     """
-    with naming(path):
+    with prefix_errors(path):
         return Checkpoint.from_description(parse_json(text, "its description"), state)

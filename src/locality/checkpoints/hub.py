@@ -26,7 +26,7 @@ from locality.checkpoints.format import (
 from locality.checkpoints.registry import WEIGHT_SUFFIXES, Source
 from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
-from locality.errors import UserError, naming
+from locality.errors import UserError, prefix_errors
 from locality.hub import offline_unless_reachable
 from locality.models.base import ImageClassifier
 
@@ -146,5 +146,5 @@ class TrainedModel(ModelHubMixin, library_name="locality", pipeline_tag="image-c
         if not folder.is_dir():
             folder = download_snapshot(model_id, **options)
         held = read_folder(folder)
-        with naming(folder):
+        with prefix_errors(folder):
             return cls(held.build(), held.preprocessing, held.classes)

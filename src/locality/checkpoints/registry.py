@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from locality.data.config import Preprocessing
-from locality.errors import UserError, entry, near, unknown
+from locality.errors import UserError, lookup, near, unknown
 from locality.files import check_parent, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
@@ -75,7 +75,7 @@ def source(name: str) -> Source:
         UserError: if there are none, with the nearest names.
     """
     first = {row.model: row for row in reversed(SOURCES.values())}
-    return first.get(name) or entry("public weights", name, SOURCES)
+    return first.get(name) or lookup("public weights", name, SOURCES)
 
 
 def is_run_folder(path: Path | str) -> bool:

@@ -27,7 +27,7 @@ from locality.checkpoints.registry import check_no_entry, detect_kind, source
 from locality.checkpoints.run_state import load_best_state, read_class_names
 from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
-from locality.errors import UserError, naming, require, saying
+from locality.errors import UserError, prefix_errors, require, wrap_errors
 from locality.files import open_file, read_json, read_yaml
 from locality.models import factory
 from locality.models.config import signature_diff
@@ -88,7 +88,7 @@ def read(
     else:
         found = _from_hub(name)
     if settings:
-        with naming(what):
+        with prefix_errors(what):
             config = override_config(found.config, settings)
             found = replace(found, config=config, name=identify(config)[0])
     return found if variant is None else _check_variant(found, variant, what, settings)
@@ -103,7 +103,7 @@ def _from_run(folder: Path) -> Checkpoint:
     classes = read_class_names(folder)
     finished = folder / "result.json"
     result = read_json(finished) if finished.exists() else {}
-    with naming(f"run folder {folder}"):
+    with prefix_errors(f"run folder {folder}"):
         if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
             raise UserError("its config.yaml names no model")
         model = content["model"]
@@ -139,7 +139,7 @@ def _from_weights(
         return parse_description(metadata[FORMAT], state, path)
     shapes = "its tensors are named as those of a model, but have other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-    with naming(path), saying(shapes, *wrong):
+    with prefix_errors(path), wrap_errors(shapes, *wrong):
         key_map = detect_key_map(state)
         config = key_map.configuration(state, like, settings)
         name, config = identify(config) if like is None else (None, config)
@@ -218,7 +218,7 @@ def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
     open_file(path, _MAX_GRAPH_BYTES).close()
     require("running an ONNX graph", "locality[export]", "onnxruntime")
     # The runtime has a class for each cause, and no common one.
-    with saying(f"{path} is not a sound ONNX graph", Exception):
+    with wrap_errors(f"{path} is not a sound ONNX graph", Exception):
         session = graph_session(path)
     metadata = session.get_modelmeta().custom_metadata_map
     if FORMAT not in metadata:

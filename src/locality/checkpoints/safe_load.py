@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from locality.checkpoints.registry import check_no_entry
-from locality.errors import UserError, one_line, saying, some
+from locality.errors import UserError, one_line, some, wrap_errors
 from locality.files import open_file
 
 ALLOWED_CLASSES: tuple[Any, ...] = (
@@ -113,7 +113,7 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
             f"here has"
         )
     damaged = f"{path} is damaged or truncated"
-    with saying(damaged, SafetensorError), safe_open(str(path), framework="pt") as file:
+    with wrap_errors(damaged, SafetensorError), safe_open(str(path), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return tensors, file.metadata() or {}
 

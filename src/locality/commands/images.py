@@ -24,7 +24,7 @@ from locality.commands.parsing import (
 )
 from locality.commands.resolve import images_at
 from locality.data.config import DEFAULT_DECODING, DataConfig
-from locality.errors import UserError, entry, one_line, printable, require, unknown
+from locality.errors import UserError, lookup, one_line, printable, require, unknown
 from locality.files import check_new_folder, check_parent
 from locality.training.config import read_config
 
@@ -288,7 +288,7 @@ def figure(arguments: Sequence[str]) -> int:
     parser.add("--place", (0.5, 0.5), where, tuple[float, float])
     parser.add("--output", None, "path without suffix; the name unless given")
     options = parser.read(arguments)
-    chosen = entry("figure", options.name, FIGURES)
+    chosen = lookup("figure", options.name, FIGURES)
     takes = chosen.takes
     unused = {"runs": "place count", "images": "", "models": ""}[takes]
     unused += "" if takes == "models" else " images layers heads variant entry set"

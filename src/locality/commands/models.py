@@ -23,7 +23,7 @@ from locality.commands.parsing import (
     table,
     with_aliases,
 )
-from locality.errors import UserError, entry, one_line
+from locality.errors import UserError, lookup, one_line
 from locality.files import check_parent, write_atomic
 from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
 from locality.settings import from_dict
@@ -40,7 +40,7 @@ def architectures(arguments: Sequence[str]) -> None:
     parser.add("--json", False, "print JSON")
     options = parser.read(arguments)
     if options.family is not None:
-        entry("family", options.family, FAMILY_NAMES)
+        lookup("family", options.family, FAMILY_NAMES)
     rows = _pretrained(options) if options.pretrained else _models(options)
     if options.json:
         print(json.dumps(rows, indent=2))

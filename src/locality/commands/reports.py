@@ -8,7 +8,7 @@ from pathlib import Path
 from locality.checkpoints.registry import missing
 from locality.commands.parsing import Parser, say
 from locality.commands.resolve import images_at, place_of
-from locality.errors import UserError, one_line, saying
+from locality.errors import UserError, one_line, wrap_errors
 from locality.models.variants import PREFIX, variant
 
 
@@ -137,5 +137,5 @@ _CHOSEN = ("pretrained", "minutes", "steps", "seeds", "folds", "img_size")
 
 def _fractions(words: str) -> tuple[float, ...]:
     sentence = f"fractions is '{words}'; give numbers with commas, such as 0.25,0.5,1"
-    with saying(sentence, ValueError):
+    with wrap_errors(sentence, ValueError):
         return tuple(float(word) for word in words.split(","))

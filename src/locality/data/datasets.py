@@ -32,7 +32,7 @@ from locality.data.folder import (
 )
 from locality.data.sampling import balanced_fraction, class_slice, sorted_fraction, stratified_split
 from locality.data.sources import ArraySource, DataSplits, ImageSource
-from locality.errors import UserError, saying, some
+from locality.errors import UserError, some, wrap_errors
 from locality.files import parse_json, read_text
 
 _IMAGENET_CLASSES = 1000
@@ -224,7 +224,7 @@ def open_imagenet_real(config: DataConfig) -> Opened:
 def _real_labels(path: str | None) -> list[tuple[int, ...]]:
     if path is None:
         raise UserError("the ReaL labels are needed; give the path of real.json as real_labels")
-    with saying("the ReaL labels", FileNotFoundError):
+    with wrap_errors("the ReaL labels", FileNotFoundError):
         answers = parse_json(read_text(Path(path).expanduser()), f"the ReaL labels '{path}'")
     checks.shaped(f"the ReaL labels '{path}'", answers, [[int]])
     return [tuple(answer) for answer in answers]
@@ -275,7 +275,7 @@ def _find_idx_file(root: Path, name: str) -> Path:
 
 def _read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
     """What an IDX file of bytes holds: a type, sizes of four bytes each, the values."""
-    with saying(f"'{path}' is damaged", OSError, EOFError, zlib.error, ValueError):
+    with wrap_errors(f"'{path}' is damaged", OSError, EOFError, zlib.error, ValueError):
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         if content[:4] != bytes((0, 0, 8, dims)):
             raise ValueError("its first bytes are not those of such a file")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from locality.data.sources import DataSplits
-from locality.errors import saying, some
+from locality.errors import some, wrap_errors
 from locality.files import in_threads
 
 # As many bytes are read and digested in seconds; opening a file takes as long as so many more.
@@ -128,7 +128,7 @@ def duplicates(record: Path) -> list[list[str]] | None:
         UserError: if the file is something else.
     """
     with (
-        saying(f"{record} is no record of images", EOFError, OSError, ValueError, zlib.error),
+        wrap_errors(f"{record} is no record of images", EOFError, OSError, ValueError, zlib.error),
         gzip.open(record) as file,
     ):
         stamps = _parse_table(file.read(_MAX_TABLE_BYTES).decode())

@@ -22,7 +22,7 @@ from PIL import Image
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, read_bytes
 from locality.data.sources import BadImage, ImageSource
-from locality.errors import UserError, printable, saying, some
+from locality.errors import UserError, printable, some, wrap_errors
 
 _log = logging.getLogger("locality")
 
@@ -217,7 +217,7 @@ def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image
     Raises:
         UserError: if it cannot be decoded, naming the file.
     """
-    with saying(str(file), BadImage):
+    with wrap_errors(str(file), BadImage):
         return decode(read_bytes(file), decoding)
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from locality.data.config import DataConfig
-from locality.errors import UserError, saying
+from locality.errors import UserError, wrap_errors
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class ImageSource(ABC):
         Raises:
             UserError: the image cannot be decoded, naming it.
         """
-        with saying(f"{self.describe(index)} cannot be read", BadImage):
+        with wrap_errors(f"{self.describe(index)} cannot be read", BadImage):
             return self.read(index)
 
     def subset(self, indices: npt.ArrayLike) -> ImageSource:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from locality.data.config import DataConfig
 from locality.data.folder import IMAGE_SUFFIXES, FileSource, is_inside
-from locality.errors import UserError, saying, some, unknown
+from locality.errors import UserError, some, unknown, wrap_errors
 from locality.files import in_threads, read_text
 
 TABLE = "labels.csv"
@@ -98,7 +98,7 @@ def _rows(path: Path) -> list[list[str]]:
     mark = next((mark for mark in ",;\t" if mark in first), None)
     if mark is None:
         return [line.split() for line in lines if line.strip()]
-    with saying(f"{path} is not CSV", csv.Error):
+    with wrap_errors(f"{path} is not CSV", csv.Error):
         rows = csv.reader(lines, delimiter=mark)
         return [row for row in rows if any(cell.strip() for cell in row)]
 

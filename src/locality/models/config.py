@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 from locality import checks
-from locality.errors import UnknownSetting, UserError, only
+from locality.errors import UnknownSetting, UserError, check_known
 from locality.layers.grid import (
     AttentionScale,
     Grid,
@@ -121,7 +121,7 @@ class Architecture:
             UserError: for an unknown field (with the nearest), or a value that is not accepted.
         """
         names = [field.name for field in dataclasses.fields(self)]
-        only(f"setting of {type(self).__name__}", fields, names, UnknownSetting)
+        check_known(f"setting of {type(self).__name__}", fields, names, UnknownSetting)
         return dataclasses.replace(self, **fields)
 
 
@@ -481,7 +481,7 @@ class CvTConfig(Architecture):
                 "a CvT has no patch_size; set embed_stride, one per stage, and embedding='patch' "
                 "for embeddings that do not overlap"
             )
-        only("setting of CvTConfig", fields, own | per_stage | _SHORTHANDS, UnknownSetting)
+        check_known("setting of CvTConfig", fields, own | per_stage | _SHORTHANDS, UnknownSetting)
         if "embedding" in fields and fields.keys() & {"embed_kernel", "embed_padding"}:
             raise UserError(
                 "embedding decides embed_kernel and embed_padding; give the one or the others"

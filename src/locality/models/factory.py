@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from locality import checks
-from locality.errors import UnknownSetting, UserError, saying, unknown
+from locality.errors import UnknownSetting, UserError, unknown, wrap_errors
 from locality.hub import offline_unless_reachable
 from locality.layers.grid import Grid
 from locality.models.base import ImageClassifier
@@ -119,7 +119,7 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
     """
     config = TimmConfig.named(name)
     missing = f"timm's weights of {name} could not be loaded"
-    with saying(missing, OSError, RuntimeError), offline_unless_reachable():
+    with wrap_errors(missing, OSError, RuntimeError), offline_unless_reachable():
         model = timm.create_model(config.name, pretrained=True)
     state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
     return config, state, timm.data.resolve_model_data_config(model)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from locality.errors import entry
+from locality.errors import lookup
 from locality.models.config import INTERFACE, CvTConfig, StageConfig, ViTConfig, signature_diff
 
 
@@ -159,7 +159,7 @@ def variant(name: str) -> Variant:
     Raises:
         UserError: if there is none, with the nearest names.
     """
-    return entry("model", name, VARIANTS)
+    return lookup("model", name, VARIANTS)
 
 
 def identify(config: Any) -> tuple[str | None, Any]:

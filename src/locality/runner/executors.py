@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from locality import checks
-from locality.errors import Interrupted, ProcessKilled, UserError, entry, one_line, require
+from locality.errors import Interrupted, ProcessKilled, UserError, lookup, one_line, require
 from locality.runner.progress import RunsProgress
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig
@@ -368,7 +368,7 @@ def create_executor(
     checks.integer("jobs", jobs, 1)
     submitit = functools.partial(SubmititExecutor, logs=logs or Path("runs/submitit"))
     made: dict[str, Any] = {"local": LocalExecutor, "ray": RayExecutor, "submitit": submitit}
-    return entry("executor", name, made)(jobs, threads)
+    return lookup("executor", name, made)(jobs, threads)
 
 
 def run_all(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from locality import checks, settings
-from locality.errors import UserError, entry
+from locality.errors import UserError, lookup
 from locality.files import read_text, read_yaml
 from locality.models import variant
 from locality.settings import replace
@@ -101,7 +101,7 @@ def named(name: str) -> SearchConfig:
     Raises:
         UserError: for a name that does not exist, with the nearest.
     """
-    row = entry("search", name, SEARCHES)
+    row = lookup("search", name, SEARCHES)
     run = replace(recipe(row["recipe"], model=row["model"]), row["settings"])
     return SearchConfig(run, **row["search"])
 

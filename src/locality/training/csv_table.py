@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from locality.errors import saying
+from locality.errors import wrap_errors
 from locality.files import csv_text, read_rows, write_atomic
 
 
@@ -36,7 +36,7 @@ class CsvTable:
         if not self.path.exists():
             return []
         wrong = f"{self.path} is not a table of a run's steps"
-        with saying(wrong, KeyError, TypeError, ValueError):
+        with wrap_errors(wrong, KeyError, TypeError, ValueError):
             return [row for row in read_rows(self.path) if int(row["step"]) <= step]
 
     def as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:

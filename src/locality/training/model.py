@@ -11,7 +11,7 @@ import torch
 from locality.checkpoints import load, load_weights
 from locality.checkpoints.registry import detect_kind
 from locality.checkpoints.resolve import read
-from locality.errors import UserError, naming
+from locality.errors import UserError, prefix_errors
 from locality.models import ImageClassifier, build
 from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
@@ -92,7 +92,7 @@ def initialize_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifi
                 "init='trained_conv' takes its convolutions from model.weights, which is not given"
             )
         return model, []
-    with naming("model.weights"):
+    with prefix_errors("model.weights"):
         return model, load_weights(model, weights)
 
 

@@ -16,7 +16,7 @@ from locality.data import (
     Batch,
     ImageSource,
 )
-from locality.errors import saying
+from locality.errors import wrap_errors
 from locality.files import csv_text, read_rows, write_atomic
 from locality.training.devices import accumulation_dtype
 
@@ -90,7 +90,7 @@ class Predictions:
             f"{path} is not a table of predictions for the classes of its run; delete it, and "
             f"`locality report --record` writes it anew"
         )
-        with saying(sentence, KeyError, TypeError, ValueError):
+        with wrap_errors(sentence, KeyError, TypeError, ValueError):
             rows = read_rows(path)
             found = cls(
                 classes,

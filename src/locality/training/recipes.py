@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
-from locality.errors import UserError, entry, only
+from locality.errors import UserError, check_known, lookup
 from locality.settings import replace
 from locality.training.config import (
     EngineConfig,
@@ -328,7 +328,7 @@ def finetune_384(
     Expect: top-1 83.0 on ImageNet from `cvt_300`'s CvT-13, 83.3 from ImageNet-22k; from there, in
     Table 4: CIFAR-10 98.83, CIFAR-100 91.11, Pets 93.25, Flowers-102 99.50.
     """
-    steps = entry("target of finetune_384", dataset, _FINETUNE_STEPS)
+    steps = lookup("target of finetune_384", dataset, _FINETUNE_STEPS)
     weights = weights or _FINETUNED_FROM.get(model)
     if weights is None:
         raise UserError(
@@ -450,8 +450,8 @@ def recipe(name: str, **choices: Any) -> RunConfig:
     Raises:
         UserError: for a name or an argument that does not exist, with the nearest.
     """
-    function = entry("recipe", name, RECIPES)
-    only(f"choice of recipe '{name}'", choices, _choices(name), UserError)
+    function = lookup("recipe", name, RECIPES)
+    check_known(f"choice of recipe '{name}'", choices, _choices(name), UserError)
     return function(**choices)
 
 
@@ -500,9 +500,9 @@ _ENDS = ("warmup", "cooldown")
 
 def _choices(name: str) -> list[str]:
     """The arguments of a recipe's function."""
-    return list(inspect.signature(entry("recipe", name, RECIPES)).parameters)
+    return list(inspect.signature(lookup("recipe", name, RECIPES)).parameters)
 
 
 def describe(name: str) -> str:
     """The docstring of a recipe: what it is, its command, its cost and what to expect."""
-    return inspect.getdoc(entry("recipe", name, RECIPES)) or ""
+    return inspect.getdoc(lookup("recipe", name, RECIPES)) or ""

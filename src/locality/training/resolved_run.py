@@ -16,7 +16,7 @@ from locality import machine
 from locality.checkpoints.registry import detect_kind
 from locality.data import DataSplits, open_data
 from locality.data.folder import some
-from locality.errors import UserError, naming, require, saying
+from locality.errors import UserError, prefix_errors, require, wrap_errors
 from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
 from locality.training.devices import (
@@ -71,7 +71,7 @@ class ResolvedRun:
         if tracker := config.engine.tracker:
             require(f"engine.tracker={tracker}", _TRACKERS[tracker], tracker)
         if config.model.weights is not None and not resumes:
-            with saying("model.weights", FileNotFoundError), naming("model.weights"):
+            with wrap_errors("model.weights", FileNotFoundError), prefix_errors("model.weights"):
                 detect_kind(config.model.weights)
         meta_model(config, num_classes=1)
         self.config = config

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_fabric.loggers import TensorBoardLogger
 
-from locality.errors import saying
+from locality.errors import wrap_errors
 from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
@@ -41,7 +41,7 @@ def open_trackers(run: RunFolder, config: RunConfig, evaluated: int) -> list[Any
     if config.engine.tracker is not None:
         kind = _WeightsAndBiases if config.engine.tracker == "wandb" else _MLflow
         # Each package has its own exceptions.
-        with saying(f"{config.engine.tracker} cannot log this run", Exception):
+        with wrap_errors(f"{config.engine.tracker} cannot log this run", Exception):
             trackers.append(kind(run.path, flatten(to_dict(config))))
     return trackers
 
