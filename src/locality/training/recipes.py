@@ -70,10 +70,13 @@ def digits(model: str = "convit_nano", seed: int = 0) -> RunConfig:
         model=ModelConfig(model),
         data=DataConfig("digits"),
         input=Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop_pct=1.0),
-        augment=AugmentConfig(crop="pad", pad=1, hflip=0.0, affine=15, mixup=0.4),
-        optim=OptimConfig("adamw", lr=2.6e-3, weight_decay=0.16),
+        augment=AugmentConfig(
+            crop="pad", pad=1, hflip=0.0, affine=5, mixup=0.4, random_erasing=0.25
+        ),
+        optim=OptimConfig("adamw", lr=3.3e-3, weight_decay=0.1),
         schedule=ScheduleConfig(steps=1500, warmup=100, eval_every=150),
-        engine=EngineConfig(batch_size=64, ema_decay=0.99),
+        objective=ObjectiveConfig(label_smoothing=0.1),
+        engine=EngineConfig(batch_size=64),
     )
 
 
@@ -90,10 +93,10 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
         "fashion_mnist",
         model={"img_size": 28, "patch_size": patch_size},
         data={"dataset": "fashion_mnist"},
-        augment={"affine": 0, "mixup": 0},
+        augment={"affine": 0, "mixup": 0, "random_erasing": 0},
         optim={"lr": 2e-3, "weight_decay": 0.05},
         schedule={"warmup": 150},
-        engine={"ema_decay": None},
+        objective={"label_smoothing": 0},
     )
 
 
