@@ -1,10 +1,12 @@
 """Random search over the recipe for digits: the same settings for ConViT, DeiT and CvT.
 
-    python benchmarks/tune.py --output tuning.csv --trials 24
+    python benchmarks/tune.py --output tuning.csv
+    python benchmarks/tune.py --output half.csv --train-images half --trials 20 6 12 23 17 \\
+        --models convit_nano deit_nano
 
 Every trial is a draw of settings by its number, trained once for each model on a quarter of the
-digits that nothing else uses (`data.part` (0, 0.25); 70 to train on, 381 to evaluate on). Rows that
-the table has already are left alone, so that the search can be stopped and goes on.
+digits that nothing else uses (`data.part` (0, 0.25)): on 70 of them, evaluated on 381, or on half.
+Rows that the table has already are left alone, so that the search can be stopped and goes on.
 """
 
 from __future__ import annotations
@@ -19,11 +21,9 @@ from locality.training import train
 from locality.training.recipes import adjusted
 
 MODELS = ("convit_nano", "deit_nano", "cvt_pico")
-FIXED = {
-    "data.part": (0.0, 0.25),
-    "data.val_fraction": 0.85,
-    "engine.tensorboard": False,
-}
+FIXED = {"data.part": (0.0, 0.25), "engine.tensorboard": False}
+# Training images → the fraction that is evaluated on, and the seed of trial 0.
+SIZES = {"70": (0.85, 1000), "half": (0.5, 2000)}
 
 
 def draw(trial: int) -> dict[str, float | None]:
@@ -44,7 +44,9 @@ def draw(trial: int) -> dict[str, float | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="table to write, or to go on")
-    parser.add_argument("--trials", type=int, default=24)
+    parser.add_argument("--trials", type=int, nargs="+", default=range(24))
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--train-images", choices=SIZES, default="70")
     options = parser.parse_args()
     columns = ["model", "trial", "seed", *draw(0), "top1", "seconds"]
     done = set()
@@ -53,12 +55,14 @@ def main() -> None:
             done = {(row["model"], int(row["trial"])) for row in csv.DictReader(file)}
     else:
         options.output.write_text(",".join(columns) + "\n")
-    for trial in range(options.trials):
-        for model in MODELS:
+    val_fraction, first_seed = SIZES[options.train_images]
+    for trial in options.trials:
+        for model in options.models:
             if (model, trial) in done:
                 continue
-            seed, settings = 1000 + trial, draw(trial)
-            config = adjusted("digits", {"model.name": model, "seed": seed, **FIXED, **settings})
+            seed, settings = first_seed + trial, draw(trial)
+            fixed = FIXED | {"model.name": model, "seed": seed, "data.val_fraction": val_fraction}
+            config = adjusted("digits", fixed | settings)
             with TemporaryDirectory() as folder:
                 result = train(config, folder, quiet=True)
             row = [model, trial, seed, *settings.values(), result["top1"], result["seconds"]]
