@@ -287,7 +287,7 @@ def test_a_third_hostile_eight_at_a_time(ask, process):
 def test_too_many_bytes_at_once(monkeypatch):
     """What is refused is counted no longer, nor is what has been answered."""
     monkeypatch.setattr(bodies, "_MAX_HELD_BYTES", 100)
-    held = bodies.Bodies()
+    held = bodies.RequestBodies()
 
     def sent(*pieces):
         async def stream():
