@@ -113,10 +113,10 @@ def record_baselines(folders: Iterable[Path | str]) -> None:
         if (run.path / BASELINES).exists():
             continue
         config = run.config()
-        splits = open_data(config.data, config.seed)
-        preprocessing = config.input.at(meta_model(config, len(splits.classes)).img_size)
+        preprocessing = config.input.at(meta_model(config, num_classes=1).img_size)
         images = repr((config.data, config.seed, preprocessing))
         if images not in known:
+            splits = open_data(config.data, config.seed)
             found = pixel_baselines(splits, preprocessing, config.data.workers)
             record = {
                 "top1": found.top1,

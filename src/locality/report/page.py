@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from locality.analysis.runs import (
     group,
     read_runs,
 )
-from locality.analysis.statistics import estimate
+from locality.analysis.statistics import Estimate, estimate
 from locality.data.fingerprint import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
@@ -78,6 +78,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         for gate in layer["gates"] or []
     }
     several = len(runs) > 1
+    baselines = {part: baselines_at(groups, part) for part in fractions}
     apart = differing_settings([_settings(run) for run in runs])
     return {
         "title": _title(groups),
@@ -91,12 +92,12 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "families": {one.family for one in groups},
         # Of five classes or fewer, the five most probable ones are all.
         "top5": any(len(RunFolder(run.folder).classes()) > 5 for run in runs),
-        "baselines": {part: baselines_at(groups, part) for part in fractions},
+        "baselines": baselines,
         "below": [
             sentence
             for one in groups
             for part in one.fractions
-            if (sentence := _below(groups, one, part))
+            if (sentence := _below(one, part, baselines[part]))
         ],
         "accuracy": charts.chart(charts.draw_accuracy, groups) if several else None,
         "learning": _panels(
@@ -133,10 +134,10 @@ def _title(groups: Sequence[RunGroup]) -> str:
     return f"{models} on {', '.join(sorted({one.dataset for one in groups}))}"
 
 
-def _below(groups: Sequence[RunGroup], one: RunGroup, fraction: float) -> str:
+def _below(one: RunGroup, fraction: float, baselines: Mapping[str, Estimate]) -> str:
     """What to do about a group of runs that is below a baseline on its images; "" if it is not."""
     top1 = estimate(list(one.top1(fraction).values())).mean
-    found = {name: of.mean for name, of in baselines_at(groups, fraction).items()}
+    found = {name: of.mean for name, of in baselines.items()}
     return advice(f"{one.label} on {charts.subset_label(fraction)}", top1, found)
 
 
