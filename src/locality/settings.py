@@ -108,7 +108,9 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
     Raises:
         UserError: as `from_dict`.
     """
-    values = to_dict(config)
+    hints = type_hints(type(config))  # type: ignore[arg-type]
+    touched = {dotted.partition(".")[0] for dotted in changes} & set(hints)
+    values = {name: _plain(getattr(config, name)) for name in touched}
     for dotted, value in changes.items():
         *groups, name = dotted.split(".")
         place = values
@@ -119,7 +121,8 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
         if name not in place and groups[-1:] != ["overrides"]:
             raise _unknown(dotted, type(config))
         place[name] = _plain(value)
-    return from_dict(type(config), values)
+    typed = {name: _typed(hints[name], value, name) for name, value in values.items()}
+    return dataclasses.replace(config, **typed)  # type: ignore[type-var]
 
 
 def typed(cls: type, changes: Mapping[str, Any]) -> dict[str, Any]:

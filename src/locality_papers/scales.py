@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from locality.training import RunConfig, recipe, replace
 from locality.training.config import ModelConfig
 from locality_papers.measures import Measure, Quantity, absent, computed, measured
 
+_recipe = cache(recipe)  # thousands of runs ask for the same few
 FAMILIES = ("ConViT", "DeiT")
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
 
@@ -134,7 +136,7 @@ class Scale:
     def base(self, role: str, model: str) -> RunConfig:
         """The configuration of a model in the place of a role, before an experiment changes it."""
         found, *_ = (name for roles, name in self.recipes.items() if fnmatchcase(role, roles))
-        config = recipe(found, model=model)
+        config = _recipe(found, model=model)
         for roles, changes in self.settings.items():
             config = replace(config, changes) if fnmatchcase(role, roles) else config
         return config

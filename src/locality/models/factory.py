@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -257,8 +258,11 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
         model: any of our models.
         img_size: pixels, a number or (height, width); the model's own unless given.
     """
-    with torch.device("meta"):
-        counted = build(model.config).eval()
+    if all(parameter.is_meta for parameter in model.parameters()):
+        counted = copy.deepcopy(model).eval()  # half the time of building it
+    else:
+        with torch.device("meta"):
+            counted = build(model.config).eval()
     size = model.img_size if img_size is None else to_2tuple(img_size)
     # What a small model computes takes less time than the meta device needs to say its shapes.
     small = count_parameters(counted) < 1_000_000 and size[0] * size[1] <= 64 * 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from locality.data.config import DATASETS, DataConfig
 from locality.errors import UserError
 from locality.models import count_macs, count_parameters
 from locality.runner.runs import Run, threads_per_run, with_needs
-from locality.settings import from_yaml, to_yaml
+from locality.settings import from_dict, to_dict
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.model import meta_model
 from locality.training.plan import make_plan
@@ -85,7 +86,7 @@ def _cost(run: Run, rate: Callable[[ModelConfig, int, int], float]) -> RunCost:
 
 def _architecture(model: ModelConfig) -> str:
     """The settings of the architecture, as text."""
-    return to_yaml(dataclasses.replace(model, weights=None))
+    return json.dumps(to_dict(dataclasses.replace(model, weights=None)))
 
 
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
@@ -117,7 +118,7 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
 
 @cache
 def _size(architecture: str, classes: int) -> tuple[int, int]:
-    network = meta_model(RunConfig(model=from_yaml(ModelConfig, architecture)), classes)
+    network = meta_model(RunConfig(model=from_dict(ModelConfig, json.loads(architecture))), classes)
     return count_parameters(network), count_macs(network)
 
 
@@ -134,7 +135,7 @@ def forward_macs(model: ModelConfig, classes: int) -> int:
 @cache
 def _steps_rate(architecture: str, classes: int, batch_size: int, threads: int) -> float:
     """Training images per second, from a few steps on random images."""
-    config = RunConfig(model=from_yaml(ModelConfig, architecture))
+    config = RunConfig(model=from_dict(ModelConfig, json.loads(architecture)))
     images = timing_batch_size(batch_size, _STEP_FORWARDS * forward_macs(config.model, classes))
     with arithmetic_threads(threads):
         # The fastest step is the one least disturbed by other processes.

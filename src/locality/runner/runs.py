@@ -7,6 +7,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def digest(config: RunConfig, task: str = TRAIN) -> str:
     Labels and `MAY_CHANGE` do not count, and a setting counts only where it differs from its
     default, so that a new setting changes no existing folder.
     """
-    default = flatten(to_dict(RunConfig()))
+    default = _defaults()
     values = {
         name: _folder_name(value) if name in PATHS else value
         for name, value in flatten(to_dict(config)).items()
@@ -91,6 +92,11 @@ def digest(config: RunConfig, task: str = TRAIN) -> str:
     }
     text = json.dumps([task, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return flatten(to_dict(RunConfig()))
 
 
 def _same_name(old: str | None, new: str | None) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError, check_known, lookup
-from locality.settings import replace
+from locality.settings import from_dict, replace, to_dict
 from locality.training.config import (
     EngineConfig,
     ModelConfig,
@@ -46,7 +46,7 @@ DEIT_AUGMENT = AugmentConfig(
 def _as(base: RunConfig, recipe: str, **groups: Mapping[str, Any]) -> RunConfig:
     """The recipe `base` under another name, with some settings of its groups changed.
 
-    Numbers stay as they are written here; `settings.replace` gives each its type.
+    Numbers stay as they are written here; `recipe` gives each its type.
     """
     changed = {
         group: dataclasses.replace(getattr(base, group), **settings)
@@ -455,7 +455,8 @@ def recipe(name: str, **choices: Any) -> RunConfig:
     """
     function = lookup("recipe", name, RECIPES)
     check_known(f"choice of recipe '{name}'", choices, _choices(name), UserError)
-    return function(**choices)
+    # As plain values and back, which gives each number its setting's type.
+    return from_dict(RunConfig, to_dict(function(**choices)))
 
 
 # Arguments of recipes that other settings depend on, as CvT's weight decay on the model.
