@@ -172,23 +172,6 @@ def finetuning(s: Scale) -> Table:
     )
 
 
-@experiment("beyond/converged", "DeiT and ConViT trained twice as long")
-def converged(s: Scale) -> Table:
-    """Top-1 on all data, as long as everywhere and twice as long."""
-    rows = []
-    for role in ("DeiT-S", "ConViT-S"):
-        once, (run, *_) = s.measured(TOP1, role), s.runs(role)
-        twice = s.measured(TOP1, role, **run.config.schedule.lasting(2))
-        rows.append(Row(role, {"once": once, "twice": twice, "more": twice - once}))
-    columns = {
-        "once": Column("as everywhere"),
-        "twice": Column("twice as long"),
-        "more": Column("difference", signed=True),
-    }
-    about = "Not in the papers. Top-1 with all training images, and after twice as many updates."
-    return Table(tuple(rows), columns, about=about)
-
-
 def _fractions(s: Scale) -> list[float]:
     found = [fraction for fraction in (0.05, 0.1, 1.0) if fraction in s.fractions]
     if not found:

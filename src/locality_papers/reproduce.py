@@ -27,6 +27,7 @@ from locality_papers import (  # noqa: F401 (they register)
     cvt_accuracy,
     cvt_design,
     nas,
+    small_data,
 )
 from locality_papers.measures import Failures, Measure
 from locality_papers.pages import Entry, page, write_pages

@@ -45,6 +45,8 @@ class Scale:
         settings: pattern of roles → settings that differ from the recipe's; all that fit, in order.
         small: settings of the smaller training set of Figs. 8 and 12.
         fractions: of Table 2.
+        splits_by_seed: each seed draws anew which images are evaluated on, so that intervals over
+            seeds are also over images.
         gpsa_counts, strengths: the axes of Fig. 8; `gpsa_counts[-1]` is the model's own number.
         masked_layers: the rows of Table 6.
         masked_size: the size that Tables 5 and 6 mask.
@@ -72,6 +74,7 @@ class Scale:
     masked_size: str = "Ti"
     strengths: tuple[float, ...] = (0.5, 1.0, 2.0)
     fractions: tuple[float, ...] = FRACTIONS
+    splits_by_seed: bool = False
     snapshots: int = 20
     comparable: bool = False
     transfer: bool = False
@@ -124,9 +127,10 @@ class Scale:
             settings["schedule.snapshot_every"] = base.schedule.length / self.snapshots
         config = replace(base, settings | given)
         words = [name, _words(own), f"{100 * fraction:g}%", label or _words(given)]
+        by_seed = ("seed", "data.split_seed") if self.splits_by_seed else ("seed",)
         return tuple(
             self.run(
-                dataclasses.replace(config, seed=seed),
+                replace(config, dict.fromkeys(by_seed, seed)),
                 " ".join([*filter(None, words), f"seed {seed}"]),
                 needs,
             )

@@ -73,6 +73,23 @@ def pixel_baselines(
     Raises:
         UserError: if there is nothing to train on or to evaluate on.
     """
+    train, labels, val, targets = split_pixels(splits, preprocessing, workers)
+    commonest = labels.bincount().argmax()
+    predictions = {
+        "chance": commonest.expand(len(targets)),
+        "nearest neighbour": labels[nearest_neighbours(train, val)],
+        "logistic regression": logistic_regression(train, labels, val, len(splits.classes)),
+    }
+    return Baselines(predictions, targets, len(train), len(splits.train))
+
+
+def split_pixels(
+    splits: DataSplits, preprocessing: Preprocessing, workers: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pixels of the training images (n, d), 0 … 1, their classes (n,), and those to evaluate on.
+
+    Args and errors as `pixel_baselines`; at most `MAX_IMAGES` of each.
+    """
     if not len(splits.train) or not len(splits.val):
         raise UserError(f"{splits.name} has no images to train on or none to evaluate on")
     height, width = preprocessing.size
@@ -87,14 +104,7 @@ def pixel_baselines(
         for channel in (1, 2)
     ):
         train, val = train[:, :1], val[:, :1]  # grey: all channels are equal
-    train, val = train.flatten(1), val.flatten(1)
-    commonest = labels.bincount().argmax()
-    predictions = {
-        "chance": commonest.expand(len(targets)),
-        "nearest neighbour": labels[nearest_neighbours(train, val)],
-        "logistic regression": logistic_regression(train, labels, val, len(splits.classes)),
-    }
-    return Baselines(predictions, targets, len(train), len(splits.train))
+    return train.flatten(1), labels, val.flatten(1), targets
 
 
 def record_baselines(folders: Iterable[Path | str]) -> None:

@@ -1,0 +1,108 @@
+"""Beyond the papers: every model beside the dumbest thing that works on the same images."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from locality.analysis.baselines import BASELINES, read_baselines, record_baselines, split_pixels
+from locality.data import open_data
+from locality.errors import require
+from locality.figures.charts import percent
+from locality.runner.runs import Run
+from locality.training.model import meta_model
+from locality_papers.measures import TOP1, Measure, measured
+from locality_papers.scales import Scale
+from locality_papers.specs import Cells, Claim, Column, Table, experiment, rows_of
+
+_MODELS = {"ConViT": "ConViT-S", "DeiT": "DeiT-S", "CvT": "CvT-13", "CNN": "CNN"}
+
+
+def _baseline(name: str) -> Measure:
+    def read(run: Run) -> float:
+        if not (run.folder / BASELINES).exists():
+            record_baselines([run.folder])
+        return read_baselines(run.folder)[name]
+
+    return Measure(f"{name} on pixels", read)
+
+
+def _support_vectors(run: Run) -> float:
+    """Top-1 of scikit-learn's support vector machine, whose kernel is Gaussian by default."""
+    require("a support vector machine", "scikit-learn", "sklearn")
+    from sklearn.svm import SVC
+
+    config = run.config
+    preprocessing = config.input.at(meta_model(config, num_classes=1).img_size)
+    splits = open_data(config.data, config.seed)
+    train, labels, val, targets = split_pixels(splits, preprocessing, config.data.workers)
+    predicted = SVC().fit(train.numpy(), labels.numpy()).predict(val.numpy())
+    return 100 * float((torch.from_numpy(np.asarray(predicted)) == targets).double().mean())
+
+
+PIXELS = {
+    name: _baseline(name) for name in ("chance", "nearest neighbour", "logistic regression")
+} | {"support vector machine": Measure("support vector machine on pixels", _support_vectors)}
+"""Baselines on the pixels of the images that a run is trained and evaluated on."""
+
+# The question is of the models of the two papers, and not of a CNN or of chance.
+_ASKED = {
+    "ConViT": ("nearest neighbour", "logistic regression", "support vector machine", "CNN", "DeiT"),
+    "DeiT": ("nearest neighbour", "logistic regression"),
+    "CvT": ("nearest neighbour", "logistic regression"),
+}
+
+
+@experiment("beyond/baselines", "Models beside baselines on the same images")
+def baselines(s: Scale) -> Table:
+    """Top-1 of every family and of what needs no network, on parts of the data."""
+    columns = {percent(fraction): Column(percent(fraction)) for fraction in s.fractions}
+    cells: Cells = {label: {} for label in (*_MODELS, *PIXELS)}
+    for fraction, column in zip(s.fractions, columns, strict=True):
+        for label, role in _MODELS.items():
+            cells[label][column] = s.measured(TOP1, role, fraction=fraction)
+        runs = s.runs(_MODELS["ConViT"], fraction=fraction)
+        for label, measure in PIXELS.items():
+            cells[label][column] = measured(runs, measure)
+    return Table(
+        rows_of(cells),
+        columns,
+        about="Not in the papers. Top-1 with parts of the training images, at equal settings and "
+        "numbers of steps for all networks. The baselines see the same images at 32 pixels at "
+        "most and have no setting that was tuned.",
+        claims=tuple(
+            Claim(
+                f"{column} of the data: {label} is above {other}",
+                "",
+                cells[label][column] - cells[other][column],
+            )
+            for column in columns
+            for label, others in _ASKED.items()
+            for other in others
+        ),
+    )
+
+
+@experiment("beyond/converged", "Training for twice as many steps")
+def converged(s: Scale) -> Table:
+    """Top-1 on all data, for as many steps as everywhere and for twice as many."""
+    cells: Cells = {}
+    for label in ("ConViT", "DeiT"):
+        role = _MODELS[label]
+        once, (run, *_) = s.measured(TOP1, role), s.runs(role)
+        twice = s.measured(TOP1, role, **run.config.schedule.lasting(2))
+        cells[label] = {"once": once, "twice": twice, "more": twice - once}
+    columns = {
+        "once": Column("as everywhere"),
+        "twice": Column("twice the steps"),
+        "more": Column("difference", signed=True),
+    }
+    return Table(
+        rows_of(cells),
+        columns,
+        about="Not in the papers. Top-1 with all training images, and after twice as many updates.",
+        claims=tuple(
+            Claim(f"twice the steps change {label} by less than half a point", "", of["more"], 0.5)
+            for label, of in cells.items()
+        ),
+    )
