@@ -36,9 +36,10 @@ BEYOND = [
     f"beyond/{what}"
     for what in (
         "finetuning",
-        "converged",
         "transformed",
         "initialisations",
+        "baselines",
+        "converged",
         "trained-convolutions",
         "position-rate",
     )
