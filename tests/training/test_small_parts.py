@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from locality.errors import UserError
+from locality.files import CsvTable
 from locality.machine import commit
 from locality.models import build
 from locality.training import devices, dry_run, recipe, replace
-from locality.training.csv_table import CsvTable
 from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loop import seed_pass
 from locality.training.progress import ProgressBar

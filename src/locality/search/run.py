@@ -41,7 +41,7 @@ from locality.data.sampling import sorted_fraction
 from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import inline_svg
-from locality.files import atomic_file, read_json, read_rows, write_atomic
+from locality.files import CsvTable, atomic_file, read_json, read_rows, write_atomic
 from locality.models import ImageClassifier, build, variant
 from locality.runner.costs import image_counts
 from locality.search import supernet
@@ -50,7 +50,6 @@ from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve
 from locality.settings import replace
 from locality.templates import render
 from locality.training import RunFolder, train
-from locality.training.csv_table import CsvTable
 from locality.training.devices import create_fabric
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model

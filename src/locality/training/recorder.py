@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save
 
 from locality.errors import UserError
-from locality.files import atomic_file, csv_text, write_atomic
+from locality.files import CsvTable, atomic_file, csv_text, write_atomic
 from locality.models import ImageClassifier
-from locality.training.csv_table import CsvTable
 from locality.training.predictions import PredictionCollector
 from locality.training.progress import MEDIAN_STEPS, ProgressBar
 from locality.training.resolved_run import ResolvedRun
