@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from locality.training.config import OptimConfig as OptimConfig
     from locality.training.config import RunConfig as RunConfig
     from locality.training.config import ScheduleConfig as ScheduleConfig
-    from locality.training.dryrun import DryRun as DryRun
-    from locality.training.dryrun import dry_run as dry_run
     from locality.training.engine import train as train
     from locality.training.evaluation import evaluate as evaluate
     from locality.training.evaluation import evaluate_opened as evaluate_opened
@@ -35,5 +33,7 @@ if TYPE_CHECKING:
     from locality.training.recipes import RECIPES as RECIPES
     from locality.training.recipes import recipe as recipe
     from locality.training.run_folder import RunFolder as RunFolder
+    from locality.training.speed import DryRun as DryRun
+    from locality.training.speed import dry_run as dry_run
 
 __all__, __getattr__ = lazily(__name__, __file__)
