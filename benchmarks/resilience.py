@@ -28,9 +28,9 @@ from locality.training import RunFolder, recipe, replace
 from locality.training.devices import create_fabric
 from locality.training.loop import Loop
 from locality.training.model import build_model
+from locality.training.processes import SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
-from locality.training.signals import SignalHandler
 from locality.training.state import Components, TrainState
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from locality.checkpoints.run_state import load_best_state
 from locality.training import Interrupted, NonFiniteLoss, replace
 from locality.training.objective import Objective
-from locality.training.signals import SIGNALS, SignalHandler
+from locality.training.processes import SIGNALS, SignalHandler
 
 from .conftest import assert_same, tiny, train, train_interrupted
 

@@ -13,8 +13,8 @@ import pytest
 
 from locality.checkpoints.run_state import load_best_state
 from locality.errors import ProcessKilled
-from locality.training.collectives import Collectives
 from locality.training.loop import Loop
+from locality.training.processes import Collectives
 
 from .conftest import assert_same_run, tiny, train
 

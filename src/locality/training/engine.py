@@ -30,11 +30,10 @@ from locality.training.devices import create_fabric
 from locality.training.loop import Loop
 from locality.training.model import build_model, initialize_model
 from locality.training.objective import Objective
-from locality.training.peers import Peers, end_children
+from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
 from locality.training.recorder import Callback, Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
-from locality.training.signals import SignalHandler, forward_signals
 from locality.training.state import Components, TrainState
 
 T = TypeVar("T")

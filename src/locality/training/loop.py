@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.models import ImageClassifier
-from locality.training.collectives import Collectives
 from locality.training.evaluation import evaluate
 from locality.training.predictions import PredictionCollector
+from locality.training.processes import Collectives, SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import computation_settings
-from locality.training.signals import SignalHandler
 from locality.training.state import Components, TrainState
 
 
