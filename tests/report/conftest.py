@@ -15,7 +15,7 @@ from locality.analysis.pictures import Sample, capture_pictures, save_pictures
 from locality.data import ArraySource
 from locality.models import build, count_parameters
 from locality.training.config import RunConfig
-from locality.training.predictions import PredictionCollector
+from locality.training.evaluation import PredictionCollector
 from locality.training.run_folder import RunFolder
 
 ACCURACY = {("convit_nano", 0.05): 69.0, ("deit_nano", 0.05): 45.0}

@@ -13,7 +13,7 @@ from locality.data.fingerprint import duplicates
 from locality.errors import UserError
 from locality.report import build_report
 from locality.training import RunFolder, evaluate_run, train
-from locality.training.predictions import Predictions
+from locality.training.evaluation import Predictions
 
 
 def planted(images=200, first=3, second=8):

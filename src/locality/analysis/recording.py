@@ -38,10 +38,9 @@ from locality.files import parse_json, read_text, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.devices import resolve_accelerator
-from locality.training.evaluation import evaluate_run
+from locality.training.evaluation import PredictionCollector, evaluate_run
 from locality.training.model import initial_model, load_run
 from locality.training.plan import make_plan
-from locality.training.predictions import PredictionCollector
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 

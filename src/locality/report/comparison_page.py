@@ -18,7 +18,7 @@ from locality.figures import charts
 from locality.report.baseline_pairs import format_estimate
 from locality.report.page import FILTERS
 from locality.templates import render, write_page
-from locality.training.predictions import Predictions
+from locality.training.evaluation import Predictions
 from locality.training.run_folder import RunFolder
 
 _MAX_CLASSES = 20

@@ -31,7 +31,7 @@ from locality.files import read_json, read_rows
 from locality.report import baseline_pairs
 from locality.settings import flatten
 from locality.templates import render, write_page
-from locality.training.predictions import Predictions
+from locality.training.evaluation import Predictions
 from locality.training.run_folder import RunFolder
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4

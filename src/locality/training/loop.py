@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.models import ImageClassifier
-from locality.training.evaluation import evaluate
-from locality.training.predictions import PredictionCollector
+from locality.training.evaluation import PredictionCollector, evaluate
 from locality.training.processes import Collectives, SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun

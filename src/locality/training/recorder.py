@@ -16,7 +16,7 @@ from safetensors.torch import save
 from locality.errors import UserError
 from locality.files import CsvTable, atomic_file, csv_text, write_atomic
 from locality.models import ImageClassifier
-from locality.training.predictions import PredictionCollector
+from locality.training.evaluation import PredictionCollector
 from locality.training.progress import MEDIAN_STEPS, ProgressBar
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder

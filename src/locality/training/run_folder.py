@@ -40,7 +40,7 @@ from locality.errors import UserError, some
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
-from locality.training.predictions import Predictions
+from locality.training.evaluation import Predictions
 
 # Settings that a run may be resumed with others of. Another number of devices or accumulation steps
 # changes the rounding of sums.
