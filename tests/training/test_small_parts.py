@@ -17,8 +17,8 @@ from locality.machine import commit
 from locality.models import build
 from locality.training import devices, dry_run, recipe, replace
 from locality.training.devices import choose_precision, resolve_accelerator
+from locality.training.loggers import ProgressBar
 from locality.training.loop import seed_pass
-from locality.training.progress import ProgressBar
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
@@ -135,7 +135,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
 
 
 def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locality.training.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("locality.training.loggers.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = RunFolder(tmp_path)
     Recorder(run, ResolvedRun(tiny(engine__tensorboard=True)), TrainState(), True)

@@ -17,12 +17,11 @@ from locality.errors import UserError
 from locality.files import CsvTable, atomic_file, csv_text, write_atomic
 from locality.models import ImageClassifier
 from locality.training.evaluation import PredictionCollector
-from locality.training.progress import MEDIAN_STEPS, ProgressBar
+from locality.training.loggers import MEDIAN_STEPS, ProgressBar, open_trackers
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.speed import format_duration
 from locality.training.state import TrainState
-from locality.training.trackers import open_trackers
 
 # One row per evaluation. metrics.csv is reproducible; what differs between runs is in timing.csv.
 METRICS = ("step", "epoch", "images", "lr", "train_loss", "train_top1", "top1", "top5", "val_loss")
