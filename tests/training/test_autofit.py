@@ -14,10 +14,10 @@ from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.training import RunFolder
 from locality.training import autofit as autofit_module
-from locality.training.autofit import MIXUP_MIN_IMAGES, autofit
 from locality.training.model import settings_from_weights
 from locality.training.resolved_run import ResolvedRun
 from locality.training.speed import Speed, measure_speed
+from locality.training.tuner import MIXUP_MIN_IMAGES, autofit
 
 from .conftest import tiny, train
 

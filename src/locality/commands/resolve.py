@@ -20,7 +20,7 @@ from locality.training.config import RunConfig, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted
 
 if TYPE_CHECKING:
-    from locality.training.autofit import AutoFit
+    from locality.training.tuner import AutoFit
 
 ONLY_FOR_IMAGES = "is for a custom dataset: locality train FOLDER"
 
@@ -105,8 +105,8 @@ def resolve(
         return replace(begun, given), folder, None
     if config.model.weights is None or "model.name" in given:
         check_names(config, folder)
-    from locality.training.autofit import autofit
     from locality.training.model import settings_from_weights
+    from locality.training.tuner import autofit
 
     if config.model.weights is not None and "model.name" not in given:
         given = settings_from_weights(config.model.weights) | given

@@ -27,13 +27,13 @@ from locality.runner.costs import Workload, arithmetic_threads, image_counts
 from locality.runner.executors import visible_gpus
 from locality.runner.runs import Run, content_folder, threads_per_run
 from locality.training import RunConfig, train
-from locality.training.autofit import autofit, median_shorter_side
 from locality.training.devices import resolve_accelerator
 from locality.training.model import build_model, settings_from_weights
 from locality.training.plan import make_plan
 from locality.training.recipes import adjusted
 from locality.training.run_folder import RunFolder
 from locality.training.speed import format_duration
+from locality.training.tuner import autofit, median_shorter_side
 
 SCRATCH = ("convit_mini", "deit_mini", "cvt_mini", "timm/resnet10t")
 """Models of about 5 million parameters, for images of 64 pixels."""

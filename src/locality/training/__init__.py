@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from locality.training.evaluation import evaluate_run as evaluate_run
     from locality.training.model import initial_model as initial_model
     from locality.training.model import load_run as load_run
-    from locality.training.range_test import lr_find as lr_find
     from locality.training.recipes import RECIPES as RECIPES
     from locality.training.recipes import recipe as recipe
     from locality.training.run_folder import RunFolder as RunFolder
     from locality.training.speed import DryRun as DryRun
     from locality.training.speed import dry_run as dry_run
+    from locality.training.tuner import lr_find as lr_find
 
 __all__, __getattr__ = lazily(__name__, __file__)

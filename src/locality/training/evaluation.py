@@ -1,6 +1,7 @@
 """Evaluation: top-1, top-5 and loss, each image counted once over all processes, and predictions.
 
-`Predictions` is predictions.csv: the class of every validation image, confusion, calibration."""
+`Predictions` is predictions.csv: the class of every validation image, confusion, calibration.
+"""
 
 from __future__ import annotations
 

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-
-
 import contextlib
+import hashlib
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
-
-from locality.errors import printable
-from locality.training.speed import format_duration
-
-
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning_fabric.loggers import TensorBoardLogger
 
-from locality.errors import wrap_errors
+from locality.errors import printable, wrap_errors
 from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
-
-
+from locality.training.speed import format_duration
 
 _SECONDS_BETWEEN_LINES = 30.0
 # The median step time of so many steps leaves out the first ones, which allocate and compile.
