@@ -31,7 +31,7 @@ from locality.training import load_run
 from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
-from locality.training.plan import make_plan
+from locality.training.optim import make_plan
 
 MEASURED = "experiments.json"
 """Where the measures of a run are kept, in its folder, so that none is taken twice."""

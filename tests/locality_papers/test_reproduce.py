@@ -19,8 +19,7 @@ from locality.layers.conv_init import kernel_offsets
 from locality.models import build
 from locality.runner.runs import TRAIN, with_needs
 from locality.training.config import ScheduleConfig
-from locality.training.optim import create_schedule
-from locality.training.plan import make_plan
+from locality.training.optim import create_schedule, make_plan
 from locality_papers import published
 from locality_papers.convit_maps import corner_heads
 from locality_papers.convit_tables import INGREDIENTS

@@ -17,9 +17,9 @@ from locality.training.optim import (
     check_optimizer,
     create_optimizer,
     create_schedule,
+    make_plan,
     parameter_groups,
 )
-from locality.training.plan import make_plan
 
 
 @pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_13"])

@@ -9,7 +9,7 @@ import pytest
 from locality.errors import UserError
 from locality.training import ScheduleConfig
 from locality.training.config import EngineConfig, RunConfig
-from locality.training.plan import make_plan
+from locality.training.optim import make_plan
 
 
 def config(batch: int = 100, **schedule: object) -> RunConfig:

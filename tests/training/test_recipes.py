@@ -11,8 +11,7 @@ from locality import settings
 from locality.errors import UserError
 from locality.models import build
 from locality.training import RECIPES, RunConfig, recipe, replace
-from locality.training.optim import create_schedule
-from locality.training.plan import make_plan
+from locality.training.optim import create_schedule, make_plan
 from locality.training.recipes import adjusted, describe
 
 IMAGENET = 1_281_167

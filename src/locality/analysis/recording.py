@@ -40,7 +40,7 @@ from locality.training.config import RunConfig
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
 from locality.training.model import initial_model, load_run
-from locality.training.plan import make_plan
+from locality.training.optim import make_plan
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 

@@ -29,7 +29,7 @@ from locality.runner.runs import Run, content_folder, threads_per_run
 from locality.training import RunConfig, train
 from locality.training.devices import resolve_accelerator
 from locality.training.model import build_model, settings_from_weights
-from locality.training.plan import make_plan
+from locality.training.optim import make_plan
 from locality.training.recipes import adjusted
 from locality.training.run_folder import RunFolder
 from locality.training.speed import format_duration

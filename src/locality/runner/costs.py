@@ -21,7 +21,7 @@ from locality.runner.runs import Run, threads_per_run, with_needs
 from locality.settings import from_dict, to_dict
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.model import meta_model
-from locality.training.plan import make_plan
+from locality.training.optim import make_plan
 from locality.training.speed import format_duration, time_steps, timing_batch_size
 
 # Images to train on and to evaluate on, and classes, as in `datasets.yaml`.

@@ -53,7 +53,7 @@ from locality.training import RunFolder, train
 from locality.training.devices import create_fabric
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
-from locality.training.plan import make_plan
+from locality.training.optim import make_plan
 from locality.training.run_folder import MAY_CHANGE
 from locality.training.speed import format_duration
 

@@ -27,8 +27,7 @@ from locality.training.devices import (
 )
 from locality.training.model import meta_model
 from locality.training.objective import check_teacher
-from locality.training.optim import check_optimizer
-from locality.training.plan import Plan, make_plan
+from locality.training.optim import Plan, check_optimizer, make_plan
 
 # `engine.tracker` → what to install.
 _TRACKERS = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
