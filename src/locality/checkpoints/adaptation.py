@@ -12,9 +12,8 @@ from timm.models import adapt_input_conv
 from torch import Tensor
 
 from locality.checkpoints.format import Checkpoint
-from locality.checkpoints.key_map import NATIVE, check_config_class
+from locality.checkpoints.key_map import NATIVE, check_config_class, check_finite, check_keys
 from locality.checkpoints.resolve import read
-from locality.checkpoints.state_dict import check_finite, check_keys
 from locality.errors import UserError, prefix_errors
 from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import signature_diff

@@ -18,8 +18,8 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from locality import __version__, checks
+from locality.checkpoints.key_map import State, check_finite, check_keys, meta_state_dict
 from locality.checkpoints.safe_load import read_safetensors
-from locality.checkpoints.state_dict import State, check_finite, check_keys, meta_state_dict
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, prefix_errors
 from locality.files import parse_json, read_text, write_atomic
