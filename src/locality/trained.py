@@ -22,8 +22,7 @@ from locality.analysis.explorer import write_explorer
 from locality.analysis.pictures import data_url, high_resolution_crop, run_images
 from locality.analysis.recording import record_missing
 from locality.analysis.runs import RecordedRun, group, read_runs
-from locality.checkpoints.api import open_model
-from locality.checkpoints.classifier import Classifier
+from locality.checkpoints.api import Classifier, open_model
 from locality.data.folder import read_image
 from locality.errors import UserError
 from locality.figures import charts

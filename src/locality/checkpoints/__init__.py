@@ -11,10 +11,10 @@ from locality.lazy import lazily
 
 if TYPE_CHECKING:
     from locality.checkpoints.adaptation import load_weights as load_weights
+    from locality.checkpoints.api import Classifier as Classifier
     from locality.checkpoints.api import create_model as create_model
     from locality.checkpoints.api import load as load
     from locality.checkpoints.api import open_model as open_model
-    from locality.checkpoints.classifier import Classifier as Classifier
     from locality.checkpoints.exporting import convert as convert
     from locality.checkpoints.exporting import export as export
     from locality.checkpoints.foreign import KEY_MAPS as KEY_MAPS

@@ -19,7 +19,7 @@ from locality.files import parse_yaml, read_yaml
 from locality.settings import Setting, described, flatten, parse, settings_of, to_dict
 
 if TYPE_CHECKING:
-    from locality.checkpoints.classifier import Classifier
+    from locality.checkpoints.api import Classifier
 
 
 # Of settings by dotted name, those that the first screen of help shows.

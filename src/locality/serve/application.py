@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from locality import __version__
 from locality.analysis.explorer import explorer_page
-from locality.checkpoints.classifier import Classifier
+from locality.checkpoints.api import Classifier
 from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError
 from locality.serve.bodies import MEGABYTES, RequestBodies

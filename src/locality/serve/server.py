@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from locality.checkpoints.classifier import Classifier
+from locality.checkpoints.api import Classifier
 from locality.errors import UserError
 from locality.serve.application import application, content_policy
 

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from locality import checks
-from locality.checkpoints.api import open_model
-from locality.checkpoints.classifier import Classifier
+from locality.checkpoints.api import Classifier, open_model
 from locality.data import (
     Batch,
     BatchLoader,
