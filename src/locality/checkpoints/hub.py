@@ -27,8 +27,8 @@ from locality.checkpoints.registry import WEIGHT_SUFFIXES, Source
 from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
-from locality.hub import offline_unless_reachable
 from locality.models.base import ImageClassifier
+from locality.models.factory import offline_unless_reachable
 
 # What others call the weights in a repository on the hub, and in a folder.
 HUB_FILES = (WEIGHTS, "pytorch_model.bin")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, unknown, wrap_errors
-from locality.hub import offline_unless_reachable
 from locality.layers.grid import Grid
 from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, ViTConfig, to_2tuple, weight_signature
@@ -276,3 +277,25 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
         with FlopCounterMode(display=False) as counter:
             counted.forward_head(counted.forward_features(images))
     return counter.get_total_flops() // 2
+
+
+_TIMEOUT = 3  # seconds
+
+
+@contextlib.contextmanager
+def offline_unless_reachable() -> Iterator[None]:
+    """Where the Hugging Face hub does not answer at once, use its cache alone in the block.
+
+    Its own client asks again and again for half a minute.
+    """
+    from huggingface_hub import constants, utils
+
+    offline = constants.HF_HUB_OFFLINE
+    try:
+        utils.get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
+    except Exception:  # of whichever HTTP library the client uses
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
