@@ -31,7 +31,7 @@ from locality.cli import main
 from locality.data import BadImage
 
 HTTPException = pytest.importorskip("fastapi").HTTPException
-bodies = pytest.importorskip("locality.serve.bodies")
+application = pytest.importorskip("locality.serve.application")
 decoding = pytest.importorskip("locality.serve.decoding")
 pytestmark = pytest.mark.slow
 
@@ -286,8 +286,8 @@ def test_a_third_hostile_eight_at_a_time(ask, process):
 
 def test_too_many_bytes_at_once(monkeypatch):
     """What is refused is counted no longer, nor is what has been answered."""
-    monkeypatch.setattr(bodies, "_MAX_HELD_BYTES", 100)
-    held = bodies.RequestBodies()
+    monkeypatch.setattr(application, "_MAX_HELD_BYTES", 100)
+    held = application.RequestBodies()
 
     def sent(*pieces):
         async def stream():
