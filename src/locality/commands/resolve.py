@@ -48,7 +48,7 @@ def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None,
 
 def images_at(path: Path) -> dict[str, Any]:
     """The settings of a custom dataset: a table of them, or a folder."""
-    from locality.data.table import TABLE
+    from locality.data.folder import TABLE
 
     if not path.exists():
         raise missing(path)
