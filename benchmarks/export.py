@@ -23,10 +23,10 @@ from pathlib import Path
 import onnx
 import onnxruntime
 import torch
+from integers import doubled, logits_error
 from onnxruntime import quantization
 from onnxruntime.quantization import QuantType
 
-from locality.benchmark.integers import doubled, logits_error
 from locality.benchmark.measure import Timing, inference, interleave
 from locality.benchmark.run import machine, randomise
 from locality.checkpoints import export, quantise

@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from integers import doubled, integer_product, logits_error
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from locality.benchmark.integers import doubled, integer_product, logits_error
 from locality.checkpoints import Preprocessing, export, open_model, quantise, save
 from locality.cli import main
 from locality.models import build
