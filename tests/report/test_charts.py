@@ -1,10 +1,10 @@
 import pytest
 
-from locality.analysis.runs import RecordedRun, group, read_runs
+from locality.analysis.runs import RecordedRun, baseline_pairs, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, mean_curve
 from locality.figures import charts
 from locality.figures.style import figure_bytes
-from locality.report import baseline_pairs, page
+from locality.report import page
 
 
 def test_curves_are_averaged_where_all_have_points():
@@ -24,7 +24,7 @@ def test_curve_is_read_from_the_metrics(make_run):
 def test_baselines_are_found_by_the_table_of_models(make_run):
     groups = group(read_runs([make_run("deit_nano"), make_run("convit_nano")]))
     assert [one.label for one in groups] == ["ConViT", "DeiT"]
-    (found,) = baseline_pairs.baseline_pairs(groups)
+    (found,) = baseline_pairs(groups)
     assert (found.first.model, found.second.model) == ("convit_nano", "deit_nano")
 
 
@@ -41,8 +41,8 @@ def test_layers_are_chosen_from_first_to_last(make_run, depth, expected):
 
 def test_numbers_in_sentences():
     assert charts.percent(0.05) == "5%" and charts.percent(0.005) == "0.5%"
-    assert baseline_pairs.format_estimate(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
-    assert baseline_pairs.format_estimate(Estimate(3.2, None, 1), sign=True) == "+3.2"
+    assert page.format_estimate(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
+    assert page.format_estimate(Estimate(3.2, None, 1), sign=True) == "+3.2"
 
 
 @pytest.mark.filterwarnings("error")

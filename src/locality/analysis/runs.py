@@ -1,10 +1,14 @@
-"""Run folders as values, grouped by equal settings over seeds and fractions of the data."""
+"""Run folders as values, grouped by equal settings over seeds and fractions of the data.
+
+A pair of groups is a ConViT beside the DeiT of its size, with their paired differences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,11 @@ from locality import checks
 from locality.analysis.baselines import read_baselines
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
-from locality.analysis.statistics import Estimate, estimate
+from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.checkpoints.registry import is_run_folder
 from locality.errors import UserError, wrap_errors
 from locality.files import read_json, read_rows, read_yaml
-from locality.models.variants import FAMILY_NAMES, family_of
+from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
 from locality.settings import flatten
 from locality.training.run_folder import MAY_CHANGE, RunFolder
 
@@ -303,3 +307,57 @@ def _format_settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
         else:
             parts.append(f"{name.rsplit('.', 1)[-1]}={value}")
     return ", ".join(parts) or "default"
+
+
+@dataclass(frozen=True)
+class BaselinePair:
+    """Two groups of runs on the same fraction of the training images.
+
+    Attributes:
+        fraction: of the training images.
+        first, second: the groups.
+    """
+
+    fraction: float
+    first: RunGroup
+    second: RunGroup
+
+    @property
+    def runs(self) -> list[list[RecordedRun]]:
+        """Of both groups."""
+        return [self.first.at(self.fraction), self.second.at(self.fraction)]
+
+    @property
+    def images(self) -> int:
+        """How many training images that is."""
+        return int(self.runs[0][0].result["train_images"])
+
+    @property
+    def sides(self) -> list[tuple[RunGroup, Estimate]]:
+        """Each group and its accuracy over seeds, in per cent."""
+        groups = (self.first, self.second)
+        return [(one, estimate(list(one.top1(self.fraction).values()))) for one in groups]
+
+    @property
+    def difference(self) -> Estimate | None:
+        """first − second, paired by seed; None without a common seed."""
+        return paired_difference(self.first.top1(self.fraction), self.second.top1(self.fraction))
+
+    def other_changed_settings(self) -> list[str]:
+        """Settings other than the model's in which runs of one seed differ, by dotted name."""
+        incidental = IGNORED_SETTINGS - {"data.subset_seed", "data.split_seed"}  # which images
+        first, second = ({run.seed: flatten(run.config) for run in runs} for runs in self.runs)
+        pairs = [[first[seed], second[seed]] for seed in first if seed in second]
+        names = dict.fromkeys(name for pair in pairs for name in differing_settings(pair))
+        return [n for n in names if not n.startswith("model.") and n not in incidental]
+
+
+def baseline_pairs(groups: Sequence[RunGroup]) -> Iterator[BaselinePair]:
+    """Every ConViT against the DeiT that the table of variants compares it with, on one data set,
+    at every fraction that both have."""
+    for first, second in product(groups, repeat=2):
+        if (first.family, second.family) == ("convit", "deit") and first.dataset == second.dataset:
+            one, other = VARIANTS[first.model].baseline, VARIANTS[second.model].baseline
+            if one == second.model or other == first.model:
+                shared = [part for part in first.fractions if part in second.fractions]
+                yield from (BaselinePair(fraction, first, second) for fraction in shared)

@@ -1,4 +1,4 @@
-"""Export: to another format of weights, to ONNX, also in eight bits, to torch.export, and to a Space."""
+"""Export: to another format of weights, to ONNX (in eight bits too), torch.export, and a Space."""
 
 from __future__ import annotations
 

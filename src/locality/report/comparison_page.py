@@ -15,8 +15,7 @@ from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, r
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError
 from locality.figures import charts
-from locality.report.baseline_pairs import format_estimate
-from locality.report.page import FILTERS
+from locality.report.page import FILTERS, format_estimate
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
 from locality.training.run_folder import RunFolder

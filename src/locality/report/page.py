@@ -15,8 +15,10 @@ from locality.analysis.baselines import advice
 from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_url, load_pictures
 from locality.analysis.recording import MAX_MISTAKES, MISTAKES, recorded_trajectory
 from locality.analysis.runs import (
+    BaselinePair,
     RecordedRun,
     RunGroup,
+    baseline_pairs,
     baselines_at,
     differing_settings,
     group,
@@ -28,7 +30,6 @@ from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg
 from locality.files import read_json, read_rows
-from locality.report import baseline_pairs
 from locality.settings import flatten
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
@@ -67,7 +68,7 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
 
 def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     """The values for the template."""
-    comparisons = list(baseline_pairs.baseline_pairs(groups))
+    comparisons = list(baseline_pairs(groups))
     fractions = sorted({fraction for one in groups for fraction in one.fractions})
     runs = [run for one in groups for run in one.runs]
     measured = [run.measures for run in runs if run.measures]
@@ -86,7 +87,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "one": None if several else single_run(runs[0]),
         "fractions": fractions,
         "datasets": sorted({one.dataset for one in groups}),
-        "comparisons": [(each, baseline_pairs.sentence(each)) for each in comparisons],
+        "comparisons": [(each, pair_sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
         "families": {one.family for one in groups},
@@ -132,6 +133,40 @@ def _title(groups: Sequence[RunGroup]) -> str:
     labels = [one.label for one in groups]
     models = ", ".join(labels) if len(labels) <= _MAX_NAMES else f"{len(labels)} models or settings"
     return f"{models} on {', '.join(sorted({one.dataset for one in groups}))}"
+
+
+def format_estimate(found: Estimate, sign: bool = False) -> str:
+    """69.0 ± 2.1, or 69.0 if there is no interval."""
+    mean = f"{found.mean:+.1f}" if sign else f"{found.mean:.1f}"
+    return mean if found.half_width is None else f"{mean} ± {found.half_width:.1f}"
+
+
+def _images(comparison: BaselinePair) -> str:
+    """ "5% of the training images (67)"; "all 1,348 training images"."""
+    if comparison.fraction == 1:
+        return f"all {comparison.images:,} training images"
+    return f"{charts.percent(comparison.fraction)} of the training images ({comparison.images:,})"
+
+
+def pair_sentence(comparison: BaselinePair) -> str:
+    """The result of one comparison as a sentence."""
+    (first, ours), (second, theirs) = comparison.sides
+    opening = f"With {_images(comparison)}, {first.label} reaches {ours.mean:.1f}%"
+    opening += f" and {second.label} {theirs.mean:.1f}%"
+    found = comparison.difference
+    if found is None:
+        return f"{opening}; no seed is common to both, so there is no paired difference."
+    if found.half_width is None:
+        return f"{opening}: {_points(found.mean)}, on a single seed, so without an interval."
+    interval = f"95% interval {found.low:+.1f} to {found.high:+.1f} over {found.n} seeds"
+    if found.excludes_zero:
+        return f"{opening}: {_points(found.mean)} ({interval})."
+    return f"{opening}; the difference is not significant ({interval})."
+
+
+def _points(difference: float) -> str:
+    word = "more" if difference > 0 else "fewer"
+    return f"{abs(difference):.1f} percentage points {word}"
 
 
 def _below(one: RunGroup, fraction: float, baselines: Mapping[str, Estimate]) -> str:
@@ -361,7 +396,7 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
 
 FILTERS: dict[str, Any] = {
     "percent": charts.percent,
-    "interval": baseline_pairs.format_estimate,
+    "interval": format_estimate,
     "thousands": lambda number: f"{number:,.0f}",
     "millions": lambda number: f"{number / 1e6:.2f} M",
     "svg": _svg,

@@ -1,4 +1,4 @@
-"""The plan of a run in steps, its optimiser with parameter groups, and its learning-rate schedule."""
+"""The plan of a run in steps, its optimiser with parameter groups, its learning-rate schedule."""
 
 from __future__ import annotations
 
