@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from locality.analysis.recording import record
-from locality.data.fingerprint import duplicates
+from locality.data.sources import duplicates
 from locality.errors import UserError
 from locality.report import build_report
 from locality.training import RunFolder, evaluate_run, train

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from locality.checkpoints.run_state import load_best_state
-from locality.data import fingerprint, validation
+from locality.data import sources, validation
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
 from locality.training import train as train_loudly
@@ -207,7 +207,7 @@ def test_a_run_is_not_resumed_on_other_images_unnoticed(
 ) -> None:
     """Small datasets are compared by content, large ones by size and time of modification."""
     if large:
-        monkeypatch.setattr(fingerprint, "CONTENT_BYTES", 0)
+        monkeypatch.setattr(sources, "CONTENT_BYTES", 0)
         for number, file in enumerate(sorted(photos.rglob("*.bmp"))):
             os.utime(file, (10**9 + number, 10**9 + number))
     stop_before(5)

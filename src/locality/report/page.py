@@ -25,7 +25,7 @@ from locality.analysis.runs import (
     read_runs,
 )
 from locality.analysis.statistics import Estimate, estimate
-from locality.data.fingerprint import duplicates
+from locality.data.sources import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg

@@ -20,8 +20,8 @@ from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
 from locality.data import DataSplits
-from locality.data.fingerprint import ImageFingerprint
 from locality.data.loader import translate_killed_worker
+from locality.data.sources import ImageFingerprint
 from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
