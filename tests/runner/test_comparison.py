@@ -23,7 +23,7 @@ from locality.runner.comparison import (
 )
 from locality.runner.executors import run_all
 from locality.settings import differences
-from locality.training import autofit
+from locality.training import tuner
 from locality.training.run_folder import RunFolder
 from locality.training.speed import Speed
 
@@ -61,7 +61,7 @@ def test_a_budget_is_shared_alike_and_kept_as_it_was_planned(photos, tmp_path, m
     def measured(seen):
         return Speed(1e-3, 3 * seen.macs * machine["mac"], 0, True)
 
-    monkeypatch.setattr(autofit, "measure_speed", measured)
+    monkeypatch.setattr(tuner, "measure_speed", measured)
     monkeypatch.setattr("locality.runner.comparison.processors", lambda: 2)
     short = asked(photos, minutes=0.6, steps=None)
     begun = plan(short, tmp_path / "out", jobs=2)

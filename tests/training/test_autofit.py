@@ -12,8 +12,7 @@ from PIL import Image
 from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
-from locality.training import RunFolder
-from locality.training import autofit as autofit_module
+from locality.training import RunFolder, tuner
 from locality.training.model import settings_from_weights
 from locality.training.resolved_run import ResolvedRun
 from locality.training.speed import Speed, measure_speed
@@ -33,7 +32,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         workers = resolved.config.data.workers
         return Speed(machine["loading"], 3 * resolved.macs * machine["mac"], workers, True)
 
-    monkeypatch.setattr(autofit_module, "measure_speed", measured)
+    monkeypatch.setattr(tuner, "measure_speed", measured)
     return machine
 
 
@@ -138,7 +137,7 @@ def test_many_images_are_mixed_in_fine_tuning(
     root = photographs(tmp_path / "photos", 20)
     donor = tmp_path / "donor"
     train(tiny(), donor)
-    monkeypatch.setattr(autofit_module, "MIXUP_MIN_IMAGES", 24)
+    monkeypatch.setattr(tuner, "MIXUP_MIN_IMAGES", 24)
     config = autofit("finetune", given(root) | settings_from_weights(str(donor)), 0.01).config
     assert MIXUP_MIN_IMAGES > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
 
