@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,16 +30,13 @@ from locality.runner.runs import Run
 from locality.training import load_run
 from locality_papers.measures import (
     TOP1,
-    TRAJECTORY,
     Measure,
-    Quantity,
     combined,
     masked_top1,
     measured,
-    summed_rate,
 )
 from locality_papers.scales import FAMILIES, Scale
-from locality_papers.specs import Cells, Claim, Column, Row, Table, experiment, rows_of
+from locality_papers.specs import Cells, Claim, Column, Table, experiment, rows_of
 
 FRACTIONS = (0.05, 0.2, 1.0)
 
@@ -322,44 +318,3 @@ def initialisations(s: Scale) -> Table:
         "same images first.",
         claims=_questions(cells, {part: part for part in parts}, pairs),
     )
-
-
-FACTORS = (1.0, 3.0, 10.0, 30.0)
-"""Of the learning rate of positions: Adam moves a parameter by at most about the sum of its rates,
-some 186 over the 300 epochs of ConViT's recipe, 1,251 steps each, and 0.5 to 1.5 in runs of a
-thousand steps."""
-
-
-@experiment("beyond/position-rate", "Gates and nonlocality at higher rates of v_pos and λ")
-def position_rate(s: Scale) -> Table:
-    """What ConViT's gated layers become with a factor on the learning rate of their positions."""
-    layers = range(s.architecture("ConViT-S").gpsa_layers)
-    columns = {"sum": Column("Σ learning rate", "", 2), "top1": Column("top-1")}
-    for n in layers:
-        columns[f"gate {n}"] = Column(f"σ(λ), layer {n + 1}", "", 3)
-        columns[f"left {n}"] = Column(f"nonlocality gained, layer {n + 1}", "", 2, signed=True)
-    rows = []
-    for factor in FACTORS:
-        chosen: dict[str, Any] = {"seeds": s.few_seeds, "keep_weights": True}
-        if factor != 1:
-            chosen["optim__position_lr_factor"] = factor
-        config = s.runs("ConViT-S", **chosen)[0].config
-        trajectory = s.measured(TRAJECTORY, "ConViT-S", **chosen)
-        cells = {"sum": summed_rate(config), "top1": s.measured(TOP1, "ConViT-S", **chosen)}
-        for n in layers:
-            cells[f"gate {n}"] = _of_layer(trajectory, n, lambda layer: fmean(layer["gates"][-1]))
-            cells[f"left {n}"] = _of_layer(
-                trajectory, n, lambda layer: layer["nonlocality"][-1] - layer["nonlocality"][0]
-            )
-        rows.append(Row(f"×{factor:g}", cells))
-    return Table(
-        tuple(rows),
-        columns,
-        about="Not in the papers. The learning rate of v_pos and λ times a factor; its sum, about "
-        "how far Adam can move them (186 in the paper); gates at the end, mean over heads; "
-        "nonlocality at the end less that at the start.",
-    )
-
-
-def _of_layer(trajectory: Quantity, n: int, function: Callable[[Any], float]) -> Quantity:
-    return combined(lambda found: function(found["layers"][n]), trajectory)

@@ -26,6 +26,7 @@ from locality_papers import (  # noqa: F401 (they register)
     convit_tables,
     cvt_accuracy,
     cvt_design,
+    gates,
     nas,
     small_data,
 )

@@ -37,6 +37,7 @@ BEYOND = [
         "finetuning",
         "transformed",
         "initialisations",
+        "distance",
         "baselines",
         "converged",
         "trained-convolutions",

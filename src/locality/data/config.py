@@ -47,9 +47,10 @@ class DataConfig:
 
     Attributes:
         dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
-            fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2 or imagenet_real.
-        root: folder of the dataset; not used by `digits`, and `fashion_mnist` needs none where
-            Debian's package is installed.
+            fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2, imagenet_real, or
+            motifs_0, motifs_50 or motifs_100 (`locality.data.motifs`).
+        root: folder of the dataset; `digits` and motifs have none, and `fashion_mnist` needs none
+            where Debian's package is installed.
         download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).
         part: which part of each class's images a run may use at all, for training or evaluation, as
             two fractions of an order that is always the same: (0, 0.25) to choose settings on and

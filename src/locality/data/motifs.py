@@ -1,0 +1,82 @@
+"""Images on which locality is right, or wrong, by a dial: how far apart lies what is compared.
+
+Every image, 16×16 and grey, is noise but for two motifs of 4×4 pixels on a grid of 4×4 places; its
+class is whether the two are the same. On a local image they are neighbours, and a window of 2×2
+places tells the class; on a distant one they are two places or more apart. A dataset `motifs_P` has
+P% of distant images, at random among the others. What is compared is the same at every P.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from locality.data.config import DATASETS, DataConfig
+from locality.data.sources import ArraySource
+from locality.errors import UserError
+
+GRID, MOTIF, KINDS = 4, 4, 3
+_TRAIN, _VAL = 20_000, 2_000
+
+
+def open_motifs(config: DataConfig) -> tuple[list[str], ArraySource, ArraySource]:
+    """Classes, 20,000 images to train on and 2,000 to evaluate on; always the same.
+
+    Raises:
+        UserError: if a folder is given, which would not be read.
+    """
+    name = config.dataset
+    if config.root is not None:
+        raise UserError(f"{name} is computed and data.root is '{config.root}'; leave data.root out")
+    images, labels = draw_motifs(_TRAIN + _VAL, DATASETS[name]["distant"], seed=0)
+    rgb = np.repeat(images[..., None], 3, axis=-1)
+    train, val = slice(None, _TRAIN), slice(_TRAIN, None)
+    return (
+        ["different", "same"],
+        ArraySource(rgb[train], labels[train], f"{name} train"),
+        ArraySource(rgb[val], labels[val], f"{name} val"),
+    )
+
+
+@cache
+def _motifs() -> npt.NDArray[np.bool_]:
+    """(KINDS, 4, 4): patterns of eight bright pixels, any two of which differ in eight."""
+    rng, found = np.random.default_rng(0), list[npt.NDArray[np.bool_]]()
+    while len(found) < KINDS:
+        drawn = rng.permutation(np.arange(MOTIF**2) < MOTIF**2 // 2).reshape(MOTIF, MOTIF)
+        if all((drawn != other).sum() == MOTIF**2 // 2 for other in found):
+            found.append(drawn)
+    return np.stack(found)
+
+
+def draw_motifs(
+    count: int, distant: float, seed: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Images (count, 16, 16) and their classes (count,), half of them 1, "same".
+
+    Args:
+        count: of images.
+        distant: the fraction whose motifs are two places or more apart; the others' are neighbours.
+        seed: of everything that is drawn.
+    """
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.arange(count) % 2)
+    first = rng.integers(KINDS, size=count)
+    second = np.where(labels == 1, first, (first + rng.integers(1, KINDS, count)) % KINDS)
+    places = _places(rng, rng.random(count) < distant)
+    images = rng.integers(0, 128, (count, GRID, MOTIF, GRID, MOTIF), dtype=np.uint8)
+    for kinds, place in zip((first, second), places, strict=True):
+        rows, columns = np.divmod(place, GRID)
+        images[np.arange(count), rows, :, columns] = np.where(_motifs()[kinds], 224, 32)
+    return images.reshape(count, GRID * MOTIF, GRID * MOTIF), labels
+
+
+def _places(rng: np.random.Generator, is_distant: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """(2, n): where each image's motifs are, row by row; all pairs of a distance are as likely."""
+    rows, columns = np.divmod(np.arange(GRID**2), GRID)
+    across = np.abs(rows[:, None] - rows), np.abs(columns[:, None] - columns)
+    near, far = np.argwhere(sum(across) == 1), np.argwhere(np.maximum(*across) >= 2)
+    drawn = [pairs[rng.integers(len(pairs), size=len(is_distant))] for pairs in (near, far)]
+    return np.where(is_distant[:, None], drawn[1], drawn[0]).T
