@@ -207,8 +207,8 @@ class Scale:
     def missing_data(self, run: Run) -> str | None:
         """Why a run's data cannot be had, known before anything starts; None if it may be."""
         data = run.config.data
-        if data.dataset in ("digits", "fashion_mnist") or data.root is not None:
-            return None  # where those are not, a run says so itself
+        if data.root is not None or not DATASETS[data.dataset].get("needs_root", True):
+            return None  # where one of those is not, a run says so itself
         name = "imagenet" if data.dataset == "imagenet100" else data.dataset
         name = "imagenet22k" if run.config.recipe == "cvt_22k" else name
         return f"needs the folder of {name}; say where with --data.{name} PATH"
