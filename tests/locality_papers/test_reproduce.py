@@ -220,6 +220,7 @@ def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path,
     assert "— [1]" in text and "no_such_optimiser" in text
 
 
+@pytest.mark.slow
 def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_path, here):
     (record,) = reproduce(
         "cvt/table-3", "imagenet", tmp_path, runs=tmp_path / "runs", executor=here, quiet=True

@@ -88,6 +88,7 @@ def test_the_layers_chosen():
     assert not any(isinstance(module, ImageAttention) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_every_new_parameter_learns_and_the_first_losses_are_the_networks_own():
     model, images = small(), torch.randn(32, 3, 32, 32)
     labels = images.mean(dim=(1, 2, 3)).argsort().argsort() // 8

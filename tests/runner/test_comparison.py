@@ -79,6 +79,7 @@ def test_a_budget_is_shared_alike_and_kept_as_it_was_planned(photos, tmp_path, m
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_folds_evaluate_every_image_once(photos, tmp_path, here):
     folds = asked(photos, folds=2, fractions=(1.0,))
     runs = comparison_runs(folds, plan(folds, tmp_path, jobs=1), tmp_path)

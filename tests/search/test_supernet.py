@@ -17,7 +17,8 @@ def images():
     return torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("train", marks=pytest.mark.slow), "eval"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["train", "eval"])
 def test_every_candidate_is_extracted_exactly(model, space, images, mode):
     supernet, images = Supernet(model.double(), space), images.double()
     getattr(model, mode)()

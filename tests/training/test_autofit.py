@@ -142,6 +142,7 @@ def test_many_images_are_mixed_in_fine_tuning(
     assert MIXUP_MIN_IMAGES > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
 
 
+@pytest.mark.slow
 def test_one_word_trains_and_the_same_word_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, speed: dict[str, float]
 ) -> None:
@@ -166,6 +167,7 @@ def test_one_word_trains_and_the_same_word_goes_on(
     assert planned in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_word_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     photographs(Path("photos"), 16, classes=3)
@@ -176,6 +178,7 @@ def test_one_word_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (RunFolder("tuned").result() or {})["recipe"] == "finetune"
 
 
+@pytest.mark.slow
 def test_a_table_of_images_is_one_word_too(tmp_path: Path) -> None:
     root = photographs(tmp_path / "photos")
     rows = [f"{path.relative_to(root)},{path.parent.name}" for path in root.glob("*/*.png")]

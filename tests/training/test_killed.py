@@ -28,6 +28,7 @@ def kill_a_worker() -> None:
         worker.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["train_step", "_evaluate"])
 def test_a_killed_loading_process_is_named_and_the_run_goes_on(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def test_a_tenth_of_the_highest_rate_with_the_least_loss_is_suggested(
     assert RangeTest(rates, losses, losses).suggested == rate / 10
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_chart_and_room_for_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

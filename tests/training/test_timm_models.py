@@ -27,6 +27,7 @@ def resnet(name: str = NAME, **changes: object) -> RunConfig:
     return replace(recipe("digits"), SHORT | settings | changes)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(
     tmp_path: Path, stop_before: Callable[..., None]
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_whole_life_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "a model of timm's" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_teaches_and_starts_other_runs(tmp_path: Path) -> None:
     train(resnet(), tmp_path / "teacher")
     taught = {"model.name": "deit_nano", "objective.teacher": str(tmp_path / "teacher")}
