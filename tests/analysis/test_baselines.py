@@ -1,5 +1,7 @@
 """Baselines on pixels: equal to scikit-learn's, and the same for the same images."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -121,3 +123,10 @@ def test_a_model_below_a_baseline_is_told_what_to_do():
     below = advice("ConViT", 87.5, found)
     assert below.startswith("ConViT (87.5%) is below nearest neighbour and logistic regression on")
     assert "augment.affine" in below and "locality finetune" in below
+
+
+def test_baselines_of_a_part_say_of_how_many_images(tmp_path):
+    record = {"top1": {"chance": 10.0, "nearest neighbour": 80.0}}
+    content = json.dumps(record | {"train_images": 20_000, "all_train_images": 60_000})
+    (tmp_path / "baselines.json").write_text(content)
+    assert list(read_baselines(tmp_path)) == ["chance", "nearest neighbour of 20,000 images"]

@@ -30,6 +30,7 @@ MAX_IMAGES = 20_000
 """Of larger sets every k-th image of each class is taken."""
 
 BASELINES = "baselines.json"
+CHANCE = "chance"
 _SHAPE = {"top1": dict, "train_images": int, "all_train_images": int}
 _BATCH = 512
 
@@ -76,7 +77,7 @@ def pixel_baselines(
     train, labels, val, targets = split_pixels(splits, preprocessing, workers)
     commonest = labels.bincount().argmax()
     predictions = {
-        "chance": commonest.expand(len(targets)),
+        CHANCE: commonest.expand(len(targets)),
         "nearest neighbour": labels[nearest_neighbours(train, val)],
         "logistic regression": logistic_regression(train, labels, val, len(splits.classes)),
     }
@@ -140,6 +141,9 @@ def record_baselines(folders: Iterable[Path | str]) -> None:
 def read_baselines(folder: Path | str) -> dict[str, float]:
     """Top-1 in percent of each baseline on a run's images; empty where none was recorded.
 
+    Where a part of the images stood for all, their number is in the name: "nearest neighbour of
+    20,000 images".
+
     Raises:
         UserError: if the file holds something else.
     """
@@ -149,7 +153,9 @@ def read_baselines(folder: Path | str) -> dict[str, float]:
     record = read_json(path)
     checks.shaped(str(path), record, _SHAPE)
     checks.shaped(str(path), list(record["top1"].values()), [float])
-    return record["top1"]
+    number = record["train_images"]
+    part = f" of {number:,} images" if number < record["all_train_images"] else ""
+    return {name if name == CHANCE else name + part: top1 for name, top1 in record["top1"].items()}
 
 
 def listed(baselines: Mapping[str, float]) -> str:
