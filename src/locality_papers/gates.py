@@ -58,8 +58,8 @@ _LEAST_DIFFERENCE = 0.05
 """Of a mean gate, or of nonlocality in tokens: what would show that gates follow the images. Stated
 on 2026-11-23, before the first run."""
 
-# 16×16 pixels in 4×4 patches, one place of a motif each. A seed that is not used here told all pairs
-# after 500 steps; the first of those used had not after 1,000, before anything else was looked at.
+# 16×16 pixels in 4×4 patches, each one place of a motif. A seed that is not used here told all
+# pairs after 500 steps; the first that is used had not after 1,000 (only accuracy was looked at).
 _ON_MOTIFS: dict[str, Any] = {
     "data__part": (0.0, 1.0),
     "model__img_size": 16,
