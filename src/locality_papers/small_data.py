@@ -9,11 +9,22 @@ from locality.analysis.baselines import BASELINES, read_baselines, record_baseli
 from locality.data import open_data
 from locality.errors import require
 from locality.figures.charts import percent
+from locality.runner.costs import image_counts
 from locality.runner.runs import Run
 from locality.training.model import meta_model
-from locality_papers.measures import TOP1, Measure, measured
+from locality_papers.measures import TOP1, Measure, Quantity, combined, measured
 from locality_papers.scales import Scale
-from locality_papers.specs import Cells, Claim, Column, Table, experiment, rows_of
+from locality_papers.specs import (
+    Cells,
+    Claim,
+    Column,
+    Figure,
+    Panel,
+    Series,
+    Table,
+    experiment,
+    rows_of,
+)
 
 _MODELS = {"ConViT": "ConViT-S", "DeiT": "DeiT-S", "CvT": "CvT-13", "CNN": "CNN"}
 
@@ -46,11 +57,19 @@ PIXELS = {
 } | {"support vector machine": Measure("support vector machine on pixels", _support_vectors)}
 """Baselines on the pixels of the images that a run is trained and evaluated on."""
 
-# The question is of the models of the two papers, and not of a CNN or of chance.
+# What is asked of whom: each claim more makes all of them harder to decide.
 _ASKED = {
-    "ConViT": ("nearest neighbour", "logistic regression", "support vector machine", "CNN", "DeiT"),
+    "ConViT": ("nearest neighbour", "logistic regression", "support vector machine", "DeiT"),
     "DeiT": ("nearest neighbour", "logistic regression"),
-    "CvT": ("nearest neighbour", "logistic regression"),
+}
+_COLOURS = {
+    "ConViT": "convit",
+    "DeiT": "deit",
+    "CvT": "cvt",
+    "CNN": "other",
+    "nearest neighbour": "ink",
+    "logistic regression": "",
+    "support vector machine": "depth:0.5",
 }
 
 
@@ -58,13 +77,9 @@ _ASKED = {
 def baselines(s: Scale) -> Table:
     """Top-1 of every family and of what needs no network, on parts of the data."""
     columns = {percent(fraction): Column(percent(fraction)) for fraction in s.fractions}
-    cells: Cells = {label: {} for label in (*_MODELS, *PIXELS)}
-    for fraction, column in zip(s.fractions, columns, strict=True):
-        for label, role in _MODELS.items():
-            cells[label][column] = s.measured(TOP1, role, fraction=fraction)
-        runs = s.runs(_MODELS["ConViT"], fraction=fraction)
-        for label, measure in PIXELS.items():
-            cells[label][column] = measured(runs, measure)
+    cells = {
+        label: dict(zip(columns, of.values(), strict=True)) for label, of in _by_fraction(s).items()
+    }
     return Table(
         rows_of(cells),
         columns,
@@ -82,6 +97,45 @@ def baselines(s: Scale) -> Table:
             for other in others
         ),
     )
+
+
+def _by_fraction(s: Scale) -> dict[str, dict[float, Quantity]]:
+    """Top-1 of every model and baseline: label → fraction of the training images → number."""
+    found = {
+        label: {fraction: s.measured(TOP1, role, fraction=fraction) for fraction in s.fractions}
+        for label, role in _MODELS.items()
+    }
+    for label, measure in PIXELS.items():
+        found[label] = {
+            fraction: measured(s.runs(_MODELS["ConViT"], fraction=fraction), measure)
+            for fraction in s.fractions
+        }
+    return found
+
+
+@experiment("beyond/fractions", "Accuracy against the number of training images")
+def fractions(s: Scale) -> Figure:
+    """The table of `beyond/baselines` as curves, without chance."""
+    training = image_counts(s.runs(_MODELS["ConViT"], seeds=(0,))[0].config)[0]
+    lines = tuple(
+        Series(
+            label,
+            combined(
+                lambda *top1, of=of: {
+                    "x": [round(part * training) for part in of],
+                    "y": list(top1),
+                },
+                *of.values(),
+            ),
+            _COLOURS[label],
+            dashed=label in PIXELS,
+            band=label not in PIXELS,
+        )
+        for label, of in _by_fraction(s).items()
+        if label in _COLOURS
+    )
+    panel = Panel(s.name, "training images", "top-1, %", lines, log_x=True)
+    return Figure(panels=(panel,), about="The curves of beyond/baselines; bands are over seeds.")
 
 
 @experiment("beyond/converged", "Training for two and four times as many steps")

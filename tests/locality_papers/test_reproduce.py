@@ -39,6 +39,7 @@ BEYOND = [
         "initialisations",
         "distance",
         "baselines",
+        "fractions",
         "converged",
         "trained-convolutions",
         "position-rate",
