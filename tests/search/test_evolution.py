@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
 
 from locality.models import variant
 from locality.search import SearchSpace
 from locality.search.space import POPULATION, Candidates, evolve, prune
-from locality.search.supernet import LATENCY_BATCH, measure_latency
 
 SIX = SearchSpace(variant("cvt_pico").config.with_overrides(depth=(1, 2, 3)))
 
@@ -76,10 +74,3 @@ def test_options_that_lose_are_dropped(space):
 def test_what_fits_nowhere_is_refused(space):
     with pytest.raises(ValueError, match=r"no candidate has macs of 1 or less; the least is \d+"):
         Candidates(space, None, {"macs": 1})
-
-
-def test_latency_is_a_sum_over_blocks(space):
-    measured = measure_latency(space, torch.device("cpu"))
-    assert np.shape(measured["blocks"]) == (3, 4) and np.min(measured["blocks"]) > 0
-    assert measured["fixed"] >= 0 and LATENCY_BATCH == 32
-    assert 0 <= measured["median_error"] <= measured["largest_error"]

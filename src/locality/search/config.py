@@ -31,7 +31,6 @@ class SearchConfig:
             and drops the options that lose in between (Dai et al. 2020).
         parameters: the most that a candidate may have; None is no limit, here and below.
         macs: the most multiply-accumulates for one image.
-        latency: the most milliseconds that a batch of 32 images may take on this machine.
         evaluations: candidates that evolution evaluates, and as many at random.
         held_out: fraction of the training images that candidates are chosen by, and not trained on.
             The validation images are for what is found.
@@ -42,10 +41,11 @@ class SearchConfig:
     method: Literal["sandwich", "da_nas"] = "sandwich"
     parameters: float | None = checks.bounded(None, 0, above=True)
     macs: float | None = checks.bounded(None, 0, above=True)
-    latency: float | None = checks.bounded(None, 0, above=True)
     evaluations: int = checks.bounded(200, 1)
     held_out: float = checks.bounded(0.2, 0, 1, above=True, below=True)
     calibration: int = checks.bounded(512, 1)
+
+    REMOVED = (("latency", None),)
 
     def __post_init__(self) -> None:
         checks.settings(self)
@@ -57,7 +57,7 @@ class SearchConfig:
     @property
     def limits(self) -> dict[str, float]:
         """The limits that there are, by what is limited."""
-        found = {name: getattr(self, name) for name in ("parameters", "macs", "latency")}
+        found = {name: getattr(self, name) for name in ("parameters", "macs")}
         return {name: most for name, most in found.items() if most is not None}
 
     @property

@@ -5,7 +5,6 @@ warm-up/          run folder: the largest candidate alone; its losses rank image
 start/            its weights, hidden units in the order of importance
 round-1/ …        run folders of the supernet; one, or one for each amount of images
 difficulty.npy    the loss of every training image after the warm-up
-latency.json      what each block takes with each option
 candidates.csv    every candidate that was evaluated, and how well it did
 chosen.yaml       what was found, as settings for `locality train --config`
 chosen/           and its weights from the supernet
@@ -16,7 +15,6 @@ result.json       written last
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,7 +39,7 @@ from locality.data.sampling import sorted_fraction
 from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import inline_svg
-from locality.files import CsvTable, atomic_file, read_json, read_rows, write_atomic
+from locality.files import CsvTable, atomic_file, read_rows, write_atomic
 from locality.models import ImageClassifier, build, variant
 from locality.runner.costs import image_counts
 from locality.search import supernet
@@ -62,9 +60,7 @@ _DROPPED, _PRUNING = 0.25, 64
 _AXES = {
     "parameters": "parameters",
     "macs": "multiply-accumulates per image",
-    "latency": f"milliseconds for {supernet.LATENCY_BATCH} images",
 }
-_LATENCY = "latency.json"
 _CHUNK_SIZE = 8  # candidates, before they are written down
 _COLUMNS = ("step", "round", "by", "number", "shape", "top1", "val_loss", *_AXES)
 
@@ -128,7 +124,7 @@ class Search:
             self.place.lock.release()
 
     def _prepare_folder(self) -> None:
-        """Lock the folder, write the configuration, and measure latencies if there are none."""
+        """Lock the folder and write the configuration."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.place.lock.acquire()
         file = self.path / SEARCH_FILE
@@ -143,15 +139,6 @@ class Search:
         write_atomic(file, settings.to_yaml(self.config))
         run = self.config.run
         self.place.record_start(run, 0, str(self.device), run.engine.precision)
-        if not (self.path / _LATENCY).exists():
-            measured = supernet.measure_latency(self.space, self.device)
-            write_atomic(self.path / _LATENCY, json.dumps(measured))
-        self._load_latency()
-        Candidates(self.space, None, self.config.limits)
-
-    def _load_latency(self) -> None:
-        measured = read_json(self.path / _LATENCY)
-        self.space.tables["latency"] = measured["fixed"], np.array(measured["blocks"])
 
     def begin(self) -> None:
         """Open the data, and have what was measured before."""
@@ -161,7 +148,6 @@ class Search:
         evenly = np.linspace(0, len(train) - 1, count).astype(np.int64)
         calibrating = self._loader(train.subset(evenly))
         self.calibration = [batch.images.to(self.device) for batch in calibrating]
-        self._load_latency()
         if self.writes:
             self.table.cut(2**62)
         _barrier()
@@ -297,7 +283,6 @@ class Search:
             config=self.config,
             folder=self.path,
             panels=[Markup(inline_svg(each, name, name)) for name, each in drawn.items() if each],
-            latency=read_json(self.path / _LATENCY),
             shapes={
                 "CvT-13-NAS, as the paper describes it": theirs,
                 "found here": self.space.choices(result["candidate"]),

@@ -80,8 +80,8 @@ class SearchSpace:
 
     Attributes:
         options: the (stride, ratio) pairs that a block chooses from.
-        tables: what candidates are weighed by, "parameters", "macs" and whatever else was measured:
-            what all of them cost, and what each block adds with each option, (blocks, options).
+        tables: of "parameters" and "macs", what all candidates have in common, and what each block
+            adds with each option, (blocks, options).
 
     Args:
         base: what all candidates share.
@@ -281,8 +281,7 @@ class Candidates:
     Args:
         space: all of them.
         options: which of the space's options each block may take; all unless given.
-        limits: the most that a candidate may cost, by the names of the space's tables; one of a
-            table that the space does not have yet is no limit.
+        limits: the most that a candidate may cost, by the names of the space's tables.
 
     Raises:
         UserError: if none fits.
@@ -296,7 +295,7 @@ class Candidates:
     ) -> None:
         self.space = space
         self.options = check_options(space, options)
-        self.limits = {name: most for name, most in limits.items() if name in space.tables}
+        self.limits = dict(limits)
         for name, most in self.limits.items():
             fixed, table = space.tables[name]
             least = fixed + sum(table[b, row].min() for b, row in enumerate(self.options))

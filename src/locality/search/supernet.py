@@ -9,8 +9,7 @@ BatchNorm's running statistics are of no candidate: `calibrate` takes them anew 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,20 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from locality.benchmark.measure import Work, interleave
 from locality.errors import UserError
 from locality.layers.block import Block
 from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
-from locality.models.base import to_2tuple
 from locality.search.space import Counts, SearchSpace, check_options
 from locality.training.objective import Objective
 
 RANDOM_CANDIDATES = 2
 """Beside the largest and the smallest, in every step."""
-LATENCY_BATCH = 32
-_ROUNDS, _CHECKED = 10, 8
 
 
 class Supernet(nn.Module):
@@ -168,61 +163,6 @@ def calibrate(model: ImageClassifier, images: Iterable[Tensor]) -> None:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()
-
-
-@torch.inference_mode()
-def measure_latency(space: SearchSpace, device: torch.device) -> dict[str, Any]:
-    """The latency of every block with each option, measured on this machine.
-
-    Returns:
-        milliseconds for a batch: "blocks", (blocks, options), and "fixed", the rest
-        of the model; and the relative error of their sum on whole candidates, "median_error" and
-        "largest_error".
-    """
-    size = to_2tuple(space.base.img_size)
-    images = torch.randn(LATENCY_BATCH, space.base.in_chans, *size, device=device)
-    count = len(space.options)
-    table, rests = np.empty((space.blocks, count)), []
-    for option in range(count):
-        model = _model(space, int(space.numbers(np.full((1, space.blocks), option))[0]), device)
-        work = {"": partial(model, images)} | _block_calls(model, images)
-        milliseconds = _milliseconds(work, device)
-        table[:, option] = milliseconds[1:]
-        rests.append(milliseconds[0] - sum(milliseconds[1:]))
-    fixed = max(0.0, float(np.mean(rests)))
-    whole = np.unique(np.random.default_rng(0).integers(0, len(space), _CHECKED))
-    calls = {str(n): partial(_model(space, int(n), device), images) for n in whole}
-    predicted = fixed + table[np.arange(space.blocks), space.digits(whole)].sum(axis=1)
-    errors = np.abs(predicted / np.array(_milliseconds(calls, device)) - 1)
-    return {
-        "fixed": fixed,
-        "blocks": table.tolist(),
-        "median_error": float(np.median(errors)),
-        "largest_error": float(errors.max()),
-    }
-
-
-def _model(space: SearchSpace, number: int, device: torch.device) -> ImageClassifier:
-    return build(space[number]).to(device).eval()
-
-
-def _block_calls(model: ImageClassifier, images: torch.Tensor) -> dict[str, Work]:
-    """Each block on what it is given in a forward pass, as a piece of work."""
-    given: dict[str, Any] = {}
-    hooks = [
-        block.register_forward_pre_hook(lambda _, inputs, name=name: given.update({name: inputs}))
-        for name, block in blocks_of(model).items()
-    ]
-    model(images)
-    for hook in hooks:
-        hook.remove()
-    return {name: partial(block, *given[name]) for name, block in blocks_of(model).items()}
-
-
-def _milliseconds(work: Mapping[str, Work], device: torch.device) -> list[float]:
-    """The minimum over rounds: slower calls were disturbed by other work."""
-    timing = interleave(dict(work), device, _ROUNDS, warmup=1)
-    return [1000 * min(timing.seconds[label]) for label in work]
 
 
 class Sandwich(Objective):
