@@ -35,7 +35,7 @@ from locality.checkpoints.format import (
     write_file,
     write_folder,
 )
-from locality.checkpoints.key_map import NATIVE
+from locality.checkpoints.key_map import NATIVE, format_settings
 from locality.checkpoints.registry import check_export_path, check_target
 from locality.checkpoints.resolve import graph_session, read
 from locality.data.config import Preprocessing
@@ -103,7 +103,7 @@ def convert(
             with atomic_file(target) as file:
                 torch.save(state, file)
         if unspecified := wanted.unspecified(checkpoint.config):
-            missing = wanted.format_settings(unspecified)
+            missing = format_settings(unspecified)
             notes = f"\nthese weights do not specify {missing}; set that when they are read"
     elif target.suffix:
         write_file(checkpoint, target)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from locality.checkpoints.key_map import (
-    MICROSOFT_SETTINGS,
     NATIVE,
     KeyMap,
     State,
@@ -315,7 +314,6 @@ MICROSOFT = _CvT(
         (r"attn\.([qkv])\.norm", r"attn.conv_proj_\1.bn"),
         (r"attn\.([qkv])\.linear", r"attn.proj_\1"),
     ),
-    settings=MICROSOFT_SETTINGS,
     activations=("quick_gelu",),
     projections=("conv", "microsoft_avg"),
 )
@@ -343,7 +341,6 @@ TRANSFORMERS = _Transformers(
         (r"attn\.(\w+)\.norm", _CONVOLVED + "normalization"),
         (r"attn\.(\w+)\.linear", r"attention.attention.projection_\1"),
     ),
-    settings={name: theirs.lower() for name, theirs in MICROSOFT_SETTINGS.items()},
     activations=("gelu",),
     projections=("conv",),
 )

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -98,17 +98,6 @@ def check_finite(state: State) -> None:
         raise UserError(f"these weights contain NaN or infinity, in {some(broken, quote='')}")
 
 
-# Our settings that a CvT's weights do not specify → Microsoft's; transformers' in small letters.
-MICROSOFT_SETTINGS = {
-    "num_heads": "NUM_HEADS",
-    "embed_stride": "PATCH_STRIDE",
-    "embed_padding": "PATCH_PADDING",
-    "kv_stride": "STRIDE_KV",
-    "kv_padding": "PADDING_KV",
-    "projection_kernel": "KERNEL_QKV",
-}
-
-
 @dataclass(frozen=True)
 class KeyMap:
     """One way of naming a model's tensors; this class itself is our own.
@@ -119,7 +108,6 @@ class KeyMap:
         marks: parts of tensor names that only this key map has; all of them are there.
         absent: parts that this key map's tensors never have.
         renames: what to replace in our name of a tensor, one after the other, as (pattern, by).
-        settings: our name of a setting → the one it has in the library's own code.
     """
 
     name: str
@@ -127,7 +115,6 @@ class KeyMap:
     marks: tuple[str, ...]
     absent: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
 
     holds: ClassVar[Any] = None
     """The configurations of the models it holds; None for all."""
@@ -279,15 +266,6 @@ class KeyMap:
             )
         return state[self.rename(name)]
 
-    def format_settings(self, settings: Mapping[str, Any]) -> str:
-        """Settings and their values, each with the name it has in the library's own code."""
-        words = []
-        for name, value in settings.items():
-            shown = json.dumps(value, separators=(",", ":")).replace('"', "")
-            theirs = self.settings.get(name, name)
-            words.append(f"{name}={shown}" + f" ({theirs})" * (theirs != name))
-        return ", ".join(words)
-
 
 NATIVE = KeyMap(
     "locality",
@@ -316,10 +294,10 @@ def infer_img_size(
     )
 
 
-def native_setting_names(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Settings under our names, given under ours, Microsoft's or transformers'."""
-    ours = {theirs: name for name, theirs in MICROSOFT_SETTINGS.items()}
-    return {ours.get(name.upper(), name): value for name, value in (settings or {}).items()}
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Settings and their values, as `--set` takes them."""
+    shown = {name: json.dumps(value, separators=(",", ":")) for name, value in settings.items()}
+    return ", ".join(f"{name}={value}" for name, value in shown.items()).replace('"', "")
 
 
 def override_config(config: Any, settings: Mapping[str, Any]) -> Any:

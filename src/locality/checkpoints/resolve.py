@@ -22,7 +22,7 @@ from locality.checkpoints.format import (
     read_folder,
 )
 from locality.checkpoints.hub import HUB_FILES, download_snapshot, locate_weights
-from locality.checkpoints.key_map import native_setting_names, override_config
+from locality.checkpoints.key_map import format_settings, override_config
 from locality.checkpoints.registry import check_no_entry, detect_kind, source
 from locality.checkpoints.run_state import load_best_state, read_class_names
 from locality.checkpoints.safe_load import read_state
@@ -76,7 +76,7 @@ def read(
     if kind != "path":
         check_no_entry(what, entry)
     like = like if variant is None else factory.variant(variant).config
-    settings = native_setting_names(settings)
+    settings = settings or {}
     if kind == "run":
         found = _from_run(path)
     elif kind == "path":
@@ -151,7 +151,7 @@ def _from_weights(
     }
     if assumed:
         _log.warning(
-            f"{path}: these weights do not specify {key_map.format_settings(assumed)}, which are "
+            f"{path}: these weights do not specify {format_settings(assumed)}, which are "
             f"assumed here; if they differ, give --set NAME=VALUE, or settings={{...}} in Python"
         )
     return Checkpoint(config, ours, name, key_map=key_map.name)
