@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from locality import settings
-from locality.benchmark.measure import interleave, training_step
 from locality.checkpoints import save
 from locality.checkpoints.api import load
 from locality.checkpoints.format import WEIGHTS
@@ -40,7 +38,7 @@ from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import CsvTable, atomic_file, read_rows, write_atomic
-from locality.models import ImageClassifier, build, variant
+from locality.models import ImageClassifier, variant
 from locality.runner.costs import image_counts
 from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
@@ -53,7 +51,7 @@ from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
 from locality.training.run_folder import MAY_CHANGE
-from locality.training.speed import format_duration
+from locality.training.speed import format_duration, time_steps, timing_batch_size
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
 _DROPPED, _PRUNING = 0.25, 64
@@ -347,17 +345,14 @@ def dry_run(config: SearchConfig) -> str:
         },
         "evaluations": f"{asked:,} candidates, each on {held_out:,} held-out training images",
         "arithmetic": f"{2 * macs:.3g} operations",
-        "time": f"about {format_duration(macs / _rate(config, space, step))} with one process "
+        "time": f"about {format_duration(macs / _rate(config, space))} with one process "
         f"here, or {2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
     }
     return "\n".join(f"{name:<14}  {value}" for name, value in rows.items())
 
 
-def _rate(config: SearchConfig, space: SearchSpace, macs: float) -> float:
-    """Multiply-accumulates per second of a supernet's training step on this machine."""
-    device = create_fabric(config.run.engine).device
-    model = build(space.base).to(device).train()
-    batch = int(min(config.run.engine.batch_size, max(2, 2e10 // (3 * macs))))
-    images = torch.randn(batch, 3, *model.img_size, device=device)
-    step = training_step(supernet.Supernet(model, space), images, nullcontext)
-    return 3 * macs * batch / min(interleave({"": step}, device, 3, warmup=1).seconds[""])
+def _rate(config: SearchConfig, space: SearchSpace) -> float:
+    """Multiply-accumulates per second of training the largest candidate on this machine."""
+    run, macs = config.largest, 3 * space.bounds()[1].macs
+    images = timing_batch_size(run.engine.batch_size, macs)
+    return macs * images / min(time_steps(run, image_counts(run)[2], images))
