@@ -104,9 +104,7 @@ def image_counts(config: RunConfig) -> tuple[int, int, int]:
         images, evaluated, classes = known
         kept = min(data.first_classes or classes, classes) - data.skip_classes
         share = kept / classes * (data.part[1] - data.part[0])
-        part = (data.train_part[1] - data.train_part[0]) * data.fraction
-        part *= 1 - 1 / data.fold[1] if data.fold else 1
-        return round(images * share * part), round(evaluated * share), kept
+        return round(images * share * data.train_share), round(evaluated * share), kept
     return _opened(data, config.seed)
 
 
