@@ -625,15 +625,15 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda root: numpy.savez(root / "run/attention.npz", about=numpy.array([Calls(print)])),
         "attention.npz",
     ),
-    "report: a history of numbers": (
+    "report: curves of numbers": (
         REPORT,
-        write("run/over_training.jsonl", "1\n2\n"),
-        "over_training.jsonl",
+        write("run/over_training.json", '{"steps": [1], "epochs": [1], "layers": [3]}'),
+        "over_training.json",
     ),
-    "report: a deep history": (
+    "report: deep curves": (
         REPORT,
-        write("run/over_training.jsonl", DEEP + "\n"),
-        "over_training.jsonl",
+        write("run/over_training.json", DEEP + "\n"),
+        "over_training.json",
     ),
     "graph: text": ("predict photo.png --model a.onnx", write("a.onnx", "text"), "a.onnx"),
     "graph: a pipe": ("predict photo.png --model a.onnx", pipe("a.onnx"), "a.onnx"),

@@ -173,12 +173,18 @@ def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):
 
 def measured_while_training(run):
     measures = json.loads((run / "measures.json").read_text())
-    lines = [
-        {"step": step, "epoch": step / 10, "seconds": 0.1} | measures[stage]
-        for step, stage in ((0, "before"), (100, "after"))
+    layers = [
+        {name: after[name] for name in ("name", "kind", "grid")}
+        | {
+            "nonlocality": [each["nonlocality"]["layer_mean"] for each in (before, after)],
+            "gates": after["gates"] and [before["gates"], after["gates"]],
+        }
+        for before, after in zip(
+            measures["before"]["layers"], measures["after"]["layers"], strict=True
+        )
     ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run / "over_training.jsonl").write_text(text)
+    curves = {"images": 20, "steps": [0, 100], "epochs": [0.0, 10.0], "layers": layers}
+    (run / "over_training.json").write_text(json.dumps(curves))
 
 
 def test_measures_taken_while_training_are_drawn(make_run, tmp_path):

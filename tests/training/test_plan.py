@@ -56,9 +56,10 @@ def test_saving_follows_evaluation_unless_told_otherwise() -> None:
 
 
 def test_snapshots_include_the_first_and_the_last_step() -> None:
+    plan = make_plan(config(steps=20, epochs=None, snapshot_every=8), 1000)
+    assert [step for step in range(21) if plan.snapshots(step)] == [0, 8, 16, 20]
     plan = make_plan(config(steps=20, epochs=None), 1000)
-    assert [s for s in range(21) if plan.due_from_start(s, 8)] == [0, 8, 16, 20]
-    assert not any(plan.due_from_start(step, plan.schedule.snapshot_every) for step in range(21))
+    assert not any(plan.snapshots(step) for step in range(21))
 
 
 def test_a_fraction_keeps_images_and_schedule_when_told_to() -> None:

@@ -2,7 +2,6 @@
 
 from locality.analysis.explorer import write_explorer as write_explorer
 from locality.analysis.measures import measure_model as measure_model
-from locality.analysis.recording import AttentionRecorder as AttentionRecorder
 from locality.analysis.recording import record as record
 from locality.analysis.taps import LayerView as LayerView
 from locality.analysis.taps import capture as capture

@@ -1,26 +1,18 @@
 """Measuring the attention of a run and saving the results in its folder.
 
-A run may be measured during training,
-
-    train(config, folder, callback=AttentionRecorder(every=5))
-
-which appends a line to `over_training.jsonl` for every measurement: an interrupted run loses none.
-A finished run may be measured before and after training (`record`). Snapshots of its weights
-(`schedule.snapshot_every`) may be measured later (`measure_trajectory`).
+A finished run is measured before and after training (`record`), and over training where it kept
+snapshots of its weights (`schedule.snapshot_every`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from locality import checks
 from locality.analysis.baselines import record_baselines
@@ -34,22 +26,22 @@ from locality.analysis.pictures import (
 )
 from locality.data import open_data
 from locality.errors import UserError
-from locality.files import parse_json, read_text, write_atomic
+from locality.files import read_json, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
 from locality.training.model import initial_model, load_run
 from locality.training.optim import make_plan
-from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 
 MEASURES = "measures.json"
 PICTURES = "attention.npz"
 MISTAKES = "mistakes.npz"
 MAX_MISTAKES = 20
-HISTORY = "over_training.jsonl"
-_MAX_HISTORY_BYTES = 1 << 28
+TRAJECTORY = "over_training.json"
+
+_CURVES = {"grid": [int], "nonlocality": [float], "gates?": [[float]]}
 
 
 def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
@@ -57,7 +49,8 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
 
     Writes `measures.json` (see `measure_model`; "before" is the model as its seed initialises it)
     and `attention.npz` (see `capture_pictures`) into the run folder, and `mistakes.npz`: its most
-    confident mistakes with the last layer's attention. A run without predictions gets them now.
+    confident mistakes with the last layer's attention. Of a run with snapshots also
+    `over_training.json` (see `measure_trajectory`). A run without predictions gets them now.
     Nothing else in its folder changes.
 
     Args:
@@ -79,6 +72,9 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     found = capture_pictures(model, chosen.first(pictures))
     save_pictures(found, Path(folder) / PICTURES)
     _record_mistakes(run, model, config)
+    if _snapshots(run):
+        curves = json.dumps(measure_trajectory(folder, images), allow_nan=False)
+        write_atomic(run.path / TRAJECTORY, curves + "\n")
     measures = {
         "before": measure_model(initial_model(folder), chosen.images[:images]),
         "after": measure_model(model, chosen.images[:images]),
@@ -107,98 +103,40 @@ def record_missing(folders: Iterable[Path]) -> None:
     """Measure those runs that have finished and were not measured yet, and their baselines."""
     finished = [run for run in map(RunFolder, folders) if run.result_file.exists()]
     for run in finished:
-        if not (run.path / MEASURES).exists() or not run.predictions_file.exists():
+        wanted = [run.path / MEASURES, run.predictions_file]
+        wanted += [run.path / TRAJECTORY] if _snapshots(run) else []
+        if not all(file.exists() for file in wanted):
             record(run.path)
     record_baselines(run.path for run in finished)
 
 
-@dataclass
-class AttentionRecorder:
-    """A callback of `locality.training.train` that measures attention (Figs. 5, 6, 10, 13, 14).
-
-    It measures before the first step, after the last, and every `every` epochs or steps between
-    (the unit of the run's schedule). A measurement costs about one training step on as many images,
-    so it stays under 2% of a run's time if `every` is more than 50 of those steps.
-
-    Attributes:
-        every: epochs or steps between two measurements.
-        images: how many validation images to measure on; all of them if there are fewer.
-    """
-
-    every: float
-    images: int = 64
-    _seen: dict[Path, Tensor] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        checks.number("measure_every", self.every, 0, above=True)
-        checks.integer("measure_images", self.images, 1)
-
-    def __call__(self, folder: Path, run: ResolvedRun, step: int, model: ImageClassifier) -> None:
-        """Measure the model where it is due and write the result down."""
-        if not run.plan.due_from_start(step, self.every):
-            return
-        started = time.perf_counter()
-        if folder not in self._seen:
-            _drop_partial_line(folder)
-            chosen = sample(run.splits.val, run.config.input.at(model.img_size), self.images)
-            self._seen[folder] = chosen.images.to(next(model.parameters()).device)
-        measured = measure_model(model, self._seen[folder])
-        entry = {
-            "step": step,
-            "epoch": run.plan.epoch(step),
-            "seconds": round(time.perf_counter() - started, 4),
-        }
-        with (folder / HISTORY).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry | measured, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def read_history(folder: Path | str) -> list[Record]:
-    """The measurements made during training, in order of steps; empty if there are none.
-
-    A record is that of `measure_model` with `step`, `epoch` and the `seconds` it took. Where a
-    resumed run measured a step again, the later record counts; a line that a killed process left
-    half-written does not.
-
-    Raises:
-        UserError: if the file holds something else.
-    """
-    path = Path(folder) / HISTORY
-    if not path.exists():
-        return []
-    records = [parse_json(line, str(path)) for line in _complete_lines(path)]
-    checks.shaped(str(path), records, [{"step": int, "epoch": float, "layers": [dict]}])
-    by_step = {record["step"]: record for record in records}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _drop_partial_line(folder: Path) -> None:
-    """Remove a half-written last line, so that the next one begins on its own."""
-    path = folder / HISTORY
-    if path.exists():
-        write_atomic(path, "".join(f"{line}\n" for line in _complete_lines(path)))
-
-
-def _complete_lines(path: Path) -> list[str]:
-    return read_text(path, _MAX_HISTORY_BYTES).split("\n")[:-1]
+def _snapshots(run: RunFolder) -> list[Path]:
+    return sorted(run.snapshots.glob("step-*.safetensors"))
 
 
 def trajectory(folder: Path | str) -> Record:
-    """A run's attention over training, as measured during it or else from snapshots.
+    """A run's attention over training, as recorded or else from its snapshots.
 
     Returns as `measure_trajectory`.
 
     Raises:
-        UserError: if it was neither measured nor kept snapshots.
+        UserError: if it was neither recorded nor kept snapshots.
     """
     return recorded_trajectory(folder) or measure_trajectory(folder)
 
 
 def recorded_trajectory(folder: Path | str) -> Record | None:
-    """A run's attention as measured during training; None if it was not."""
-    history = read_history(folder)
-    return _to_curves(history) if history else None
+    """A run's attention over training, as `record` wrote it down; None if it did not.
+
+    Raises:
+        UserError: if the file holds something else.
+    """
+    path = Path(folder) / TRAJECTORY
+    if not path.exists():
+        return None
+    found = read_json(path)
+    checks.shaped(str(path), found, {"steps": [int], "epochs": [float], "layers": [_CURVES]})
+    return found
 
 
 def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
@@ -217,11 +155,11 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
     Raises:
         UserError: if the run kept no snapshots.
     """
-    files = sorted(RunFolder(folder).snapshots.glob("step-*.safetensors"))
+    files = _snapshots(RunFolder(folder))
     if not files:
         raise UserError(
             f"run folder {folder} has no record of its attention over training; train with "
-            f"--measure_every or schedule.snapshot_every"
+            f"--schedule.snapshot_every"
         )
     config = RunFolder(folder).config()
     splits = open_data(config.data, config.seed)

@@ -57,25 +57,20 @@ def train(arguments: Sequence[str]) -> None:
     if options.lr_find:
         _find_lr(config, folder)
         return
-    callback = None
-    if options.measure_every is not None:
-        from locality.analysis.recording import AttentionRecorder
-
-        callback = AttentionRecorder(options.measure_every)
     if options.dry_run:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
         return
-    _train(config, folder, options.quiet, callback)
+    _train(config, folder, options.quiet)
     if options.record:
         from locality.analysis.recording import record
 
         record(folder)
 
 
-def _train(config: RunConfig, folder: Path, quiet: bool, callback: Any = None) -> None:
+def _train(config: RunConfig, folder: Path, quiet: bool) -> None:
     """Train a run and record, and say, what pixels alone reach on its images."""
-    result = training.train(config, folder, quiet=quiet, callback=callback)
+    result = training.train(config, folder, quiet=quiet)
     if result:  # on rank 0
         from locality.analysis.baselines import advice, listed, read_baselines, record_baselines
 
@@ -144,9 +139,7 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     text = "speed for --dry_run's hours; measured here unless given"
     parser.add("--images_per_second", None, text, float)
     parser.add("--lr_find", False, "chart the loss over rising learning rates, suggest one; no run")
-    parser.add("--record", False, "measure locality before and after")
-    every = "measure locality while training, every so many epochs or steps of the schedule"
-    parser.add("--measure_every", None, every, float)
+    parser.add("--record", False, "measure locality before and after, and of every snapshot")
     parser.add("--quiet", False, "print nothing while training")
     base = recipe(name) if run is None else read_config(run)
     parser.add_settings(base)
@@ -154,9 +147,9 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     if not options.dry_run:
         parser.refuse("images_per_second", "is for the hours that --dry_run estimates")
     else:
-        parser.refuse("record measure_every quiet lr_find", "does nothing beside --dry_run")
+        parser.refuse("record quiet lr_find", "does nothing beside --dry_run")
     if options.lr_find:
-        parser.refuse("record measure_every quiet", "does nothing beside --lr_find")
+        parser.refuse("record quiet", "does nothing beside --lr_find")
     if run is None:
         new = options.minutes, outputs[-1] if outputs else None, options.quiet
         config, options.output, options.fit = resolve(name, given | parser.settings, *new)

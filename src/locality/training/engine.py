@@ -31,7 +31,7 @@ from locality.training.loop import Loop
 from locality.training.model import build_model, initialize_model
 from locality.training.objective import Objective
 from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
-from locality.training.recorder import Callback, Recorder, restore_metrics
+from locality.training.recorder import Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.state import Components, TrainState
@@ -44,7 +44,6 @@ def train(
     folder: Path | str,
     *,
     quiet: bool = False,
-    callback: Callback | None = None,
     splits: DataSplits | None = None,
     objective: Callable[..., Objective] = Objective,
 ) -> dict[str, Any]:
@@ -56,7 +55,6 @@ def train(
         config: the whole run.
         folder: its folder; see `locality.training.run_folder` for what is in it.
         quiet: print nothing.
-        callback: called after every step on rank 0; it must change no number of the run.
         splits: the images, if they are not those that `config.data` names.
         objective: makes the loss, with the arguments of `Objective`.
 
@@ -75,7 +73,7 @@ def train(
     fabric, run = create_fabric(config.engine), RunFolder(folder)
     peers = Peers(fabric)
     spawned = config.engine.strategy in ("ddp_spawn", "ddp_fork")
-    work = partial(_train, config, run, quiet, callback, splits, objective)
+    work = partial(_train, config, run, quiet, splits, objective)
     try:
         with forward_signals() if spawned else peers.watch():
             outcome = fabric.launch(partial(_train_on_rank, work, run, peers))
@@ -131,7 +129,6 @@ def _train(
     config: RunConfig,
     folder: RunFolder,
     quiet: bool,
-    callback: Callback | None,
     splits: DataSplits | None,
     objective: Callable[..., Objective],
     fabric: Fabric,
@@ -156,7 +153,7 @@ def _train(
         parts = Components(fabric, run, model, objective)
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
         written = folder if fabric.is_global_zero else None
-        with contextlib.closing(Recorder(written, run, state, quiet, callback)) as recorder:
+        with contextlib.closing(Recorder(written, run, state, quiet)) as recorder:
             loop = Loop(fabric, run, parts, recorder, signals, state, fingerprint)
             if fabric.is_global_zero:
                 folder.record_start(config, state.step, str(fabric.device), run.precision)

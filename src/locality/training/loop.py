@@ -126,7 +126,7 @@ class Loop:
                         if self.collectives.is_single:
                             self._save_now()
                         raise
-                self.recorder.after_step(state.step, self._eval_model())
+                self.recorder.save_snapshot(state.step, self._eval_model())
                 if state.step == self.plan.steps or self._should_stop_early():
                     self.recorder.wait_until_saved()
                     return state.best or state.row

@@ -64,8 +64,9 @@ class Plan:
             return True  # it may become the best
         return self.due(step, self.schedule.save_every or self.schedule.eval_every)
 
-    def due_from_start(self, step: int, every: float | None) -> bool:
-        """As `due`, and before the first step; never if `every` is None."""
+    def snapshots(self, step: int) -> bool:
+        """Whether a snapshot of the weights is kept after `step` updates; 0 is before the first."""
+        every = self.schedule.snapshot_every
         return every is not None and (step == 0 or self.due(step, every))
 
 

@@ -6,8 +6,7 @@ import contextlib
 import resource
 import statistics
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,13 +57,6 @@ def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[st
     return [f"{file} {what}: its rows are written again from the checkpoint"]
 
 
-Callback = Callable[[Path, ResolvedRun, int, ImageClassifier], None]
-"""Called with the run's folder, the run, the step and the model that would be evaluated after it.
-
-It must draw no random numbers and leave the model as it is. A resumed run may repeat steps.
-"""
-
-
 class Recorder:
     """Writes logs, metrics and checkpoints on rank 0.
 
@@ -73,7 +65,6 @@ class Recorder:
         run: the run.
         state: where it starts or resumes.
         quiet: print nothing.
-        callback: called before the first step and after every step.
     """
 
     def __init__(
@@ -82,9 +73,8 @@ class Recorder:
         run: ResolvedRun,
         state: TrainState,
         quiet: bool = False,
-        callback: Callback | None = None,
     ) -> None:
-        self._folder, self._run, self._callback = folder, run, callback
+        self._folder, self._run = folder, run
         self._progress = ProgressBar(run.plan.steps, state.step, quiet or folder is None)
         self.log = self._progress.log
         # Time is known up to the last evaluation. The steps between that and the checkpoint count
@@ -200,8 +190,8 @@ class Recorder:
         if self._folder is not None:
             self._folder.checkpoints.wait()
 
-    def after_step(self, step: int, model: ImageClassifier) -> None:
-        """Save a snapshot of the weights where one is due, and call the callback.
+    def save_snapshot(self, step: int, model: ImageClassifier) -> None:
+        """Save a snapshot of the weights where one is due.
 
         Args:
             step: updates finished; 0 before the first.
@@ -209,14 +199,11 @@ class Recorder:
         """
         if self._folder is None:
             return
-        plan = self._run.plan
-        if plan.due_from_start(step, plan.schedule.snapshot_every):
+        if self._run.plan.snapshots(step):
             self._folder.snapshots.mkdir(exist_ok=True)
             weights = {name: value.contiguous() for name, value in model.state_dict().items()}
             with atomic_file(self._folder.snapshots / f"step-{step:08d}.safetensors") as file:
                 file.write(save(weights, metadata={"step": str(step)}))
-        if self._callback is not None:
-            self._callback(self._folder.path, self._run, step, model)
 
     def finish(self, row: dict[str, Any]) -> dict[str, Any]:
         """Write result.json and return its content; on other ranks than 0 it is empty.
