@@ -103,10 +103,10 @@ def launched(launcher: str, folder: Path, library: Path | None, delay: int) -> s
     if launcher == "alone":
         command += ["--engine.devices", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    told = [json.loads(report.read_text()) for report in sorted(reports.iterdir())]
-    codes = [done.returncode, *(code for report in told for code in report["started"])]
-    left = [report[what] for report in told for what in ("threads", "children", "shared memory")]
-    if not any(codes) and len(told) == 2 and not any(left) and "finished in" in done.stderr:
+    found = [json.loads(report.read_text()) for report in sorted(reports.iterdir())]
+    codes = [done.returncode, *(code for report in found for code in report["started"])]
+    left = [report[what] for report in found for what in ("threads", "children", "shared memory")]
+    if not any(codes) and len(found) == 2 and not any(left) and "finished in" in done.stderr:
         return ""
     aborted = "terminate called" in done.stderr
     return f"{launcher}: exit codes {codes}, aborted: {aborted}, left behind: {left}"

@@ -165,9 +165,9 @@ def test_it_predicts_what_the_model_does(ask, model):
     for image in (photo(), photo((500, 300), "JPEG"), photo((8, 8), "GIF")):
         status, answer = ask("POST", "/predict", image)
         assert status == 200
-        told = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
+        shares = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
         (row,) = classifier([Image.open(io.BytesIO(image)).convert("RGB")])
-        assert told == pytest.approx(classifier.top_classes(row), rel=1e-4)
+        assert shares == pytest.approx(classifier.top_classes(row), rel=1e-4)
 
 
 def test_a_form_is_understood(ask, process):
@@ -434,8 +434,8 @@ class TestSpace:
             assert b"Drop an image" in request(started.address, "GET", "/", **framed)[1]
             sent = "POST", "/predict", image.read_bytes()
             status, answer = request(started.address, *sent, **framed)
-        told = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
-        assert status == 200 and told == pytest.approx(wanted["classes"], rel=1e-5)
+        shares = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
+        assert status == 200 and shares == pytest.approx(wanted["classes"], rel=1e-5)
 
     def test_it_is_written_whole_or_not_at_all(self, tmp_path, capsys):
         bad = tmp_path / "bad.safetensors"

@@ -57,9 +57,9 @@ def test_it_answers_as_the_commands_do(images, run, capsys):
     assert result["top1"] == pytest.approx(run.result["top1"])
     file = next(images.rglob("*.png"))
     assert main(["predict", str(file), "--model", str(run.folder), "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
+    (answer,) = json.loads(capsys.readouterr().out)
     found = run.predict(file)
-    assert found.classes == pytest.approx(told["classes"])
+    assert found.classes == pytest.approx(answer["classes"])
     assert run.predict(Image.open(file)).classes == found.classes
     assert list(run.predict(file, top=1).classes) == [next(iter(found.classes))]
 
@@ -109,5 +109,5 @@ def test_a_wrong_setting_is_said_before_torch_is_imported():
 
 def test_importing_the_package_stays_quick():
     code = "import sys, locality; print({'torch', 'argparse'} & set(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert told.stdout == "set()\n", told.stderr
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout == "set()\n", answer.stderr

@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 # Letters of a message: no sentence is longer, but what it quotes may be.
 _LONGEST = 2000
-# So many names are told even where one of them is near.
+# Up to this many names are listed even if one of them is near.
 _FEW = 5
-# So many are told at most.
+# At most this many are listed.
 _MOST = 25
 
 

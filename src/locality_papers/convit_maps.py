@@ -106,8 +106,8 @@ def _maps_figure(
     layers = (1, s.architecture(roles[1]).gpsa_layers - 1)
 
     def draw(folders: list[Path]) -> Any:
-        taken = [run_pictures(folder, max(images) + 1) for folder in folders]
-        return maps.maps(list(zip(roles, taken, strict=True)), layers, image=images)
+        captured = [run_pictures(folder, max(images) + 1) for folder in folders]
+        return maps.maps(list(zip(roles, captured, strict=True)), layers, image=images)
 
     return Figure(
         draw=draw,
@@ -137,11 +137,11 @@ def figure_15(s: Scale) -> Figure:
     deep = max(1, round(0.75 * s.architecture("DeiT-Ti").depth))
 
     def draw(folders: list[Path]) -> Any:
-        taken = [
+        captured = [
             ("before training", run_pictures(folders[0], _AVERAGED_IMAGES, trained=False)),
             ("after", run_pictures(folders[0], _AVERAGED_IMAGES)),
         ]
-        return maps.maps(taken, (0, deep), image=None)
+        return maps.maps(captured, (0, deep), image=None)
 
     number = reducer(s.measured(TRAJECTORY, "DeiT-Ti", seeds=s.few_seeds))
     claims: Claims = {

@@ -148,11 +148,11 @@ def why_missing(run: Run, failures: Failures) -> str | None:
 
 def measured(runs: Iterable[Run], measure: Measure) -> Quantity:
     """A measure of the finished ones of some runs that differ in their seed alone."""
-    taken = tuple((run, measure) for run in runs)
+    pairs = tuple((run, measure) for run in runs)
 
     def evaluate(failures: Failures) -> Values:
         found, problems = {}, {}
-        for run, _ in taken:
+        for run, _ in pairs:
             reason = why_missing(run, failures)
             if reason is None:
                 try:
@@ -167,7 +167,7 @@ def measured(runs: Iterable[Run], measure: Measure) -> Quantity:
             raise Empty(next(iter(problems.values())) if common else sentences[0])
         return Values(found, tuple(sentences))
 
-    return Quantity(evaluate, measure.unit, taken)
+    return Quantity(evaluate, measure.unit, pairs)
 
 
 def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
@@ -195,7 +195,7 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
             constant=not varied,
         )
 
-    return Quantity(evaluate, unit, tuple(taken for part in parts for taken in part.measures))
+    return Quantity(evaluate, unit, tuple(pair for part in parts for pair in part.measures))
 
 
 def computed(function: Callable[[], Any], unit: str = "") -> Quantity:

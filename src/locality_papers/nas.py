@@ -116,7 +116,7 @@ def _between_seeds(candidates: Sequence[Quantity]) -> Quantity:
         pairs = zip(seeds, orders, orders[1:] + orders[:1], strict=True)
         return Values({seed: kendall(one, other) for seed, one, other in pairs})
 
-    return Quantity(evaluate, "", tuple(taken for each in candidates for taken in each.measures))
+    return Quantity(evaluate, "", tuple(pair for each in candidates for pair in each.measures))
 
 
 @experiment("cvt/nas", "Architecture search: what is found, the default, and random candidates")
@@ -162,9 +162,9 @@ def nas(s: Scale) -> Table:
         "found": found,
         "random, same cost": [scratch(*each) for each in chance],
     }
-    taken = {"parameters": PARAMETERS, "flops": of_result("macs", per=1e9), "top1": TOP1}
+    picked = {"parameters": PARAMETERS, "flops": of_result("macs", per=1e9), "top1": TOP1}
     cells: Cells = {
-        label: {name: measured(runs, measure) for name, measure in taken.items()}
+        label: {name: measured(runs, measure) for name, measure in picked.items()}
         for label, runs in groups.items()
     }
     evolution, random = (

@@ -38,7 +38,7 @@ from locality_papers.scales import Scale, get_scale
 from locality_papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
 
 RUNS = "runs/reproduce"
-"""Where run folders go unless told otherwise, apart from those of `locality train`."""
+"""Where run folders go unless given, apart from those of `locality train`."""
 
 
 def experiments() -> dict[str, Experiment]:
@@ -171,7 +171,7 @@ def _measure_when_done(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
     """What takes the measures of a run when it ends, so that they outlive its weights."""
     wanted: dict[Path, set[Measure]] = {}
     for spec in specs:
-        for run, measure in (taken for each in spec.quantities for taken in each.measures):
+        for run, measure in (pair for each in spec.quantities for pair in each.measures):
             if measure.cached and not measure.timed:
                 wanted.setdefault(run.folder, set()).add(measure)
 

@@ -101,7 +101,7 @@ class Scale:
             fraction: of the training images; the number of images shown stays the same.
             seeds: the scale's unless given.
             keep_weights: keep copies of the weights over training; baselines on all data do so
-                unless told otherwise, other runs do not.
+                unless given, other runs do not.
             needs: see `Run`.
             label: to be told apart by, where the changes do not say it.
             fields: of the model's configuration that differ from the role's.

@@ -150,7 +150,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named_on_both_sides(key_map, 
 def test_widths_that_hide_the_number_of_heads_are_said_to():
     ours = build("cvt_13", embed_dim=(48, 96, 192), num_heads=(1, 2, 4), **SMALL)
     theirs = MICROSOFT.from_native(ours.state_dict(), ours.config)
-    with pytest.raises(UserError, match="number of heads cannot be told"):
+    with pytest.raises(UserError, match="number of heads cannot be inferred"):
         MICROSOFT.infer(theirs, {})
     MICROSOFT.infer(theirs, {"num_heads": 1})
 

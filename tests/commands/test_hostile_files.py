@@ -713,7 +713,7 @@ def test_what_was_deleted_from_a_run_is_said(missing, sentence, sound, tmp_path)
 def in_a_child(command: str, root: Path) -> tuple[int, str, float, int]:
     """The exit code of a command run in `root`, what it printed to stderr, seconds and bytes more
     than this process has."""
-    told = root / "stderr"
+    stderr = root / "stderr"
     began = time.monotonic()
     inherited = psutil.Process().memory_info().rss
     child = os.fork()
@@ -722,7 +722,7 @@ def in_a_child(command: str, root: Path) -> tuple[int, str, float, int]:
         try:
             os.chdir(root)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            with open(told, "w", errors="surrogateescape") as file:
+            with open(stderr, "w", errors="surrogateescape") as file:
                 os.dup2(file.fileno(), 2)
                 os.dup2(file.fileno(), 1)
                 sys.stderr = sys.stdout = file
@@ -737,5 +737,5 @@ def in_a_child(command: str, root: Path) -> tuple[int, str, float, int]:
             os._exit(code)
     _, status, usage = os.wait4(child, 0)
     seconds = time.monotonic() - began
-    said = told.read_text(errors="replace")
+    said = stderr.read_text(errors="replace")
     return os.waitstatus_to_exitcode(status), said, seconds, usage.ru_maxrss * 1024 - inherited

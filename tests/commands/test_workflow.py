@@ -254,14 +254,14 @@ def some_bad(images, tmp_path):
 
 def test_predict_names_bad_files_and_classifies_the_others(run, some_bad, capsys):
     assert main(["predict", str(some_bad), "--model", str(run), "--csv"]) == 1
-    told = capsys.readouterr()
-    rows = list(csv.DictReader(told.out.splitlines()))
+    captured = capsys.readouterr()
+    rows = list(csv.DictReader(captured.out.splitlines()))
     assert len(rows) == 97 and list(rows[0]) == ["path", "prediction", *RunFolder(run).classes()]
     assert sum(float(rows[0][name]) for name in RunFolder(run).classes()) == pytest.approx(
         1, abs=1e-4
     )
-    assert all(f"{name}.png" in told.err for name in ("empty", "text", "torn"))
-    assert "3 of 100 images could not be read" in told.err and told.err.count("\n") == 4
+    assert all(f"{name}.png" in captured.err for name in ("empty", "text", "torn"))
+    assert "3 of 100 images could not be read" in captured.err and captured.err.count("\n") == 4
 
 
 def test_predict_turns_images_as_the_run_did(run, tmp_path, capsys):
@@ -303,9 +303,9 @@ def test_report_says_what_it_leaves_out(run, tmp_path, capsys):
     (tmp_path / "runs" / "damaged" / "result.json").write_text("{")
     words = ["report", str(tmp_path / "runs"), "--output", str(tmp_path / "page.html")]
     assert main(words) == 1
-    told = capsys.readouterr()
-    assert "unfinished is left out: it is not finished" in told.err
-    assert "damaged" in told.err and (tmp_path / "page.html").exists()
+    captured = capsys.readouterr()
+    assert "unfinished is left out: it is not finished" in captured.err
+    assert "damaged" in captured.err and (tmp_path / "page.html").exists()
     shutil.rmtree(tmp_path / "runs" / "damaged")
     assert main(words) == 0
 
@@ -314,12 +314,12 @@ def test_explore_says_what_it_leaves_out(run, some_bad, tmp_path, capsys):
     files = [str(some_bad / f"{name}.png") for name in ("torn", 1, 2, 3)]
     words = ["explore", str(run), "--output", str(tmp_path / "e.html"), "--count", "2"]
     assert main([*words, "--images", *files]) == 1
-    told = capsys.readouterr().err
-    assert "1 more images are left out; --count 4 takes all" in told and "torn.png" in told
+    captured = capsys.readouterr().err
+    assert "1 more images are left out; --count 4 takes all" in captured and "torn.png" in captured
 
 
 def test_a_run_goes_on_with_its_own_settings(tmp_path, capsys):
-    """However it is named; a longer one starts from its weights, by the command it is told."""
+    """However it is named; a longer one starts from its weights, by the command it is captured."""
     folder = tmp_path / "run"
     assert main(["train", "digits", "--output", str(folder), *SHORT, "--seed=3"]) == 0
     for flag in ("--resume", "--output"):

@@ -63,12 +63,12 @@ def fixed(**values):
 
 
 def test_a_kept_measure_is_taken_once(finished):
-    taken = []
-    measure = Measure("counted", lambda run: taken.append(run) or 1.5)
+    calls = []
+    measure = Measure("counted", lambda run: calls.append(run) or 1.5)
     quantity = measured(finished["convit_nano"], measure)
     assert quantity.evaluate({}).by_seed == {0: 1.5, 1: 1.5}
     assert measured(finished["convit_nano"], measure).evaluate({}).by_seed == {0: 1.5, 1: 1.5}
-    assert len(taken) == 2
+    assert len(calls) == 2
     other = Measure("another", lambda run: 2.5)
     assert other(finished["convit_nano"][0]) == 2.5
     assert measure(finished["convit_nano"][0]) == 1.5

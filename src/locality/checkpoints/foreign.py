@@ -6,7 +6,7 @@ linear layer from (δ along the width, δ along the height, ‖δ‖²) to a sco
 `attn.v_pos` is its weight with the columns in the paper's order (‖δ‖², δ₁, δ₂).
 
 CvT has the same tensors in Microsoft's code and in transformers, under other names. Both have one
-setting per stage where ours may have one per block, and some of their code has one meaning only.
+setting per stage where ours may have one per block, and some of their code supports one value only.
 Microsoft's without weights of convolutions has average pooling in their place: with linear
 projections alone it cannot run, and transformers' can with neither.
 """
@@ -50,8 +50,8 @@ def _heads(width: int, head_dim: int, settings: Mapping[str, Any]) -> int:
     heads, rest = divmod(width, head_dim)
     if rest:
         raise UserError(
-            f"the number of heads cannot be told from a width of {width}; set num_heads, or give "
-            f"the model's name"
+            f"the number of heads cannot be inferred from a width of {width}; set num_heads, or "
+            f"give the model's name"
         )
     return heads
 
@@ -87,7 +87,7 @@ class _ViT(KeyMap):
         return tensor.flip(1) if name.endswith(".v_pos") else tensor
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> ViTConfig:
-        """Where they are not set, images are taken to be square, and heads without gates 64 wide
+        """Where they are not set, images are assumed to be square, and heads without gates 64 wide
         (48 in a ConViT)."""
         depth = count_blocks(state, "blocks.")
         gated = [index for index in range(depth) if f"blocks.{index}.attn.gating_param" in state]
@@ -202,7 +202,7 @@ class _CvT(KeyMap):
     holds = CvTConfig
 
     def infer(self, state: State, settings: Mapping[str, Any]) -> CvTConfig:
-        """Weights do not tell strides, padding and numbers of heads: they are taken to be the
+        """Weights do not tell strides, padding and numbers of heads: they are assumed to be the
         paper's, with heads 64 wide, keys and values of stride 2, and embeddings that overlap by
         half."""
         stages = tuple(

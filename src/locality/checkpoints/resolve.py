@@ -179,9 +179,9 @@ def _check_variant(
     if type(row.config) is not type(checkpoint.config):
         raise UserError(f"{what} does not hold {model}, but a model of another family")
     if differing := signature_diff(checkpoint.config, override_config(row.config, settings)):
-        told = identify(checkpoint.config)[0]
+        held = identify(checkpoint.config)[0]
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
-        raise UserError(f"{what} holds {told or f'a model with {fields}'}, not {model}")
+        raise UserError(f"{what} holds {held or f'a model with {fields}'}, not {model}")
     return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
 
 

@@ -148,7 +148,7 @@ def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Top-1 and top-5 accuracy of a model; of a run on its own data unless told otherwise."""
+    """Top-1 and top-5 accuracy of a model; of a run on its own data unless other data are given."""
     parser = Parser("eval", evaluate.__doc__)
     parser.add_model("run", nargs="?", default=None)
     parser.add("--weights", None, "the same, by name")

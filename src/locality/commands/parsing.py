@@ -276,7 +276,7 @@ def check_given(what: str, options: Any) -> str:
 
 
 def say(sentence: str) -> None:
-    """Print a sentence where it is not taken for a result."""
+    """Print a sentence to standard error, apart from results."""
     print(f"locality: {sentence}", file=sys.stderr)
 
 

@@ -90,7 +90,7 @@ class BatchLoader:
             raise RuntimeError("this loader has been closed")
         # Workers that wait for this iteration belong to the last one; one of them may be gone.
         waiting = getattr(self._loader, "_iterator", None)
-        with _block_signals(), _naming_a_killed_worker_of(waiting):
+        with _block_signals(), _translate_killed_worker_of(waiting):
             arriving: Iterator[LoadedBatch] = iter(self._loader)
         del waiting
         try:
@@ -108,7 +108,7 @@ class BatchLoader:
             del arriving
 
     def _next(self, arriving: Iterator[LoadedBatch]) -> LoadedBatch | None:
-        with _naming_a_killed_worker_of(arriving):
+        with _translate_killed_worker_of(arriving):
             return next(arriving, None)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ def eval_loader(
 
 
 @contextlib.contextmanager
-def _naming_a_killed_worker_of(iterator: Iterator[LoadedBatch] | None) -> Iterator[None]:
+def _translate_killed_worker_of(iterator: Iterator[LoadedBatch] | None) -> Iterator[None]:
     """As `translate_killed_worker`, also where torch cannot tell how a worker has ended."""
     try:
         with translate_killed_worker():
@@ -266,7 +266,7 @@ def _init_worker(_: int) -> None:
     # training process to decide, and it needs its workers for the step it is in. They end when
     # it says so, or has ended itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_on_sigterm, name="end when told", daemon=True).start()
+    threading.Thread(target=_exit_on_sigterm, name="exit on SIGTERM", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

@@ -70,8 +70,8 @@ def maps(
     if not pictures:
         raise UserError("give at least one model to draw the attention of")
     blocks = [
-        [(f"layer {index + 1}", taken.layers[index]) for index in _layers(taken, layers)]
-        for _, taken in pictures
+        [(f"layer {index + 1}", captured.layers[index]) for index in _layers(captured, layers)]
+        for _, captured in pictures
     ]
     images = [image] if image is None or isinstance(image, int) else list(image)
     widths = [] if image is None else [1.6]
@@ -121,12 +121,12 @@ def initial_maps(
         f"PSA, α = {strength:g}": {"positional_attention": "psa", "locality_strength": strength}
         for strength in (0.5, 2.0)
     }
-    taken = []
+    captured = []
     for title, changes in variants.items():
         torch.manual_seed(seed)
         network = build(model, **(dict(overrides) | changes))
-        taken.append((title, capture_pictures(network, chosen, place)))
-    return maps(taken, layers=[0], heads=heads, per_map_scale=True)
+        captured.append((title, capture_pictures(network, chosen, place)))
+    return maps(captured, layers=[0], heads=heads, per_map_scale=True)
 
 
 def head_maps(
@@ -147,11 +147,11 @@ def head_maps(
         mean: over all images.
     """
     chosen = images if mean else images[:1]
-    taken = [
+    captured = [
         (model.name, capture_pictures(model.module(), prepare_sample(model, chosen), place))
         for model in models
     ]
-    return maps(taken, layers, heads, image=None if mean else 0)
+    return maps(captured, layers, heads, image=None if mean else 0)
 
 
 mean_maps = partial(head_maps, mean=True)

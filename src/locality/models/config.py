@@ -34,7 +34,7 @@ Activation = Literal["quick_gelu", "gelu"]
 
 
 def weight_signature(config: Any) -> dict[str, Any]:
-    """The fields of a configuration that the meaning of weights depends on."""
+    """The fields of a configuration that decide what its weights compute."""
     names = (field.name for field in dataclasses.fields(config))
     return {name: getattr(config, name) for name in names if name not in INTERFACE + _TRAINING}
 
@@ -111,7 +111,7 @@ class Architecture:
         raise NotImplementedError
 
     def weight_signature(self) -> dict[str, Any]:
-        """The fields that the meaning of weights depends on, by dotted name, normalised."""
+        """The fields that decide what weights compute, by dotted name, normalised."""
         return weight_signature(self) | {"class_token": self.has_class_token}
 
     def with_overrides(self, **fields: Any) -> Self:

@@ -376,21 +376,21 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
 def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]]:
     """The most confident mistakes, those with pictures where the instruments took some."""
     path = run.folder / MISTAKES
-    taken = load_pictures(path) if path.exists() else None
+    captured = load_pictures(path) if path.exists() else None
     return [
         {
             "file": Path(predictions.paths[row]).name,
             "label": predictions.classes[predictions.labels[row]],
             "says": predictions.classes[predictions.predicted[row]],
             "confidence": predictions.confidence[row],
-            "image": taken and data_url(taken.images[place]),
-            "map": taken
+            "image": captured and data_url(captured.images[place]),
+            "map": captured
             and data_url(
-                maps.map_to_rgb(taken.layers[-1].mixed[place, 0], relative_to_uniform=True)
+                maps.map_to_rgb(captured.layers[-1].mixed[place, 0], relative_to_uniform=True)
             ),
         }
         for place, row in enumerate(predictions.mistakes(MAX_MISTAKES))
-        if taken is None or place < len(taken.images)
+        if captured is None or place < len(captured.images)
     ]
 
 

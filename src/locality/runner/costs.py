@@ -50,7 +50,7 @@ class RunCost:
 def estimate_costs(runs: Sequence[Run], threads: int = 1) -> dict[Path, RunCost]:
     """The cost of each run, by folder.
 
-    One network of each name is timed; the others of that name are taken to be as fast per
+    One network of each name is timed; the others of that name are assumed to be as fast per
     multiply-accumulate.
 
     Args:

@@ -381,8 +381,8 @@ def prune(candidates: Candidates, scores: Scores, count: int) -> list[list[int]]
     top1 = np.array([score[0] for score in scores.values()])
     losses: dict[tuple[int, int], float] = {}
     for block, row in enumerate(candidates.options):
-        taken = {option: digits[:, block] == option for option in row}
-        means = {o: top1[who].mean() if who.any() else -np.inf for o, who in taken.items()}
+        users = {option: digits[:, block] == option for option in row}
+        means = {o: top1[who].mean() if who.any() else -np.inf for o, who in users.items()}
         losses |= {(block, option): max(means.values()) - mean for option, mean in means.items()}
     remaining = [list(row) for row in candidates.options]
     for block, option in sorted(losses, key=lambda at: losses[at], reverse=True):

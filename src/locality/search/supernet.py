@@ -107,14 +107,14 @@ def blocks_of(model: ImageClassifier) -> dict[str, Block]:
 
 def _slice_hidden_units(blocks: dict[str, Block], ratios: Sequence[float]) -> dict[str, Tensor]:
     """The weights of every MLP's first hidden units, under the names of the model's own."""
-    taken = {}
+    sliced = {}
     for (name, block), ratio in zip(blocks.items(), ratios, strict=True):
         first, second = block.mlp.fc1, block.mlp.fc2
         hidden = hidden_width(first.in_features, ratio)
-        taken[f"{name}.mlp.fc1.weight"] = first.weight[:hidden]
-        taken[f"{name}.mlp.fc1.bias"] = first.bias[:hidden]
-        taken[f"{name}.mlp.fc2.weight"] = second.weight[:, :hidden]
-    return taken
+        sliced[f"{name}.mlp.fc1.weight"] = first.weight[:hidden]
+        sliced[f"{name}.mlp.fc1.bias"] = first.bias[:hidden]
+        sliced[f"{name}.mlp.fc2.weight"] = second.weight[:, :hidden]
+    return sliced
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ class ModelConfig:
         name: one of `locality models`, or "timm/" and the name of one of timm's models.
         img_size: side of the training images in pixels; None takes the model's own.
         patch_size: side of a patch in pixels; None takes the model's own.
-        weights: what to start from: a run folder, weights in any layout, or the name of public
+        weights: what to start from: a run folder, weights in any format, or the name of public
             ones; None draws fresh weights from the seed. A classifier for other classes is new.
         overrides: other fields of the architecture by name, such as `locality_strength: 2`.
     """
@@ -217,7 +217,7 @@ class EngineConfig:
         strategy: how several processes are started: "auto" and "ddp" repeat the command line;
             "ddp_spawn" and "ddp_fork" start them from within Python, the latter also in notebooks.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
-        channels_last: memory layout for convolutions.
+        channels_last: the memory format that convolutions prefer.
         compile: `torch.compile` the model.
         deterministic: only use operations that repeat exactly on a GPU (slower). On a processor
             all are.

@@ -242,7 +242,7 @@ class Peers:
         return SystemExit(outcome.exit_code) if reported else outcome
 
     def take_children(self) -> list[subprocess.Popen[bytes]]:
-        """The processes that Fabric started, taken from its own observer thread.
+        """The processes that Fabric started, out of reach of its own observer thread.
 
         That thread would kill this process when one of them fails, before it could say why.
         """
