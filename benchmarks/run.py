@@ -6,6 +6,7 @@ script measures on a processor and, where torch sees one, on a CUDA device.
 
     python benchmarks/run.py            everything; about 20 minutes on two cores
     python benchmarks/run.py --only bf16 memory
+    python benchmarks/run.py --only gpu gpu_large gpu_cvt       in batches for a GPU
 """
 
 from __future__ import annotations
@@ -58,18 +59,37 @@ PLAN: dict[str, tuple[str, list[str], BenchmarkConfig]] = {
         BenchmarkConfig(against="transformers", memory=False),
     ),
 }
+_BF16 = BenchmarkConfig(batch_size=64, precisions=("bf16",), modes=("eager", "compiled"))
+GPU_PLAN: dict[str, tuple[str, list[str], BenchmarkConfig]] = {
+    "gpu": (
+        "The soft bias on a GPU: 224 px, batches of 64, bf16, eager and compiled",
+        ["convit_tiny", "convit_small", "convit_base"],
+        _BF16,
+    ),
+    "gpu_large": (
+        "The soft bias on a GPU as images grow: batches of 32, bf16",
+        ["convit_tiny", "convit_small"],
+        replace(_BF16, batch_size=32, img_sizes=(384, 512), memory=False),
+    ),
+    "gpu_cvt": (
+        "CvT on a GPU beside transformers': 224 px, batches of 64, bf16, eager and compiled",
+        ["cvt_13", "cvt_21"],
+        replace(_BF16, against="transformers"),
+    ),
+}
 
 
 def main() -> None:
     """Measure what was asked for and write both files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PLAN, default=list(PLAN))
+    plan = PLAN | GPU_PLAN
+    parser.add_argument("--only", nargs="+", choices=plan, default=list(PLAN))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--name", default=None, help="of the two files, without ending")
     options = parser.parse_args()
     measured, remarks = {}, []
     for question in options.only:
-        about, models, config = PLAN[question]
+        about, models, config = plan[question]
         rounds = 1 if question == "memory" else options.rounds
         print(f"{question}: {about} …", flush=True)
         with one_process_each() as pool:
