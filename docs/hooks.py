@@ -26,6 +26,7 @@ TOP = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+CLAIMS = "src/locality_papers/templates/claims.css"  # how the page of results looks
 REFERENCE = {
     "locality": ["locality", "locality.errors"],
     "models": ["locality.models"],
@@ -108,7 +109,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted({path for page in pages for _, path in linked(page)}):
         if (place := place_of(path)).startswith("files/"):
             files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
-    for source, place in TOP.items():
+    for source, place in [*TOP.items(), (CLAIMS, "claims.css")]:
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     for name, modules in REFERENCE.items():
         page = File.generated(config, f"reference/{name}.md", content=reference(modules))
@@ -130,6 +131,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     source = {value: key for key, value in TOP.items()}.get(place, f"docs/{place}")
     paths = dict(linked(source))
+    if place == "results.md":
+        page.meta["hide"] = ["toc"]  # its tables need the width, and its sections are folded
 
     def moved(found: re.Match[str]) -> str:
         if found[2] not in paths:

@@ -34,9 +34,10 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """A page's headings, as GitHub and the site name them in links."""
+    """A page's headings, as GitHub and the site name them in links, and what has an id."""
     titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    named = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return named | set(re.findall(r'<a id="([^"]+)"', prose(page)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

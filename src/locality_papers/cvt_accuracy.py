@@ -35,6 +35,7 @@ from locality_papers.specs import (
     Figure,
     Row,
     Table,
+    as_printed,
     claims_at,
     experiment,
     rows_of,
@@ -55,7 +56,10 @@ _METRICS = {"top1": "imagenet", "real": "imagenet_real", "v2": "imagenet_v2"}
 @experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, beside other models")
 def table_3(s: Scale) -> Table:
     """Our runs, fine-tuned ones, and other people's models with their public weights."""
-    cells = {row: _table_3_cells(s, row) for row in published.rows("cvt/table-3")}
+    cells = {
+        row: as_printed("cvt/table-3", row, _table_3_cells(s, row))
+        for row in published.rows("cvt/table-3")
+    }
     cvt, deit = built("cvt_21"), built("deit_base")
 
     def fewer(metric: str) -> Quantity:

@@ -5,6 +5,7 @@ A number that cannot be had is empty for a reason, which stands in its place whe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -23,6 +24,7 @@ from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, estimate
 from locality.benchmark.measure import inference, interleave
 from locality.checkpoints import open_model
+from locality.data.config import DATASETS
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.runner.costs import image_counts
@@ -62,6 +64,7 @@ class Measure:
         cached: keep the value in the run folder, because taking it costs forward passes.
         timed: it is a time, to be taken when nothing else is going on.
         unit: of its differences.
+        accuracy: it is the percentage of the evaluated images that are right.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Measure:
     cached: bool = True
     timed: bool = False
     unit: str = "points"
+    accuracy: bool = False
 
     def __call__(self, run: Run) -> Any:
         """The value on a finished run, measured now unless it was before."""
@@ -91,6 +95,21 @@ def cached_value(path: Path, name: str, take: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True)
+class Term:
+    """An accuracy on the same images in all seeds, which a number depends on.
+
+    Attributes:
+        right: the accuracy as a fraction, mean over seeds.
+        slope: how much the number changes with it, per point.
+        images: how many there are.
+    """
+
+    right: float
+    slope: float
+    images: int
+
+
+@dataclass(frozen=True)
 class Values:
     """What a quantity came to.
 
@@ -98,11 +117,14 @@ class Values:
         by_seed: seed → value.
         problems: why seeds are missing, one sentence each.
         constant: it is the same for every seed, and `by_seed` has it for seed 0.
+        terms: the accuracies that it was computed from, each by what was measured on which runs;
+            none of those whose images are drawn anew with each seed.
     """
 
     by_seed: dict[int, Any]
     problems: tuple[str, ...] = ()
     constant: bool = False
+    terms: Mapping[Any, Term] = field(default_factory=dict)
 
     def at(self, seed: int) -> Any:
         """The value for a seed."""
@@ -111,6 +133,23 @@ class Values:
     def estimate(self) -> Estimate:
         """Mean and 95% interval over seeds."""
         return estimate(list(self.by_seed.values()))
+
+    def image_error(self) -> float:
+        """At most how far other images of the same kind would move the number: a standard error.
+
+        An image is right or wrong, so an accuracy p on N images has variance p (1 − p) / N. Of two
+        models on the same images the share that both have right is unknown. It is at most the
+        smaller accuracy and, unless what is hard for one is easy for the other, at least p q, as on
+        images of their own. Of these two the one that makes the number's variance larger is taken.
+        """
+
+        def covariance(one: Term, other: Term) -> float:
+            p, q = one.right, other.right
+            both = min(p, q) if one is other or one.slope * other.slope > 0 else p * q
+            return one.slope * other.slope * (both - p * q) / math.sqrt(one.images * other.images)
+
+        terms = list(self.terms.values())
+        return 100 * math.sqrt(max(0.0, sum(covariance(a, b) for a in terms for b in terms)))
 
 
 @dataclass(frozen=True)
@@ -121,11 +160,13 @@ class Quantity:
         evaluate: failures → values; raises `Empty`, which says why, if there are none.
         unit: of its differences; those of accuracies are in points.
         measures: what it takes of each run.
+        paper: the number in the paper's place, if it prints what this is computed from.
     """
 
     evaluate: Callable[[Failures], Values]
     unit: str = "points"
     measures: tuple[tuple[Run, Measure], ...] = ()
+    paper: float | None = None
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -165,9 +206,27 @@ def measured(runs: Iterable[Run], measure: Measure) -> Quantity:
         if not found:
             common = len(set(problems.values())) == 1
             raise Empty(next(iter(problems.values())) if common else sentences[0])
-        return Values(found, tuple(sentences))
+        terms = {}
+        done = [run for run, _ in pairs if run.config.seed in found]
+        if measure.accuracy and (images := _shared_images([run.config for run in done])):
+            right = math.fsum(found.values()) / len(found) / 100
+            terms[measure.name, *(run.folder for run in done)] = Term(right, 1.0, images)
+        return Values(found, tuple(sentences), terms=terms)
 
     return Quantity(evaluate, measure.unit, pairs)
+
+
+def _shared_images(configs: Sequence[RunConfig]) -> int | None:
+    """How many images all of some runs are evaluated on; None if each draws its own."""
+    data = configs[0].data
+    split_off = data.val_part is not None or "images" not in DATASETS[data.dataset]
+    if split_off and len({each.data.split_seed for each in configs}) > 1:
+        return None
+    if data.val_part is None:
+        return image_counts(configs[0])[1]
+    every = dataclasses.replace(data, fraction=1.0, train_part=(0.0, 1.0), val_part=None)
+    available = image_counts(dataclasses.replace(configs[0], data=every))[0]
+    return round((data.val_part[1] - data.val_part[0]) * available)
 
 
 def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
@@ -193,9 +252,33 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
             {seed: function(*(each.at(seed) for each in values)) for seed in sorted(seeds)},
             tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
             constant=not varied,
+            terms=_terms(function, values, min(seeds)),
         )
 
-    return Quantity(evaluate, unit, tuple(pair for part in parts for pair in part.measures))
+    printed = [part.paper for part in parts]
+    paper = None if None in printed else function(*printed)
+    measures = tuple(pair for part in parts for pair in part.measures)
+    return Quantity(evaluate, unit, measures, paper)
+
+
+_STEP = 1e-3  # in points
+
+
+def _terms(function: Callable[..., Any], parts: Sequence[Values], seed: int) -> dict[Any, Term]:
+    """What a function of quantities depends on, by its slopes at their means over seeds."""
+    at = [each.estimate().mean if each.terms else each.at(seed) for each in parts]
+    found: dict[Any, Term] = {}
+    for n, part in enumerate(parts):
+        if not part.terms:
+            continue
+        low, high = (function(*at[:n], at[n] + step, *at[n + 1 :]) for step in (-_STEP, _STEP))
+        if isinstance(low, dict):
+            return {}  # a curve
+        slope = (high - low) / (2 * _STEP)
+        for key, term in part.terms.items():
+            known = found[key].slope if key in found else 0.0
+            found[key] = dataclasses.replace(term, slope=known + slope * term.slope)
+    return found
 
 
 def computed(function: Callable[[], Any], unit: str = "") -> Quantity:
@@ -230,19 +313,21 @@ def ratio(first: Quantity, second: Quantity) -> Quantity:
     return combined(operator.truediv, first, second, unit="times")
 
 
-def of_result(*names: str, per: float = 1.0, unit: str = "points") -> Measure:
+def of_result(
+    *names: str, per: float = 1.0, unit: str = "points", accuracy: bool = False
+) -> Measure:
     """A number of result.json, such as millions of parameters: `per` 1e6 and `unit` "M"."""
 
     def read(run: Run) -> float:
         found: Any = run.result() or {}
         return float(functools.reduce(operator.getitem, names, found)) / per
 
-    return Measure(names[-1], read, cached=False, unit=unit)
+    return Measure(names[-1], read, cached=False, unit=unit, accuracy=accuracy)
 
 
-TOP1 = of_result("top1")
+TOP1 = of_result("top1", accuracy=True)
 """Accuracy at the end, in per cent."""
-TOP5 = of_result("top5")
+TOP5 = of_result("top5", accuracy=True)
 PARAMETERS = of_result("parameters", per=1e6, unit="M")
 """In millions."""
 
@@ -258,7 +343,9 @@ def _over_fraction(run: Run) -> dict[str, list[float]]:
 
 
 LEARNING_CURVE = Measure("top-1 over epochs", _read_curve, cached=False)
-BEST_TOP1 = Measure("best top1", lambda run: max(_read_curve(run)["y"]), cached=False)
+BEST_TOP1 = Measure(
+    "best top1", lambda run: max(_read_curve(run)["y"]), cached=False, accuracy=True
+)
 """The highest top-1 of all evaluations; Fig. 11 compares these."""
 # Epochs on a part of the data are shorter; the same fraction of the training compares.
 CURVE_OVER_FRACTION = Measure("top-1 over the fraction of training", _over_fraction, cached=False)
@@ -286,7 +373,7 @@ def top1_at(name: str, when: Callable[[ScheduleConfig], float]) -> Measure:
         places = [row[schedule.unit.removesuffix("s")] for row in curve]
         return curve[_first_from(when(schedule), places)]["top1"]
 
-    return Measure(f"top1 {name}", read, cached=False)
+    return Measure(f"top1 {name}", read, cached=False, accuracy=True)
 
 
 TOP1_EARLY = top1_at("early in training", early)
@@ -316,7 +403,7 @@ def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[An
         with mask(opened.model):
             return evaluate_opened(opened, run.config.data, seed=run.config.seed)["top1"]
 
-    return Measure(f"top1, {name}", read)
+    return Measure(f"top1, {name}", read, accuracy=True)
 
 
 def _images_per_second(run: Run) -> float:

@@ -178,7 +178,8 @@ def nas(s: Scale) -> Table:
     top1 = {label: of["top1"] for label, of in cells.items()}
     claims: Claims = {
         "what the search finds has fewer parameters than the default": Expect(
-            cells["default"]["parameters"] - cells["found"]["parameters"], where="§4.2"
+            absent("true by construction: the default is the largest of the search space"),
+            where="§4.2",
         ),
         "the search finds better than the default": top1["found"] - top1["default"],
         "… and than random candidates of its cost": top1["found"] - top1["random, same cost"],

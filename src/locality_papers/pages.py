@@ -14,13 +14,15 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
+from markupsafe import Markup
 
 from locality.errors import UserError
 from locality.templates import render, write_page
@@ -29,7 +31,7 @@ from locality_papers.records import Record
 from locality_papers.specs import papers_order
 from locality_papers.tables import Notes, filled, to_csv, usual_n
 
-SCALES = ("fashion14", "fashion", "digits")
+SCALES = ("fashion-tuned", "digits-tuned", "fashion14", "fashion", "digits")
 """The scales of the page of results, the best evidence first."""
 _MANY_SEEDS = 24  # a line of a table holds about so many numbers
 
@@ -37,42 +39,58 @@ _MANY_SEEDS = 24  # a line of a table holds about so many numbers
 # -- claims ----------------------------------------------------------------------------------------
 
 
-def shown_claims(found: Sequence[tuple[Record, Record]]) -> list[Record]:
-    """Claims as a page shows them, the verdicts on each paper's corrected for their number.
+def shown_claims(found: Sequence[Record]) -> list[Record]:
+    """The claims of some records as a page shows them.
 
-    Args:
-        found: each claim with the record that it stands in.
+    Verdicts are corrected for the number of each paper's claims, or of our own questions, at each
+    scale.
     """
-    tested: dict[str, list[Record]] = {}
-    for record, claim in found:
-        if claim["where"] and claim["empty"] is None:
-            tested.setdefault(record["name"].partition("/")[0], []).append(claim)
-    together = {
-        id(claim): verdict
-        for claims in tested.values()
-        for claim, verdict in zip(claims, records.corrected(claims), strict=True)
-    }
-    lines = []
-    for record, claim in found:
-        measured = claim["empty"] is None
-        alone = records.judge(claim)[0] if measured else claim["verdict"]
-        verdict = together.get(id(claim), alone)
-        several = measured and not claim.get("exact") and claim["n"] > 1
-        by_seed = list(claim.get("by_seed", {}).values()) if several else []
-        lines.append(
-            claim
-            | {
-                "name": record["name"],
-                "anchor": _anchor(record),
-                "scale": record["scale"],
-                "evidence": _evidence(claim),
-                "seeds": _by_seed(by_seed),
-                "alone": alone,
-                "verdict": verdict,
-                "mark": records.MARKS[verdict],
-            }
-        )
+    lines = [_line(record, claim) for record in found for claim in records.claims_of(record)]
+    families: dict[tuple[str, str], list[Record]] = {}
+    for line in lines:
+        if line["empty"] is None:
+            paper = line["name"].partition("/")[0] if line["where"] else ""
+            families.setdefault((line["scale"], paper), []).append(line)
+    for family in families.values():
+        for line, verdict in zip(family, records.corrected(family), strict=True):
+            line["verdict"], line["mark"] = verdict, records.MARKS[verdict]
     return lines
+
+
+def _line(record: Record, claim: Record) -> Record:
+    """A claim with what a page says of it, and its verdict taken alone."""
+    alone = records.judge(claim)
+    line = claim | {
+        "name": record["name"],
+        "anchor": _anchor(record),
+        "scale": record["scale"],
+        "kind": _kind(claim),
+        "evidence": claim["empty"],
+        "seeds": "",
+        "paper": "",
+        "alone": alone,
+        "verdict": alone,
+        "mark": records.MARKS[alone],
+    }
+    if claim["empty"] is None:
+        part = records.deciding(claim)
+        line["evidence"], line["notes"] = _evidence(part), _notes(claim, part)
+        line["paper"] = "" if part["paper"] is None else _signed(part["paper"])
+        if not part["exact"] and part["n"] > 1:
+            line["seeds"] = _by_seed(list(part["by_seed"].values()))
+    return line
+
+
+TRAINED, COUNTED, OURS, UNTESTED = "trained", "counted", "ours", "untestable"
+"""Kinds of claims, which pages show apart."""
+
+
+def _kind(claim: Record) -> str:
+    if not claim["where"]:
+        return OURS
+    if not claim["testable"]:
+        return UNTESTED
+    return COUNTED if claim["parts"] and records.is_exact(claim) else TRAINED
 
 
 def _by_seed(values: Sequence[float]) -> str:
@@ -94,121 +112,133 @@ def _significant(value: float, sign: str, digits: int) -> str:
     return f"{value:{sign},.0f}" if "e+" in text else text
 
 
-def _evidence(claim: Record) -> str:
-    if claim["empty"] is not None:
-        return claim["empty"]
-    text = _signed(claim["mean"])
-    if claim["half_width"] is not None:
-        text += f" ± {_significant(claim['half_width'], '', 2)}"
-    notes = [] if claim.get("exact") else [f"n = {claim['n']}"]
+def _evidence(part: Record) -> str:
+    half = records.interval(part)
+    return _signed(part["mean"]) + ("" if half is None else f" ± {_significant(half, '', 2)}")
+
+
+def _notes(claim: Record, part: Record) -> str:
+    """What else there is to know of a number: unit, part, seeds, and the bound."""
+    notes = [claim["unit"]]
+    if claim["asked"] > 1:
+        notes.append(f"{part['part']}, one of {claim['asked']}")
+    if not part["exact"]:
+        notes.append(f"n = {part['n']}" + (f", look {claim['look']}" if claim["look"] > 1 else ""))
+    if part["images"] and part["half_width"] is not None:
+        notes.append(f"± {_significant(part['half_width'], '', 2)} over seeds alone")
     if claim["expects"] == "equal":
-        notes.append(f"wanted within ± {claim['margin']:g}")
-    # One seed has no scatter to judge by.
-    if claim["half_width"] is not None and records.judge(claim)[0] == records.UNDECIDED:
-        needed = records.seeds_needed(claim)
-        notes.append(f"{needed or f'more than {records.MOST_SEEDS}'} seeds would decide it")
-    if claim.get("parts", 1) > 1:
-        text = f"{claim['part']}: {text}"
-        notes.append(f"{claim['parts']} of these have to hold")
-    return f"{text} {claim['unit']}" + (f" ({', '.join(notes)})" if notes else "")
+        notes.append(f"within ± {claim['margin']:g}")
+    elif part["least"]:
+        notes.append(f"smallest effect {_significant(part['least'], '', 2)}")
+    return "; ".join(filter(None, notes))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Claims of a kind by scale.
+
+    Attributes:
+        scales: the columns.
+        groups: experiment → its claims; each has what it says, the paper's effect, and its line at
+            every scale that has one.
+    """
+
+    scales: Sequence[str]
+    groups: dict[str, list[Record]]
+
+    def counts(self) -> dict[str, list[int]]:
+        """Scale → how many claims were run, and how many have each verdict that running gives."""
+        found: dict[str, list[int]] = {}
+        for scale in self.scales:
+            given = [
+                row["lines"][scale]["verdict"]
+                for rows in self.groups.values()
+                for row in rows
+                if scale in row["lines"]
+            ]
+            run = [verdict for verdict in given if verdict in RUN]
+            if run:
+                found[scale] = [len(run), *(run.count(verdict) for verdict in RUN)]
+        return found
+
+
+RUN = (records.HOLDS, records.CONTRADICTED, records.NOT_REPRODUCED, records.UNDECIDED)
+"""The verdicts on what was run."""
+
+
+def grid(lines: Sequence[Record], kind: str, scales: Sequence[str]) -> Grid:
+    """The claims of a kind at all scales."""
+    groups: dict[str, dict[str, Record]] = {}
+    for line in lines:
+        if line["kind"] == kind:
+            rows = groups.setdefault(line["name"], {})
+            row = rows.setdefault(line["text"], {key: line[key] for key in ("text", "where")})
+            row.setdefault("lines", {})[line["scale"]] = line
+    for row in (row for rows in groups.values() for row in rows.values()):
+        own = list(row["lines"].values())
+        row["anchor"], row["unit"] = own[0]["anchor"], own[0]["unit"]
+        row["paper"] = " / ".join(dict.fromkeys(line["paper"] for line in own if line["paper"]))
+    return Grid(scales, {name: list(rows.values()) for name, rows in groups.items()})
 
 
 # -- pages -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An experiment at all scales that have records of it, the best evidence first."""
-
-    records: list[Record]
-
-    @property
-    def best(self) -> Record:
-        """The first with something to show of enough seeds."""
-        return max(self.records, key=_content)
-
-    def claims(self) -> list[tuple[Record, Record]]:
-        """Each claim once, with the first record that tests it as well as any."""
-        found: dict[str, tuple[Record, Record]] = {}
-        for record in self.records:
-            for claim in record["claims"]:
-                text = claim["text"]
-                if text not in found or _weight(claim) > _weight(found[text][1]):
-                    found[text] = record, claim
-        return list(found.values())
-
-
-def _weight(claim: Record) -> int:
-    """How much a scale says of a claim, whatever it says: tested by enough seeds, run, not run."""
-    if claim["empty"] is not None:
-        return 0 if claim["verdict"] == records.UNTESTABLE else 1
-    return 3 if claim.get("exact") or claim["n"] >= records.LEAST_SEEDS else 2
-
-
-def _content(record: Record) -> int:
-    """How much a record has to show: nothing, or something of so many seeds, up to enough."""
-    made = record["provenance"]
-    if record["kind"] == "figure":
-        shown = record["picture"] is not None
-    else:
-        # What is counted on the models is the same whether anything was run or not.
-        shown = bool(made["finished"]) or not made["runs"]
-    return 1 + min(len(made.get("seeds", ())), records.LEAST_SEEDS) if shown else 0
-
-
-def section(
-    entry: Entry, remarks: Mapping[tuple[str, str], str] = {}, links: Mapping[str, str] = {}
-) -> dict[str, Any]:
-    """What a page shows of an experiment.
+def part_of(record: Record, remark: str = "", folder: str = "") -> dict[str, Any]:
+    """What a page shows of an experiment at one scale.
 
     Args:
-        entry: at all scales.
-        remarks: (scale, experiment) → what to say of it.
-        links: scale → where its files lie, as seen from the page; beside it unless given.
+        record: of it.
+        remark: what to say of it.
+        folder: with its files, as seen from the page, with a slash at its end.
     """
-    record, notes = entry.best, Notes()
+    notes = Notes()
     headings, lines = filled(record, notes) if record["kind"] == "table" else ([], [])
-    folders = {each["scale"]: f"{links[each['scale']]}/" if links else "" for each in entry.records}
     return {
-        "anchor": _anchor(record),
+        "record": record,
         "seeds": usual_n(record),
         "headings": headings,
         "lines": lines,
         "notes": list(notes),
-        "picture": record.get("picture") and folders[record["scale"]] + record["picture"],
-        "remark": " ".join(remarks.get((record["scale"], record["name"]), "").split()),
-        "record": record,
-        "folders": folders,
+        "picture": record.get("picture") and folder + record["picture"],
+        "remark": " ".join(remark.split()),
+        "files": folder + record["name"].replace("/", "-"),
     }
 
 
-def page(kind: str, entry: Entry) -> str:
-    """One experiment as a page of its own, "md" or "html"."""
-    claims = shown_claims(entry.claims())
-    title = entry.best["name"]
-    return _rendered(kind, claims, title=title, opening=None, sections=[section(entry)])
+def page(kind: str, record: Record) -> str:
+    """One experiment at one scale as a page of its own, "md" or "html"."""
+    lines = shown_claims([record])
+    section = {"title": record["title"], "lines": lines, "parts": [part_of(record)]}
+    return _rendered(kind, title=record["name"], opening=None, sections={record["name"]: section})
 
 
-def _rendered(kind: str, claims: Sequence[Record], **content: Any) -> str:
-    content["papers"] = [claim for claim in claims if claim["where"]]
-    content["ours"] = [claim for claim in claims if not claim["where"]]
-    content["known_verdicts"], content["untestable"] = list(records.MARKS), records.UNTESTABLE
-    content["decisive"] = records.HOLDS, records.FAILS
-    filters = {"cell": lambda text: text.replace("|", "\\|"), "hardware": _hardware}
-    text = render("locality_papers", f"results.{kind}", filters, **content)
+def _rendered(kind: str, **content: Any) -> str:
+    style = files("locality_papers").joinpath("templates/claims.css").read_text("utf-8")
+    filters: dict[str, Callable[..., Any]] = {
+        "cell": lambda text: text.replace("|", "\\|"),
+        "linked": _linked,
+        "hardware": _hardware,
+    }
+    text = render("locality_papers", f"results.{kind}", filters, style=style, **content)
     # Blocks that have nothing to say leave empty lines.
     return re.sub("\n{3,}", "\n\n", text).strip() + "\n"
 
 
+def _linked(text: str) -> Markup:
+    """Markdown's links to places of the same page, in HTML."""
+    return Markup(re.sub(r"\[(.+?)\]\((#.+?)\)", r'<a href="\2">\1</a>', str(text)))
+
+
 def _anchor(record: Record) -> str:
-    """What GitHub makes of a section's heading."""
+    """What GitHub makes of a heading: name and title."""
     heading = f"{record['name']}: {record['title']}".lower()
     kept = (c if c.isalnum() or c in "-_ " else "" for c in heading)
     return "".join(kept).replace(" ", "-")
 
 
 def read_records(folder: Path) -> list[Record]:
-    """The records of one scale.
+    """The records of one scale, in the papers' order.
 
     Raises:
         UserError: if there are none.
@@ -216,7 +246,7 @@ def read_records(folder: Path) -> list[Record]:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     if not found:
         raise UserError(f"{folder} holds no results; `locality reproduce all` writes them")
-    return found
+    return sorted(found, key=lambda record: papers_order(record["name"]))
 
 
 def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
@@ -229,37 +259,58 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
     Raises:
         UserError: if a folder has no results, or remarks on what has none.
     """
-    entries: dict[str, list[Record]] = {}
-    remarks: dict[tuple[str, str], str] = {}
-    links, abouts = {}, {}
+    every: list[Record] = []
+    abouts: dict[str, str] = {}
+    parts: dict[str, list[dict[str, Any]]] = {}
     for folder in folders:
         found = read_records(folder)
-        scale, names = found[0]["scale"], {record["name"] for record in found}
-        abouts[scale] = found[0]["scale_about"]
-        links[scale] = Path(os.path.relpath(folder, place)).as_posix()
+        every += found
+        abouts[found[0]["scale"]] = found[0]["scale_about"]
         path = folder / "remarks.yaml"
         said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if unknown := sorted(set(said) - names):
+        if unknown := sorted(set(said) - {record["name"] for record in found}):
             raise UserError(f"{path} has remarks on {', '.join(unknown)}, which has no results")
-        remarks |= {(scale, name): text for name, text in said.items()}
+        link = Path(os.path.relpath(folder, place)).as_posix() + "/"
         for record in found:
-            entries.setdefault(record["name"], []).append(record)
-    ordered = [Entry(entries[name]) for name in sorted(entries, key=papers_order)]
-    claims = shown_claims([each for entry in ordered for each in entry.claims()])
-    made = [entry.best["provenance"] for entry in ordered]
+            remark = said.get(record["name"], "")
+            parts.setdefault(record["name"], []).append(part_of(record, remark, link))
+    lines = shown_claims(every)
+    sections = {
+        name: {
+            "title": parts[name][0]["record"]["title"],
+            "anchor": _anchor(parts[name][0]["record"]),
+            "lines": [line for line in lines if line["name"] == name],
+            "parts": parts[name],
+        }
+        for name in sorted(parts, key=papers_order)
+    }
+    by_experiment = [line for section in sections.values() for line in section["lines"]]
+    made = [record["provenance"] for record in every]
     rules = [inspect.getdoc(rule) or "" for rule in (records.judge, records.corrected)]
     return _rendered(
         kind,
-        claims,
         title="Results",
         opening={
             "scales": abouts,
+            "grids": {
+                each: grid(by_experiment, each, list(abouts)) for each in (TRAINED, COUNTED, OURS)
+            },
+            "untestable": _untestable(by_experiment),
+            "verdicts": RUN,
+            "marks": records.MARKS,
             "rules": [rule.partition("\n\n")[2] for rule in rules],
             "machines": sorted({name for each in made for name in _hardware(each)}),
             "commits": sorted({commit[:10] for each in made for commit in each["commits"]}),
         },
-        sections=[section(entry, remarks, links) for entry in ordered],
+        sections=sections,
     )
+
+
+def _untestable(lines: Sequence[Record]) -> list[Record]:
+    """The papers' claims that no scale can test, each once."""
+    tested = {(line["name"], line["text"]) for line in lines if line["kind"] != UNTESTED}
+    found = {(line["name"], line["text"]): line for line in lines}
+    return [line for key, line in found.items() if key not in tested]
 
 
 def _hardware(made: Record) -> list[str]:
@@ -269,10 +320,9 @@ def _hardware(made: Record) -> list[str]:
 
 def write_pages(record: Record, target: Path) -> None:
     """Write one record as `target`.md, .csv and .html."""
-    entry = Entry([record])
-    write_page(target.with_suffix(".md"), page("md", entry))
+    write_page(target.with_suffix(".md"), page("md", record))
     write_page(target.with_suffix(".csv"), to_csv(record))
-    write_page(target.with_suffix(".html"), page("html", entry))
+    write_page(target.with_suffix(".html"), page("html", record))
 
 
 def write_all(root: Path) -> None:

@@ -13,7 +13,7 @@ from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
-from locality.files import write_atomic
+from locality.files import read_json, write_atomic
 from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
@@ -31,9 +31,9 @@ from locality_papers import (  # noqa: F401 (they register)
     small_data,
 )
 from locality_papers.measures import Failures, Measure
-from locality_papers.pages import Entry, page, write_pages
+from locality_papers.pages import page, write_pages
 from locality_papers.recorded import export_runs, import_runs
-from locality_papers.records import Record, make_record
+from locality_papers.records import Record, claims_of, judge, make_record
 from locality_papers.scales import Scale, get_scale
 from locality_papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
 
@@ -195,8 +195,10 @@ def write_experiment(
     Returns:
         the record, which is also what the .json file holds.
     """
-    record = make_record(item, spec, scale, failures)
     target = folder / item.name.replace("/", "-")
+    path = target.with_suffix(".json")
+    earlier = read_json(path).get("looks", ()) if path.exists() else ()
+    record = make_record(item, spec, scale, failures, earlier)
     if isinstance(spec, Figure):
         picture = target.with_suffix(".png")
         figure = draw(record["panels"]) if any(map(filled, record["panels"])) else None
@@ -213,16 +215,16 @@ def write_experiment(
             write_atomic(picture, figure_bytes(figure, dpi=160))
         record["picture"] = picture.name if shown else None
     content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomic(target.with_suffix(".json"), content)
+    write_atomic(path, content)
     write_pages(record, target)
     return record
 
 
 def _show(records: Sequence[Record], failures: Failures, folder: Path) -> None:
     if len(records) == 1:
-        print("\n" + page("md", Entry([records[0]])))
+        print("\n" + page("md", records[0]))
     for record in records if len(records) > 1 else ():
-        verdicts = [claim["verdict"] for claim in record["claims"]]
+        verdicts = [judge(claim) for claim in claims_of(record)]
         counted = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
         print(f"{record['name']:28} {record['title']}" + (f" ({counted})" if counted else ""))
     if failures:

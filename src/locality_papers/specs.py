@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from locality.runner.runs import Run
+from locality_papers import published
 from locality_papers.measures import Quantity
 from locality_papers.scales import Scale
 
@@ -60,6 +61,24 @@ Cells = dict[str, dict[str, Quantity]]
 """Label of a row → metric of a column → our number."""
 
 
+def as_printed(place: str, row: str, of: Mapping[str, Quantity]) -> dict[str, Quantity]:
+    """A row's numbers, each knowing what the paper prints in its place, if it does.
+
+    What is computed from them, a claim's number above all, then knows the paper's too.
+
+    Args:
+        place: "convit/table-2".
+        row: in the paper's words.
+        of: metric, as the published numbers have it → our number.
+    """
+
+    def known(metric: str, quantity: Quantity) -> Quantity:
+        printed = published.find(place, row, metric)
+        return quantity if printed is None else replace(quantity, paper=printed.value)
+
+    return {metric: known(metric, quantity) for metric, quantity in of.items()}
+
+
 def rows_of(cells: Cells) -> tuple[Row, ...]:
     """Rows whose names in the paper are their labels."""
     return tuple(Row(label, of) for label, of in cells.items())
@@ -74,14 +93,18 @@ class Claim:
         where: the section and page, table or figure that says it; "" for a question of our own.
         number: what has to be above 0, such as `convit - deit`, or several numbers by name, each
             of which has to be. Where a scale cannot test the claim it is `absent`, which says why
-            before anything runs.
+            before anything runs. A quantity that is computed from printed numbers knows how large
+            the paper has it; where a text or a figure says so, `stated` does.
         within: the number has to be within ± this of 0 instead; in its unit.
+        least: the smallest effect that counts, in the number's unit; a tenth of the paper's own
+            unless given. 0 where the claim names a value and the number is how far it is beyond.
     """
 
     text: str
     where: str
     number: Quantity | Mapping[str, Quantity]
     within: float | None = None
+    least: float | None = None
 
     @property
     def parts(self) -> Mapping[str, Quantity]:
@@ -94,13 +117,19 @@ class Expect:
     """What `claims_at` is to make of a number, where that is not "above 0, at the same place".
 
     Attributes:
-        number, within: as a claim has them.
+        number, within, least: as a claim has them.
         where: of this claim alone.
     """
 
-    number: Quantity
+    number: Quantity | Mapping[str, Quantity]
     within: float | None = None
     where: str | None = None
+    least: float | None = None
+
+
+def stated(number: Quantity, effect: float) -> Quantity:
+    """A number with the size that the paper's text or figure gives it; the caller says where."""
+    return replace(number, paper=effect)
 
 
 Claims = dict[str, Quantity | Mapping[str, Quantity] | Expect]
@@ -110,7 +139,9 @@ Claims = dict[str, Quantity | Mapping[str, Quantity] | Expect]
 def claims_at(where: str, claims: Claims) -> tuple[Claim, ...]:
     """The claims that a place of a paper makes; "" for our own questions."""
     return tuple(
-        Claim(text, where if each.where is None else each.where, each.number, each.within)
+        Claim(
+            text, where if each.where is None else each.where, each.number, each.within, each.least
+        )
         if isinstance(each, Expect)
         else Claim(text, where, each)
         for text, each in claims.items()

@@ -1,39 +1,29 @@
-"""Numbers over seeds: measured once, paired by seed, empty with a reason, decided by a rule."""
+"""Numbers over seeds: measured once, paired by seed, empty with a reason."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 
 import numpy as np
 import pytest
 
-from locality.analysis.statistics import two_sided_t
 from locality.errors import UserError
 from locality.runner.executors import execute
 from locality_papers.measures import (
     Empty,
     Measure,
     Quantity,
+    Term,
     Values,
     absent,
+    combined,
     computed,
     measured,
+    ratio,
     relative_gain,
 )
-from locality_papers.records import (
-    FAILS,
-    HOLDS,
-    NOT_RUN,
-    UNDECIDED,
-    UNTESTABLE,
-    corrected,
-    decided,
-    judge,
-    seeds_needed,
-)
-from locality_papers.specs import Claim
+from locality_papers.specs import as_printed
 
 
 @pytest.fixture(scope="module")
@@ -110,140 +100,90 @@ def test_computed_and_absent():
         (fixed(s0=1.0) - absent("because")).evaluate({})
 
 
-def claimed(mean, half, n=5, margin=None):
-    expects = "above" if margin is None else "equal"
-    return {
-        "mean": mean,
-        "half_width": half,
-        "n": n,
-        "expects": expects,
-        "margin": margin or 0.0,
-    }
+def accuracy(right, images=400, name="x"):
+    """An accuracy that is the same for three seeds."""
+    values = Values(dict.fromkeys(range(3), 100 * right), terms={name: Term(right, 1.0, images)})
+    return Quantity(lambda _: values)
 
 
-@pytest.mark.parametrize(
-    ("mean", "half", "n", "expected"),
-    [
-        (2.0, 1.0, 5, HOLDS),
-        (2.0, 2.0, 5, UNDECIDED),
-        (-2.0, 1.0, 5, FAILS),
-        (-2.0, 3.0, 5, UNDECIDED),
-        (2.0, 1.0, 2, UNDECIDED),
-        (2.0, None, 1, UNDECIDED),
-    ],
-)
-def test_above_holds_if_the_whole_interval_is_above_zero(mean, half, n, expected):
-    assert judge(claimed(mean, half, n))[0] == expected
+def image_error(quantity):
+    return quantity.evaluate({}).image_error()
 
 
-@pytest.mark.parametrize(
-    ("mean", "half", "expected"),
-    [
-        (0.3, 0.5, HOLDS),
-        (0.8, 0.5, UNDECIDED),
-        (2.0, 0.5, FAILS),
-        (-2.0, 0.5, FAILS),
-        (0.0, 4.0, UNDECIDED),
-    ],
-)
-def test_equal_holds_if_the_whole_interval_is_within_the_margin(mean, half, expected):
-    assert judge(claimed(mean, half, 5, margin=1.0))[0] == expected
+def test_an_accuracy_has_the_error_of_its_images():
+    assert image_error(accuracy(0.8)) == pytest.approx(100 * (0.8 * 0.2 / 400) ** 0.5)
+    assert image_error(5 - accuracy(0.8)) == pytest.approx(100 * (0.8 * 0.2 / 400) ** 0.5)
+    assert image_error(fixed(s0=1.0, s1=2.0)) == 0
+    assert image_error(accuracy(0.8) - accuracy(0.8)) == pytest.approx(0, abs=1e-6)  # the same one
 
 
-def test_holm_decides_in_order_and_stops_at_the_first_that_is_too_large():
-    # Half-widths over five seeds whose p-values are 0.001, 0.02, 0.02 and 0.6.
-    claims = [claimed(1.0, half) for half in (0.2774 / 0.8610, 0.7412, 0.7412, 4.9)]
-    assert [judge(c)[1] for c in claims] == pytest.approx([0.001, 0.02, 0.02, 0.6], rel=0.01)
-    assert [judge(claim)[0] for claim in claims] == [HOLDS, HOLDS, HOLDS, UNDECIDED]
-    # 0.05/4 > 0.001, but 0.05/3 < 0.02.
-    assert corrected(claims) == [HOLDS, UNDECIDED, UNDECIDED, UNDECIDED]
-    assert corrected(claims[:2]) == [HOLDS, HOLDS]
-    exact = claimed(-1.0, None, 1) | {"exact": True}
-    assert corrected([*claims[:2], exact]) == [HOLDS, HOLDS, FAILS]
+@pytest.mark.parametrize(("p", "q"), [(0.9, 0.8), (0.3, 0.5), (0.55, 0.5)])
+def test_a_difference_has_the_error_of_images_of_their_own(p, q):
+    """More than on the same images, as long as what is hard for one is no easier for the other."""
+    bound = image_error(accuracy(p, 400, "x") - accuracy(q, 400, "y"))
+    assert bound == pytest.approx(100 * ((p * (1 - p) + q * (1 - q)) / 400) ** 0.5)
+    generator = np.random.default_rng(0)
+    easy, luck = generator.random((2, 2000, 400))
+    errors = {}
+    for shared in (0.0, 0.5, 1.0):
+        # An image is easy for both or by luck; the more of it is shared, the nearer the answers.
+        own = np.where(generator.random((2000, 400)) < shared, easy, luck)
+        errors[shared] = 100 * ((easy < p).mean(axis=1) - (own < q).mean(axis=1)).std()
+    assert errors[1.0] < errors[0.5] < errors[0.0] == pytest.approx(bound, rel=0.05)
 
 
-def test_how_many_seeds_would_decide():
-    """The first number of seeds at which t · s / √n falls below the mean."""
-    found = decided(claim(run_of(fixed(s0=-0.5, s1=1.5, s2=0.5, s3=-0.1, s4=1.1))), {})
-    assert found["verdict"] == UNDECIDED
-    needed = seeds_needed(found)
-    deviation = math.sqrt((1 + 1 + 0.36 + 0.36) / 4)
-    assert two_sided_t(needed - 1) * deviation / math.sqrt(needed) < 0.5
-    assert two_sided_t(needed - 2) * deviation / math.sqrt(needed - 1) >= 0.5
-    assert seeds_needed(claimed(1e-6, 1.0)) is None
+def test_other_numbers_have_the_error_of_their_slopes():
+    p, q = accuracy(0.9, name="p"), accuracy(0.6, name="q")
+    slopes = 100 / 0.6, 100 * 0.9 / 0.6**2  # per unit of p and of q
+    variance = (slopes[0] ** 2 * 0.09 + slopes[1] ** 2 * 0.24) / 400
+    assert image_error(relative_gain(p, q)) == pytest.approx(variance**0.5, rel=1e-3)
+    # What is added up is taken to rise and fall together.
+    total = combined(lambda a, b: a + b, p, q)
+    both = 0.09 + 0.24 + 2 * (0.6 - 0.54)
+    assert image_error(total) == pytest.approx(100 * (both / 400) ** 0.5, rel=1e-3)
+    # A curve of accuracies is no number.
+    curve = combined(lambda a, b: {"x": [1, 2], "y": [a, b]}, p, q)
+    assert curve.evaluate({}).terms == {}
 
 
-def run_of(quantity):
-    """As if it had been measured on runs."""
-    return dataclasses.replace(quantity, measures=((object(), object()),))
+def test_images_that_are_drawn_anew_show_in_the_scatter_of_seeds(tmp_path, tiny_run):
+    right = Measure("right", lambda run: 50.0, cached=False, accuracy=True)
+
+    def images(dataset, split_seeds, **data):
+        changes = {f"data__{name}": value for name, value in data.items()}
+        runs = [
+            dataclasses.replace(
+                tiny_run(
+                    tmp_path,
+                    seed=seed,
+                    data__dataset=dataset,
+                    data__split_seed=split_seed,
+                    **changes,
+                ),
+                task="one that needs no record of its configuration",
+            )
+            for seed, split_seed in enumerate(split_seeds)
+        ]
+        for run in runs:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            (run.folder / "result.json").write_text("{}")
+        return [term.images for term in measured(runs, right).evaluate({}).terms.values()]
+
+    assert images("digits", (0, 0)) == [451]
+    assert images("digits", (0, 1)) == []
+    # A test set of its own is the same whatever is split off.
+    assert images("fashion_mnist", (0, 1)) == [10_000]
+    held = {"train_part": (0.0, 0.5), "val_part": (0.5, 0.75)}
+    assert images("fashion_mnist", (0, 0), **held) == [15_000]
+    assert images("fashion_mnist", (0, 1), **held) == []
 
 
-def claim(*quantities):
-    """That each of some quantities is above 0."""
-    return Claim("x", "", {f"part {n}": each for n, each in enumerate(quantities, 1)})
-
-
-def test_a_claim_about_several_numbers_holds_if_each_does():
-    clear = run_of(fixed(s0=2.0, s1=2.1, s2=1.9, s3=2.2))
-    less_clear = run_of(fixed(s0=0.2, s1=0.5, s2=0.6, s3=0.3))
-    found = decided(claim(clear, less_clear, clear), {})
-    assert (found["verdict"], found["part"], found["parts"]) == (HOLDS, "part 2", 3)
-    assert judge(found)[1] == judge(decided(claim(less_clear), {}))[1]  # nothing to correct for
-    noisy = run_of(fixed(s0=1.0, s1=-0.5, s2=1.4, s3=-0.3))
-    found = decided(claim(clear, less_clear, noisy), {})
-    assert (found["verdict"], found["part"]) == (UNDECIDED, "part 3")
-
-
-def test_a_claim_about_several_numbers_fails_if_one_does_corrected_for_their_number():
-    clear = run_of(fixed(s0=2.0, s1=2.1, s2=1.9, s3=2.2))
-    below = run_of(fixed(s0=-0.2, s1=-0.5, s2=-0.6, s3=-0.3))
-    found = decided(claim(clear, below), {})
-    assert (found["verdict"], found["part"]) == (FAILS, "part 2")
-    assert judge(found)[1] == pytest.approx(2 * judge(decided(claim(below), {}))[1])
-    # Alone it would be told, at p = 0.022; not as one of four.
-    assert decided(claim(clear, clear, clear, below), {})["verdict"] == UNDECIDED
-
-
-def test_noise_alone_does_not_speak_against_a_claim_about_several_numbers():
-    """The least of five numbers without any effect is below 0 in almost every seed."""
-    noise = np.random.default_rng(0).standard_normal((200, 5, 5))
-    verdicts = [
-        decided(
-            claim(*(run_of(fixed(**{f"s{n}": v for n, v in enumerate(part)})) for part in each)), {}
-        )
-        for each in noise
-    ]
-    wrong = sum(found["verdict"] != UNDECIDED for found in verdicts)
-    assert wrong <= 15  # 5% of 200 are 10; judged by the least in each seed, 174 would "not hold"
-
-
-def test_a_claim_without_runs_was_not_run_and_one_that_no_run_decides_is_untestable(
-    tmp_path, tiny_run
-):
-    waiting = measured((tiny_run(tmp_path),), Measure("x", lambda run: 1.0))
-    found = decided(claim(waiting - absent("no such model")), {})
-    assert (found["verdict"], found["empty"]) == (UNTESTABLE, "no such model")
-    found = decided(claim(waiting), {})
-    assert (found["verdict"], found["empty"]) == (NOT_RUN, "not run yet")
-
-
-def test_an_estimate_is_students_t_over_seeds():
-    found = decided(claim(run_of(fixed(s0=1.0, s1=2.0, s2=3.0))), {})
-    assert found["mean"] == 2.0 and found["by_seed"] == {"0": 1.0, "1": 2.0, "2": 3.0}
-    # t(0.975, 2) = 4.3027 times s/√n = 1/√3.
-    assert found["half_width"] == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
-    assert found["verdict"] == UNDECIDED
-    assert decided(claim(computed(lambda: 2.0)), {})["verdict"] == HOLDS
-
-
-def test_a_number_that_needs_no_run_goes_with_every_seed():
-    found = decided(claim(run_of(fixed(s0=2.0, s1=3.0, s2=4.0)) - computed(lambda: 1.0)), {})
-    assert found["by_seed"] == {"0": 1.0, "1": 2.0, "2": 3.0} and not found["exact"]
-    assert decided(claim(computed(lambda: 2.0) - computed(lambda: 1.0)), {})["exact"]
-
-
-def test_values_that_are_all_alike_have_the_p_value_of_the_sign_test():
-    """Three seeds that all count one layer more say little; t would be sure of it."""
-    found = decided(claim(run_of(fixed(s0=1, s1=1, s2=1))), {})
-    assert (judge(found), seeds_needed(found)) == ((UNDECIDED, 0.25), 6)
-    assert judge(decided(claim(run_of(fixed(s0=0, s1=0, s2=0))), {}))[1] == 1.0
+def test_what_is_computed_from_printed_numbers_knows_the_papers():
+    cells = as_printed(
+        "convit/table-1", "ConViT-S", {"top1": fixed(s0=70.0), "speed": fixed(s0=1.0)}
+    )
+    deit = as_printed("convit/table-1", "DeiT-S", {"top1": fixed(s0=60.0), "other": fixed(s0=1.0)})
+    assert (cells["top1"] - deit["top1"]).paper == pytest.approx(1.5)
+    assert (10 - (cells["top1"] - deit["top1"])).paper == pytest.approx(8.5)
+    assert ratio(cells["speed"], cells["speed"]).paper == 1
+    assert (cells["top1"] - deit["other"]).paper is None and deit["other"].paper is None

@@ -24,7 +24,7 @@ from locality_papers import published
 from locality_papers.convit_maps import corner_heads
 from locality_papers.convit_tables import INGREDIENTS
 from locality_papers.measures import absent, computed, early, summed_rate
-from locality_papers.records import FAILS, NOT_RUN, UNTESTABLE, decided
+from locality_papers.records import CONTRADICTED, NOT_RUN, UNTESTABLE, asked, deciding, judge
 from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality_papers.scales import SCALES, get_scale
 from locality_papers.specs import Column, Expect, Row, Table, claims_at
@@ -89,7 +89,7 @@ def test_the_papers_claims_are_many_and_each_stands_once(built):
     claims = [claim for spec in specs.values() for claim in spec.claims if claim.where]
     assert len({claim.text for claim in claims}) == len(claims) >= 65
     if scale.name == "fashion":
-        verdicts = [decided(claim, {})["verdict"] for claim in claims]
+        verdicts = [judge(asked(claim, {})) for claim in claims]
         assert verdicts.count(UNTESTABLE) <= len(claims) - 45
 
 
@@ -111,12 +111,14 @@ def test_a_place_makes_claims_and_a_scale_may_not_be_able_to_test_them():
     assert {claim.text: claim.where for claim in claims if claim.where != "§1"} == {
         "elsewhere": "Fig. 2"
     }
-    found = {claim.text: decided(claim, {}) for claim in claims}
-    assert {text: each.get("mean", each["empty"]) for text, each in found.items()} == {
+    found = {claim.text: asked(claim, {}) for claim in claims}
+    assert {
+        text: each["empty"] or deciding(each)["mean"] for text, each in found.items()
+    } == {
         "above": 0.5, "below": 1.0, "equal": 1.5, "elsewhere": 1.5, "each": -1.5, "why": "no b"
     }  # fmt: skip
-    assert found["equal"]["margin"] == 2 and found["why"]["verdict"] == UNTESTABLE
-    assert found["each"]["part"] == "other" and found["each"]["verdict"] == FAILS
+    assert found["equal"]["margin"] == 2 and judge(found["why"]) == UNTESTABLE
+    assert deciding(found["each"])["part"] == "other" and judge(found["each"]) == CONTRADICTED
 
 
 def test_tables_share_their_runs(built):
@@ -216,7 +218,7 @@ def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path,
     deit, convit = record["rows"]
     assert all("no_such_optimiser" in cell["empty"] for cell in deit["cells"])
     assert all(cell["empty"] is None for cell in convit["cells"])
-    assert record["claims"][0]["verdict"] == NOT_RUN
+    assert judge(record["claims"][0]) == NOT_RUN
     text = (tmp_path / "digits" / "convit-table-5.md").read_text()
     assert "— [1]" in text and "no_such_optimiser" in text
 
@@ -294,6 +296,19 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, 
     (tmp_path / "digits" / "convit-figure-17.png").touch()  # as if drawn where the weights were
     (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
     assert drawing["empty"] is None and drawing["picture"] == "convit-figure-17.png"
+
+
+def test_a_record_says_with_how_many_seeds_it_was_looked_at(tiny_scale, tmp_path, here):
+    def looks(seeds, **choices):
+        scale = dataclasses.replace(tiny_scale, seeds=tuple(range(seeds)))
+        return reproduce("convit/table-6", scale, tmp_path, executor=here, quiet=True, **choices)[
+            0
+        ]["looks"]
+
+    assert looks(1) == [1]
+    assert looks(1) == [1]  # nothing new to see
+    assert looks(2, finished_only=True) == [1]  # not all of it
+    assert looks(2) == [1, 2]
 
 
 def test_plan_only_starts_nothing(tiny_scale, tmp_path, here, capsys):
@@ -394,7 +409,7 @@ def test_without_images_of_its_own_there_is_no_teacher(tiny_scale, tmp_path, her
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
     (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
     assert not any(run.config.objective.teacher for run in here.performed)
-    assert {claim["verdict"] for claim in record["claims"]} == {UNTESTABLE}
+    assert {judge(claim) for claim in record["claims"]} == {UNTESTABLE}
 
 
 @pytest.mark.slow

@@ -41,8 +41,7 @@ class Estimate:
         if not self.half_width:
             return 1.0 if self.half_width is None or self.mean == at else 2.0 ** (1 - self.n)
         freedom = self.n - 1
-        t = (self.mean - at) / self.half_width * two_sided_t(freedom)
-        return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
+        return two_sided_p((self.mean - at) / self.half_width * two_sided_t(freedom), freedom)
 
     @property
     def excludes_zero(self) -> bool:
@@ -85,8 +84,13 @@ def mean_curve(curves: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any
     return {"x": common, "mean": means, "half_width": widths, "n": len(curves)}
 
 
+def two_sided_p(t: float, freedom: float) -> float:
+    """How likely Student's distribution is to be at least as far from 0 as t."""
+    return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
+
+
 @cache
-def two_sided_t(freedom: int) -> float:
+def two_sided_t(freedom: float) -> float:
     """The t that Student's distribution keeps within ±t with probability 95%.
 
     P(|T| > t) = I_x(ν/2, 1/2), the regularised incomplete beta function at x = ν / (ν + t²).
