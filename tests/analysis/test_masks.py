@@ -7,7 +7,7 @@ from torch import nn
 
 from locality.analysis.taps import capture, content_off, position_embedding_off, position_off
 from locality.errors import UserError
-from locality.layers.position import apply_positional_attention, positional_factors
+from locality.layers.position import positional_factors
 from locality.models import build
 
 
@@ -21,10 +21,8 @@ class Positional(nn.Module):
 
     def forward(self, x, grid, queries=None):
         values = nn.functional.linear(x, self.value).unflatten(2, (self.heads, -1)).transpose(1, 2)
-        rows, columns = positional_factors(self.v_pos, grid)
-        return self.project(
-            apply_positional_attention(rows, columns, values).transpose(1, 2).flatten(2)
-        )
+        position = positional_factors(self.v_pos, grid).attend(values)
+        return self.project(position.transpose(1, 2).flatten(2))
 
 
 class Content(nn.Module):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from locality.layers import conv_init as C
 from locality.layers import position as P
+from locality.layers.grid import Window
 
 
 @st.composite
@@ -33,7 +34,7 @@ def test_separable_equals_dense(case):
     generator = torch.Generator().manual_seed(0)
     shape = (2, len(v_pos), grid[0] * grid[1], 5)
     values = torch.randn(shape, dtype=torch.float64, generator=generator)
-    attended = P.apply_positional_attention(*P.positional_factors(v_pos, grid), values)
+    attended = P.positional_factors(v_pos, grid).attend(values)
     assert attended.shape == values.shape
     torch.testing.assert_close(attended, dense @ values, rtol=0, atol=200 * tolerance)
 
@@ -46,7 +47,7 @@ def test_separable_has_the_gradients_of_dense(grid):
     results = []
     for attended in (
         P.positional_scores(v_pos, grid).softmax(dim=-1) @ values,
-        P.apply_positional_attention(*P.positional_factors(v_pos, grid), values),
+        P.positional_factors(v_pos, grid).attend(values),
     ):
         results.append(torch.autograd.grad((attended * weights).sum(), (v_pos, values)))
     for dense, separable in zip(*results, strict=True):
@@ -106,3 +107,93 @@ def test_even_kernels_have_half_integer_centres():
     for kernel in (1, 2, 3, 4):
         assert C.kernel_offsets(kernel).shape == (kernel**2, 2)
         assert C.kernel_offsets(kernel).mean(dim=0).abs().max() == 0
+
+
+# Fused: an attention over row and column scores
+
+
+GRIDS = [(1, 1), (1, 6), (2, 2), (14, 14), (16, 9), (24, 24), (32, 20)]
+
+
+def heads_of_all_kinds(strength):
+    """Centres on a patch, between patches and off the grid, and heads that training has moved."""
+    offsets = torch.tensor([[0.0, 0.0], [0.5, -0.5], [0.3, -0.7], [-3.0, 40.0]])
+    centred = C.attention_centres(offsets, strength)
+    moved = centred[:2] + 0.3 * torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    return torch.cat((centred, moved))
+
+
+def attend_fused(v_pos, grid, values):
+    scores = P.axis_scores(v_pos[None].float(), grid)
+    queries, keys = P.Fused.of(scores, values.shape[-1], values.dtype)
+    return P.Fused(queries, keys[0]).attend(values)
+
+
+@pytest.mark.parametrize("strength", [0.001, 0.1, 1.0, 9.7, 37.7, 100.0])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_fused_equals_dense(grid, strength):
+    """In single precision to 1e-5, in half to what rounding the map itself to that format costs."""
+    v_pos = heads_of_all_kinds(strength)
+    dense = P.positional_scores(v_pos.double(), grid).softmax(dim=-1)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn((2, len(v_pos), len(dense[0]), 48), generator=generator)
+    single = attend_fused(v_pos, grid, values)
+    assert (single - dense @ values.double()).abs().max() <= 1e-5
+    for dtype, bar in ((torch.bfloat16, 3e-3), (torch.float16, 4e-4)):
+        rough = values.to(dtype)
+        exact = dense @ rough.double()
+        error = (attend_fused(v_pos, grid, rough).double() - exact).square().mean().sqrt()
+        rounded = (dense.to(dtype).double() @ rough.double()).to(dtype) - exact
+        assert error <= bar * exact.square().mean().sqrt()
+        assert error <= 1.5 * rounded.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("grid", [(5, 7), (14, 14)])
+@pytest.mark.parametrize("strength", [0.1, 1.0, 2.5])
+def test_fused_has_the_gradients_of_dense(grid, strength):
+    """Those of v_pos and values, in single precision and in bf16.
+
+    v_pos sums over all pairs what an attention kernel rounds for each. Without the softmax of each
+    axis in full precision, its gradient would be off by up to a fifth here.
+    """
+    v_pos = heads_of_all_kinds(strength).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, len(v_pos), grid[0] * grid[1], 16)
+    values, weights = (torch.randn(shape, generator=generator) for _ in range(2))
+    values.requires_grad_()
+
+    def gradients(attend, dtype=torch.float32):
+        loss = (attend(v_pos, grid, values.to(dtype)) * weights.to(dtype)).sum()
+        return torch.autograd.grad(loss, (v_pos, values))
+
+    def dense(v_pos, grid, values):
+        return P.positional_scores(v_pos.double(), grid).softmax(dim=-1) @ values.double()
+
+    def errors(found):
+        pairs = zip(found, exact, strict=True)
+        return [((a - b).norm() / b.norm()).item() for a, b in pairs]
+
+    exact = gradients(dense)
+    assert max(errors(gradients(attend_fused))) <= 1e-5
+    of_v_pos, of_values = errors(gradients(attend_fused, torch.bfloat16))
+    assert of_v_pos <= 1e-2 and of_values <= 5e-3
+
+
+def test_half_precision_has_no_infinities():
+    """Scores of 10⁵ and more stay within fp16, where e⁻¹⁰⁰⁰ is zero as well."""
+    queries, keys = P.Fused.of(
+        P.axis_scores(torch.tensor([[-1e4, 3e5, 0.0]]), (9, 9)), 0, torch.half
+    )
+    assert keys.isfinite().all() and keys.shape[-1] == queries.shape[-1] == 24
+
+
+def test_the_choice_is_by_grid_device_and_format():
+    def chosen(side, device="cuda", dtype=torch.bfloat16, window=P.ALL_QUERIES):
+        return P.prefers_fused((side, side), window, torch.device(device), dtype)
+
+    assert chosen(14) and chosen(14, dtype=torch.float32) and chosen(32)
+    assert not chosen(33)
+    assert not chosen(24, dtype=torch.float32)
+    assert not chosen(14, dtype=torch.float64)
+    assert not chosen(14, device="cpu")
+    assert not chosen(14, window=Window(kernel=3, stride=2))

@@ -101,3 +101,21 @@ def test_the_soft_bias_keeps_no_map_per_image():
     x = torch.randn(8, 3, 384, 384, device="cuda")
     peaks = [peak_memory(lambda m=m: m(x).sum().backward(), x.device) for m in (ours, theirs)]
     assert peaks[0] < 0.5 * peaks[1]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_positional_attention_reaches_a_fast_kernel(training):
+    """Queries and keys that are expanded over the batch: no kernel but the content's own."""
+    model = build("convit_tiny", depth=3, gpsa_layers=2).cuda().train(training)
+    x = images(model).cuda()
+    with (
+        torch.profiler.profile() as profile,
+        torch.autocast("cuda", dtype=torch.bfloat16),
+        torch.set_grad_enabled(training),
+    ):
+        logits = model(x)
+        if training:
+            logits.float().square().sum().backward()
+    names = [event.key for event in profile.key_averages()]
+    assert any("_flash_attention" in name or "_cudnn_attention" in name for name in names)
+    assert not any("_attention_math" in name for name in names), names

@@ -363,6 +363,11 @@ def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
 
 
 @pytest.mark.slow
+def test_a_graph_for_each_size(compiles_once_a_size):
+    compiles_once_a_size(randomised(small()), images)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"position": "every"}])
 def test_exports_with_any_batch_and_size(overrides):
     model = randomised(small(img_size=64, **overrides)).eval()

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 
+from locality.analysis.taps import content_off
 from locality.layers import (
     GatedPositionalSelfAttention,
     PositionalSelfAttention,
@@ -307,6 +308,28 @@ def test_bf16_autocast_and_channels_last(name):
     torch.testing.assert_close(rough.float(), expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("device", ["as it is", "as on a GPU"])
+def test_fused_logits_are_the_same(device, monkeypatch):
+    """On its own grid and on another, under masks and after pruning."""
+    if device == "as on a GPU":
+        monkeypatch.setattr("locality.layers.position.FUSED_DEVICES", {"cpu"})
+    model = build("convit_nano").eval()
+    fused = model.fuse()
+    assert fused.fuses and not build("deit_nano").fuses
+    for size in (model.img_size, [2 * side for side in model.img_size]):
+        x = torch.randn(2, 3, *size)
+        torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+        with content_off(model, 2), content_off(fused, 2):
+            torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+    for each in (model, fused):
+        each.prune_intermediate_layers([1])
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+    assert fused.state_dict().keys() == model.state_dict().keys()
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(ValueError, match=r"fused model cannot train.*was fused from"):
+        fused.train()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_compiles_without_graph_breaks(name):
@@ -323,6 +346,15 @@ def test_compiles_without_graph_breaks(name):
 def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
     # One layer of each kind: the compiler's time grows with every kernel it writes.
     agrees_when_compiled(build("convit_nano", depth=2, gpsa_layers=1).eval(), images)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpsa", "psa", "gpsa, fused as on a GPU"])
+def test_a_graph_for_each_size(kind, compiles_once_a_size, monkeypatch):
+    if "GPU" in kind:
+        monkeypatch.setattr("locality.layers.position.FUSED_DEVICES", {"cpu"})
+    fields = {"depth": 3, "gpsa_layers": 2, "positional_attention": kind[:4].strip(",")}
+    compiles_once_a_size(build("convit_nano", **fields), images)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from locality.benchmark.measure import (
     Work,
     inference,
     interleave,
+    launches,
     peak_memory,
     training_step,
 )
@@ -241,7 +242,10 @@ def _measure(
     autocast = _autocast(what["precision"], images.device)
     work: dict[str, Work] = {}
     kept: dict[str, int] = {}
+    launched: dict[str, int] = {}
     for label, model in _for_task(contenders, what["task"]):
+        if what["mode"] == "eager":
+            launched[label] = launches(model, images.shape, what["task"] == "training")
         if what["task"] == "training" and what["mode"] == "eager" and config.memory:
             kept[label] = saved_activations(model, images, autocast)
         called: Any = torch.compile(model) if what["mode"] == "compiled" else model
@@ -249,6 +253,8 @@ def _measure(
         work[label] = make(called, images, autocast)
     timing = interleave(work, images.device, config.rounds, config.warmup)
     rows = timed_rows(timing, config.batch_size, what)
+    for row in rows if launched else []:
+        row["launches"] = launched[row["contender"]]
     for row in rows if config.memory else []:
         label = row["contender"]
         row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
@@ -282,8 +288,8 @@ def _for_task(contenders: dict[str, nn.Module], task: str) -> Iterator[tuple[str
             yield label, copy.deepcopy(model).train()
         else:
             yield label, model
-            if isinstance(model, ImageClassifier) and hasattr(model, "fuse"):
-                yield f"{label} (fused)", model.fuse()  # type: ignore[operator]
+            if isinstance(model, ImageClassifier) and model.fuses:
+                yield f"{label} (fused)", model.fuse()
 
 
 def _megabytes(count: int | None) -> float | None:
@@ -314,6 +320,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "images/s": lambda row: f"{row['images_per_second']:.1f}",
     "ours is": lambda row: _shown(row["locality_is_times_as_fast"], "{:.2f}×"),
     "middle half": lambda row: _shown(row["middle_half"], "{0[0]:.2f}–{0[1]:.2f}"),
+    "kernels": lambda row: _shown(row.get("launches"), "{}"),
     "peak MB": lambda row: _shown(row.get("peak_memory_mb"), "{:.0f}"),
     "kept MB": lambda row: _shown(row.get("saved_activations_mb"), "{:.0f}"),
 }

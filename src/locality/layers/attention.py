@@ -10,11 +10,11 @@ weights in its explicit, quadratic form; the forward pass never materialises it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
@@ -31,11 +31,16 @@ from locality.layers.conv_init import (
 from locality.layers.cpu import Linear, attend, linear
 from locality.layers.grid import Grid, Window
 from locality.layers.position import (
-    apply_positional_attention,
+    ALL_QUERIES,
+    Fused,
+    Scores,
+    Separable,
+    attend_widely,
+    axis_scores,
     check_grid,
     positional_attention,
-    positional_factors,
     positional_scores,
+    prefers_fused,
 )
 
 
@@ -219,8 +224,11 @@ class PositionalSelfAttention(_PositionalAttention):
         """(B, N, C) → (B, N, C) with N = H·W."""
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
-        scores = positional_scores(self.v_pos, grid).to(q.dtype)
-        return self._project(F.scaled_dot_product_attention(q, k, v, attn_mask=scores))
+        # QKᵀ/√d + v_pos·r is one product of what stands side by side.
+        queries, keys = Fused.of(stacked_scores([self.v_pos], grid), 0, v.dtype)
+        q = torch.cat((q / math.sqrt(self.head_dim), queries.expand(*q.shape[:2], -1, -1)), dim=-1)
+        k = torch.cat((k, keys.expand(k.shape[0], -1, -1, -1)), dim=-1)
+        return self._project(attend_widely(q, k, v))
 
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses, and what each term alone would give."""
@@ -259,21 +267,27 @@ class GatedPositionalSelfAttention(_PositionalAttention):
         self.gating = nn.Parameter(torch.full((num_heads,), float(gating_init)))
         self.window = window or Window()
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, part: PositionalPart | None = None) -> Tensor:
         """(B, N, C) → (B, N', C_out) with N = H·W and N' query positions; Eq. 7 on values.
 
-        `attend` never forms the N×N matrix, `apply_positional_attention` costs
-        O(N·(H+W)) (see `position.py`), and `gated_sum` is one pass over memory.
+        `attend` never forms the N×N matrix, nor does positional attention (see `position.py`),
+        and `gated_sum` is one pass over memory.
+
+        Args:
+            x: the tokens.
+            grid: what they lie on.
+            part: what of this layer does not depend on the tokens, where a model has computed it
+                for all its layers at once (`positional_parts`).
         """
         check_grid(x, grid)
         q, k, v = self._queries_keys_values(x)
-        gate = self.gating.sigmoid().to(v.dtype)[:, None, None]
+        if part is None:
+            scores = stacked_scores([self.v_pos], grid, self.window)
+            (part,) = positional_parts(scores, [self.gating], grid, v, self.value_dim, self.window)
         content = attend(self._select_queries(q, grid), k, v)  # softmax(QKᵀ/√d) V
-        factors = positional_factors(self.v_pos, grid, self.window)
-        rows, columns = (factor.to(v.dtype) for factor in factors)
-        position = apply_positional_attention(rows, columns, v)  # softmax(v_pos·r) V
+        position = part.position.attend(v)  # softmax(v_pos·r) V
         # (1 - gate) * content + gate * position
-        return self._project(gated_sum(content, position, gate))
+        return self._project(gated_sum(content, position, part.gate))
 
     def _select_queries(self, x: Tensor, grid: Grid) -> Tensor:
         """The rows of (B, h, N, …) at the query positions: (B, h, N', …)."""
@@ -420,6 +434,71 @@ class GatedPositionalSelfAttention(_PositionalAttention):
         return discarded
 
 
+class _GatedSum(torch.autograd.Function):
+    """`torch.lerp` with a backward pass in five steps instead of seven."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
+        return torch.lerp(content, position, gate)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        content, position, gate = ctx.saved_tensors
+        of_position = grads[0] * gate
+        of_gate = (grads[0] * (position - content)).sum_to_size(gate.shape)
+        return grads[0] - of_position, of_position, of_gate
+
+
 def gated_sum(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
     """(1 − gate) · content + gate · position, in one pass over memory instead of three."""
+    if gate.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        return _GatedSum.apply(content, position, gate)
     return torch.lerp(content, position, gate)
+
+
+class PositionalPart(NamedTuple):
+    """What of a gated layer does not depend on its tokens: σ(λ), (h, 1, 1), and its position."""
+
+    gate: Tensor
+    position: Separable | Fused
+
+
+def stacked_scores(v_pos: Sequence[Tensor], grid: Grid, window: Window = ALL_QUERIES) -> Scores:
+    """`axis_scores` of several layers' v_pos, (h, 3) each, in fp32 at least: (layers, h, …)."""
+    stacked = torch.stack(list(v_pos))
+    stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+    return axis_scores(stacked, grid, window)
+
+
+def positional_parts(
+    scores: Scores,
+    gating: Sequence[Tensor],
+    grid: Grid,
+    x: Tensor,
+    width: int,
+    window: Window = ALL_QUERIES,
+) -> list[PositionalPart]:
+    """The parts of several layers, computed in as many steps as one.
+
+    Args:
+        scores: `stacked_scores` of the layers.
+        gating: λ of each, (h,).
+        grid: of the tokens.
+        x: any tensor on the device and in the format that the layers compute in.
+        width: of a head's values.
+        window: of all the layers.
+    """
+    gates = torch.stack(list(gating)).sigmoid().to(x.dtype)[:, :, None, None]
+    if prefers_fused(grid, window, x.device, x.dtype):
+        queries, keys = Fused.of(scores, width, x.dtype)
+        positions: list[Separable | Fused] = [Fused(queries, of_layer) for of_layer in keys]
+    else:
+        factors = Separable.of(scores, grid, window, x.dtype)
+        positions = [Separable(*pair) for pair in zip(*factors, strict=True)]
+    return [PositionalPart(*pair) for pair in zip(gates, positions, strict=True)]

@@ -5,6 +5,8 @@ Shapes:  B batch · N tokens · C width · (H, W) token grid
 
 from __future__ import annotations
 
+from typing import Any
+
 from timm.layers import DropPath
 from torch import Tensor, nn
 
@@ -65,14 +67,16 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, hidden_width(dim, mlp_ratio), act_layer, proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, grid: Grid, class_token_only: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, grid: Grid, class_token_only: bool = False, **given: Any
+    ) -> Tensor:
         """(B, N, C) → (B, N, C), or (B, 1, C) for the first token alone: less work, equal values.
 
-        It attends to all tokens either way.
+        It attends to all tokens either way. What else is `given` goes to the attention layer.
         """
         if class_token_only:
             attended = self.attn(self.norm1(x), grid, class_token_only=True)
             x = x[:, :1] + self.drop_path(attended)
         else:
-            x = x + self.drop_path(self.attn(self.norm1(x), grid))
+            x = x + self.drop_path(self.attn(self.norm1(x), grid, **given))
         return x + self.drop_path(self.mlp(self.norm2(x)))

@@ -1,4 +1,4 @@
-"""Relative positions of patches, and positional attention in separable form.
+"""Relative positions of patches, and positional attention in two forms that need no N×N matrix.
 
 Shapes:  h heads · H×W token grid, rows first · N = H·W tokens, row-major · d head width
 
@@ -6,21 +6,40 @@ The positional score of ConViT's Eq. 4 and 7 is v_pos · r_δ with r_δ = (‖δ
 δ = key − query, δ₁ along rows (down), δ₂ along columns (right), in token units. It is a sum of a
 term in δ₁ and a term in δ₂,
 
-    v · r_δ = (v₀ δ₁² + v₁ δ₁) + (v₀ δ₂² + v₂ δ₂),
+    v · r_δ = (v₀ δ₁² + v₁ δ₁) + (v₀ δ₂² + v₂ δ₂) = s(q₁, k₁) + t(q₂, k₂),
 
-so its softmax over a full grid is the outer product of a softmax over rows and a softmax over
-columns, for any v. This module computes it that way. The N×N matrix is only computed for
-inspection (`positional_attention`).
+for any v. Two things follow, and this module computes either:
+
+    `Separable`  softmax(v·r) is the outer product of a softmax over rows and one over columns:
+                 two small matrix products, O(N·(H+W)), in a dozen steps.
+    `Fused`      v·r = φ(q)·ψ(k), where φ(q) is one in places q₁ and H + q₂ and zero elsewhere, and
+                 ψ(k) = (s(·, k₁), t(·, k₂)): an ordinary attention, O(N²), in one step.
+
+`prefers_fused` chooses. The N×N matrix is only computed for inspection (`positional_attention`).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from locality.layers.grid import Grid, Window
 
-_ALL_QUERIES = Window()
+ALL_QUERIES = Window()
+Scores = tuple[Tensor, Tensor]
+
+# Where `Fused` costs less than the steps of `Separable`: on these devices, up to so many tokens, by
+# number format. Estimated from times on one H100, where a small step takes 5 to 10 µs and attention
+# on so many tokens about as long as the steps it replaces. On a CPU arithmetic always decides.
+FUSED_DEVICES = {"cuda"}
+_MOST_TOKENS = {torch.bfloat16: 1024, torch.float16: 1024, torch.float32: 256}
+# Kernels for attention have places for 64 numbers or 128.
+_MOST_PLACES = 64
+# e^−1000 is zero in every format, and its exponent is finite in every format.
+_LEAST_SCORE = -1000.0
 
 
 def check_grid(tokens: Tensor, grid: Grid) -> None:
@@ -48,65 +67,127 @@ def positional_scores(v_pos: Tensor, grid: Grid) -> Tensor:
     return torch.einsum("hp,qkp->hqk", v_pos, encodings)
 
 
-def axis_attention(
-    quadratic: Tensor, linear: Tensor, length: int, window: Window = _ALL_QUERIES
-) -> Tensor:
-    """Attention along one axis: softmax over keys of quadratic·δ² + linear·δ.
+def axis_scores(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Scores:
+    """The scores along both axes, s and t above.
 
     Args:
-        quadratic, linear: the two coefficients of each head, (h,).
-        length: number of tokens along the axis, L.
+        v_pos: (..., 3), of any number of heads and layers.
+        grid: of the keys, (H, W).
         window: the query positions and the zero padding.
 
     Returns:
-        (h, Q, L), each row summing to one, less what falls on zero padding.
+        (..., H', H + padding) over rows and (..., W', W + padding) over columns.
     """
-    keys = torch.arange(
-        -window.before, length + window.after, device=linear.device, dtype=linear.dtype
+    quadratic, *linear = v_pos[..., None, None, :].unbind(-1)
+    scores = []
+    for slope, length in zip(linear, grid, strict=True):
+        keys = torch.arange(
+            -window.before, length + window.after, device=v_pos.device, dtype=v_pos.dtype
+        )
+        queries = keys[window.before :][window.queries(length)]
+        offsets = keys[None, :] - queries[:, None]
+        scores.append(torch.addcmul(slope, quadratic, offsets) * offsets)
+    return scores[0], scores[1]
+
+
+class Separable(NamedTuple):
+    """Positional attention as its factors, (h, H', H) over rows and (h, W', W) over columns.
+
+    The attention of query (i₁, i₂) to key (j₁, j₂) is rows[h, i₁, j₁] · columns[h, i₂, j₂].
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+    @classmethod
+    def of(cls, scores: Scores, grid: Grid, window: Window, dtype: torch.dtype) -> Separable:
+        """The factors, of any number of layers; padding takes its part."""
+        rows, columns = (
+            score.softmax(dim=-1)[..., window.before : window.before + length].to(dtype)
+            for score, length in zip(scores, grid, strict=True)
+        )
+        return cls(rows, columns)
+
+    def attend(self, values: Tensor) -> Tensor:
+        """softmax(v_pos·r) V: (B, h, H·W, d) → (B, h, H'·W', d)."""
+        rows, columns = self
+        batch, heads, _, width = values.shape
+        (down, height), (right, breadth) = rows.shape[1:], columns.shape[1:]
+        # Heads first: each factor then multiplies the whole batch in one matrix product per head,
+        # and the order (columns, rows) leaves the tokens row-major without a last copy.
+        v = values.unflatten(2, (height, breadth)).permute(1, 3, 2, 0, 4)
+        v = torch.bmm(columns, v.reshape(heads, breadth, height * batch * width))
+        v = v.view(heads, right, height, batch * width).transpose(1, 2)
+        v = torch.bmm(rows, v.reshape(heads, height, right * batch * width))
+        return v.view(heads, down * right, batch, width).permute(2, 0, 1, 3)
+
+
+class Fused(NamedTuple):
+    """Positional attention as queries φ (N, w) and keys ψ (h, N, w), w ≥ H + W, for any batch."""
+
+    queries: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of(cls, scores: Scores, width: int, dtype: torch.dtype) -> Fused:
+        """φ and ψ, of any number of layers; w is `width`, or what H + W takes if that is more.
+
+        The softmax of each axis is taken here, in full precision, so that its backward pass removes
+        what half precision adds to all scores of a query alike. And scores count from each query's
+        largest: those that matter are small then, and lose little.
+        """
+        height, breadth = (score.shape[-1] for score in scores)
+        width = max(width, -(-(height + breadth) // 8) * 8)  # fast kernels want a multiple of 8
+        rows, columns = (score.log_softmax(dim=-1).transpose(-1, -2) for score in scores)
+        shape = (*rows.shape[:-2], height, breadth)
+        parts = (
+            rows[..., :, None, :].expand(*shape, -1),
+            columns[..., None, :, :].expand(*shape, -1),
+            rows.new_zeros(()).expand(*shape, width - height - breadth),
+        )
+        keys = torch.cat(parts, dim=-1).flatten(-3, -2)
+        keys = keys - keys.detach().amax(dim=-2, keepdim=True)
+        places = torch.eye(height + breadth, width, dtype=dtype, device=rows.device)
+        queries = places[:height, None] + places[None, height:]
+        return cls(queries.flatten(0, 1), keys.clamp(min=_LEAST_SCORE).to(dtype))
+
+    def attend(self, values: Tensor) -> Tensor:
+        """softmax(v_pos·r) V: (B, h, N, d) → (B, h, N, d)."""
+        queries = self.queries.expand(*values.shape[:2], -1, -1)
+        keys = self.keys.expand(values.shape[0], -1, -1, -1)
+        return attend_widely(queries, keys, values)
+
+
+def attend_widely(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """softmax(QKᵀ) V: (B, h, N, w) twice and (B, h, N, d) → (B, h, N, d).
+
+    The fast kernels want one width: values get zeros where they are narrower.
+    """
+    width = values.shape[-1]
+    if queries.shape[-1] > width:
+        values = F.pad(values, (0, queries.shape[-1] - width))
+    return F.scaled_dot_product_attention(queries, keys, values, scale=1.0)[..., :width]
+
+
+def prefers_fused(grid: Grid, window: Window, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether positional attention is to be computed as `Fused`, or else as `Separable`."""
+    return (
+        device.type in FUSED_DEVICES
+        and window == ALL_QUERIES
+        and sum(grid) <= _MOST_PLACES
+        and grid[0] * grid[1] <= _MOST_TOKENS.get(dtype, 0)
     )
-    queries = keys[window.before :][window.queries(length)]
-    offsets = keys[None, :] - queries[:, None]
-    scores = (quadratic[:, None, None] * offsets + linear[:, None, None]) * offsets
-    return scores.softmax(dim=-1)[..., window.before : window.before + length]
 
 
-def positional_factors(
-    v_pos: Tensor, grid: Grid, window: Window = _ALL_QUERIES
-) -> tuple[Tensor, Tensor]:
+def positional_factors(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Separable:
     """The factors of positional attention: (h, 3) → (h, H', H) over rows, (h, W', W) over columns.
 
-    The attention of query (i₁, i₂) to key (j₁, j₂) is rows[h, i₁, j₁] · columns[h, i₂, j₂]. The
-    queries' grid (H', W') is the keys' unless a `window` says otherwise.
+    The queries' grid (H', W') is the keys' unless a `window` says otherwise.
     """
-    quadratic, down, right = v_pos.unbind(-1)
-    return (
-        axis_attention(quadratic, down, grid[0], window),
-        axis_attention(quadratic, right, grid[1], window),
-    )
+    return Separable.of(axis_scores(v_pos, grid, window), grid, window, v_pos.dtype)
 
 
-def positional_attention(v_pos: Tensor, grid: Grid, window: Window = _ALL_QUERIES) -> Tensor:
+def positional_attention(v_pos: Tensor, grid: Grid, window: Window = ALL_QUERIES) -> Tensor:
     """softmax(v_pos · r_ij) as a matrix: (h, 3) → (h, N', N). For inspection; quadratic in N."""
     rows, columns = positional_factors(v_pos, grid, window)
     return torch.einsum("hik,hjl->hijkl", rows, columns).flatten(3).flatten(1, 2)
-
-
-def apply_positional_attention(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Apply positional attention in its separable form: O(N·(H+W)) instead of O(N²).
-
-    Args:
-        rows, columns: factors of shape (h, H', H) and (h, W', W).
-        values: (B, h, N, d) with N = H·W.
-
-    Returns:
-        (B, h, H'·W', d), equal to `positional_attention(...) @ values`.
-    """
-    batch, heads, _, width = values.shape
-    (down, height), (right, breadth) = rows.shape[1:], columns.shape[1:]
-    # Heads first: each factor then multiplies the whole batch in one matrix product per head, and
-    # the order (columns, rows) leaves the tokens row-major without a last copy.
-    v = values.unflatten(2, (height, breadth)).permute(1, 3, 2, 0, 4)
-    v = torch.bmm(columns, v.reshape(heads, breadth, height * batch * width))
-    v = v.view(heads, right, height, batch * width).transpose(1, 2)
-    v = torch.bmm(rows, v.reshape(heads, height, right * batch * width))
-    return v.view(heads, down * right, batch, width).permute(2, 0, 1, 3)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -17,7 +18,7 @@ from locality.errors import UserError
 from locality.layers.grid import Grid
 from locality.models.config import Architecture, to_2tuple
 
-Run = Callable[[nn.Module, Tensor, Grid], Tensor]
+Run = Callable[..., Tensor]
 
 
 class ImageClassifier(nn.Module):
@@ -46,6 +47,7 @@ class ImageClassifier(nn.Module):
         self.num_features = self.embed_dim = self.head_hidden_size = num_features
         self.num_prefix_tokens = int(config.has_class_token)
         self.grad_checkpointing = False
+        self.fused = False
 
     @property
     def img_size(self) -> Grid:
@@ -73,6 +75,40 @@ class ImageClassifier(nn.Module):
         """
         reads_one = self.config.global_pool == "token" and self.num_prefix_tokens
         return self.forward_head(self.norm(self._tokens(x, self._read if reads_one else self._run)))
+
+    def fuse(self) -> Self:
+        """A copy for evaluation, with fewer steps and the same logits to rounding.
+
+        What depends on weights alone is computed once: in a ConViT the positional scores on its own
+        grid, in a CvT convolutions with their BatchNorm and linear layers with the slope of
+        QuickGELU. The copy cannot train, and weights loaded into it would come too late.
+        """
+        fused = copy.deepcopy(self).eval().requires_grad_(False)
+        if not self.fused:
+            fused._fuse()
+        fused.fused = True
+        return fused
+
+    @property
+    def fuses(self) -> bool:
+        """Whether `fuse` has anything to do."""
+        return False
+
+    def _fuse(self) -> None:
+        """Compute once what depends on weights alone, in place."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Training or evaluation mode.
+
+        Raises:
+            UserError: if a fused model is to train.
+        """
+        if mode and self.fused:
+            raise UserError(
+                "a fused model cannot train: what was computed from its weights would not change "
+                "with them; train the model it was fused from"
+            )
+        return super().train(mode)
 
     def get_classifier(self) -> nn.Module:
         """The layer from features to logits."""
@@ -181,8 +217,8 @@ class ImageClassifier(nn.Module):
         shown = {self._feature_blocks()[index] for index in chosen}
         maps: list[Tensor] = []
 
-        def run(block: nn.Module, x: Tensor, grid: Grid) -> Tensor:
-            x = self._run(block, x, grid)
+        def run(block: nn.Module, x: Tensor, grid: Grid, **given: Any) -> Tensor:
+            x = self._run(block, x, grid, **given)
             if block in shown:
                 tokens = self.norm(x) if norm and x.shape[-1] == self.num_features else x
                 patches = tokens[:, tokens.shape[1] - grid[0] * grid[1] :]
@@ -204,7 +240,7 @@ class ImageClassifier(nn.Module):
 
         Args:
             x: images.
-            run: called as `run(block, x, grid)` for each block in turn.
+            run: called as `run(block, x, grid, **given)` for each block in turn.
             maps: how many feature maps to compute; all if None.
         """
         raise NotImplementedError
@@ -217,15 +253,16 @@ class ImageClassifier(nn.Module):
         """Keep what the first feature maps need, in the modules and in the configuration."""
         raise NotImplementedError
 
-    def _run(self, block: nn.Module, *given: Any) -> Tensor:
+    def _run(self, block: nn.Module, x: Tensor, grid: Grid, **given: Any) -> Tensor:
         """One block, recomputed in the backward pass if gradient checkpointing is on."""
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, *given, use_reentrant=False)
-        return block(*given)
+            return checkpoint(block, x, grid, use_reentrant=False, **given)
+        return block(x, grid, **given)
 
-    def _read(self, block: nn.Module, x: Tensor, grid: Grid) -> Tensor:
+    def _read(self, block: nn.Module, x: Tensor, grid: Grid, **given: Any) -> Tensor:
         """As `_run`, but the last block computes the class token alone."""
-        return self._run(block, x, grid, block is self._feature_blocks()[-1])
+        last = block is self._feature_blocks()[-1]
+        return self._run(block, x, grid, class_token_only=last, **given)
 
 
 def embedding(entries: int, width: int) -> nn.Parameter:

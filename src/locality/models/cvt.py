@@ -6,7 +6,6 @@ Shapes:  B batch · stage s: tokens (B, p + N_s, C_s) on a grid (H_s, W_s), N_s 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any, cast
 
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from locality.errors import UserError
 from locality.layers.block import Block, Mlp
 from locality.layers.convolution import (
     ConvolutionalAttention,
@@ -122,7 +120,6 @@ class ConvolutionalVisionTransformer(ImageClassifier):
     def __init__(self, config: CvTConfig) -> None:
         width = config.stages[-1].embed_dim
         super().__init__(config, width)
-        self.fused = False
         inputs = [config.in_chans, *(stage.embed_dim for stage in config.stages)]
         grids = config.native_grids
         last = len(config.stages) - 1
@@ -134,34 +131,18 @@ class ConvolutionalVisionTransformer(ImageClassifier):
         self.head_drop = nn.Dropout(config.drop_rate)
         self.head = base.make_head(width, config.num_classes)
 
-    def fuse(self) -> ConvolutionalVisionTransformer:
-        """A copy for evaluation, with fewer steps and the same logits to rounding.
+    @property
+    def fuses(self) -> bool:
+        """Whether `fuse` has anything to do."""
+        return True
 
-        Every BatchNorm is folded into the convolution before it, and the slope of every QuickGELU
-        into the linear layers around it. The copy cannot train.
-        """
-        fused = copy.deepcopy(self).eval().requires_grad_(False)
-        for module in fused.modules():
+    def _fuse(self) -> None:
+        """Fold BatchNorm into the convolution before it, and QuickGELU's slope into its MLP."""
+        for module in self.modules():
             if isinstance(module, Projection):
                 module.fold_batch_norm()
             elif isinstance(module, Mlp):
                 _fold_slope(module)
-        fused.fused = True
-        return fused
-
-    def train(self, mode: bool = True) -> ConvolutionalVisionTransformer:
-        """Training or evaluation mode.
-
-        Raises:
-            UserError: if a fused model is to train.
-        """
-        if mode and self.fused:
-            raise UserError(
-                "a fused model cannot train: its BatchNorms are folded into its convolutions; "
-                "train the model it was fused from"
-            )
-        super().train(mode)
-        return self
 
     def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
         grids = base.token_grids(self.config, x.shape[1:])

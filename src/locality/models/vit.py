@@ -9,7 +9,7 @@ Shapes:  B batch · N = H·W patches · C embed_dim · (H, W) token grid
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from locality.layers import (
     PositionalSelfAttention,
     SelfAttention,
 )
+from locality.layers.attention import PositionalPart, positional_parts, stacked_scores
 from locality.layers.conv_init import kernel_size
+from locality.layers.grid import Grid
+from locality.layers.position import Scores
 from locality.models import base
 from locality.models.base import ImageClassifier, Run
 from locality.models.config import ViTConfig
@@ -50,10 +53,26 @@ POSITIONAL: dict[str, Callable[[ViTConfig], nn.Module]] = {
 }
 
 
+@torch.fx.wrap
+def _positional_parts(
+    v_pos: Sequence[Tensor],
+    gating: Sequence[Tensor],
+    grid: Grid,
+    x: Tensor,
+    width: int,
+    kept: tuple[Grid, Scores] | None,
+) -> list[PositionalPart]:
+    """The parts of several layers; `kept` are their scores on one grid."""
+    scores = kept[1] if kept and kept[0] == grid else stacked_scores(v_pos, grid)
+    return positional_parts(scores, gating, grid, x, width)
+
+
 class VisionTransformer(ImageClassifier):
     """DeiT or ConViT (ConViT Table 1)."""
 
     config: ViTConfig
+    row_scores: Tensor
+    column_scores: Tensor
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config, config.embed_dim)
@@ -96,6 +115,7 @@ class VisionTransformer(ImageClassifier):
         grid = base.token_grids(self.config, x.shape[1:])[0]
         # Contiguous, or every residual sum down the network would work on strided memory.
         x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
+        parts = self._positional_parts(x, grid)
         token: Tensor | None = self.cls_token
         prefix = int(self.config.embed_class_token)
         if token is not None and prefix:
@@ -106,8 +126,39 @@ class VisionTransformer(ImageClassifier):
         for index, block in enumerate(self.blocks[:maps]):
             if index == self.config.gpsa_layers and token is not None:
                 x = base.prepend_class_token(token, x)
-            x = run(block, x, grid)
+            x = run(block, x, grid, **parts.get(index, {}))
         return x
+
+    def _positional_parts(self, x: Tensor, grid: Grid) -> dict[int, dict[str, PositionalPart]]:
+        """What gated blocks are given besides tokens (B, N, C), by their index."""
+        layers = self._gated_layers()
+        if not layers:
+            return {}
+        v_pos = [layer.v_pos for layer in layers.values()]
+        gating = [layer.gating for layer in layers.values()]
+        width = next(iter(layers.values())).value_dim
+        kept = None
+        if self.fused:  # some layers may have been pruned since
+            rows, columns = self.row_scores[: len(layers)], self.column_scores[: len(layers)]
+            kept = self.config.native_grids[0], (rows, columns)
+        parts = _positional_parts(v_pos, gating, grid, x, width, kept)
+        return {index: {"part": parts[place]} for place, index in enumerate(layers)}
+
+    def _gated_layers(self) -> dict[int, GatedPositionalSelfAttention]:
+        """The gated layers by the index of their block."""
+        layers = ((index, block.attn) for index, block in enumerate(self.blocks))
+        return {i: a for i, a in layers if isinstance(a, GatedPositionalSelfAttention)}
+
+    @property
+    def fuses(self) -> bool:
+        """Whether `fuse` has anything to do: gated layers."""
+        return bool(self._gated_layers())
+
+    def _fuse(self) -> None:
+        if layers := self._gated_layers():
+            scores = stacked_scores([a.v_pos for a in layers.values()], self.config.native_grids[0])
+            for name, score in zip(("row_scores", "column_scores"), scores, strict=True):
+                self.register_buffer(name, score, persistent=False)
 
     def _feature_blocks(self) -> list[nn.Module]:
         return list(self.blocks)
