@@ -89,23 +89,21 @@ def explorer_page(
         "models": [about for about, _ in observed],
     }
     blobs = [
-        (f"blob-{model}-{image}", Markup(blob))
+        (f"blob-{model}-{image}", to_blob(blob))
         for model, (_, packed) in enumerate(observed)
         for image, blob in enumerate(packed)
     ]
-    # "<" could end the script element that the data stands in.
-    data = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return render(
         "locality.analysis",
         "explorer.html",
-        data=Markup(data),
+        data=to_script(page),
         blobs=blobs,
         models=page["models"],
         version=__version__,
     )
 
 
-def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[str]]:
+def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[bytes]]:
     """One model on all images: its description, and its queries and keys image by image."""
     model = subject.module()
     subject.check_logits(subject.logits(batch.to(next(model.parameters()))))
@@ -123,7 +121,7 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[s
             f"{subject.label(int(index))} ({100 * float(value):.3g}%)" for value, index in top1
         ],
     }
-    return about, [base64.b64encode(zlib.compress(packed, 9)).decode() for packed, _, _ in observed]
+    return about, [packed for packed, _, _ in observed]
 
 
 def _pack(model: nn.Module, image: Tensor) -> tuple[bytes, list[dict[str, Any]], Tensor]:
@@ -145,18 +143,32 @@ def _pack(model: nn.Module, image: Tensor) -> tuple[bytes, list[dict[str, Any]],
             }
         )
         for pair in zip(view.maps.query[0], view.maps.key[0], strict=True):
-            parts.extend(_half_precision(tensor, view.name) for tensor in pair)
+            what = f"queries or keys of {view.name}"
+            parts.extend(half_precision(tensor, what) for tensor in pair)
 
     with eval_mode(model), capture(model, on_layer=add):
         logits = model(image)
     return b"".join(parts), layers, logits
 
 
-def _half_precision(tokens: Tensor, layer: str) -> bytes:
-    """(N, d) in half precision: all low bytes, then all high bytes, which compresses better."""
-    half = tokens.half()
+def half_precision(numbers: Tensor, what: str) -> bytes:
+    """Numbers in half precision: all low bytes, then all high bytes, which compresses better.
+
+    Raises:
+        UserError: if one of `what` they are called is not finite then.
+    """
+    half = numbers.half()
     if not half.isfinite().all():
-        raise UserError(
-            f"queries or keys of {layer} are not finite in half precision; check the weights"
-        )
+        raise UserError(f"{what} are not finite in half precision; check the weights")
     return half.cpu().contiguous().numpy().view(np.uint8).reshape(-1, 2).T.tobytes()
+
+
+def to_blob(packed: bytes) -> Markup:
+    """Bytes as a page holds them: compressed, which browsers undo, in base64."""
+    return Markup(base64.b64encode(zlib.compress(packed, 9)).decode())
+
+
+def to_script(page: dict[str, Any]) -> Markup:
+    """A page's data as JSON that may stand in a script element."""
+    data = json.dumps(page, separators=(",", ":"), allow_nan=False)
+    return Markup(data.replace("<", "\\u003c"))  # "<" could end the element

@@ -1,9 +1,5 @@
-"use strict";
 // The page holds the queries and keys of every head, for every model and image, in half precision.
 // Clicking a patch computes one row of attention per head.
-
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
 
 // -- state ------------------------------------------------------------------------------------
 
@@ -23,20 +19,6 @@ const rows = new Map(); // attention of the current query, by "model.layer.head"
 
 // -- attention --------------------------------------------------------------------------------
 
-// Every half-precision number by its bits. Float16Array is not in every browser yet.
-const HALF = Float32Array.from({ length: 1 << 16 }, (_, bits) => {
-  const exponent = (bits >> 10) & 31, fraction = (bits & 1023) / 1024;
-  const size = exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction;
-  return bits >> 15 ? -size : size;
-});
-
-// Half-precision numbers stored as all their low bytes, then all their high bytes.
-function readHalves(bytes, start, count) {
-  const numbers = new Float32Array(count);
-  for (let i = 0; i < count; i++) numbers[i] = HALF[bytes[start + i] | (bytes[start + count + i] << 8)];
-  return numbers;
-}
-
 // The content scores of one query with every key.
 function contentScores(head, width, query) {
   const scores = new Float64Array(head.key.length / width);
@@ -44,14 +26,6 @@ function contentScores(head, width, query) {
     for (let i = 0; i < width; i++) scores[j] += head.query[query * width + i] * head.key[j * width + i];
   }
   return scores;
-}
-
-function softmax(scores) {
-  let top = -Infinity, sum = 0;
-  for (const score of scores) top = Math.max(top, score);
-  const weights = scores.map((score) => Math.exp(score - top));
-  for (const weight of weights) sum += weight;
-  return weights.map((weight) => weight / sum);
 }
 
 // The softmax of v · (‖δ‖², δ_row, δ_column) over the keys and the zero padding around them, without
@@ -113,12 +87,6 @@ function distanceOf(layer, attention) {
 
 // -- loading ----------------------------------------------------------------------------------
 
-async function inflate(name) {
-  const packed = await fetch("data:application/octet-stream;base64," + $(name).textContent);
-  const stream = packed.body.pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
-
 async function loadImage(image) {
   const loaded = await Promise.all(DATA.models.map(async (model, index) => {
     const bytes = await inflate(`blob-${index}-${image}`);
@@ -135,22 +103,6 @@ async function loadImage(image) {
 }
 
 // -- building the page --------------------------------------------------------------------------
-
-const SVG = new Set(["svg", "circle", "line", "polyline", "text", "title"]);
-
-function element(name, attributes = {}, ...children) {
-  const node = SVG.has(name)
-    ? document.createElementNS("http://www.w3.org/2000/svg", name)
-    : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  node.append(...children);
-  return node;
-}
-
-function gateColour(gate) {
-  const mix = (from, to) => Math.round(from + (to - from) * gate);
-  return `rgb(${mix(255, 193)}, ${mix(255, 18)}, ${mix(255, 31)})`;
-}
 
 const cells = []; // every map on the page
 
@@ -216,53 +168,6 @@ function buildLarge() {
   showImageUnderMaps();
 }
 
-function plot(title, unit, valuesOf, largest) {
-  const [width, height, left, bottom, right] = [460, 210, 34, 26, 8];
-  const depth = Math.max(...DATA.models.map((model) => model.layers.length));
-  const ticks = ticksTo(largest), top = ticks.at(-1);
-  const x = (layer) => left + (layer + 0.5) * (width - left - right) / depth;
-  const y = (value) => height - bottom - value / top * (height - bottom - 10);
-  const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
-  for (const value of ticks) {
-    svg.append(element("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
-    const label = element("text", { x: left - 4, y: y(value) + 4, "text-anchor": "end" });
-    label.textContent = value;
-    svg.append(label);
-  }
-  for (let layer = 0; layer < depth; layer++) {
-    const label = element("text", { x: x(layer), y: height - 8, "text-anchor": "middle" });
-    label.textContent = layer + 1;
-    svg.append(label);
-  }
-  DATA.models.forEach((model, number) => {
-    const means = [];
-    const dots = [];
-    model.layers.forEach((layer, index) => {
-      const values = valuesOf(layer);
-      if (!values) return;
-      const known = values.filter((value) => value !== null);
-      means.push(`${x(index)},${y(known.reduce((sum, value) => sum + value, 0) / known.length)}`);
-      values.forEach((value, head) => {
-        if (value === null) return;
-        const shift = (number - (DATA.models.length - 1) / 2) * 8;
-        const dot = element("circle", {
-          class: `dot ${model.family}`, cx: x(index) + shift, cy: y(value), r: 4,
-          "data-model": number, "data-layer": index, "data-head": head, "data-value": value,
-        });
-        const text = element("title");
-        text.textContent = `${model.label}, layer ${index + 1}, head ${head + 1}: ${value.toFixed(3)}`;
-        dot.append(text);
-        dot.addEventListener("pointerenter", () => highlight(number, index, head));
-        dot.addEventListener("pointerleave", () => highlight());
-        dot.addEventListener("click", () => setLayer(index));
-        dots.push(dot);
-      });
-    });
-    svg.append(element("polyline", { class: `mean ${model.family}`, points: means.join(" ") }), ...dots);
-  });
-  $("plots").append(element("figure", {}, element("h2", {}, title), svg, element("figcaption", {}, unit)));
-}
-
 function buildPlots() {
   const images = DATA.images.length === 1 ? "this image" : `these ${DATA.images.length} images`;
   const keys = element("p", {});
@@ -270,40 +175,16 @@ function buildPlots() {
     keys.append(element("span", { class: `key ${model.family}` }, model.label));
   });
   const far = DATA.models.flatMap((model) => model.layers.flatMap((layer) => layer.nonlocality));
-  plot("Nonlocality", `Mean attention distance in patches by layer, over ${images}. Each dot is a head, the line their mean.`,
-    (layer) => layer.nonlocality, Math.max(...far));
+  $("plots").append(keys, plot("Nonlocality", `Mean attention distance in patches by layer, over ${images}. Each dot is a head, the line their mean.`,
+    (layer) => layer.nonlocality, Math.max(...far), highlight, setLayer));
   if (DATA.models.some((model) => model.layers.some((layer) => layer.gates))) {
-    plot("Gates", "Gate by layer: 1 attends to position alone, 0 to content alone. Layers without dots have no gate.",
-      (layer) => layer.gates, 1);
+    $("plots").append(plot("Gates", "Gate by layer: 1 attends to position alone, 0 to content alone. Layers without dots have no gate.",
+      (layer) => layer.gates, 1, highlight, setLayer));
   }
-  $("plots").prepend(keys);
   keys.style.gridColumn = "1 / -1";
 }
 
-// 0, step, 2 step, … up to the first that is not below `largest`: exact numbers, 3 to 6 of them.
-function ticksTo(largest) {
-  const unit = 10 ** Math.floor(Math.log10((largest || 1) / 5));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * unit).find((each) => 5 * each >= largest * (1 - 1e-9));
-  const count = Math.ceil(largest / step * (1 - 1e-9));
-  return Array.from({ length: count + 1 }, (_, at) => Number((at * step).toPrecision(6)));
-}
-
 // -- rendering ------------------------------------------------------------------------------------
-
-// viridis, every fifth of its 256 colours; those between lie on a straight line to within 1 of 255.
-const VIRIDIS = (
-  "44015446085c471063481769481d6f482475472a7a46307e453781433d844142873f48893d4e8a" +
-  "3a538b38598c355e8d33638d31688e2e6d8e2c718e2a768e297b8e27808e25848e23898e218e8d" +
-  "20928c1f978b1e9c891fa18821a58524aa8328ae802eb37c35b7793dbc7446c06f50c46a5ac864" +
-  "65cb5e70cf577cd25089d54895d840a2da37b0dd2fbddf26cae11fd8e219e5e419f1e51dfde725"
-).match(/../g).map((pair) => parseInt(pair, 16));
-const COLOURS = Array.from({ length: 256 }, (_, at) => {
-  const low = 3 * Math.floor(at / 5), part = (at % 5) / 5;
-  return [0, 1, 2].map((channel) => {
-    const from = VIRIDIS[low + channel], to = VIRIDIS[low + channel + 3] ?? from;
-    return Math.round(from + (to - from) * part);
-  });
-});
 
 // The largest attention to a patch by scale: in a map, in its layer, in all maps.
 const tops = new Map();
@@ -325,27 +206,6 @@ function rowOf(cell) {
 function topOf(cell) {
   const layer = `${cell.model}.${cell.index}`;
   return tops.get({ map: `${layer}.${cell.head}`, layer, all: "all" }[state.scale]);
-}
-
-function paint(canvas, attention, prefix, top) {
-  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
-  for (let k = prefix, at = 0; k < attention.length; k++, at += 4) {
-    const part = 1 + Math.log10(Math.max(attention[k] / (top || 1), 10 ** -DATA.decades)) / DATA.decades;
-    const colour = COLOURS[Math.round(255 * part)];
-    image.data[at] = colour[0];
-    image.data[at + 1] = colour[1];
-    image.data[at + 2] = colour[2];
-    image.data[at + 3] = 255;
-  }
-  context.putImageData(image, 0, 0);
-}
-
-function placeBox(box, grid, cell) {
-  box.hidden = state.classToken;
-  box.style.top = `${100 * cell[0] / grid[0]}%`;
-  box.style.left = `${100 * cell[1] / grid[1]}%`;
-  box.style.height = `${100 / grid[0]}%`;
-  box.style.width = `${100 / grid[1]}%`;
 }
 
 function queryCell() {
@@ -374,6 +234,7 @@ function show() {
   const where = { map: "maximum of the map", layer: "maximum of the layer", all: "maximum of all maps" };
   $("high").textContent = where[state.scale];
   const [row, column] = queryCell();
+  $("query").hidden = state.classToken;
   placeBox($("query"), QUERY_GRID, [row, column]);
   $("where").textContent = state.classToken
     ? "query: the class token; hatched layers do not have it yet"
@@ -409,8 +270,6 @@ function readout() {
   if (layer.gates) parts.push(`gate ${layer.gates[at.head].toFixed(3)}`);
   $("readout").textContent = parts.join(" · ");
 }
-
-const number = (value) => (value >= 0.1 ? value.toFixed(2) : value.toPrecision(2));
 
 function mark(model, layer, head) {
   document.querySelectorAll(`[data-model="${model}"][data-layer="${layer}"][data-head="${head}"]`)

@@ -1,0 +1,151 @@
+"use strict";
+// What the explorer and the live page share: numbers stored in the page, attention's colours, plots.
+
+const DATA = JSON.parse(document.getElementById("data").textContent); // what the page says of its models
+const $ = (id) => document.getElementById(id);
+
+// -- numbers --------------------------------------------------------------------------------------
+
+// Every half-precision number by its bits. Float16Array is not in every browser yet.
+const HALF = Float32Array.from({ length: 1 << 16 }, (_, bits) => {
+  const exponent = (bits >> 10) & 31, fraction = (bits & 1023) / 1024;
+  const size = exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction;
+  return bits >> 15 ? -size : size;
+});
+
+// Half-precision numbers stored as all their low bytes, then all their high bytes.
+function readHalves(bytes, start, count) {
+  const numbers = new Float32Array(count);
+  for (let i = 0; i < count; i++) numbers[i] = HALF[bytes[start + i] | (bytes[start + count + i] << 8)];
+  return numbers;
+}
+
+function softmax(scores) {
+  let top = -Infinity, sum = 0;
+  for (const score of scores) top = Math.max(top, score);
+  const weights = scores.map((score) => Math.exp(score - top));
+  for (const weight of weights) sum += weight;
+  return weights.map((weight) => weight / sum);
+}
+
+async function inflate(name) {
+  const packed = await fetch("data:application/octet-stream;base64," + $(name).textContent);
+  const stream = packed.body.pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+// -- elements ------------------------------------------------------------------------------------
+
+const SVG = new Set(["svg", "circle", "line", "polyline", "text", "title"]);
+
+function element(name, attributes = {}, ...children) {
+  const node = SVG.has(name)
+    ? document.createElementNS("http://www.w3.org/2000/svg", name)
+    : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+function gateColour(gate) {
+  const mix = (from, to) => Math.round(from + (to - from) * gate);
+  return `rgb(${mix(255, 193)}, ${mix(255, 18)}, ${mix(255, 31)})`;
+}
+
+const number = (value) => (value >= 0.1 ? value.toFixed(2) : value.toPrecision(2));
+
+// -- colours -------------------------------------------------------------------------------------
+
+// viridis, every fifth of its 256 colours; those between lie on a straight line to within 1 of 255.
+const VIRIDIS = (
+  "44015446085c471063481769481d6f482475472a7a46307e453781433d844142873f48893d4e8a" +
+  "3a538b38598c355e8d33638d31688e2e6d8e2c718e2a768e297b8e27808e25848e23898e218e8d" +
+  "20928c1f978b1e9c891fa18821a58524aa8328ae802eb37c35b7793dbc7446c06f50c46a5ac864" +
+  "65cb5e70cf577cd25089d54895d840a2da37b0dd2fbddf26cae11fd8e219e5e419f1e51dfde725"
+).match(/../g).map((pair) => parseInt(pair, 16));
+const COLOURS = Array.from({ length: 256 }, (_, at) => {
+  const low = 3 * Math.floor(at / 5), part = (at % 5) / 5;
+  return [0, 1, 2].map((channel) => {
+    const from = VIRIDIS[low + channel], to = VIRIDIS[low + channel + 3] ?? from;
+    return Math.round(from + (to - from) * part);
+  });
+});
+
+function paint(canvas, attention, prefix, top) {
+  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
+  for (let k = prefix, at = 0; k < attention.length; k++, at += 4) {
+    const part = 1 + Math.log10(Math.max(attention[k] / (top || 1), 10 ** -DATA.decades)) / DATA.decades;
+    const colour = COLOURS[Math.round(255 * part)];
+    image.data[at] = colour[0];
+    image.data[at + 1] = colour[1];
+    image.data[at + 2] = colour[2];
+    image.data[at + 3] = 255;
+  }
+  context.putImageData(image, 0, 0);
+}
+
+function placeBox(box, grid, cell) {
+  box.style.top = `${100 * cell[0] / grid[0]}%`;
+  box.style.left = `${100 * cell[1] / grid[1]}%`;
+  box.style.height = `${100 / grid[0]}%`;
+  box.style.width = `${100 / grid[1]}%`;
+}
+
+// -- plots ---------------------------------------------------------------------------------------
+
+// One figure of a number per head by layer, with its mean. `marked` and `chosen` are told of the dot that is
+// pointed at and of the layer that is clicked.
+function plot(title, unit, valuesOf, largest, marked, chosen) {
+  const [width, height, left, bottom, right] = [460, 210, 34, 26, 8];
+  const depth = Math.max(...DATA.models.map((model) => model.layers.length));
+  const ticks = ticksTo(largest), top = ticks.at(-1);
+  const x = (layer) => left + (layer + 0.5) * (width - left - right) / depth;
+  const y = (value) => height - bottom - value / top * (height - bottom - 10);
+  const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
+  for (const value of ticks) {
+    svg.append(element("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
+    const label = element("text", { x: left - 4, y: y(value) + 4, "text-anchor": "end" });
+    label.textContent = value;
+    svg.append(label);
+  }
+  for (let layer = 0; layer < depth; layer++) {
+    const label = element("text", { x: x(layer), y: height - 8, "text-anchor": "middle" });
+    label.textContent = layer + 1;
+    svg.append(label);
+  }
+  DATA.models.forEach((model, number) => {
+    const means = [];
+    const dots = [];
+    model.layers.forEach((layer, index) => {
+      const values = valuesOf(layer);
+      if (!values) return;
+      const known = values.filter((value) => value !== null);
+      means.push(`${x(index)},${y(known.reduce((sum, value) => sum + value, 0) / known.length)}`);
+      values.forEach((value, head) => {
+        if (value === null) return;
+        const shift = (number - (DATA.models.length - 1) / 2) * 8;
+        const dot = element("circle", {
+          class: `dot ${model.family}`, cx: x(index) + shift, cy: y(value), r: 4,
+          "data-model": number, "data-layer": index, "data-head": head, "data-value": value,
+        });
+        const text = element("title");
+        text.textContent = `${model.label}, layer ${index + 1}, head ${head + 1}: ${value.toFixed(3)}`;
+        dot.append(text);
+        dot.addEventListener("pointerenter", () => marked(number, index, head));
+        dot.addEventListener("pointerleave", () => marked());
+        dot.addEventListener("click", () => chosen(index));
+        dots.push(dot);
+      });
+    });
+    svg.append(element("polyline", { class: `mean ${model.family}`, points: means.join(" ") }), ...dots);
+  });
+  return element("figure", {}, element("h2", {}, title), svg, element("figcaption", {}, unit));
+}
+
+// 0, step, 2 step, … up to the first that is not below `largest`: exact numbers, 3 to 6 of them.
+function ticksTo(largest) {
+  const unit = 10 ** Math.floor(Math.log10((largest || 1) / 5));
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * unit).find((each) => 5 * each >= largest * (1 - 1e-9));
+  const count = Math.ceil(largest / step * (1 - 1e-9));
+  return Array.from({ length: count + 1 }, (_, at) => Number((at * step).toPrecision(6)));
+}
