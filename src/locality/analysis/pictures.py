@@ -121,7 +121,11 @@ def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
     """
     if not is_run_folder(run):
         raise UserError(f"{run} is no run folder with images of its own; give --images")
-    config = RunFolder(run).config()
+    return validation_images(RunFolder(run).config(), count)
+
+
+def validation_images(config: RunConfig, count: int) -> list[tuple[str, Image.Image]]:
+    """The first validation images of a configuration, as `run_images`."""
     splits = open_data(config.data, config.seed)
     chosen = round_robin_indices(splits.val.labels, count).tolist()
     labels = splits.val.labels

@@ -215,24 +215,35 @@ def evaluate(arguments: Sequence[str]) -> None:
 def explore(arguments: Sequence[str]) -> int:
     """Write one self-contained HTML page: click a patch of an image and see what every head of
     every layer looks at, by content, by position, and mixed; up to four models side by side.
+    With --live the page computes the models itself: draw a digit, move gates and locality.
 
     Returns:
         1 if there are images that cannot be read.
     """
     parser = Parser("explore", explore.__doc__)
     parser.add_model("models", nargs="+", help=f"each a {MODEL}")
-    _add_images(parser, 8)
+    parser.add("--images", None, _IMAGES, nargs="+")
+    parser.add("--count", None, "how many images at most, 8 or live 20 unless given", int | None)
+    parser.add("--live", False, "a page that computes small DeiT and ConViT itself")
     parser.add("--output", "explorer.html", "the file to write")
     options = parser.read(arguments)
 
     for model in options.models:
         check_given(model, options)
     from locality.analysis.explorer import write_explorer
+    from locality.analysis.live import write_live
 
-    shown, code = _shown(options.images, options.models[0], options.count)
+    first = options.models[0]
+    shown, code = _shown(options.images, first, options.count or (20 if options.live else 8))
     subjects = [open_given(model, options) for model in options.models]
     names, images = [name for name, _ in shown], [image for _, image in shown]
-    print(write_explorer(subjects, images, options.output, names))
+    if options.live:
+        # Files have names, and a run's own images have classes.
+        labels = names if options.images is None else ()
+        digits = is_run_folder(first) and read_config(Path(first)).data.dataset == "digits"
+        print(write_live(subjects, images, options.output, labels, digits))
+    else:
+        print(write_explorer(subjects, images, options.output, names))
     return code
 
 

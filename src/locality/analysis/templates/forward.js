@@ -1,0 +1,193 @@
+// The forward pass of a DeiT or ConViT, as `locality.models.vit` computes it, with every head's attention.
+//
+// Shapes, rows first and in one flat array each:  N tokens · C width · h heads · d = C/h · (H, W) grid of patches
+
+// A model of the page with its weights, under their names in PyTorch.
+function unpackModel(about, bytes) {
+  const count = about.weights.reduce((sum, [, length]) => sum + length, 0);
+  if (bytes.length !== 2 * count) throw new Error(`the weights of ${about.label} are not whole`);
+  const all = readHalves(bytes, 0, count), weights = {};
+  let at = 0;
+  for (const [name, length] of about.weights) weights[name] = all.subarray(at, at += length);
+  return { ...about, weights };
+}
+
+// x (n, from) · weightᵀ, weight (to, from), + bias (to) → (n, to). Four tokens share every weight that is read.
+function linear(x, weight, bias, from) {
+  const n = x.length / from, to = weight.length / from, out = new Float32Array(n * to);
+  for (let t = 0; t < n; t += 4) {
+    const a = t * from, b = Math.min(t + 1, n - 1) * from, c = Math.min(t + 2, n - 1) * from, e = Math.min(t + 3, n - 1) * from;
+    for (let o = 0; o < to; o++) {
+      let p = bias ? bias[o] : 0, q = p, r = p, s = p;
+      for (let i = 0, w = o * from; i < from; i++, w++) {
+        const each = weight[w];
+        p += each * x[a + i]; q += each * x[b + i]; r += each * x[c + i]; s += each * x[e + i];
+      }
+      out[t * to + o] = p;
+      if (t + 1 < n) out[(t + 1) * to + o] = q;
+      if (t + 2 < n) out[(t + 2) * to + o] = r;
+      if (t + 3 < n) out[(t + 3) * to + o] = s;
+    }
+  }
+  return out;
+}
+
+function layerNorm(x, weight, bias, eps) {
+  const width = weight.length, out = new Float32Array(x.length);
+  for (let t = 0; t < x.length; t += width) {
+    let mean = 0, variance = 0;
+    for (let i = 0; i < width; i++) mean += x[t + i] / width;
+    for (let i = 0; i < width; i++) variance += (x[t + i] - mean) ** 2 / width;
+    const scale = 1 / Math.sqrt(variance + eps);
+    for (let i = 0; i < width; i++) out[t + i] = (x[t + i] - mean) * scale * weight[i] + bias[i];
+  }
+  return out;
+}
+
+// x Φ(x); Φ by Abramowitz and Stegun 7.1.26, to 1e-7.
+function gelu(x) {
+  const z = Math.abs(x) * Math.SQRT1_2, t = 1 / (1 + 0.3275911 * z);
+  const tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))));
+  const erf = 1 - tail * Math.exp(-z * z);
+  return 0.5 * x * (1 + Math.sign(x) * erf);
+}
+
+// Pixels (H, W, channels) of 0 … 255 → patches (N, channels · p · p), normalised.
+function patches(model, pixels) {
+  const { patch, size: [height, width], mean, std } = model, channels = mean.length;
+  const out = new Float32Array(height * width * channels);
+  let at = 0;
+  for (let row = 0; row < height; row += patch) {
+    for (let column = 0; column < width; column += patch) {
+      for (let c = 0; c < channels; c++) {
+        for (let y = row; y < row + patch; y++) {
+          for (let x = column; x < column + patch; x++) {
+            out[at++] = (pixels[(y * width + x) * channels + c] / 255 - mean[c]) / std[c];
+          }
+        }
+      }
+    }
+  }
+  return out;
+}
+
+// The gate of a head, moved: by 0 it is the trained one, by -1 it is 0 and by 1 it is 1.
+const movedGate = (gate, by) => (by < 0 ? gate * (1 + by) : gate + (1 - gate) * by);
+
+// The softmax of quadratic · δ² + linear · δ over the keys of one axis: (L, L).
+function axisAttention(quadratic, linear, length) {
+  return Array.from({ length }, (_, query) => softmax(
+    Float64Array.from({ length }, (_, key) => (quadratic * (key - query) + linear) * (key - query))));
+}
+
+// softmax(v · (‖δ‖², δ_row, δ_column)), the product of its factors along rows and columns: (N, N).
+function positionalMap([square, down, right], [height, width]) {
+  const rows = axisAttention(square, down, height), columns = axisAttention(square, right, width);
+  const out = new Float32Array((height * width) ** 2);
+  let at = 0;
+  for (let y = 0; y < height; y++) {
+    for (let x = 0; x < width; x++) {
+      for (let i = 0; i < height; i++) for (let j = 0; j < width; j++) out[at++] = rows[y][i] * columns[x][j];
+    }
+  }
+  return out;
+}
+
+// One layer's attention to the tokens `x`: what its heads give, (N, C), and the maps of each head, (N, N).
+function attention(model, prefix, x, n, { gate = 0, strength = 1 }) {
+  const { weights, width, heads, grid } = model, d = width / heads;
+  const name = `${prefix}.attn`, positions = weights[`${name}.v_pos`], gating = weights[`${name}.gating`];
+  const qkv = linear(x, weights[`${name}.qkv.weight`], weights[`${name}.qkv.bias`], width);
+  const out = new Float32Array(n * width), layer = { heads: [], gates: gating ? [] : null, prefix: n - grid[0] * grid[1] };
+  for (let h = 0; h < heads; h++) {
+    const scores = new Float64Array(n * n), content = new Float32Array(n * n);
+    for (let i = 0; i < n; i++) {
+      for (let j = 0; j < n; j++) {
+        let sum = 0;
+        for (let k = 0, q = i * 3 * width + h * d, key = j * 3 * width + width + h * d; k < d; k++) sum += qkv[q + k] * qkv[key + k];
+        scores[i * n + j] = sum / Math.sqrt(d);
+      }
+      content.set(softmax(scores.subarray(i * n, (i + 1) * n)), i * n);
+    }
+    let position = null, mixed = content;
+    if (positions) {
+      position = positionalMap(Array.from(positions.subarray(3 * h, 3 * h + 3), (v) => v * strength), grid);
+      mixed = new Float32Array(n * n);
+      if (gating) {
+        const share = movedGate(1 / (1 + Math.exp(-gating[h])), gate);
+        layer.gates.push(share);
+        for (let i = 0; i < n * n; i++) mixed[i] = (1 - share) * content[i] + share * position[i]; // Eq. 7
+      } else { // one softmax over both terms, Eq. 4
+        for (let i = 0; i < n * n; i += n) {
+          mixed.set(softmax(scores.subarray(i, i + n).map((score, j) => score + Math.log(position[i + j]))), i);
+        }
+      }
+    }
+    for (let i = 0; i < n; i++) {
+      for (let j = 0; j < n; j++) {
+        const share = mixed[i * n + j], value = j * 3 * width + 2 * width + h * d;
+        for (let k = 0; k < d; k++) out[i * width + h * d + k] += share * qkv[value + k];
+      }
+    }
+    layer.heads.push({ content, position, mixed });
+  }
+  return [linear(out, weights[`${name}.proj.weight`], weights[`${name}.proj.bias`], width), layer];
+}
+
+// Logits and attention of one image. `change` moves the gated layers: {gate: -1 … 1, strength: factor of α}.
+function forward(model, pixels, change = {}) {
+  const { weights, width, eps } = model;
+  let x = linear(patches(model, pixels), weights["patch_embed.weight"], weights["patch_embed.bias"],
+    weights["patch_embed.weight"].length / width);
+  const prepend = () => {
+    const longer = new Float32Array(x.length + width);
+    longer.set(weights.cls_token);
+    longer.set(x, width);
+    x = longer;
+  };
+  if (model.embedsToken) prepend();
+  if (weights.pos_embed) x = x.map((value, i) => value + weights.pos_embed[i]);
+  const layers = [];
+  for (let index = 0; index < model.depth; index++) {
+    if (index === model.tokenJoins) prepend();
+    const name = `blocks.${index}`, of = (part) => [weights[`${name}.${part}.weight`], weights[`${name}.${part}.bias`]];
+    const [attended, layer] = attention(model, name, layerNorm(x, ...of("norm1"), eps), x.length / width, change);
+    x = x.map((value, i) => value + attended[i]);
+    const hidden = linear(layerNorm(x, ...of("norm2"), eps), ...of("mlp.fc1"), width).map(gelu);
+    const added = linear(hidden, ...of("mlp.fc2"), hidden.length / (x.length / width));
+    x = x.map((value, i) => value + added[i]);
+    layers.push(layer);
+  }
+  x = layerNorm(x, weights["norm.weight"], weights["norm.bias"], eps);
+  let read = x.slice(0, width);
+  if (model.pool === "avg") {
+    const first = layers.at(-1).prefix * width, count = (x.length - first) / width;
+    read = read.map((_, i) => { let sum = 0; for (let t = first; t < x.length; t += width) sum += x[t + i]; return sum / count; });
+  }
+  const logits = linear(read, weights["head.weight"], weights["head.bias"], width);
+  if (!logits.every(Number.isFinite)) throw new Error(`${model.label} gives logits that are not finite`);
+  return { logits, probabilities: softmax(logits), layers };
+}
+
+// The mean distance in patches from every patch to what it attends to, without class tokens (Eq. 8).
+function nonlocality(map, prefix, [height, width]) {
+  const patches = height * width, n = patches + prefix;
+  let total = 0, known = 0;
+  for (let i = 0; i < patches; i++) {
+    const [sum, mass] = looked(map.subarray((i + prefix) * n + prefix, (i + prefix + 1) * n), i, width);
+    if (mass > 0) { total += sum / mass; known++; }
+  }
+  return known ? total / known : null;
+}
+
+// A row of attention from patch `query`: its sum of distances, and its sum.
+function looked(row, query, width) {
+  const y = Math.floor(query / width), x = query % width;
+  let sum = 0, mass = 0;
+  for (let j = 0; j < row.length; j++) {
+    const down = Math.floor(j / width) - y, right = j % width - x;
+    sum += row[j] * Math.sqrt(down * down + right * right);
+    mass += row[j];
+  }
+  return [sum, mass];
+}

@@ -1,0 +1,421 @@
+// The page: an image, drawn or chosen, goes through all models; what their heads attend to is shown from one patch.
+
+// -- state ------------------------------------------------------------------------------------
+
+const state = {
+  pixels: null, // of the image shown, (H, W, channels), 0 … 255
+  example: 0, // which one it is; null for a drawing
+  strokes: [], // of the drawing: lists of points, as fractions of the pad
+  cell: [0, 0], // the query patch
+  mode: "mixed",
+  layer: 0, head: 0, // shown large
+  change: { gate: 0, strength: 1 }, // see `forward`
+};
+const [HEIGHT, WIDTH] = DATA.size;
+const BARE = Math.max(HEIGHT, WIDTH) <= 16; // under a map, an image of so few pixels is mistaken for part of it
+const models = []; // with their weights
+const examples = []; // their pixels
+const answers = []; // of each model to the image shown
+const GRID = DATA.models[0].grid; // of the patch that is chosen; models with other patches are asked at its centre
+
+const cellOf = (model) => state.cell.map((at, axis) => Math.floor((at + 0.5) / GRID[axis] * model.grid[axis]));
+const percent = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)}%`;
+
+// -- building the page --------------------------------------------------------------------------
+
+const small = [], large = []; // the maps on the page
+
+function makeMap(model, part) {
+  const [rows, columns] = models[model].grid;
+  const canvas = element("canvas", { width: columns, height: rows });
+  const query = element("i", { class: "query" });
+  const view = element("div", { class: "view" }, element("canvas", { class: "under", width: WIDTH, height: HEIGHT }), canvas, query);
+  const strip = element("span", { class: "gate absent" });
+  const node = element("figure", { class: "cell" }, view, strip);
+  return { model, part, canvas, query, strip, node };
+}
+
+function buildModel(model, number) {
+  const few = model.classes.length <= 12;
+  const bars = element("ol", { class: few && model.classes.every((name) => name.length <= 2) ? "bars upright" : "bars" });
+  const shown = few ? model.classes.length : 5;
+  for (let at = 0; at < shown; at++) bars.append(element("li", {}, element("span"), element("i"), element("b")));
+  const parts = ["content", "position", "mixed"].filter((part) => part !== "position" || model.positional);
+  const apart = element("div", { class: "large" });
+  for (const part of model.positional ? parts : ["mixed"]) {
+    const map = makeMap(number, part);
+    map.label = element("figcaption", { class: "label" });
+    map.node.append(map.label);
+    large.push(map);
+    apart.append(map.node);
+  }
+  const overview = element("div", { class: "overview" });
+  overview.style.setProperty("--heads", model.heads);
+  for (let index = 0; index < model.depth; index++) {
+    const choose = element("button", { type: "button", title: `layer ${index + 1}`, "aria-label": `show layer ${index + 1} large` }, String(index + 1));
+    choose.addEventListener("click", () => choosePart(index, state.head));
+    const row = element("div", { class: "row", "data-layer": index }, choose);
+    for (let head = 0; head < model.heads; head++) {
+      const map = makeMap(number, null);
+      Object.assign(map, { layer: index, head });
+      map.node.addEventListener("click", () => choosePart(index, head));
+      small.push(map);
+      row.append(map.node);
+    }
+    row.append(element("span", { class: "far", title: "nonlocality on this image, in patches" }));
+    overview.append(row);
+  }
+  return element("article", { class: `model ${model.family}`, "data-model": number },
+    element("h2", {}, `${model.label} `, element("small")), element("p", { class: "prediction" }), bars,
+    element("h3"), apart, element("h3", {}, "Every layer and head ", element("small", {}, "and the layer’s nonlocality")), overview);
+}
+
+function build() {
+  document.body.style.setProperty("--ratio", `${WIDTH} / ${HEIGHT}`);
+  document.body.classList.toggle("smooth", Math.max(HEIGHT, WIDTH) > 64);
+  document.body.classList.toggle("bare", BARE);
+  $("image").width = WIDTH;
+  $("image").height = HEIGHT;
+  $("grid").style.setProperty("--rows", GRID[0]);
+  $("grid").style.setProperty("--columns", GRID[1]);
+  $("models").append(...models.map(buildModel));
+  // Where the models stand below, a line beside the drawing has their answers.
+  $("brief").append(...models.map((model) => element("span", { class: `key ${model.family}` }, `${model.label} `,
+    element("strong"), element("span"), element("small"))));
+  examples.forEach((pixels, at) => {
+    const canvas = element("canvas", { width: WIDTH, height: HEIGHT });
+    paintPixels(canvas, pixels);
+    const name = DATA.labels.length ? `example ${at + 1}: ${DATA.labels[at]}` : `example ${at + 1}`;
+    const button = element("button", { type: "button", title: name, "aria-label": name }, canvas);
+    button.addEventListener("click", () => chooseExample(at));
+    $("thumbnails").append(button);
+  });
+  const positional = models.some((model) => model.positional), gated = models.some((model) => model.gated);
+  $("modes").hidden = !positional;
+  $("moving").hidden = !positional;
+  $("gate-choice").hidden = !gated;
+  $("low").textContent = `1/${10 ** DATA.decades} of it`;
+  const table = $("colours").getContext("2d");
+  COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
+}
+
+// -- showing ------------------------------------------------------------------------------------
+
+function paintPixels(canvas, pixels) {
+  const context = canvas.getContext("2d"), image = context.createImageData(WIDTH, HEIGHT), n = DATA.channels;
+  for (let at = 0; at < WIDTH * HEIGHT; at++) {
+    for (let channel = 0; channel < 3; channel++) image.data[4 * at + channel] = pixels[n * at + Math.min(channel, n - 1)];
+    image.data[4 * at + 3] = 255;
+  }
+  context.putImageData(image, 0, 0);
+}
+
+// The row of a map from the chosen patch; null where there is no such part.
+function rowOf(model, layer, head, part) {
+  const { prefix, heads } = answers[model].layers[layer], map = heads[head][part];
+  if (!map) return null;
+  const [row, column] = cellOf(models[model]), [height, width] = models[model].grid, n = height * width + prefix;
+  const query = prefix + row * width + column;
+  return map.subarray(query * n, (query + 1) * n);
+}
+
+function showMap(map, layer, head, part) {
+  const { grid } = models[map.model], found = answers[map.model].layers[layer], row = rowOf(map.model, layer, head, part);
+  map.node.classList.toggle("none", !row);
+  if (row) paint(map.canvas, row, found.prefix, row.subarray(found.prefix).reduce((a, b) => Math.max(a, b), 0));
+  placeBox(map.query, grid, cellOf(models[map.model]));
+  map.strip.classList.toggle("absent", !found.gates);
+  if (found.gates) {
+    map.strip.style.background = gateColour(found.gates[head]);
+    map.strip.title = `gate ${found.gates[head].toFixed(2)}`;
+  }
+}
+
+function showAnswer(article, model, number) {
+  const answer = answers[number];
+  const order = answer.probabilities.map((_, at) => at).sort((a, b) => answer.probabilities[b] - answer.probabilities[a]);
+  const best = model.classes[order[0]];
+  article.querySelector(".prediction").replaceChildren("takes it for ", element("strong", {}, best), ` (${percent(answer.probabilities[order[0]])})`);
+  const few = model.classes.length <= 12;
+  article.querySelectorAll(".bars li").forEach((item, at) => {
+    const index = few ? at : order[at], [name, bar, value] = item.children;
+    name.textContent = model.classes[index];
+    value.textContent = percent(answer.probabilities[index]);
+    bar.style.setProperty("--part", answer.probabilities[index]);
+    item.classList.toggle("best", index === order[0]);
+    item.classList.toggle("low", answer.probabilities[index] < 0.05);
+  });
+  answer.best = best;
+  const [name, share] = $("brief").children[number].children;
+  name.textContent = best;
+  share.textContent = ` ${percent(answer.probabilities[order[0]])} `;
+}
+
+function showLarge(article, model, number) {
+  const layer = Math.min(state.layer, model.depth - 1), head = Math.min(state.head, model.heads - 1);
+  const { gates } = answers[number].layers[layer], gate = gates?.[head];
+  article.querySelector("h3").textContent = `Layer ${layer + 1}, head ${head + 1}`;
+  for (const map of large.filter((each) => each.model === number)) {
+    showMap(map, layer, head, map.part);
+    const share = { content: 1 - gate, position: gate }[map.part];
+    map.label.textContent = map.part === "mixed"
+      ? (gates ? "= mixed" : model.positional && rowOf(number, layer, head, "position") ? "one softmax of both" : "content alone")
+      : (gates ? `${share.toFixed(2)} × ${map.part}` : map.part);
+  }
+  article.querySelectorAll(".row").forEach((row, at) => {
+    row.classList.toggle("selected", at === layer);
+    row.querySelectorAll(".cell").forEach((cell, which) => cell.classList.toggle("chosen", at === layer && which === head));
+    const distances = model.distances(answers[number].layers[at]);
+    row.querySelector(".far").textContent = (distances.reduce((a, b) => a + b, 0) / distances.length).toFixed(2);
+  });
+}
+
+function showPlot() {
+  DATA.models.forEach((model, number) => {
+    model.layers = answers[number].layers.map((layer) => ({ nonlocality: models[number].distances(layer) }));
+  });
+  const keys = element("p", {}, ...models.map((model) => element("span", { class: `key ${model.family}` }, model.label)));
+  const uniform = nonlocality(new Float32Array((GRID[0] * GRID[1]) ** 2).fill(1), 0, GRID);
+  const figure = plot("Nonlocality of this image",
+    `Mean attention distance in patches by layer. Each dot is a head, the line their mean; attention that is the same everywhere has ${uniform.toFixed(2)}.`,
+    (layer) => layer.nonlocality, uniform, () => {}, (layer) => choosePart(layer, state.head));
+  $("plots").replaceChildren(keys, figure);
+}
+
+// The page in words, for those who do not see it, and for those who do.
+function describe() {
+  const sentences = models.map((model, number) =>
+    `${model.label} takes it for ${answers[number].best} (${percent(Math.max(...answers[number].probabilities))}).`);
+  const [row, column] = state.cell, layers = [];
+  models.forEach((model, number) => {
+    const layer = Math.min(state.layer, model.depth - 1), head = Math.min(state.head, model.heads - 1);
+    const found = answers[number].layers[layer], attention = rowOf(number, layer, head, "mixed").subarray(found.prefix);
+    const top = attention.indexOf(Math.max(...attention)), width = model.grid[1], own = cellOf(model);
+    const [sum, mass] = looked(attention, own[0] * width + own[1], width);
+    layers.push(`head ${head + 1} of ${model.label}’s layer ${layer + 1} looks ${(sum / mass).toFixed(2)} patches away on average, ` +
+      `most (${percent(attention[top])}) to row ${Math.floor(top / width) + 1}, column ${top % width + 1}`);
+  });
+  return `${sentences.join(" ")} From row ${row + 1}, column ${column + 1}, ${layers.join("; ")}.`;
+}
+
+let describing = 0;
+
+function show() {
+  const [row, column] = state.cell;
+  placeBox($("query"), GRID, state.cell);
+  $("where").textContent = `row ${row + 1}, column ${column + 1} of ${GRID.join(" × ")} patches`;
+  document.querySelectorAll(".model").forEach((article, number) => {
+    showAnswer(article, models[number], number);
+    showLarge(article, models[number], number);
+  });
+  for (const map of small) showMap(map, map.layer, map.head, state.mode);
+  // While one draws nothing is read out.
+  clearTimeout(describing);
+  describing = setTimeout(() => { $("said").textContent = describe(); showPlot(); }, 300);
+}
+
+// -- computing ----------------------------------------------------------------------------------
+
+let asked = 0; // when something changed that is not shown yet
+
+function update() {
+  if (asked) return;
+  asked = performance.now();
+  requestAnimationFrame(() => {
+    compute();
+    live.times.push(performance.now() - asked);
+    asked = 0;
+  });
+}
+
+function compute() {
+  models.forEach((model, number) => { answers[number] = forward(model, state.pixels, state.change); });
+  paintPixels($("image"), state.pixels);
+  if (!BARE) document.querySelectorAll(".under").forEach((canvas) => paintPixels(canvas, state.pixels));
+  show();
+}
+
+// How many examples are recognised, counted one by one so that nothing waits for it. Without positional attention
+// there is nothing to move, and once is enough.
+let counting = 0;
+
+function count() {
+  clearTimeout(counting);
+  const waiting = models.map((_, number) => number).filter((number) => models[number].positional || !models[number].counted);
+  if (!DATA.labels.length || !waiting.length) return;
+  const right = models.map(() => 0), places = document.querySelectorAll(".model");
+  let at = 0;
+  const next = () => {
+    for (const number of waiting) {
+      const { classes } = models[number], { logits } = forward(models[number], examples[at], state.change);
+      right[number] += classes[logits.indexOf(Math.max(...logits))] === DATA.labels[at];
+    }
+    at += 1;
+    if (at < examples.length) { counting = setTimeout(next); return; }
+    for (const number of waiting) {
+      models[number].counted = true;
+      places[number].dataset.right = right[number];
+      places[number].querySelector("h2 small").textContent = `${right[number]} of ${at} examples right`;
+      $("brief").children[number].lastChild.textContent = `${right[number]} of ${at} right`;
+    }
+  };
+  counting = setTimeout(next, 60);
+}
+
+// -- actions ------------------------------------------------------------------------------------
+
+function chooseExample(at) {
+  state.example = at;
+  state.strokes = [];
+  state.pixels = examples[at];
+  showDrawing();
+  update();
+}
+
+function choosePart(layer, head) {
+  const most = (of) => Math.max(...models.map(of));
+  state.layer = Math.max(0, Math.min(most((model) => model.depth) - 1, layer));
+  state.head = head % most((model) => model.heads);
+  show();
+}
+
+function chooseCell(row, column) {
+  state.cell = [row, column].map((at, axis) => Math.max(0, Math.min(GRID[axis] - 1, at)));
+  show();
+}
+
+function chooseMode(mode) {
+  state.mode = mode;
+  document.querySelector(`input[name="mode"][value="${mode}"]`).checked = true;
+  show();
+}
+
+// α's factor from a slider of -100 … 100: from 0 to 1, and on to 10.
+const factor = (at) => (at < 0 ? 1 + at / 100 : 10 ** (at / 100));
+
+function move() {
+  const gate = Number($("gate").value), strength = Number($("strength").value);
+  state.change = { gate: gate / 100, strength: factor(strength) };
+  const ways = gate === 100 ? "1, by position alone" : gate === -100 ? "0, by content alone" : `${Math.abs(gate)}% of the way to ${gate > 0 ? 1 : 0}`;
+  $("gate-value").textContent = gate ? ways : "as trained";
+  $("strength-value").textContent = strength ? `× ${factor(strength).toFixed(2)}` : "as trained";
+  for (const [slider, value] of [["gate", "gate-value"], ["strength", "strength-value"]]) {
+    $(slider).setAttribute("aria-valuetext", $(value).textContent);
+  }
+  $("trained").disabled = !gate && !strength;
+  update();
+  count();
+}
+
+function showDrawing() {
+  document.querySelectorAll("#thumbnails button").forEach((button, at) => button.setAttribute("aria-pressed", at === state.example));
+  $("image").setAttribute("aria-label", state.example === null ? "your drawing" : $("thumbnails").children[state.example].title);
+  if (!DATA.digits) return;
+  $("hint").hidden = state.strokes.length > 0;
+  const pad = $("pad"), context = pad.getContext("2d");
+  context.clearRect(0, 0, pad.width, pad.height);
+  Object.assign(context, { lineWidth: 0.07 * pad.width, lineCap: "round", lineJoin: "round", strokeStyle: getComputedStyle(pad).color });
+  for (const stroke of state.strokes) {
+    context.beginPath();
+    for (const [x, y] of [stroke[0], ...stroke]) context.lineTo(x * pad.width, y * pad.height);
+    context.stroke();
+  }
+}
+
+function draw() {
+  state.example = null;
+  state.pixels = drawnPixels(state.strokes, DATA.channels);
+  showDrawing();
+  update();
+}
+
+function clearDrawing() {
+  state.strokes = [];
+  state.pixels = new Uint8Array(HEIGHT * WIDTH * DATA.channels);
+  state.example = null;
+  showDrawing();
+  update();
+}
+
+function listenToPad() {
+  const pad = $("pad");
+  let stroke = null;
+  const add = (event) => {
+    const box = pad.getBoundingClientRect();
+    for (const each of event.getCoalescedEvents?.() ?? []) stroke.push([(each.clientX - box.left) / box.width, (each.clientY - box.top) / box.height]);
+    const point = [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
+    const last = stroke.at(-1);
+    if (!last || Math.hypot(point[0] - last[0], point[1] - last[1]) > 0.01) stroke.push(point);
+  };
+  pad.addEventListener("pointerdown", (event) => {
+    if (event.button) return;
+    pad.setPointerCapture(event.pointerId);
+    stroke = [];
+    state.strokes.push(stroke);
+    add(event);
+    draw();
+  });
+  pad.addEventListener("pointermove", (event) => { if (stroke) { add(event); draw(); } });
+  for (const end of ["pointerup", "pointercancel"]) pad.addEventListener(end, () => { stroke = null; });
+  $("clear").addEventListener("click", clearDrawing);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showDrawing);
+}
+
+function pressed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const onControl = event.target.matches("input");
+  const [row, column] = state.cell, moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+  if (event.key in moves) {
+    if (onControl) return;
+    chooseCell(row + moves[event.key][0], column + moves[event.key][1]);
+    event.preventDefault();
+  } else if (event.key === "[" || event.key === "]") {
+    choosePart(state.layer + (event.key === "]" ? 1 : -1), state.head);
+  } else if (event.key === "h") {
+    choosePart(state.layer, state.head + 1);
+  } else if (event.key in { m: 0, c: 0, p: 0 } && !$("modes").hidden) {
+    chooseMode({ m: "mixed", c: "content", p: "position" }[event.key]);
+  } else if (event.key === "n") {
+    chooseExample(((state.example ?? -1) + 1) % examples.length);
+  } else if (DATA.digits && /^\d$/.test(event.key)) {
+    // Its next example, each time the key is pressed.
+    const those = examples.map((_, at) => at).filter((at) => DATA.labels[at] === event.key);
+    if (those.length) chooseExample(those.find((at) => at > (state.example ?? -1)) ?? those[0]);
+  }
+}
+
+function listen() {
+  $("grid").addEventListener("click", (event) => {
+    const box = $("grid").getBoundingClientRect();
+    chooseCell(Math.floor((event.clientY - box.top) / box.height * GRID[0]), Math.floor((event.clientX - box.left) / box.width * GRID[1]));
+  });
+  for (const slider of ["gate", "strength"]) $(slider).addEventListener("input", move);
+  $("trained").addEventListener("click", () => { $("gate").value = $("strength").value = 0; move(); });
+  document.querySelectorAll('input[name="mode"]').forEach((input) => input.addEventListener("change", () => chooseMode(input.value)));
+  document.addEventListener("keydown", pressed);
+  if (DATA.digits) listenToPad();
+}
+
+async function start() {
+  for (const [number, about] of DATA.models.entries()) {
+    const model = unpackModel(about, await inflate(`weights-${number}`));
+    model.positional = Object.keys(model.weights).some((name) => name.endsWith("v_pos"));
+    model.gated = Object.keys(model.weights).some((name) => name.endsWith("gating"));
+    model.distances = (layer) => layer.heads.map((head) => nonlocality(head.mixed, layer.prefix, model.grid));
+    models.push(model);
+  }
+  const pixels = await inflate("images"), size = HEIGHT * WIDTH * DATA.channels;
+  if (pixels.length !== DATA.images * size) throw new Error("its examples are not whole");
+  for (let at = 0; at < DATA.images; at++) examples.push(pixels.subarray(at * size, (at + 1) * size));
+  state.pixels = examples[0];
+  state.cell = GRID.map((size) => Math.floor(size / 2));
+  build();
+  listen();
+  showDrawing();
+  move();
+  requestAnimationFrame(() => { document.documentElement.dataset.ready = performance.now().toFixed(1); });
+}
+
+// For the console: live.forward(live.models[0], live.state.pixels, {gate: -1}) gives logits and every map.
+window.live = { state, models, examples, forward, countBlocks, times: [] };
+start();

@@ -1,0 +1,435 @@
+"""The live page computes in JavaScript what PyTorch does, and shows it to everybody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from locality.analysis.live import live_page, write_live
+from locality.analysis.measures import measure_model, nonlocality
+from locality.analysis.pictures import validation_images
+from locality.analysis.taps import capture, content_off, position_off
+from locality.checkpoints import Classifier, Preprocessing, open_model
+from locality.cli import main
+from locality.errors import UserError
+from locality.models import build
+from locality.training import recipe
+
+TRAINED = Path(__file__).parents[2] / "docs" / "live" / "digits"
+NAMES = ("convit_nano", "deit_nano")
+PARTS = ("content", "position", "mixed")
+GATES = {-1: position_off, 0: lambda _: contextlib.nullcontext(), 1: content_off}
+
+# One way of writing each digit: strokes as points of a square of 100.
+DRAWINGS = json.loads(Path(__file__).with_name("drawings.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return [open_model(TRAINED / name) for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return validation_images(recipe("digits"), 20)
+
+
+@pytest.fixture(scope="module")
+def file(trained, examples, tmp_path_factory):
+    labels, images = zip(*examples, strict=True)
+    output = tmp_path_factory.mktemp("live") / "index.html"
+    return write_live(trained, images, output, labels, digits=True)
+
+
+@pytest.fixture
+def open_live(open_page):
+    """Opens a live page and waits until it has answered."""
+
+    def opened(path, *size):
+        page = open_page(path, *size)
+        page.wait_for_function("document.documentElement.dataset.ready", timeout=60_000)
+        return page
+
+    return opened
+
+
+def computed(page, model, example, gate=0.0, strength=1.0):
+    """What the page computes: logits, and by layer the gates and every head's maps."""
+    logits, layers = page.evaluate(
+        """([model, example, gate, strength]) => {
+            const { logits, layers } = live.forward(live.models[model], live.examples[example],
+                { gate, strength });
+            const list = (map) => map && Array.from(map);
+            return [list(logits), layers.map(({ gates, heads }) => ({ gates, heads: heads.map(
+                (head) => Object.fromEntries(Object.entries(head).map(
+                    ([part, map]) => [part, list(map)])) ) }))];
+        }""",
+        [model, example, gate, strength],
+    )
+    return np.array(logits), layers
+
+
+@torch.no_grad()
+def assert_equal(page, subject, number, image, example, gate=0, strength=1.0):
+    module = subject.module()
+    gated = any(name.endswith("gating") for name, _ in module.named_parameters())
+    change = GATES[gate](module) if gated else contextlib.nullcontext()
+    positions = [p for name, p in module.named_parameters() if name.endswith("v_pos")]
+    before = [each.clone() for each in positions]
+    for each in positions:
+        each.mul_(strength)
+    with change, capture(module) as views:
+        expected = subject.logits(subject.prepare([image]))[0]
+    for each, value in zip(positions, before, strict=True):
+        each.copy_(value)
+    logits, layers = computed(page, number, example, gate, strength)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    assert len(layers) == len(views)
+    for layer, view in zip(layers, views, strict=True):
+        maps = view.maps
+        assert (layer["gates"] is None) == (maps.gate is None)
+        if maps.gate is not None:
+            np.testing.assert_allclose(layer["gates"], maps.gate, atol=1e-6)
+        for part in PARTS:
+            whole = getattr(maps, part)
+            for head, found in enumerate(layer["heads"]):
+                assert (found[part] is None) == (whole is None)
+                if whole is not None:
+                    true = whole[head] if part == "position" else whole[0, head]
+                    np.testing.assert_allclose(found[part], true.flatten(), atol=1e-4)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_logits_and_every_map_are_those_of_pytorch(open_live, file, trained, examples, gate):
+    page = open_live(file)
+    for number, subject in enumerate(trained):
+        for example, (_, image) in enumerate(examples):
+            assert_equal(page, subject, number, image, example, gate)
+
+
+def test_the_strength_of_locality_scales_positions(open_live, file, trained, examples):
+    page = open_live(file)
+    for strength in (0.0, 0.5, 4.0):
+        assert_equal(page, trained[0], 0, examples[3][1], 3, strength=strength)
+
+
+ARCHITECTURES = {
+    "PSA": {"name": "convit_nano", "positional_attention": "psa"},
+    "mean": {"name": "convit_nano", "global_pool": "avg"},
+    "mean and token": {"name": "deit_nano", "global_pool": "avg", "class_token": True},
+    "no positions": {"name": "deit_nano", "use_pos_embed": False, "qkv_bias": False},
+    "all gated": {"name": "convit_nano", "gpsa_layers": 4, "global_pool": "avg"},
+    "first patch": {"name": "convit_nano", "gpsa_layers": 4, "class_token": False},
+    "grey": {"name": "convit_nano", "in_chans": 1},
+    "high": {"name": "convit_nano", "img_size": (12, 8)},
+}
+
+
+@pytest.mark.parametrize("fields", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_every_vision_transformer_is_computed(open_live, shaken, tmp_path, fields):
+    fields = dict(fields)
+    model = shaken(build(fields.pop("name"), **fields)).half().float()
+    channels = model.in_chans
+    preparation = Preprocessing(model.img_size, (0.4,) * channels, (0.3,) * channels, crop_pct=1.0)
+    subject = Classifier.of(model, "one", preparation)
+    pixels = np.random.default_rng(0).integers(0, 256, (*model.img_size, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    page = open_live(write_live([subject], [image], tmp_path / "one.html"))
+    for gate in GATES:
+        assert_equal(page, subject, 0, image, 0, gate)
+
+
+def test_images_of_another_size_get_resampled_positions(open_live, shaken, tmp_path):
+    model = shaken(build("deit_nano")).half().float()
+    subject = Classifier.of(model, "one", Preprocessing(12, (0.5,) * 3, (0.5,) * 3, crop_pct=1.0))
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 12, 3), np.uint8))
+    page = open_live(write_live([subject], [image], tmp_path / "one.html"))
+    # The resampled entries are rounded to half precision too.
+    logits, _ = computed(page, 0, 0)
+    np.testing.assert_allclose(logits, subject.logits(subject.prepare([image]))[0], atol=1e-2)
+
+
+def draw(page, digit):
+    page.locator("#clear").click()
+    page.locator("#pad").scroll_into_view_if_needed()
+    box = page.locator("#pad").bounding_box()
+    for stroke in DRAWINGS[digit]:
+        points = np.array(stroke) / 100 * (box["width"], box["height"]) + (box["x"], box["y"])
+        page.mouse.move(*points[0])
+        page.mouse.down()
+        for point in points[1:]:
+            page.mouse.move(*point, steps=8)
+        page.mouse.up()
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+
+def test_drawings_are_recognised(open_live, file, trained):
+    page, right = open_live(file), 0
+    for digit in DRAWINGS:
+        draw(page, digit)
+        right += page.locator(".model .prediction strong").first.inner_text() == digit
+        # What is seen is an image of 8×8 like any other, and Python answers the same.
+        pixels = np.array(page.evaluate("Array.from(live.state.pixels)"), np.uint8)
+        true = trained[0]([Image.fromarray(pixels.reshape(8, 8, 3))])[0]
+        shown = page.locator(".model").first.locator(".bars b").all_text_contents()
+        np.testing.assert_allclose([float(text[:-1]) for text in shown], 100 * true, atol=0.51)
+    assert right >= 8
+
+
+def test_drawings_are_prepared_as_the_data_set_was(open_live, file, examples):
+    """As high as the image, about as much ink in each, and the slant taken out."""
+    page = open_live(file)
+    count = "(strokes) => Array.from(live.countBlocks(strokes))"
+    thin = np.array(page.evaluate(count, [[[50, 10], [50, 90]]])).reshape(8, 8)
+    slanted = np.array(page.evaluate(count, [[[70, 10], [30, 90]]])).reshape(8, 8)
+    assert (thin.max(axis=1) > 0).all() and not thin[:, [0, 1, 6, 7]].any()
+    centres = slanted @ np.arange(8) / slanted.sum(axis=1)
+    assert np.ptp(centres) < 0.4  # columns, where the stroke leaned by three
+    ring = [[50 + 30 * math.cos(t), 50 + 40 * math.sin(t)] for t in np.linspace(0, 6.3, 60)]
+    drawn = np.array(page.evaluate(count, [ring]))
+    assert drawn.max() <= 16 and abs(drawn.sum() - 312) <= 12
+    # The same drawing, smaller and elsewhere, is the same image.
+    moved = page.evaluate(count, [[[x / 3 + 7, y / 3 + 20] for x, y in ring]])
+    assert np.abs(drawn - moved).max() <= 1
+    point = np.array(page.evaluate(count, [[[50, 50]]]))
+    assert 0 < point.sum() < 100
+
+
+def slide(page, slider, value):
+    page.locator(f"#{slider}").evaluate(
+        "(node, value) => { node.value = value; node.dispatchEvent(new Event('input')); }", value
+    )
+
+
+def counted(page, model):
+    return page.wait_for_function(
+        f"document.querySelectorAll('.model')[{model}].dataset.right", timeout=60_000
+    ).json_value()
+
+
+def test_sliders_move_gates_and_a_button_puts_them_back(open_live, file, trained, examples):
+    page = open_live(file)
+    labels, images = zip(*examples, strict=True)
+    truth = {}
+    for gate, masked in GATES.items():
+        with masked(trained[0].module()):
+            found = trained[0](images).argmax(dim=1).tolist()
+        truth[gate] = sum(
+            trained[0].classes[at] == to for at, to in zip(found, labels, strict=True)
+        )
+    assert int(counted(page, 0)) == truth[0] >= 18
+    assert page.locator("#trained").is_disabled()
+    for gate, said in ((-1, "0, by content alone"), (1, "1, by position alone")):
+        page.evaluate("document.querySelector('.model').dataset.right = ''")
+        slide(page, "gate", 100 * gate)
+        assert page.locator("#gate-value").inner_text() == said
+        assert int(counted(page, 0)) == truth[gate]
+        share = page.locator(".model").first.locator(".large .label").nth(1).inner_text()
+        assert share == f"{max(gate, 0):.2f} × position"
+    slide(page, "strength", -100)
+    assert page.locator("#strength-value").inner_text() == "× 0.00"
+    page.locator("#trained").click()
+    assert page.evaluate("live.state.change") == {"gate": 0, "strength": 1}
+    assert page.locator("#gate-value").inner_text() == "as trained"
+    page.evaluate("document.querySelector('.model').dataset.right = ''")
+    assert int(counted(page, 0)) == truth[0]
+
+
+def test_nonlocality_is_that_of_the_measure(open_live, file, trained, examples):
+    page = open_live(file)
+    page.keyboard.press("n")
+    page.wait_for_function("live.state.example === 1")
+    page.wait_for_timeout(600)
+    for number, subject in enumerate(trained):
+        record = measure_model(subject.module(), subject.prepare([examples[1][1]]))
+        shown = page.locator(f'.model[data-model="{number}"] .far').all_inner_texts()
+        true = [layer["nonlocality"]["layer_mean"] for layer in record["layers"]]
+        np.testing.assert_allclose([float(text) for text in shown], true, atol=0.0051)
+        dots = page.locator(f'.dot[data-model="{number}"]')
+        values = dots.evaluate_all("(all) => all.map((dot) => Number(dot.dataset.value))")
+        means = [mean for layer in record["layers"] for mean in layer["nonlocality"]["mean"]]
+        np.testing.assert_allclose(values, means, atol=1e-4)
+
+
+def test_everything_is_reached_from_the_keyboard_and_said_in_words(open_live, file, trained):
+    page = open_live(file)
+    reached = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.title"))
+    for wanted in ("clear", "grid", "example 1: 0", "example 20: 9", "gate", "strength", "layer 4"):
+        assert wanted in reached
+    page.locator("#grid").focus()
+    page.keyboard.press("7")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowLeft")
+    for key in ("]", "h", "p"):
+        page.keyboard.press(key)
+    assert page.evaluate("[live.state.cell, live.state.layer, live.state.head]") == [[1, 1], 1, 1]
+    assert page.locator("#where").inner_text() == "row 2, column 2 of 4 × 4 patches"
+    assert page.locator("input[value=position]").is_checked()
+    # The second model has no such part, and says so by its hatching.
+    assert page.locator('.model[data-model="1"] .cell.none').count() == 16
+    page.locator("#gate").focus()
+    page.keyboard.press("End")
+    assert page.evaluate("live.state.change.gate") == 1
+    assert page.evaluate("live.state.cell") == [1, 1]
+    page.wait_for_timeout(600)
+    said = page.locator("#said").inner_text()
+    with content_off(trained[0].module()), capture(trained[0].module(), layers=[1]) as views:
+        pixels = page.evaluate("Array.from(live.state.pixels)")
+        image = Image.fromarray(np.array(pixels, np.uint8).reshape(8, 8, 3))
+        best = trained[0].label(int(trained[0]([image]).argmax()))
+    row = views[0].maps.mixed[0, 1, 5]
+    top = int(row.argmax())
+    place = f"({100 * float(row[top]):.0f}%) to row {top // 4 + 1}, column {top % 4 + 1}"
+    assert f"convit_nano takes it for {best} (" in said and "deit_nano takes it for" in said
+    assert "From row 2, column 2, head 2 of convit_nano’s layer 2 looks " in said
+    assert place in said
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 720), (820, 1180), (390, 844)])
+def test_nothing_is_cut_or_covered(open_live, file, size, scheme):
+    page = open_live(file, *size)
+    page.emulate_media(color_scheme=scheme)
+    page.wait_for_timeout(600)
+    assert page.outside() == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    for chosen in ("#pad", "#grid", "#clear", "#gate", "#strength", "#thumbnails button >> nth=19"):
+        node = page.locator(chosen)
+        node.scroll_into_view_if_needed()
+        # What lies in the middle of it is the control itself.
+        assert node.evaluate(
+            """(node) => { const box = node.getBoundingClientRect();
+            return node.contains(document.elementFromPoint(box.x + box.width / 2,
+                box.y + box.height / 2)); }"""
+        ) or chosen in ("#trained",)
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert light == (scheme == "light")
+
+
+def test_size_and_requests(file):
+    assert file.stat().st_size < 2e6
+    text = file.read_text()
+    assert not re.search(r"""\bsrc=["'](?!data:)|<link""", text)
+
+
+@pytest.fixture
+def sentence(browser, tmp_path):
+    """Opens a page that cannot work and gives what it says, and whether it says nothing else."""
+    contexts = []
+
+    def opened(text, **options):
+        context = browser.new_context(offline=True, **options)
+        contexts.append(context)
+        page, path = context.new_page(), tmp_path / "broken.html"
+        path.write_text(text)
+        page.goto(path.as_uri())
+        page.wait_for_selector(".fault:not([hidden])", timeout=20_000)
+        return page.locator(".fault >> visible=true").inner_text(), page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def test_a_broken_page_says_so_in_a_sentence(sentence, file):
+    text = file.read_text()
+    weights = re.search(r'id="weights-0">([^<]+)<', text)[1]
+    damaged = weights[: len(weights) // 2] + "AAAAAAAA" + weights[len(weights) // 2 + 8 :]
+    for broken in (
+        text.replace(weights, weights[: len(weights) // 8 * 4]),
+        text.replace(weights, damaged),
+        text.replace(weights, re.search(r'id="weights-1">([^<]+)<', text)[1]),
+        text.replace('"depth":4', '"depth":5'),
+        text.replace('id="data">{', 'id="data">'),
+    ):
+        assert broken != text
+        said, page = sentence(broken)
+        assert said.startswith("This page cannot show its models: ")
+        assert not page.locator("main").is_visible()
+
+
+def test_without_javascript_there_is_a_sentence(sentence, file):
+    said, _ = sentence(file.read_text(), java_script_enabled=False)
+    assert "JavaScript, which is switched off here" in said
+
+
+def test_what_cannot_be_live_is_refused(shaken, trained, tmp_path):
+    image = Image.fromarray(np.zeros((8, 8, 3), np.uint8))
+    refused = {
+        "is for DeiT and ConViT; leave --live out": build("cvt_nano"),
+        "MB of weights, and a page computes up to 10 MB": build("convit_mini"),
+        "has no classifier": build("convit_nano", num_classes=0),
+    }
+    for said, model in refused.items():
+        with pytest.raises(UserError, match=said):
+            live_page([Classifier.of(model)], [image])
+    with pytest.raises(UserError, match="no image"):
+        live_page(trained, [])
+    with pytest.raises(UserError, match="1 to 4 models"):
+        live_page([], [image])
+    larger = Classifier.of(build("convit_nano", img_size=16))
+    with pytest.raises(UserError, match=r"8×8 pixels .* and 16×16|16×16 pixels .* and 8×8"):
+        live_page([trained[0], larger], [image])
+    huge = build("convit_nano")
+    torch.nn.init.constant_(huge.blocks[0].norm1.bias, 1e5)
+    with pytest.raises(UserError, match=r"weights of \S+ are not finite in half precision"):
+        live_page([Classifier.of(huge, "huge", trained[0].preprocessing)], [image])
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """A run of `convit_micro` on 600 images in five classes, of three steps."""
+    folder = tmp_path_factory.mktemp("photographs")
+    generator = np.random.default_rng(0)
+    for number, name in enumerate(("bridge", "castle", "harbour", "market", "tower")):
+        for index in range(120):
+            place = folder / "photos" / ("val" if index < 20 else "train") / name / f"{index}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            pixels = generator.integers(0, 200, (40, 36, 3)) + 10 * number
+            Image.fromarray(pixels.astype(np.uint8)).save(place)
+    words = ["train", "photos", "--data.root", str(folder / "photos"), "--model", "convit_micro"]
+    words += ["--schedule.steps", "3", "--schedule.warmup", "1", "--engine.batch_size", "8"]
+    words += ["--data.workers", "0", "--engine.precision", "fp32", "--engine.tensorboard", "false"]
+    assert not main([*words, "--quiet", "--output", str(folder / "run")])
+    return folder / "run"
+
+
+def test_the_page_of_a_run_of_ones_own(open_live, photographs, tmp_path, capsys):
+    output = tmp_path / "own.html"
+    assert not main(["explore", str(photographs), "--live", "--output", str(output)])
+    assert str(output) in capsys.readouterr().out
+    assert output.stat().st_size < 10e6
+    page = open_live(output)
+    assert page.locator("#thumbnails button").count() == 20
+    assert page.locator("#pad").count() == 0
+    names = page.locator(".bars span").all_inner_texts()
+    assert names == ["bridge", "castle", "harbour", "market", "tower"]
+    page.keyboard.press("n")
+    page.wait_for_function("live.state.example === 1")
+    subject = open_model(photographs)
+    shown = np.array(page.evaluate("Array.from(live.examples[1])"), np.uint8).reshape(32, 32, 3)
+    expected = subject.logits(subject.prepare([Image.fromarray(shown)]))[0]
+    logits, layers = computed(page, 0, 1)
+    # Weights of a run are rounded to half precision.
+    np.testing.assert_allclose(logits, expected, atol=1e-2)
+    assert len(layers) == 8 and len(layers[0]["heads"]) == 9
+    assert nonlocality(
+        torch.tensor(layers[0]["heads"][0]["mixed"]).view(1, 1, 64, 64), (8, 8)
+    ).item() == pytest.approx(
+        page.evaluate(
+            "live.models[0].distances(live.forward(live.models[0], live.examples[1]).layers[0])[0]"
+        ),
+        abs=1e-4,
+    )
+    assert page.outside() == []
