@@ -3,6 +3,7 @@
 Nothing is written twice. Pages at the top of the repository become pages of the site, links are
 made to point there, and other files that pages link to are put beside them as text. The reference
 lists names; mkdocstrings takes what it says of them from the docstrings, without importing them.
+`digits.md` and `clothes.md` become pages on which models compute.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from griffe import Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from PIL import Image
+
+from locality.analysis.live import live_page
+from locality.checkpoints import open_model
 
 ROOT = Path(__file__).parents[1]
 TOP = {
@@ -140,6 +145,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return relpath(place_of(paths[found[2]]), PurePosixPath(place).parent)
 
     return LINK.sub(moved, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Of a page with models of its own in `docs/live/`, their live page over what it says."""
+    folder = ROOT / "docs/live" / PurePosixPath(page.file.src_uri).stem
+    if not folder.is_dir():
+        return output
+    subjects = [open_model(folder / name) for name in ("convit_nano", "deit_nano")]
+    strip = Image.open(folder / "examples.png")  # square images, one beside the other
+    side, classes = strip.height, subjects[0].classes or ()
+    images = [strip.crop((x, 0, x + side, side)) for x in range(0, strip.width, side)]
+    labels = [classes[index % len(classes)] for index in range(len(images))]
+    about = re.sub(r"<h1.*?</h1>", "", page.content or "", flags=re.DOTALL)
+    return live_page(subjects, images, labels, digits=folder.name == "digits", about=about)
 
 
 class OneEntryPerName(Extension):

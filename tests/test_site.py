@@ -152,6 +152,13 @@ def test_in_a_browser_nothing_is_cut_off_and_search_finds(site, browser, width):
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, name
             assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
+        for name in ("digits", "clothes"):  # whose models compute
+            page.goto(f"{start}/{name}.html")
+            page.wait_for_function("document.documentElement.dataset.ready", timeout=60_000)
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, name
+            assert page.locator(".model").count() == 2
+            assert page.locator("#about").inner_text()
+        page.goto(f"{start}/index.html")
         # Opened before the index is there, the search is closed again.
         ready = page.get_by_text("Type to start searching")
         ready.wait_for(state="attached", timeout=60_000)
