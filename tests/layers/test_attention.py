@@ -12,7 +12,7 @@ from locality.layers import (
     PositionalSelfAttention,
     SelfAttention,
 )
-from locality.layers.attention import gated_sum
+from locality.layers.attention import _GatedSum, gated_sum
 from locality.layers.conv_init import kernel_offsets
 from locality.layers.position import positional_attention, positional_scores
 
@@ -128,8 +128,9 @@ def test_a_gated_layer_is_the_same_in_both_forms(grid, gating, monkeypatch):
 def test_the_gated_sum_has_the_gradients_of_its_formula():
     parts = [torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     gate = torch.rand(3, 1, 1, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(gated_sum, (*parts, gate))
-    assert torch.autograd.gradgradcheck(gated_sum, (*parts, gate))
+    for function in (gated_sum, _GatedSum.apply):
+        assert torch.autograd.gradcheck(function, (*parts, gate))
+        assert torch.autograd.gradgradcheck(function, (*parts, gate))
 
 
 def test_psa_starts_as_a_convolution_without_content_and_its_content_gets_no_gradient():

@@ -435,7 +435,7 @@ class GatedPositionalSelfAttention(_PositionalAttention):
 
 
 class _GatedSum(torch.autograd.Function):
-    """`torch.lerp` with a backward pass in five steps instead of seven."""
+    """`torch.lerp` with a backward pass in five steps instead of seven: not faster on a CPU."""
 
     generate_vmap_rule = True
 
@@ -457,7 +457,8 @@ class _GatedSum(torch.autograd.Function):
 
 def gated_sum(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
     """(1 − gate) · content + gate · position, in one pass over memory instead of three."""
-    if gate.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    trains = gate.requires_grad and torch.is_grad_enabled()
+    if trains and gate.device.type != "cpu" and not torch.compiler.is_exporting():
         return _GatedSum.apply(content, position, gate)
     return torch.lerp(content, position, gate)
 
