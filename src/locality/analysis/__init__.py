@@ -3,6 +3,7 @@
 from locality.analysis.explorer import write_explorer as write_explorer
 from locality.analysis.live import write_live as write_live
 from locality.analysis.measures import measure_model as measure_model
+from locality.analysis.recording import measure_trajectory as measure_trajectory
 from locality.analysis.recording import record as record
 from locality.analysis.taps import LayerView as LayerView
 from locality.analysis.taps import capture as capture
