@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.training import RunFolder, tuner
 from locality.training.model import settings_from_weights
+from locality.training.recipes import adjusted
 from locality.training.resolved_run import ResolvedRun
 from locality.training.speed import Speed, measure_speed
 from locality.training.tuner import MIXUP_MIN_IMAGES, autofit
@@ -33,6 +35,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return Speed(machine["loading"], 3 * resolved.macs * machine["mac"], workers, True)
 
     monkeypatch.setattr(tuner, "measure_speed", measured)
+    monkeypatch.setattr(tuner, "perf_counter", lambda: 0.0)  # nothing is measured, in no time
     return machine
 
 
@@ -54,29 +57,88 @@ def test_more_time_or_speed_makes_a_larger_model_or_more_passes(
     tmp_path: Path, speed: dict[str, float]
 ) -> None:
     root = given(photographs(tmp_path / "photos", 260, per_class=4))
-    short, long = (autofit("photos", root, minutes).config for minutes in (0.002, 10))
-    assert (short.model.name, short.model.img_size) == ("convit_micro", 64)
-    assert (long.model.name, long.model.img_size) == ("convit_tiny", 224)
+    chosen = [autofit("photos", root, minutes).config for minutes in (0.1, 20, 45, 600)]
+    sizes = [(config.model.name, config.model.img_size) for config in chosen]
+    assert sizes == [("convit_nano", 32), ("convit_micro", 64), ("convit_mini", 128),
+                     ("convit_tiny", 224)]  # fmt: skip
     speed["mac"], speed["loading"] = PER_MAC / 4, 2.5e-4
-    faster = autofit("photos", root, 0.002).config
-    assert faster.model == short.model
-    assert (faster.schedule.steps or 0) > (short.schedule.steps or 0)
+    faster = autofit("photos", root, 0.1).config
+    assert faster.model == chosen[0].model
+    assert (faster.schedule.steps or 0) > (chosen[0].schedule.steps or 0)
 
 
-@pytest.mark.parametrize("minutes", [0.05, 1])
+@pytest.mark.parametrize("minutes", [0.05, 1, 30])
 def test_a_run_is_planned_for_the_time_it_may_take(tmp_path: Path, minutes: float) -> None:
     root = given(photographs(tmp_path / "photos", 100))
     planned = autofit("photos", root, minutes)
     config, images = planned.config, 24
     passes = (config.schedule.steps or 0) * config.engine.batch_size / images
+    assert planned.passes == passes
     assert planned.seconds <= 60 * minutes * 1.05
-    assert planned.seconds >= 60 * minutes * 0.8 or passes > 390
+    assert planned.seconds >= 60 * minutes * 0.8 or passes * images > 199_000
     assert config.schedule.warmup < (config.schedule.steps or 0)
+
+
+def test_the_time_is_for_the_choice_and_the_baselines_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = given(photographs(tmp_path / "photos", 32))
+    quick = autofit("photos", root, 1)
+    clock = iter(range(0, 1000, 5))
+    monkeypatch.setattr(tuner, "perf_counter", lambda: next(clock))
+    slow = autofit("photos", root, 1)
+    assert slow.passes < 0.9 * quick.passes
+    assert 45 < slow.seconds < 75
+    monkeypatch.setattr(tuner, "_baseline_seconds", lambda found: 20.0)
+    monkeypatch.setattr(tuner, "perf_counter", lambda: 0.0)
+    assert autofit("photos", root, 1).passes < 0.75 * quick.passes
+
+
+@pytest.mark.parametrize("recipe", ["photos", "finetune"])
+def test_a_run_that_cannot_learn_is_refused_with_the_time_that_would_do(
+    tmp_path: Path, speed: dict[str, float], recipe: str
+) -> None:
+    root = given(photographs(tmp_path / "photos", 40))
+    speed["mac"] = 5e-8 if recipe == "photos" else 1e-6
+    if recipe == "finetune":
+        train(tiny(), tmp_path / "donor")
+        root |= settings_from_weights(str(tmp_path / "donor"))
+    with pytest.raises(
+        UserError, match=r"would see each of 24 images .*; give --minutes \d+"
+    ) as said:
+        autofit(recipe, root, 0.2)
+    enough = int(re.search(r"--minutes (\d+)", str(said.value))[1])  # type: ignore[index]
+    assert autofit(recipe, root, enough).passes >= tuner.MIN_EPOCHS
+    with pytest.raises(UserError, match="less than once"):
+        autofit(recipe, root, 0.001)
+
+
+def test_small_images_have_a_small_model_and_a_recipe_of_their_own(tmp_path: Path) -> None:
+    root = given(photographs(tmp_path / "photos", 28))
+    config = autofit("photos", root, 60).config
+    model, augment = config.model, config.augment
+    assert (model.name, model.img_size, model.patch_size) == ("convit_nano", 28, 4)
+    assert augment.affine and augment.mixup and augment.auto_augment is None
+    assert config.engine.batch_size == 64
+    deit = autofit("photos", root | {"model.name": "deit_nano"}, 60).config
+    assert deit.model.img_size == 28 and deit.augment == augment
+    large = autofit("photos", root | {"model.img_size": 64, "model.patch_size": 16}, 60).config
+    assert large.augment.auto_augment and not large.augment.affine
 
 
 def test_images_are_not_enlarged(tmp_path: Path) -> None:
     root = given(photographs(tmp_path / "photos", 50))
     assert autofit("photos", root, 60).config.model.img_size == 32
+
+
+def test_the_best_weights_are_kept_of_any_length(tmp_path: Path) -> None:
+    root = given(photographs(tmp_path / "photos", 32))
+    chosen = autofit("photos", root, 1).config.schedule
+    assert chosen.patience == chosen.steps
+    for length in ({"schedule.steps": 9}, {"schedule.steps": 9000}, {"schedule.epochs": 3.0}):
+        schedule = adjusted("photos", root | length).schedule
+        assert schedule.patience == pytest.approx(schedule.length)
+    assert adjusted("photos", root | {"schedule.patience": None}).schedule.patience is None
 
 
 def test_what_is_given_stands(tmp_path: Path) -> None:
@@ -89,11 +151,12 @@ def test_what_is_given_stands(tmp_path: Path) -> None:
 
 def test_slow_loading_gets_processes_of_its_own(tmp_path: Path, speed: dict[str, float]) -> None:
     root = given(photographs(tmp_path / "photos"))
-    assert autofit("photos", root, 0.1).config.data.workers == 0
+    speed["loading"] = 1e-4
+    assert autofit("photos", root, 1).config.data.workers == 0
     speed["loading"] = 0.1
-    config = autofit("photos", root, 0.1).config
+    config = autofit("photos", root, 1).config
     assert config.data.workers > 0
-    assert autofit("photos", root | {"data.workers": 0}, 0.1).config.data.workers == 0
+    assert autofit("photos", root | {"data.workers": 0}, 1).config.data.workers == 0
 
 
 def test_loading_and_computing_share_a_processor_and_not_a_gpu(
@@ -120,14 +183,14 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     train(tiny(input__crop_mode="squash"), donor)
     settings = settings_from_weights(str(donor))
     root = photographs(tmp_path / "photos", 20, classes=3)
-    planned = autofit("finetune", given(root) | settings, 0.01)
+    planned = autofit("finetune", given(root) | settings, 0.1)
     config = planned.config
     assert config.model.overrides == tiny().model.overrides
     assert (config.model.name, config.model.img_size) == ("convit_nano", 8)
     assert config.input == tiny(input__crop_mode="squash").input
     assert config.schedule.patience == 3 * config.schedule.eval_every
     assert (config.augment.mixup, config.optim.layer_decay) == (0.0, 0.75)
-    larger = autofit("finetune", given(root) | settings | {"model.img_size": 16}, 0.01).config
+    larger = autofit("finetune", given(root) | settings | {"model.img_size": 16}, 0.1).config
     assert larger.model.img_size == 16
 
 
@@ -138,7 +201,7 @@ def test_many_images_are_mixed_in_fine_tuning(
     donor = tmp_path / "donor"
     train(tiny(), donor)
     monkeypatch.setattr(tuner, "MIXUP_MIN_IMAGES", 24)
-    config = autofit("finetune", given(root) | settings_from_weights(str(donor)), 0.01).config
+    config = autofit("finetune", given(root) | settings_from_weights(str(donor)), 0.1).config
     assert MIXUP_MIN_IMAGES > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
 
 
@@ -148,13 +211,13 @@ def test_one_word_trains_and_the_same_word_goes_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     photographs(Path("photos"), 32)
-    words = ["train", "photos/", "--minutes", "0.003", "--engine.tensorboard", "false"]
+    words = ["train", "photos/", "--minutes", "0.02", "--engine.tensorboard", "false"]
     assert main([*words, "--dry_run"]) == 0
     output = capsys.readouterr()
     assert "images/s" in output.out and "24 to train on" in output.err
     assert not Path("runs").exists()
     assert main(words) == 0
-    folder = Path("runs/photos/photos-0.003min-s0")
+    folder = Path("runs/photos/photos-0.02min-s0")
     config = RunFolder(folder).config()
     assert (config.recipe, config.data.exif) == ("photos", True)
     speed["mac"] /= 100
@@ -172,7 +235,7 @@ def test_one_word_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     photographs(Path("photos"), 16, classes=3)
     train(tiny(), tmp_path / "donor")
-    words = ["finetune", "photos/", "--from", "donor", "--minutes", "0.002", "--quiet"]
+    words = ["finetune", "photos/", "--from", "donor", "--minutes", "0.02", "--quiet"]
     assert main([*words, "--engine.tensorboard", "false", "--output", "tuned"]) == 0
     assert len(RunFolder("tuned").classes()) == 3
     assert (RunFolder("tuned").result() or {})["recipe"] == "finetune"
@@ -184,9 +247,9 @@ def test_a_table_of_images_is_one_word_too(tmp_path: Path) -> None:
     rows = [f"{path.relative_to(root)},{path.parent.name}" for path in root.glob("*/*.png")]
     (root / "labels.csv").write_text("\n".join(rows))
     for word in (root, root / "labels.csv"):
-        config, options = read_run([str(word), "--minutes=0.01"])
+        config, options = read_run([str(word), "--minutes=0.02"])
         assert config.data.dataset == "table"
-        assert "photos-0.01min-s0" in options.output.name
+        assert "photos-0.02min-s0" in options.output.name
 
 
 def test_mistakes_are_said(tmp_path: Path) -> None:

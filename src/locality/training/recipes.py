@@ -18,6 +18,7 @@ from typing import Any
 
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError, check_known, lookup
+from locality.models.variants import PREFIX, variant
 from locality.settings import from_dict, replace, to_dict
 from locality.training.config import (
     EngineConfig,
@@ -356,15 +357,29 @@ def finetune_384(
 _PHOTO_AUGMENT = AugmentConfig(
     crop="resized", scale=(0.35, 1.0), hflip=0.5, auto_augment="rand-m5-mstd0.5-inc1"
 )
+# From the search for digits (docs/training.md, trials 6 and 20). A random area of so few pixels is
+# blurred, and RandAugment takes as long as a small model.
+_SMALL_AUGMENT = AugmentConfig(crop="pad", pad=2, hflip=0.5, affine=15, mixup=0.4)
+SMALL_SIDE = 32
+"""Pixels up to which `photos` has its recipe for small images."""
 
 
-def photos(model: str = "convit_mini", seed: int = 0) -> RunConfig:
+def is_small(model: str, img_size: int | None) -> bool:
+    """Whether `photos` has its recipe for small images; None is the model's own size."""
+    if img_size is None and not model.startswith(PREFIX):
+        img_size = variant(model).config.img_size
+    return img_size is not None and img_size <= SMALL_SIDE
+
+
+def photos(model: str = "convit_mini", img_size: int | None = None, seed: int = 0) -> RunConfig:
     """A custom dataset of some hundred to some thousand photographs, from scratch in ten minutes.
 
     Each image is seen about a hundred times, so random crops, flips, label smoothing and stochastic
     depth keep the model from overfitting. There is no moving average of the weights, which would
     lag behind in a short run. The learning rate scales with the batch. Images are rotated by their
-    EXIF orientation and keep their aspect ratio: evaluation crops the centre.
+    EXIF orientation and keep their aspect ratio: evaluation crops the centre. At 32 pixels or fewer
+    affine maps and mixup take the place of random areas and RandAugment, at twice the rate. The
+    weights of the best evaluation are kept.
 
     Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Model, image
     size, batch and number of steps are then chosen for the images, this machine and `--minutes`,
@@ -372,15 +387,18 @@ def photos(model: str = "convit_mini", seed: int = 0) -> RunConfig:
     Cost: ten minutes anywhere.
     Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
+    small = is_small(model, img_size)
     return RunConfig(
         recipe="photos",
         seed=seed,
-        model=ModelConfig(model, overrides={"drop_path_rate": 0.1}),
+        model=ModelConfig(
+            model, img_size=img_size, overrides={} if small else {"drop_path_rate": 0.1}
+        ),
         data=DataConfig("folder", exif=True),
         input=Preprocessing(crop_pct=1.0),
-        augment=_PHOTO_AUGMENT,
-        optim=OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05),
-        schedule=ScheduleConfig(steps=2000, warmup=200, eval_every=200),
+        augment=_SMALL_AUGMENT if small else _PHOTO_AUGMENT,
+        optim=OptimConfig("adamw", lr=2e-3 if small else 1e-3, lr_batch=64, weight_decay=0.05),
+        schedule=ScheduleConfig(steps=2000, warmup=200, eval_every=200, patience=2000),
         objective=ObjectiveConfig(label_smoothing=0.1),
         engine=EngineConfig(batch_size=32),
     )
@@ -402,11 +420,12 @@ def finetune(
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
     """
-    base = photos(model, seed)
+    base = photos(model, seed=seed)
     return dataclasses.replace(
         base,
         recipe="finetune",
         model=ModelConfig(model, weights=weights),
+        augment=_PHOTO_AUGMENT,
         optim=OptimConfig(
             "adamw", lr=1e-3, lr_batch=256, weight_decay=0.05, layer_decay=0.75, clip_grad=1.0
         ),
@@ -462,6 +481,7 @@ def recipe(name: str, **choices: Any) -> RunConfig:
 # Arguments of recipes that other settings depend on, as CvT's weight decay on the model.
 _CHOICES = {
     "model": "model.name",
+    "img_size": "model.img_size",
     "weights": "model.weights",
     "dataset": "data.dataset",
     "teacher": "objective.teacher",
@@ -484,13 +504,17 @@ def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> di
     """The settings of the schedule that depend on its length, if that is changed.
 
     In another unit all of them are scaled with the length, but there are at most 20 evaluations.
-    In a shorter run in the recipe's own unit, warm-up and cool-down are.
+    In a shorter run in the recipe's own unit, warm-up and cool-down are. A patience as long as the
+    run, which only keeps the best weights, stays so.
     """
     unit, other = ("epochs", "steps") if recipe.steps is None else ("steps", "epochs")
     length = changes.get(f"schedule.{other}")
     if length is None:
         share = min(1, max(0, changes.get(f"schedule.{unit}") or recipe.length) / recipe.length)
-        return {f"schedule.{part}": share * getattr(recipe, part) for part in _ENDS}
+        ends = {f"schedule.{part}": share * getattr(recipe, part) for part in _ENDS}
+        given = changes.get(f"schedule.{unit}")
+        keeps_best = given is not None and recipe.patience == recipe.length
+        return ends | ({"schedule.patience": given} if keeps_best else {})
     scale = length / getattr(recipe, unit)
     parts = (*_ENDS, "eval_every", "save_every", "snapshot_every", "patience")
     own = {part: getattr(recipe, part) for part in parts}

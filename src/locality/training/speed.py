@@ -24,10 +24,10 @@ from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 
 # Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
-_TIMING_MACS = 4e10
+_TIMING_MACS = 2e10
 _TIMING_STEPS = 3
 _TIMING_SECONDS = 2.0
-_LOADING_IMAGES = 16
+_LOADING_IMAGES = 8
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def time_steps(
         classes: number of classes.
         images: batch size.
         precision: resolved.
-        seconds: how long to go on, for three steps at least.
+        seconds: how long to go on, for one step at least; for three steps unless given.
     """
     device = torch.device(resolve_accelerator(config.engine.accelerator))
     # All weights cost the same, and the model's own initialisation may take longer than a step.
@@ -134,7 +134,8 @@ def time_steps(
     optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
     batch = torch.randn(images, 3, *network.img_size, device=device)
     seconds_: list[float] = []
-    while len(seconds_) <= _TIMING_STEPS or sum(seconds_[1:]) < seconds:
+    steps = 1 if seconds else _TIMING_STEPS  # a step may be long by itself
+    while len(seconds_) <= steps or sum(seconds_[1:]) < seconds:
         started = time.perf_counter()
         with autocast(device.type, precision):
             loss = network(batch).float().square().mean()

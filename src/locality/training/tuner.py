@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -27,33 +28,42 @@ from locality.training.devices import create_fabric, launched_externally
 from locality.training.loop import Loop
 from locality.training.model import initialize_model, meta_model
 from locality.training.processes import SignalHandler
-from locality.training.recipes import adjusted
+from locality.training.recipes import adjusted, is_small
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.speed import Speed, format_duration, measure_speed
 from locality.training.state import Components, TrainState
 
-# Models to train from scratch, by cost, with image and patch size: grids of 8×8 patches, the last
-# of 14×14.
-_MODEL_SIZES = (
-    ("convit_micro", 32, 4),
-    ("convit_micro", 64, 8),
-    ("convit_mini", 64, 8),
-    ("convit_mini", 128, 16),
-    ("convit_tiny", 224, 16),
-)
+# Models to train from scratch, by cost, with the image sizes that they are for and their patches:
+# grids of 7×7 or 8×8 patches, the last of 14×14.
+_MODEL_SIZES = {
+    "convit_nano": ((28, 4), (32, 4)),
+    "convit_micro": ((32, 4), (64, 8)),
+    "convit_mini": ((64, 8), (128, 16)),
+    "convit_tiny": ((224, 16),),
+}
 _MODEL_SETTINGS = ("model.name", "model.img_size", "model.patch_size")
-# A larger model has to train for the former; no model trains for longer than the latter.
-_MIN_EPOCHS, _MAX_EPOCHS = 100, 400
+MIN_EPOCHS = 10
+"""A run that sees each image less often is refused: it would teach nothing."""
+# A larger model has to see each image so often, and so many images in all. On 450 photographs of
+# clothes convit_micro had 55% after 41,000 images, convit_nano 71% after 192,000.
+_LARGER_EPOCHS, _LARGER_IMAGES = 100, 150_000
+# No model trains for longer than the larger of these.
+_MAX_EPOCHS, _MAX_IMAGES = 400, 200_000
 _MAX_EPOCHS_FINETUNED = 50
 # Evaluations, and the share of the time they may take.
 _MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
 # Fine-tuning on fewer images does without mixup and cutmix.
 MIXUP_MIN_IMAGES = 5000
-# Share of the time for start-up and saving, and for steps that take longer in a run than alone (12%
-# on two cores).
+# Share of the time for saving, and for steps that take longer in a run than alone (12% on two
+# cores).
 _RESERVE = 0.15
 _SAMPLED_IMAGES = 32
+# Baselines are computed on so many images at most, of so many numbers each, at this speed.
+_BASELINE_IMAGES, _BASELINE_PIXELS, _BASELINE_MACS = 20_000, 3072, 1e10
+_REGRESSION_STEPS = 200
+# A refusal names a time that also does where the machine is this much slower.
+_SLACK = 1.2
 
 
 @dataclass(frozen=True)
@@ -63,17 +73,121 @@ class AutoFit:
     Attributes:
         config: the whole run.
         images_per_second: training speed on this machine, as measured.
-        seconds: estimated time on this machine, evaluations included.
+        seconds: estimated time on this machine: choosing them, training, evaluations, baselines.
+        passes: how often each image is trained on.
         reasons: what was chosen and why, a line each.
     """
 
     config: RunConfig
     images_per_second: float
     seconds: float
-    reasons: tuple[str, ...]
+    passes: float
+    reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(self.reasons)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run on custom images whose length is open, and its speed on this machine.
+
+    Attributes:
+        name: its recipe.
+        changes: its settings by dotted name, those of the schedule aside.
+        run: with any length.
+        speed: as measured.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    run: ResolvedRun
+    speed: Speed
+
+    @property
+    def images(self) -> int:
+        """To train on."""
+        return len(self.run.splits.train)
+
+    @property
+    def most_images(self) -> int:
+        """A run sees no more images than this."""
+        if self.name == "finetune":
+            return _MAX_EPOCHS_FINETUNED * self.images
+        return max(_MAX_EPOCHS * self.images, _MAX_IMAGES)
+
+    def slower(self, config: RunConfig) -> Measured:
+        """The same with another model, as fast per multiply-accumulate."""
+        macs = count_macs(meta_model(config, len(self.run.splits.classes)))
+        computing = self.speed.computing * macs / self.run.macs
+        return dataclasses.replace(self, speed=dataclasses.replace(self.speed, computing=computing))
+
+    def affordable_images(self, seconds: float) -> float:
+        """How many images can be trained on in this time."""
+        left = (1 - _RESERVE) * seconds - self._evaluation_seconds(seconds)
+        return left / self.speed.training
+
+    def affordable_passes(self, seconds: float) -> float:
+        """How often each image can be trained on in this time."""
+        return max(0.0, self.affordable_images(seconds)) / self.images
+
+    def seconds_for(self, passes: float) -> float:
+        """A time that is enough to train so often on each image."""
+        # With more time there may be more evaluations, in this share of it at most.
+        images = passes * self.images * self.speed.training
+        first = len(self.run.splits.val) * (self.speed.loading + self.speed.evaluating)
+        return (images + first) / (1 - _RESERVE - _EVALUATION_SHARE)
+
+    def fit(self, seconds: float) -> AutoFit:
+        """The run that takes this time; of one step where that is too little."""
+        batch = self.run.config.engine.batch_size
+        steps = round(min(self.affordable_images(seconds), self.most_images) / batch)
+        steps = max(1, steps)
+        every = math.ceil(steps / self._num_evaluations(seconds))
+        length = {"schedule.steps": steps, "schedule.warmup": steps // 10}
+        length |= {"schedule.eval_every": every}
+        # The best weights are kept; fine-tuning also ends where they do not get better.
+        length |= {"schedule.patience": 3 * every if self.name == "finetune" else steps}
+        took = steps * batch * self.speed.training + self._evaluation_seconds(seconds)
+        config = adjusted(self.name, length | dict(self.changes))
+        passes = steps * batch / self.images
+        return AutoFit(config, 1 / self.speed.training, took / (1 - _RESERVE), passes)
+
+    def _num_evaluations(self, seconds: float) -> int:
+        """How many evaluations the time allows."""
+        affordable = (
+            _EVALUATION_SHARE * seconds / (len(self.run.splits.val) * self.speed.evaluating)
+        )
+        return int(min(max(affordable, 1), _MAX_EVALUATIONS))
+
+    def _evaluation_seconds(self, seconds: float) -> float:
+        """Seconds for decoding and evaluating the validation images."""
+        times = self._num_evaluations(seconds)
+        return len(self.run.splits.val) * (self.speed.loading + times * self.speed.evaluating)
+
+
+def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = None) -> Measured:
+    """Measure the speed of a run on custom images.
+
+    Args:
+        name: "photos" or "finetune".
+        changes: settings by dotted name.
+        splits: its images, if they are open already.
+
+    Raises:
+        UserError: if the run cannot work as configured.
+    """
+    run = ResolvedRun(adjusted(name, changes), splits)
+    if run.world_size > 1 and launched_externally():
+        raise UserError(
+            "several processes would choose different settings; choose them in one, `locality "
+            "train … --print_config > run.yaml`, and start the others with --config run.yaml"
+        )
+    speed = measure_speed(run)
+    if speed.loading > speed.computing / 4:
+        changes = {"data.workers": min(machine.processors(), 8)} | dict(changes)
+    workers = adjusted(name, changes).data.workers * run.world_size
+    return Measured(name, changes, run, dataclasses.replace(speed, workers=workers))
 
 
 def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
@@ -82,106 +196,140 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
     Args:
         name: "photos" or "finetune".
         given: settings by dotted name that are not changed; `data.root` is one of them.
-        minutes: for training and evaluation.
+        minutes: for everything: the choice itself, training, evaluation, baselines.
 
     Raises:
-        UserError: if the data cannot be used, or as `recipes.adjusted`.
+        UserError: if the data cannot be used, the time is too short to learn from them, or as
+            `recipes.adjusted`.
     """
     checks.number("minutes", minutes, 0, above=True)
+    started = perf_counter()
     tuned = name == "finetune"
     config = adjusted(name, given)
     splits = open_data(config.data, config.seed)
+    opening = perf_counter() - started  # which the run does again
     images, side = len(splits.train), median_shorter_side(splits.train)
-    batch = 32 if images < 2000 else 64 if images < 20_000 else 128
-    chosen: dict[str, Any] = {"engine.batch_size": batch}
-    if tuned and images >= MIXUP_MIN_IMAGES:
-        chosen |= {"augment.mixup": 0.8, "augment.cutmix": 1.0}
+    mixed = {"augment.mixup": 0.8, "augment.cutmix": 1.0} if images >= MIXUP_MIN_IMAGES else {}
 
-    def at(size: Mapping[str, Any]) -> RunConfig:
-        return adjusted(name, chosen | dict(size) | dict(given))
+    def at(size: Mapping[str, Any]) -> dict[str, Any]:
+        changes = dict(size) | dict(given)
+        model = adjusted(name, changes).model
+        batch = batch_size(images, small=not tuned and is_small(model.name, model.img_size))
+        return {"engine.batch_size": batch} | (mixed if tuned else {}) | changes
 
     asked = given.keys() & set(_MODEL_SETTINGS)
-    chosen_size, *larger = [{}] if tuned or asked else _candidate_sizes(side)
-    run = ResolvedRun(at(chosen_size), splits)
-    if run.world_size > 1 and launched_externally():
-        raise UserError(
-            "several processes would choose different settings; choose them in one, `locality "
-            "train … --print_config > run.yaml`, and start the others with --config run.yaml"
-        )
-    speed = measure_speed(run)
-    if speed.loading > speed.computing / 4:
-        chosen["data.workers"] = min(machine.processors(), 8)
-    speed = dataclasses.replace(speed, workers=at(chosen_size).data.workers * run.world_size)
+    smallest, *larger = [{}] if tuned else _candidate_sizes(side, asked, config.model.name)
     why = "as the weights are" if tuned else "as given" if asked else "the fastest"
-    for size in larger:
-        macs = count_macs(meta_model(at(size), len(splits.classes)))
-        slower = dataclasses.replace(speed, computing=speed.computing * macs / run.macs)
-        if _affordable_images(slower, splits, minutes) < _MIN_EPOCHS * images:
+    found = first = measured(name, at(smallest), splits)
+    size: Mapping[str, Any] = smallest
+
+    def left() -> float:
+        """Seconds of the time that remain for training and evaluation."""
+        beside = opening + _baseline_seconds(found)
+        return 60 * minutes - (perf_counter() - started) - beside
+
+    for other in larger:
+        slower = first.slower(adjusted(name, at(other)))
+        needed = max(_LARGER_EPOCHS * images, _LARGER_IMAGES)
+        if slower.affordable_images(left()) < needed:
             break
-        chosen_size = size
-        why = f"the largest that sees every image {_MIN_EPOCHS} times in {minutes:g} minutes here"
-    chosen |= chosen_size
-    if chosen_size in larger:
-        run = ResolvedRun(at({}), splits)
-        speed = measure_speed(run)
-    most = images * (_MAX_EPOCHS_FINETUNED if tuned else _MAX_EPOCHS)
-    batch = run.config.engine.batch_size
-    steps = max(1, round(min(_affordable_images(speed, splits, minutes), most) / batch))
-    every = math.ceil(steps / _num_evaluations(speed, splits, minutes))
-    chosen |= {"schedule.steps": steps, "schedule.warmup": steps // 10}
-    chosen |= {"schedule.eval_every": every}
-    if tuned:
-        chosen["schedule.patience"] = 3 * every
-    seconds = (steps * batch * speed.training + _overhead_seconds(speed, splits, minutes)) / (
-        1 - _RESERVE
-    )
+        size, why = other, f"the largest that has the time to learn in {minutes:g} minutes here"
+    if size != smallest:
+        found = measured(name, at(size), splits)
+    remaining = left()
+    if found.affordable_passes(remaining) < MIN_EPOCHS:
+        raise UserError(_too_short(found, minutes, remaining))
+    fitting = found.fit(remaining)
+    seconds = fitting.seconds + 60 * minutes - remaining
+    run, speed = found.run, found.speed
     height, width = run.img_size
     by_workers = f" by each of {speed.workers} processes" if speed.workers else ""
+    schedule, batch = fitting.config.schedule, fitting.config.engine.batch_size
+    enough = fitting.passes * images >= found.most_images - batch
     reasons = (
         f"images  {images:,} to train on and {len(splits.val):,} to evaluate on, of "
         f"{len(splits.classes):,} classes, about {side} pixels on the shorter side",
         f"model   {run.config.model.name} at {height}×{width}: {why}",
         f"speed   {1 / speed.training:.3g} images/s: {1000 * speed.loading:.3g} ms to load one"
         f"{by_workers}, {1000 * speed.computing:.3g} ms to compute",
-        f"length  {steps:,} steps of {batch} images, each image {steps * batch / images:.3g} "
-        f"times: about {format_duration(seconds)} with its evaluations",
-        _advice(name, minutes, steps * batch >= most - batch),
+        f"length  {schedule.length:,.0f} steps of {batch} images, each image "
+        f"{fitting.passes:.3g} times: about {format_duration(seconds)} in all, with this choice, "
+        "evaluations and baselines",
+        "keeps   the weights of the best evaluation, and the last; the accuracy of the best of "
+        "many is flattered, other images say more (data.val_part)",
+        *_advice(name, minutes, enough, config.data.root),
     )
-    return AutoFit(at({}), 1 / speed.training, seconds, reasons)
+    return dataclasses.replace(fitting, seconds=seconds, reasons=reasons)
 
 
-def _candidate_sizes(side: int) -> list[dict[str, Any]]:
-    """Models for images of this shorter side in pixels, by cost."""
-    sizes = [size for size in _MODEL_SIZES if size[1] <= side] or [_MODEL_SIZES[0]]
-    return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes[1:] or sizes]
+def batch_size(images: int, small: bool) -> int:
+    """The batch for so many training images; `small` are those of at most `SMALL_SIDE` pixels."""
+    if images >= 20_000:
+        return 128
+    return 64 if small or images >= 2000 else 32
 
 
-def _advice(name: str, minutes: float, enough: bool) -> str:
-    if enough:
-        return "longer  no use: more passes over so few images teach nothing; more images would"
-    better = "sees the images more often"
-    if name == "photos":
-        better += ", in a larger model where there is time; few images gain most from weights: "
-        better += "locality finetune"
-    return f"longer  --minutes {6 * minutes:g} {better}"
+def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, Any]]:
+    """Models for images of this shorter side in pixels, by cost.
+
+    Each is at the largest of its sizes that the images have, since its grid of patches is the same.
+
+    Args:
+        side: of the images.
+        asked: which settings of the model are given; they stand.
+        model: its name, if that is among them.
+    """
+    models = dict(_MODEL_SIZES)
+    if "model.name" in asked:
+        family, _, size = model.partition("_")
+        known = models.get(f"convit_{size}") if family in ("convit", "deit") else None
+        models = {model: known} if known else {}
+    if not models or asked - {"model.name"}:
+        return [{}]
+    sizes = [
+        (name, *max(fitting))
+        for name, of in models.items()
+        if (fitting := [size for size in of if size[0] <= side])
+    ]
+    first = next(iter(models))
+    sizes = sizes or [(first, *min(models[first]))]
+    return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes]
 
 
-def _affordable_images(speed: Speed, splits: DataSplits, minutes: float) -> float:
-    """How many images can be trained on in `minutes`."""
-    left = (1 - _RESERVE) * 60 * minutes - _overhead_seconds(speed, splits, minutes)
-    return left / speed.training
+def _baseline_seconds(found: Measured) -> float:
+    """About how long the baselines on pixels take, which are said after the run."""
+    splits = found.run.splits
+    train, val = (min(len(of), _BASELINE_IMAGES) for of in (splits.train, splits.val))
+    macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * len(splits.classes))
+    return (train + val) * found.speed.loading + macs / _BASELINE_MACS
 
 
-def _num_evaluations(speed: Speed, splits: DataSplits, minutes: float) -> int:
-    """How many evaluations the time allows."""
-    affordable = _EVALUATION_SHARE * 60 * minutes / (len(splits.val) * speed.evaluating)
-    return int(min(max(affordable, 1), _MAX_EVALUATIONS))
+def _too_short(found: Measured, minutes: float, remaining: float) -> str:
+    """Why so short a run is refused, of which this many seconds remain, and what would do."""
+    beside = 60 * minutes - remaining
+    enough = _SLACK * (found.seconds_for(MIN_EPOCHS) + beside) / 60
+    height, width = found.run.img_size
+    passes = found.affordable_passes(remaining)
+    often = "less than once" if passes < 1 else f"{passes:.2g} times"
+    return (
+        f"in {minutes:g} minutes {found.run.config.model.name} at {height}×{width} would see each "
+        f"of {found.images:,} images {often} on this machine, and learns nothing in fewer than "
+        f"{MIN_EPOCHS}; give --minutes {math.ceil(enough)}, or a smaller model or --model.img_size"
+    )
 
 
-def _overhead_seconds(speed: Speed, splits: DataSplits, minutes: float) -> float:
-    """Seconds for decoding and evaluating the validation images."""
-    times = _num_evaluations(speed, splits, minutes)
-    return len(splits.val) * (speed.loading + times * speed.evaluating)
+def _advice(name: str, minutes: float, enough: bool, root: str | None) -> list[str]:
+    more = "longer  no use: more passes over so few images teach nothing; more images would"
+    if not enough:
+        more = f"longer  --minutes {6 * minutes:g} sees the images more often"
+        more += ", in a larger model where there is time" if name == "photos" else ""
+    if name == "finetune":
+        return [more]
+    return [
+        "first   few images gain most from weights that were trained on many: locality finetune "
+        f"{root} --from FILE, or a public name, as convit_tiny.fb_in1k and timm/resnet18",
+        more,
+    ]
 
 
 def median_shorter_side(source: ImageSource) -> int:
