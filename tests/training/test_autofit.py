@@ -89,7 +89,7 @@ def test_the_time_is_for_the_choice_and_the_baselines_too(
     slow = autofit("photos", root, 1)
     assert slow.passes < 0.9 * quick.passes
     assert 45 < slow.seconds < 75
-    monkeypatch.setattr(tuner, "_baseline_seconds", lambda found: 20.0)
+    monkeypatch.setattr(tuner, "baseline_seconds", lambda found: 20.0)
     monkeypatch.setattr(tuner, "perf_counter", lambda: 0.0)
     assert autofit("photos", root, 1).passes < 0.75 * quick.passes
 

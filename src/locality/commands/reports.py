@@ -99,7 +99,7 @@ def compare(arguments: Sequence[str]) -> int:
             variant(name)
 
     from locality.analysis.baselines import record_baselines
-    from locality.report.comparison_page import build_comparison
+    from locality.report import comparison_page
     from locality.runner import comparison
     from locality.runner.executors import run_all
 
@@ -107,28 +107,36 @@ def compare(arguments: Sequence[str]) -> int:
         names, missing = comparison.available(names or comparison.PRETRAINED)
         for sentence in missing:
             say(sentence)
+    chosen["reducible"] = tuple(
+        name for name in ("models", "fractions", "seeds") if name not in given
+    )
     asked = comparison.ComparisonSpec(data, tuple(names or comparison.SCRATCH), **chosen)
     length = f"{asked.minutes:g}min" if asked.minutes else f"{asked.steps}steps"
     kind = "-pretrained" if asked.pretrained else ""
     folder = Path(options.output or f"runs/compare/{place_of(data)}{kind}-{length}")
     keep = not options.dry_run
-    configs = comparison.plan(asked, folder, options.jobs, options.threads, keep)
-    runs = comparison.comparison_runs(asked, configs, folder)
+    planned = comparison.plan(asked, folder, options.jobs, options.threads, keep)
+    if planned.said:
+        say(planned.said)
+    runs = comparison.comparison_runs(planned.spec, planned.configs, folder)
     if options.dry_run or not options.quiet:
-        print(comparison.summary(asked, runs, options.jobs, options.threads))
+        print(comparison.summary(planned.spec, runs, options.jobs, options.threads))
     if options.dry_run:
         return 0
-    outcomes = run_all(runs, options.jobs, options.executor, options.threads, options.quiet)
+    page = comparison_page.LivePage(folder / "comparison.html", runs)
+    outcomes = run_all(
+        runs, options.jobs, options.executor, options.threads, options.quiet, page.after
+    )
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in failed:
         say(f"{outcome.run.name} failed: {outcome.error}")
     finished = [outcome.run for outcome in outcomes if outcome.error is None]
     record_baselines(run.folder for run in finished)
     speed = comparison.measure_inference(finished, folder)
-    page, said = build_comparison(
-        [run.folder for run in finished], folder / "comparison.html", speed
+    path, said = comparison_page.build_comparison(
+        [run.folder for run in finished], page.output, speed
     )
-    print(f"{said}\n{page}")
+    print(f"{said}\n{path.absolute()}")
     return 1 if failed else 0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from time import perf_counter
 
 from locality import __version__
 from locality.analysis.baselines import advice
@@ -16,11 +18,14 @@ from locality.analysis.statistics import Estimate, estimate, holm, paired_differ
 from locality.errors import UserError
 from locality.figures import charts
 from locality.report.page import FILTERS, format_estimate
+from locality.runner.runs import Outcome, Run
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
 from locality.training.run_folder import RunFolder
 
 _MAX_CLASSES = 20
+# Of the time of a comparison, for the pages written while it goes on.
+_PAGE_SHARE = 0.05
 # Models trained from scratch have learnt little in fewer epochs.
 _MIN_PASSES = 20
 
@@ -176,8 +181,37 @@ def more_images_remark(best: Candidate) -> str:
     return f"{best.label}: {gain}, at equal length, not significant."
 
 
+class LivePage:
+    """The page of a comparison that goes on, written again as runs end.
+
+    Args:
+        output: the file.
+        runs: all of the comparison.
+    """
+
+    def __init__(self, output: Path, runs: Sequence[Run]) -> None:
+        self.output = output
+        self._runs, self._written, self._took = runs, -math.inf, 0.0
+
+    def after(self, outcome: Outcome) -> None:
+        """Write the page where two models can be compared and it takes little of the time."""
+        now = perf_counter()
+        if outcome.error is not None or now - self._written < self._took / _PAGE_SHARE:
+            return
+        finished = [run for run in self._runs if run.is_finished()]
+        if len({run.config.model.name for run in finished if run.config.data.fraction == 1}) > 1:
+            build_comparison(
+                [run.folder for run in finished], self.output, {}, len(self._runs) - len(finished)
+            )
+            self._written = perf_counter()
+            self._took = self._written - now
+
+
 def build_comparison(
-    folders: Sequence[Path], output: Path | str, milliseconds: Mapping[str, float]
+    folders: Sequence[Path],
+    output: Path | str,
+    milliseconds: Mapping[str, float],
+    waiting: int = 0,
 ) -> tuple[Path, str]:
     """Write the page of a comparison's finished runs. Recomputes nothing.
 
@@ -185,6 +219,7 @@ def build_comparison(
         folders: of the runs.
         output: the file to write.
         milliseconds: of inference, by the model's name.
+        waiting: how many runs of it have not finished.
 
     Returns:
         its path, and the conclusion.
@@ -213,6 +248,7 @@ def build_comparison(
         remarks=[
             remark
             for remark in (
+                f"{waiting} of {waiting + len(folders)} runs have not finished." * bool(waiting),
                 below_baseline_remark(found, groups),
                 short_runs_remark(found),
                 more_images_remark(found[0]),

@@ -62,8 +62,8 @@ _SAMPLED_IMAGES = 32
 # Baselines are computed on so many images at most, of so many numbers each, at this speed.
 _BASELINE_IMAGES, _BASELINE_PIXELS, _BASELINE_MACS = 20_000, 3072, 1e10
 _REGRESSION_STEPS = 200
-# A refusal names a time that also does where the machine is this much slower.
-_SLACK = 1.2
+SLACK = 1.2
+"""A refusal names a time that also does where the machine is this much slower."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
 
     def left() -> float:
         """Seconds of the time that remain for training and evaluation."""
-        beside = opening + _baseline_seconds(found)
+        beside = opening + baseline_seconds(found)
         return 60 * minutes - (perf_counter() - started) - beside
 
     for other in larger:
@@ -296,7 +296,7 @@ def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, A
     return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes]
 
 
-def _baseline_seconds(found: Measured) -> float:
+def baseline_seconds(found: Measured) -> float:
     """About how long the baselines on pixels take, which are said after the run."""
     splits = found.run.splits
     train, val = (min(len(of), _BASELINE_IMAGES) for of in (splits.train, splits.val))
@@ -307,7 +307,7 @@ def _baseline_seconds(found: Measured) -> float:
 def _too_short(found: Measured, minutes: float, remaining: float) -> str:
     """Why so short a run is refused, of which this many seconds remain, and what would do."""
     beside = 60 * minutes - remaining
-    enough = _SLACK * (found.seconds_for(MIN_EPOCHS) + beside) / 60
+    enough = SLACK * (found.seconds_for(MIN_EPOCHS) + beside) / 60
     height, width = found.run.img_size
     passes = found.affordable_passes(remaining)
     often = "less than once" if passes < 1 else f"{passes:.2g} times"
