@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import time
@@ -12,12 +13,15 @@ import torch
 
 from locality import settings
 from locality.errors import UserError
+from locality.runner import executors
 from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import (
     Executor,
+    RunsProgress,
     create_executor,
     execute,
     log_file,
+    part_done,
     run_all,
     visible_gpus,
 )
@@ -285,3 +289,20 @@ def test_a_run_among_others_takes_one_device_unless_it_says_more(
     for devices in (0, 2):
         execute(Run("", tiny_config(engine__devices=devices), tmp_path / "run"))
     assert [config.engine.devices for config in seen] == [1, 2]
+
+
+def test_a_bar_counts_parts_of_runs_that_go_on(tmp_path, tiny_run, monkeypatch):
+    run, other = tiny_run(tmp_path), tiny_run(tmp_path, seed=1)
+    run.folder.mkdir()
+    assert part_done(run) == 0
+    (run.folder / "metrics.csv").write_text("step,epoch\n1,0.1\n2,0.2\n")
+    assert part_done(run) == pytest.approx(2 / 3)  # of three steps
+    bar = io.StringIO()
+    bar.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", bar)
+    monkeypatch.setattr(executors, "_BAR_SECONDS", 0)
+    with RunsProgress(4) as progress:
+        progress.ended(Outcome(other))
+        progress.going_on([run])
+    assert "1.7/4 runs" in bar.getvalue() and "convit_nano 0 67%" in bar.getvalue()
+    assert "left" in bar.getvalue()

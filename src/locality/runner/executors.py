@@ -28,13 +28,16 @@ from tqdm import tqdm
 
 from locality import checks
 from locality.errors import Interrupted, ProcessKilled, UserError, lookup, one_line, require
+from locality.files import read_rows
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig
 from locality.training.devices import launched_externally
+from locality.training.run_folder import RunFolder
 from locality.training.speed import format_duration
 
 _POLL_SECONDS = 0.2
 _PARENT_POLL_SECONDS = 1.0
+_BAR_SECONDS = 2.0
 
 
 def execute(run: Run) -> str | None:
@@ -110,9 +113,13 @@ class Executor:
         jobs: runs at a time.
         threads: CPU threads per run; the machine's divided by `jobs` unless given. Another number
             of threads changes the rounding of sums.
+
+    Attributes:
+        watch: called with the runs that go on, again and again while they do.
     """
 
     def __init__(self, jobs: int, threads: int | None = None) -> None:
+        self.watch: Callable[[list[Run]], None] = lambda runs: None
         self.max_jobs = jobs
         self.threads = threads or threads_per_run(jobs)
 
@@ -149,6 +156,7 @@ class Executor:
                     running.remove((run, job))
                     yield Outcome(run, self.error(job))
                 if not ended:
+                    self.watch([run for run, _ in running])
                     time.sleep(_POLL_SECONDS)
         finally:
             try:
@@ -404,6 +412,8 @@ def run_all(
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
     with RunsProgress(len(waiting), quiet) as progress:
+        if isinstance(executor, Executor):
+            executor.watch = progress.going_on
         while waiting:
             later = {run.folder for run in waiting}
             # Runs whose needs are finished execute in parallel.
@@ -429,7 +439,7 @@ def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
 
 
 class RunsProgress:
-    """A bar over runs on a terminal; elsewhere a line per run that ends.
+    """A bar over runs on a terminal, with parts of those that go on; elsewhere a line per run.
 
     Args:
         total: how many runs.
@@ -437,9 +447,16 @@ class RunsProgress:
     """
 
     def __init__(self, total: int, quiet: bool = False) -> None:
-        self._ended = 0
+        self._ended, self._started = 0, time.monotonic()
+        self._looked = self._started
         # tqdm's None: only on a terminal.
-        self._bar = tqdm(total=total, unit="run", disable=True if quiet or not total else None)
+        self._bar = tqdm(
+            total=total,
+            unit="run",
+            disable=True if quiet or not total else None,
+            smoothing=0,  # the runs of one kind may come first
+            bar_format="{n:.1f}/{total} runs |{bar}| {elapsed}, {remaining} left{postfix}",
+        )
         self._quiet, self._total = quiet, total
 
     def __enter__(self) -> RunsProgress:
@@ -448,15 +465,38 @@ class RunsProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
+    def going_on(self, runs: Sequence[Run]) -> None:
+        """Show how far these runs are."""
+        now = time.monotonic()
+        if self._bar.disable or now - self._looked < _BAR_SECONDS:
+            return
+        self._looked = now
+        parts = {run.name: part_done(run) for run in runs}
+        self._bar.n = self._ended + sum(parts.values())
+        shown = ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
+        self._bar.set_postfix_str(shown)
+
     def ended(self, outcome: Outcome) -> None:
         """Count a run that has its result, or failed."""
         self._ended += 1
-        self._bar.update()
+        self._bar.n = self._ended
+        self._bar.refresh()
         if self._bar.disable and not self._quiet:
-            line = f"[{self._ended}/{self._total}] {_outcome_line(outcome)}"
+            left = (time.monotonic() - self._started) * (self._total / self._ended - 1)
+            rest = f"; about {format_duration(left)} left" if self._ended < self._total else ""
+            line = f"[{self._ended}/{self._total}] {_outcome_line(outcome)}{rest}"
             print(line, file=sys.stderr, flush=True)
         elif outcome.error is not None and not self._quiet:
             self._bar.write(_outcome_line(outcome), file=sys.stderr)
+
+
+def part_done(run: Run) -> float:
+    """The part of a run's length that its evaluations have seen, 0 … 1."""
+    schedule = run.config.schedule
+    with contextlib.suppress(OSError, UserError, LookupError, ValueError):
+        row = read_rows(RunFolder(run.folder).metrics_file)[-1]
+        return min(1.0, float(row[schedule.unit.removesuffix("s")]) / schedule.length)
+    return 0.0
 
 
 def _outcome_line(outcome: Outcome) -> str:
