@@ -13,7 +13,9 @@ from PIL import Image
 from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
+from locality.files import read_rows
 from locality.training import RunFolder, tuner
+from locality.training.evaluation import evaluate_run
 from locality.training.model import settings_from_weights
 from locality.training.recipes import adjusted
 from locality.training.resolved_run import ResolvedRun
@@ -217,8 +219,12 @@ def test_one_word_trains_and_the_same_word_goes_on(
     assert "images/s" in output.out and "24 to train on" in output.err
     assert not Path("runs").exists()
     assert main(words) == 0
+    assert "to beat, on the same pixels: chance 50.0%" in capsys.readouterr().err
     folder = Path("runs/photos/photos-0.02min-s0")
     config = RunFolder(folder).config()
+    best = max(float(row["top1"]) for row in read_rows(folder / "metrics.csv"))
+    assert evaluate_run(folder)["top1"] == pytest.approx(best)
+    assert (folder / "checkpoints/last.ckpt").exists()
     assert (config.recipe, config.data.exif) == ("photos", True)
     speed["mac"] /= 100
     assert main(words) == 0

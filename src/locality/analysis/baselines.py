@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from locality.data import DataSplits, Preprocessing, eval_loader, open_data
 from locality.data.sources import ImageSource
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
+from locality.training.config import RunConfig
 from locality.training.model import meta_model
 from locality.training.run_folder import RunFolder
 
@@ -108,34 +110,52 @@ def split_pixels(
     return train.flatten(1), labels, val.flatten(1), targets
 
 
-def record_baselines(folders: Iterable[Path | str]) -> None:
+def record_baselines(
+    folders: Iterable[Path | str], known: dict[str, dict[str, Any]] | None = None
+) -> None:
     """Write `baselines.json` into those run folders that have none: top-1 in percent by name.
 
     Runs on the same images share the computation.
 
     Args:
         folders: of runs.
+        known: what `expected_baselines` has computed already.
 
     Raises:
         OSError, UserError: if a run's images can no longer be read.
     """
-    known: dict[str, str] = {}
+    known = {} if known is None else known
     for run in map(RunFolder, folders):
-        if (run.path / BASELINES).exists():
-            continue
-        config = run.config()
-        preprocessing = config.input.at(meta_model(config, num_classes=1).img_size)
-        images = repr((config.data, config.seed, preprocessing))
-        if images not in known:
-            splits = open_data(config.data, config.seed)
-            found = pixel_baselines(splits, preprocessing, config.data.workers)
-            record = {
-                "top1": found.top1,
-                "train_images": found.train_images,
-                "all_train_images": found.all_train_images,
-            }
-            known[images] = json.dumps(record) + "\n"
-        write_atomic(run.path / BASELINES, known[images])
+        if not (run.path / BASELINES).exists():
+            record = _record(run.config(), known)
+            write_atomic(run.path / BASELINES, json.dumps(record) + "\n")
+
+
+def expected_baselines(config: RunConfig, known: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Top-1 in percent of each baseline on the images of a run that has not begun.
+
+    Args:
+        config: the run.
+        known: takes them for `record_baselines`.
+
+    Raises:
+        OSError, UserError: if its images cannot be read.
+    """
+    return _named(_record(config, known))
+
+
+def _record(config: RunConfig, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    preprocessing = config.input.at(meta_model(config, num_classes=1).img_size)
+    images = repr((config.data, config.seed, preprocessing))
+    if images not in known:
+        splits = open_data(config.data, config.seed)
+        found = pixel_baselines(splits, preprocessing, config.data.workers)
+        known[images] = {
+            "top1": found.top1,
+            "train_images": found.train_images,
+            "all_train_images": found.all_train_images,
+        }
+    return known[images]
 
 
 def read_baselines(folder: Path | str) -> dict[str, float]:
@@ -153,6 +173,10 @@ def read_baselines(folder: Path | str) -> dict[str, float]:
     record = read_json(path)
     checks.shaped(str(path), record, _SHAPE)
     checks.shaped(str(path), list(record["top1"].values()), [float])
+    return _named(record)
+
+
+def _named(record: Mapping[str, Any]) -> dict[str, float]:
     number = record["train_images"]
     part = f" of {number:,} images" if number < record["all_train_images"] else ""
     return {name if name == CHANCE else name + part: top1 for name, top1 in record["top1"].items()}

@@ -61,21 +61,39 @@ def train(arguments: Sequence[str]) -> None:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
         return
-    _train(config, folder, options.quiet)
+    _train(config, folder, options.quiet, options.fit)
     if options.record:
         from locality.analysis.recording import record
 
         record(folder)
 
 
-def _train(config: RunConfig, folder: Path, quiet: bool) -> None:
-    """Train a run and record, and say, what pixels alone reach on its images."""
+def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> None:
+    """Train a run and record, and say, what pixels alone reach on its images.
+
+    That is said before the run begins where its settings were chosen here: it is what to expect.
+    """
+    from locality.analysis.baselines import (
+        advice,
+        expected_baselines,
+        listed,
+        read_baselines,
+        record_baselines,
+    )
+
+    known: dict[str, Any] = {}
+    if fit is not None and not quiet:
+        say(f"to beat, on the same pixels: {listed(expected_baselines(config, known))}")
     result = training.train(config, folder, quiet=quiet)
     if result:  # on rank 0
-        from locality.analysis.baselines import advice, listed, read_baselines, record_baselines
-
-        record_baselines([folder])
+        record_baselines([folder], known)
         if not quiet:
+            if (best := result.get("best_step", result["steps"])) < result["steps"]:
+                say(
+                    f"{folder} is opened with the weights of step {best}, the best of its "
+                    f"evaluations, which flatters them; those of step {result['steps']} lie "
+                    f"beside them, in checkpoints/last.ckpt"
+                )
             baselines = read_baselines(folder)
             say(f"baselines on the same pixels: {listed(baselines)}")
             if warning := advice(config.model.name, result["top1"], baselines):
@@ -196,7 +214,7 @@ def fit(
     check_names(config, folder)
     if chosen is not None and not quiet:
         print(chosen)
-    _train(config, folder, quiet)
+    _train(config, folder, quiet, chosen)
     from locality.trained import TrainedRun
 
     return TrainedRun(folder)
