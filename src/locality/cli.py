@@ -42,10 +42,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("models:convert", "turn weights from one format into another"),
     "transform": (
         "models:transform",
-        "put attention in the place of a CNN's convolutions, exactly",
+        "put gated attention in the place of a CNN's convolutions",
     ),
     "export": ("models:export", "write a model as ONNX or a torch.export program"),
-    "data": ("images:folders", "check an image folder, or pack it for fast reading"),
+    "data": ("images:folders", "check a folder of images"),
 }
 
 # Errors in what the user gave, or in the files and folders they named.

@@ -20,7 +20,8 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--list", False, "every table and figure, and its state")
     parser.add("--dry_run", False, "runs, images, MACs, hours; no start")
     parser.add("--finished", False, "write what finished runs give; no start")
-    parser.add("--scale", "digits", "digits, fashion, fashion14, cifar100, imagenet100, imagenet")
+    scales = "digits, digits-tuned, fashion, fashion14, cifar100, imagenet100, imagenet"
+    parser.add("--scale", "digits", scales)
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
     parser.add("--seeds", None, "runs of every cell; the scale's unless given", int | None)
