@@ -116,7 +116,8 @@ def distance(s: Scale) -> Figure:
             Claim(
                 f"×{rate:g}: {text}, by {_LEAST_DIFFERENCE} or more",
                 "",
-                of[rate][more] - of[rate][less] - _LEAST_DIFFERENCE,
+                of[rate][more] - of[rate][less],
+                least=_LEAST_DIFFERENCE,
             )
             for rate in _RATES
             for text, (of, more, less) in claims.items()
