@@ -7,10 +7,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 
+import locality
 from locality.checkpoints import KEY_MAPS, convert, detect_key_map, load_weights, read, save
+from locality.cli import main
 from locality.errors import UserError
 from locality.layers.grid import hidden_width, mlp_ratio_of
 from locality.models import build
@@ -105,12 +108,6 @@ def test_folders_of_the_hub_are_read_too(tmp_path, assert_bitwise):
     torch.save(state, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text('{"architecture": "convit_tiny"}')
     assert_bitwise(read(tmp_path).state, dict(model.state_dict()))
-
-
-def test_our_own_names_without_a_description_need_the_models_name(tmp_path):
-    torch.save(build("convit_nano").state_dict(), tmp_path / "a.pt")
-    with pytest.raises(UserError, match="give the model's name"):
-        read(tmp_path / "a.pt")
 
 
 # What can be wrong with a file, made from a sound one; and what the error says about it.
@@ -266,3 +263,39 @@ def test_the_description_travels_inside_the_file(tmp_path):
     checkpoint = read(lone)
     assert checkpoint.describe() == described
     assert checkpoint.classes == tuple(f"digit {i}" for i in range(10))
+
+
+def test_our_own_weights_are_told_by_their_shapes(tmp_path):
+    torch.manual_seed(0)
+    for name, size in (("convit_micro", 32), ("cvt_nano", 8), ("deit_micro", 48)):
+        model = locality.create_model(name, num_classes=3, img_size=size)
+        torch.save(model.state_dict(), tmp_path / "own.pth")
+        found = read(tmp_path / "own.pth")
+        assert (found.name, found.config.num_classes) == (name, 3)
+        torch.testing.assert_close(found.state, dict(model.state_dict()), rtol=0, atol=0)
+    tiny = locality.create_model("deit_tiny")
+    torch.save(tiny.state_dict(), tmp_path / "tiny.pth")
+    with pytest.raises(UserError, match=r"fit deit_tiny and deit_tiny_baseline.*--model NAME"):
+        read(tmp_path / "tiny.pth")
+    odd = build("convit_nano", embed_dim=20)
+    torch.save(odd.state_dict(), tmp_path / "odd.pth")
+    with pytest.raises(UserError, match="fit none in the table"):
+        read(tmp_path / "odd.pth")
+
+
+def test_a_state_dict_of_timms_is_read_for_its_network(tmp_path):
+    torch.manual_seed(0)
+    network = timm.create_model("test_resnet", num_classes=7)
+    torch.save(network.state_dict(), tmp_path / "plain.pth")
+    model = locality.create_model(
+        "timm/test_resnet", weights=tmp_path / "plain.pth", num_classes=7
+    ).eval()
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(model(images), network.eval()(images))
+    for start in (["--random"], ["--weights", str(tmp_path / "plain.pth")]):
+        out = tmp_path / start[0]
+        words = ["transform", "timm/test_resnet", str(out), "--layers", "stage4"]
+        assert main([*words, *start]) == 0
+        assert locality.load(out).config.gpsa == "stage4"
+    with pytest.raises(UserError, match="timm's model of that name is 'timm/resnet18'"):
+        locality.create_model("resnet18")

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from sklearn.datasets import load_digits
 
 from locality import settings
 from locality.cli import main
+from locality.commands.images import _shown
 from locality.commands.train import read_run
 from locality.data.folder import image_files
 from locality.errors import UserError
@@ -70,6 +72,49 @@ def test_report_of_the_run(run, tmp_path, capsys):
     assert "convit_nano" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert capsys.readouterr().out.strip() == str(output)
+
+
+def test_pages_lie_in_what_they_are_of(run, images, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == run.absolute() / "report.html"
+    assert main(["explore", str(run), "--images", str(images)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == run.absolute() / "explorer.html"
+    assert main(["report", str(run), "--output", "here.html"]) == 0
+    assert Path(capsys.readouterr().out.strip()) == tmp_path / "here.html"
+
+
+def test_a_folder_of_classes_is_explored_across_them(run, tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        for index in range(5):
+            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{index}.png")
+    shown = _shown([str(tmp_path)], str(run), 4)[0]
+    assert [name for name, _ in shown] == ["a/0.png", "b/0.png", "c/0.png", "a/1.png"]
+    assert [name for name, _ in _shown([str(tmp_path / "b")], str(run), 2)[0]] == ["0.png", "1.png"]
+
+
+def test_predictions_are_written_to_a_table(run, images, tmp_path, capsys):
+    words = ["predict", str(images), "--model", str(run), "--csv"]
+    assert main(words) == 0
+    table = capsys.readouterr().out
+    file = tmp_path / "pred.csv"
+    assert main([*words, str(file)]) == 0
+    assert capsys.readouterr().out.strip() == str(file) and file.read_text() == table
+    first = str(next(images.glob("*")))
+    before = Path(first).read_bytes()
+    assert main(["predict", "--csv", first, "--model", str(run)]) == 0  # an image is not written to
+    assert Path(first).read_bytes() == before
+
+
+def test_all_differences_of_a_resumed_run_are_named(run, capsys):
+    changed = ["--optim.lr=0.1", "--augment.affine=3", "--seed=9"]
+    assert main(["train", "digits", "--output", str(run), *SHORT, *changed]) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("optim.lr", "augment.affine", "seed"))
+    assert main(["train", "--resume", str(run), *changed, "--schedule.steps=9"]) == 2
+    error = capsys.readouterr().err
+    assert "its schedule (and seed, augment.affine, optim.lr); to go on" in error
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_more_time_or_speed_makes_a_larger_model_or_more_passes(
     root = given(photographs(tmp_path / "photos", 260, per_class=4))
     chosen = [autofit("photos", root, minutes).config for minutes in (0.1, 20, 45, 600)]
     sizes = [(config.model.name, config.model.img_size) for config in chosen]
-    assert sizes == [("convit_nano", 32), ("convit_micro", 64), ("convit_mini", 128),
+    assert sizes == [("cvt_nano", 32), ("convit_micro", 64), ("convit_mini", 128),
                      ("convit_tiny", 224)]  # fmt: skip
     speed["mac"], speed["loading"] = PER_MAC / 4, 2.5e-4
     faster = autofit("photos", root, 0.1).config
@@ -119,7 +119,7 @@ def test_small_images_have_a_small_model_and_a_recipe_of_their_own(tmp_path: Pat
     root = given(photographs(tmp_path / "photos", 28))
     config = autofit("photos", root, 60).config
     model, augment = config.model, config.augment
-    assert (model.name, model.img_size, model.patch_size) == ("convit_nano", 28, 4)
+    assert (model.name, model.img_size, model.patch_size) == ("cvt_nano", 28, None)
     assert augment.affine and augment.mixup and augment.auto_augment is None
     assert config.engine.batch_size == 64
     deit = autofit("photos", root | {"model.name": "deit_nano"}, 60).config

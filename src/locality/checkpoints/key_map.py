@@ -7,6 +7,7 @@ A state dict is compared with the model that it is for: `check_keys`, `check_fin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,6 +22,7 @@ from torch import Tensor
 from locality.errors import UserError, some
 from locality.models.config import CvTConfig, ViTConfig, token_grid
 from locality.models.factory import build
+from locality.models.variants import VARIANTS
 from locality.settings import from_dict, to_dict
 
 State = Mapping[str, Tensor]
@@ -129,7 +131,29 @@ class KeyMap:
         Raises:
             UserError: if a required tensor is missing, or shapes do not determine the architecture.
         """
-        raise UserError("these weights do not say which model they are of; give the model's name")
+        fitting = [name for name, row in VARIANTS.items() if self._fits(state, row.config)]
+        if len(fitting) == 1:
+            return self._like(state, VARIANTS[fitting[0]].config)
+        how = "--model NAME in training, --variant NAME elsewhere"
+        if fitting:
+            raise UserError(
+                f"these weights fit {' and '.join(fitting)}, which differ in what weights do not "
+                f"show; give the model's name ({how})"
+            )
+        raise UserError(
+            f"these weights do not say which model they are of, and fit none in the table; give "
+            f"the name of the nearest ({how}), and what differs as --set or --model.overrides"
+        )
+
+    def _fits(self, state: State, config: Any) -> bool:
+        """Whether a model has tensors of these names and shapes, but for its ends."""
+        stem = state.get(f"{config.stem}.weight")
+        if stem is None or len(stem) != getattr(config, "embed_dim", len(stem)):
+            return False  # known without building it
+        with contextlib.suppress(UserError):
+            check_keys(state, meta_state_dict(self._like(state, config)), self.title)
+            return True
+        return False
 
     def unspecified(self, config: Any) -> dict[str, Any]:
         """The settings that weights with these keys do not specify."""

@@ -137,6 +137,8 @@ def _from_weights(
     state, metadata = read_state(path, entry)
     if FORMAT in metadata:
         return parse_description(metadata[FORMAT], state, path)
+    if isinstance(like, factory.TimmConfig):
+        return _from_timm_state(state, like)
     shapes = "its tensors are named as those of a model, but have other shapes"
     wrong = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
     with prefix_errors(path), wrap_errors(shapes, *wrong):
@@ -162,6 +164,16 @@ def _from_public(name: str) -> Checkpoint:
     like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
     checkpoint = _from_weights(locate_weights(row), like, None, {})
     return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
+
+
+def _from_timm_state(state: Mapping[str, Any], like: factory.TimmConfig) -> Checkpoint:
+    """A state dict of timm's own model, for a model like this."""
+    if not all(name.startswith("model.") for name in state):
+        state = {f"model.{name}": tensor for name, tensor in state.items()}
+    ends: dict[str, Any] = {"num_classes": len(state.get(f"{like.classifier}.weight", ()))}
+    if (stem := state.get(f"{like.stem}.weight")) is not None:
+        ends["in_chans"] = stem.shape[1]
+    return Checkpoint(replace(like, gpsa="", **ends), dict(state))
 
 
 def _from_timm(name: str) -> Checkpoint:

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+
 from locality import checks, data, training
 from locality.checkpoints.registry import is_run_folder
 from locality.commands.parsing import (
@@ -22,7 +24,7 @@ from locality.commands.parsing import (
     say,
     with_aliases,
 )
-from locality.commands.resolve import images_at
+from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig
 from locality.errors import UserError, lookup, one_line, printable, require, unknown
 from locality.files import check_new_folder, check_parent
@@ -52,10 +54,15 @@ def predict(arguments: Sequence[str]) -> int:
     parser.add_model("--model", required=True)
     parser.add("--top", 5, "how many classes to show")
     parser.add("--json", False, "print JSON")
-    parser.add("--csv", False, "print a table: path, prediction, probability of every class")
-    options = parser.read(arguments)
+    text = (
+        "print a table: path, prediction, probability of every class; FILE.csv after it is written"
+    )
+    parser.add("--csv", False, text)
+    output, words = _table_file(arguments)
+    options = parser.read(words)
     if options.csv:
         parser.refuse("top json", "does nothing beside --csv")
+    check_parent(output)
 
     from locality.data.folder import image_files
 
@@ -72,7 +79,12 @@ def predict(arguments: Sequence[str]) -> int:
     if options.csv:
         code = _report_unreadable(bad, files)
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
-        write_predictions(sys.stdout, ["path"], names, results)
+        if output is None:
+            write_predictions(sys.stdout, ["path"], names, results)
+            return code
+        with open(output, "w", newline="", encoding="utf-8") as table:
+            write_predictions(table, ["path"], names, results)
+        print(Path(output).absolute())
         return code
     listed = []
     for file, row in results:
@@ -84,6 +96,24 @@ def predict(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(listed, indent=2))
     return _report_unreadable(bad, files)
+
+
+def _table_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The FILE.csv of `--csv FILE.csv` or `--csv=FILE.csv`, if any, and the words without it.
+
+    Other words after `--csv` are images, which are never written to.
+    """
+    words = list(arguments)
+    for index, word in enumerate(words):
+        flag, _, file = word.partition("=")
+        if flag == "--csv" and file:
+            if not file.endswith(".csv"):
+                raise UserError(f"--csv writes a file that ends in .csv, not {file}")
+            words[index] = flag
+            return file, words
+        if word == "--csv" and index + 1 < len(words) and words[index + 1].endswith(".csv"):
+            return words.pop(index + 1), words
+    return None, words
 
 
 def write_predictions(
@@ -225,7 +255,7 @@ def explore(arguments: Sequence[str]) -> int:
     parser.add("--images", None, _IMAGES, nargs="+")
     parser.add("--count", None, "how many images at most, 8 or live 20 unless given", int | None)
     parser.add("--live", False, "a page that computes small DeiT and ConViT itself")
-    parser.add("--output", "explorer.html", "the file to write")
+    parser.add("--output", None, "the file to write; explorer.html in the run unless given")
     options = parser.read(arguments)
 
     for model in options.models:
@@ -243,7 +273,8 @@ def explore(arguments: Sequence[str]) -> int:
         digits = is_run_folder(first) and read_config(Path(first)).data.dataset == "digits"
         print(write_live(subjects, images, options.output, labels, digits))
     else:
-        print(write_explorer(subjects, images, options.output, names))
+        output = options.output or page_in(options.models, "explorer.html")
+    print(write_explorer(subjects, images, output, names).absolute())
     return code
 
 
@@ -349,12 +380,18 @@ def _shown(
 
         return run_images(model, count), 0
     files = list(image_files(given))
+    places, labels = np.unique([str(file.parent) for file in files], return_inverse=True)
+    several = len(places) > 1
+    if several:  # one of each class's folder in turn
+        from locality.analysis.pictures import round_robin_indices
+
+        files = [files[index] for index in round_robin_indices(labels, len(files))]
     read: list[Path] = []
     bad: list[str] = []
     images = list(islice(_read_images(files, model, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are left out; --count {len(files)} takes all")
-    names = [file.name for file in read]
+    names = [f"{file.parent.name}/{file.name}" if several else file.name for file in read]
     return list(zip(names, images, strict=True)), _report_unreadable(bad, files)
 
 

@@ -25,7 +25,7 @@ from locality.commands.parsing import (
 )
 from locality.errors import UserError, lookup, one_line
 from locality.files import check_parent, write_atomic
-from locality.models.variants import FAMILY_NAMES, VARIANTS, matching, variant
+from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
 from locality.settings import from_dict
 
 
@@ -124,19 +124,31 @@ def transform(arguments: Sequence[str]) -> None:
     parser = Parser("transform", transform.__doc__)
     parser.add_model("model")
     parser.add_argument("output", help="folder to save the model in")
+    parser.add("--weights", None, "of timm/NAME, a state dict in the place of timm's own weights")
+    parser.add("--random", False, "of timm/NAME, random weights in the place of timm's own")
     parser.add("--layers", "stage4", "a stage, names with commas, the last n, or all")
     parser.add("--alpha", None, "α of the layers, 7 unless given, or exact", _ALPHA)
     parser.add("--gating", None, "λ of the layers' gates, above 0; 1 unless given", float | None)
     options = parser.read(arguments)
-    opened = open_given(options.model, options)
+    if not options.model.startswith(PREFIX):
+        parser.refuse("weights random", "is for a network by its name, timm/NAME")
+    elif options.weights is not None:
+        parser.refuse("random", "does nothing beside --weights")
 
     import locality
     from locality.models.initialisations import select_convolutions
 
-    before, starts = opened.module(), {"alpha": options.alpha, "gating": options.gating}
+    about: dict[str, Any] = {}
+    if options.random or options.weights is not None:
+        before = locality.create_model(options.model, weights=options.weights).eval()
+    else:
+        opened = open_given(options.model, options)
+        before = opened.module()
+        about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
+    starts = {"alpha": options.alpha, "gating": options.gating}
     starts = {name: value for name, value in starts.items() if value is not None}
     after = locality.transform(before, options.layers, **starts)
-    locality.save(after, options.output, preprocessing=opened.preprocessing, classes=opened.classes)
+    locality.save(after, options.output, **about)
     rows = [[name, *_costs(model)] for name, model in (("before", before), ("after", after))]
     print(f"attention computes {', '.join(select_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from locality.checkpoints.registry import missing
 from locality.commands.parsing import Parser, say
-from locality.commands.resolve import images_at, place_of
+from locality.commands.resolve import images_at, page_in, place_of
 from locality.errors import UserError, one_line, wrap_errors
 from locality.models.variants import PREFIX, variant
 
@@ -22,7 +22,7 @@ def report(arguments: Sequence[str]) -> int:
     """
     parser = Parser("report", report.__doc__)
     parser.add_argument("runs", nargs="+", help="run folders, or folders that hold them")
-    parser.add("--output", "report.html", "the file to write")
+    parser.add("--output", None, "the file to write; report.html in the folder unless given")
     parser.add("--record", False, "measure unmeasured runs first")
     options = parser.read(arguments)
     for given in map(Path, options.runs):
@@ -53,7 +53,8 @@ def report(arguments: Sequence[str]) -> int:
         from locality.analysis.recording import record_missing
 
         record_missing(folders)
-    print(build_report(folders, options.output))
+    output = options.output or page_in(options.runs, "report.html")
+    print(build_report(folders, output).absolute())
     return 1 if bad else 0
 
 

@@ -15,7 +15,7 @@ from locality.checkpoints.registry import detect_kind, is_run_folder, missing
 from locality.commands.parsing import say
 from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
-from locality.settings import replace, typed
+from locality.settings import differences, replace, typed
 from locality.training.config import RunConfig, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted
 
@@ -38,9 +38,10 @@ def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None,
     given: dict[str, Any] = {}
     if word is not None:
         named = word in RECIPES or not ("/" in word or Path(word).exists())
-        if not named or (word in CUSTOM_DATA_RECIPES and Path(word).is_dir()):
+        both = word in CUSTOM_DATA_RECIPES and Path(word).is_dir()
+        if both or not named:
             given = images_at(Path(word))
-        recipes = [*recipes, word] if named else recipes or ["photos"]
+        recipes = [*recipes, word] if named and not (both and recipes) else recipes or ["photos"]
     if len(set(recipes)) > 1:
         raise UserError(f"recipes {' and '.join(recipes)} are asked for; give one")
     return (recipes[0] if recipes else None), given
@@ -54,6 +55,12 @@ def images_at(path: Path) -> dict[str, Any]:
         raise missing(path)
     table = path.is_file() or (path / TABLE).is_file()
     return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
+
+
+def page_in(given: Sequence[str], name: str) -> Path:
+    """Where a page goes: into the run or the folder of runs, where one is given; else here."""
+    place = Path(given[0])
+    return place / name if len(given) == 1 and place.is_dir() else Path(name)
 
 
 def place_of(data: Mapping[str, Any]) -> str:
@@ -131,11 +138,14 @@ def resumed(run: Path, given: Mapping[str, Any], words: Sequence[str]) -> RunCon
     begun = read_config(run)
     config, planned = replace(begun, given), begun.schedule
     if config.schedule != planned:
+        changed = [name for name, *_ in differences(begun, config)]
+        others = [name for name in changed if not name.startswith("schedule.")]
+        also = f" (and {', '.join(others)})" if others else ""
         raise UserError(
             f"{run} was planned for {planned.length:g} {planned.unit}, and a run keeps "
-            f"its schedule; to go on from its weights with another one, start a run: locality "
-            f"train --config {run / 'config.yaml'} --model.weights {run} --output {run}-longer "
-            f"{shlex.join(words)}"
+            f"its schedule{also}; to go on from its weights with another one, start a run: "
+            f"locality train --config {run / 'config.yaml'} --model.weights {run} "
+            f"--output {run}-longer {shlex.join(words)}"
         )
     return config
 

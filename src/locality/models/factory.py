@@ -23,7 +23,7 @@ from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, ViTConfig, to_2tuple, weight_signature
 from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, replace_convolutions
-from locality.models.variants import PREFIX, variant
+from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.models.vit import VisionTransformer
 
 Scalar = str | bool | int | float | None
@@ -213,6 +213,8 @@ def named(name: str, fields: dict[str, Any]) -> Any:
     Raises:
         UserError: for an unknown name or field (with the nearest), or a value out of range.
     """
+    if name not in VARIANTS and timm.is_model(name):
+        raise UserError(f"unknown model '{name}'; timm's model of that name is '{PREFIX}{name}'")
     own = TimmConfig.named(name) if name.startswith(PREFIX) else variant(name).config
     return own.with_overrides(**fields)
 

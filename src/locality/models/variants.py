@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from locality.errors import lookup
+from locality.errors import UserError, lookup, near
 from locality.models.config import INTERFACE, CvTConfig, StageConfig, ViTConfig, signature_diff
 
 
@@ -159,6 +159,11 @@ def variant(name: str) -> Variant:
     Raises:
         UserError: if there is none, with the nearest names.
     """
+    if name not in VARIANTS and not near(name, VARIANTS):
+        raise UserError(
+            f"unknown model '{name}'; `locality models` lists ours, and one of timm's is written "
+            f"'{PREFIX}{name}'"
+        )
     return lookup("model", name, VARIANTS)
 
 
