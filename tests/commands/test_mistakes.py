@@ -295,6 +295,7 @@ def test_every_option_acts_or_is_refused(ask, monkeypatch):
         for name, action in parser_of(words[0], monkeypatch)._options().items():
             if "." in name or f"--{name}" in words or name in ("model", "print_config", "resume"):
                 continue
+            assert name in VALUES or action.nargs == 0, f"give --{name} a value in VALUES"
             value = [VALUES[name]] if action.nargs != 0 else []
             if name == "overwrite" or (words[0] == "models" and name == "json"):
                 continue

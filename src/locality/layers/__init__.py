@@ -11,6 +11,7 @@ from locality.lazy import lazily
 
 if TYPE_CHECKING:
     from locality.layers.attention import AttentionMaps as AttentionMaps
+    from locality.layers.attention import BasePositionalAttention as BasePositionalAttention
     from locality.layers.attention import (
         GatedPositionalSelfAttention as GatedPositionalSelfAttention,
     )

@@ -174,7 +174,7 @@ class SelfAttention(_Attention):
         return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
 
 
-class _PositionalAttention(_Attention):
+class BasePositionalAttention(_Attention):
     """The base of PSA and GPSA: a learned v_pos per head, and the convolutional initialisation.
 
     Args:
@@ -207,7 +207,7 @@ class _PositionalAttention(_Attention):
         )
 
 
-class PositionalSelfAttention(_PositionalAttention):
+class PositionalSelfAttention(BasePositionalAttention):
     """Positional self-attention: one softmax over content and position, QKᵀ/√d + v_pos·r (Eq. 4).
 
     Content is scaled by 1/√d so that this layer and the gated one differ in the gate alone. The
@@ -240,7 +240,7 @@ class PositionalSelfAttention(_PositionalAttention):
         return AttentionMaps(mixed, content, position, None, grid, grid, 0, q, k)
 
 
-class GatedPositionalSelfAttention(_PositionalAttention):
+class GatedPositionalSelfAttention(BasePositionalAttention):
     """Gated positional self-attention (Eq. 6–7).
 
         A = (1 − σ(λ)) softmax(QKᵀ/√d) + σ(λ) softmax(v_pos·r),   one gate λ per head.

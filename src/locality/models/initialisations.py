@@ -19,18 +19,17 @@ from torch import Tensor, nn
 from locality import checks
 from locality.errors import UserError, unknown, wrap_errors
 from locality.layers import (
+    BasePositionalAttention,
     ConvolutionalAttention,
     GatedPositionalSelfAttention,
     Grid,
     ImageAttention,
     LocalConvolution,
-    PositionalSelfAttention,
     SelfAttention,
 )
 from locality.layers.conv_init import init_random_convolution_, kernel_offsets
 from locality.models.base import ImageClassifier
 
-_POSITIONAL = (PositionalSelfAttention, GatedPositionalSelfAttention)
 _SLOWEST = 10_000.0
 _GAP = 3.0
 """The difference of an impulse's score to those of neighbouring patches, in nats."""
@@ -47,7 +46,7 @@ Network = TypeVar("Network", bound=nn.Module)
 def conv(model: nn.Module) -> None:
     """Initialise every positional layer as a random convolution (ConViT Eq. 5)."""
     for layer in model.modules():
-        if isinstance(layer, _POSITIONAL) and not layer.conv_init:
+        if isinstance(layer, BasePositionalAttention) and not layer.conv_init:
             init_random_convolution_(layer.v_pos, layer.value_weight, layer.locality_strength)
 
 
@@ -61,7 +60,7 @@ def mimetic(model: nn.Module) -> None:
     """
     set_sinusoidal_positions(model)
     for layer in model.modules():
-        if not isinstance(layer, (SelfAttention, *_POSITIONAL, ConvolutionalAttention)):
+        if not isinstance(layer, (SelfAttention, BasePositionalAttention, ConvolutionalAttention)):
             continue
         queries, keys, values = _projections(layer)
         rank = layer.dim // layer.num_heads
@@ -87,7 +86,7 @@ def impulse(model: nn.Module) -> None:
     """
     set_sinusoidal_positions(model)
     for layer in model.modules():
-        if not isinstance(layer, (SelfAttention, *_POSITIONAL)):
+        if not isinstance(layer, (SelfAttention, BasePositionalAttention)):
             continue
         queries, keys, _ = _projections(layer)
         quarter, rank = layer.dim // 4, layer.dim // layer.num_heads
