@@ -23,7 +23,7 @@ from locality.models import (
 
 SMALL = [name for name in list_models() if variant(name).family != "cvt" and name.endswith("nano")]
 
-# Sizes as built here, ConViT Table 1 first: parameters exactly, multiply-accumulates in units of 10⁹.
+# As built here, ConViT Table 1 first: parameters exactly, multiply-accumulates in units of 10⁹.
 SIZES = {
     "convit_tiny": (5_710_472, 1.26),
     "convit_tiny_plus": (9_972_872, 2.14),
