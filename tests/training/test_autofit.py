@@ -120,7 +120,7 @@ def test_small_images_have_a_small_model_and_a_recipe_of_their_own(tmp_path: Pat
     config = autofit("photos", root, 60).config
     model, augment = config.model, config.augment
     assert (model.name, model.img_size, model.patch_size) == ("cvt_nano", 28, None)
-    assert augment.affine and augment.mixup and augment.auto_augment is None
+    assert augment.affine and augment.crop == "pad" and augment.auto_augment is None
     assert config.engine.batch_size == 64
     deit = autofit("photos", root | {"model.name": "deit_nano"}, 60).config
     assert deit.model.img_size == 28 and deit.augment == augment
