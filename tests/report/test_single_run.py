@@ -3,10 +3,12 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from locality.analysis.recording import record
 from locality.data.sources import duplicates
@@ -116,3 +118,28 @@ def test_nothing_lies_beyond_the_edge(confused, open_page, tmp_path, width, heig
     assert page.outside() == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.screenshot(path=folder / f"run-{width}.png", full_page=True)
+
+
+def test_a_report_on_photographs_shows_them(tmp_path, tiny_config):
+    rng = np.random.default_rng(0)
+    for label in ("cats", "dogs"):
+        (tmp_path / "Haustiere" / label).mkdir(parents=True)
+        for index in range(12):
+            pixels = rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "Haustiere" / label / f"{index}.png")
+    (tmp_path / "Haustiere" / "cats" / "copy.png").write_bytes(
+        (tmp_path / "Haustiere" / "cats" / "0.png").read_bytes()
+    )
+    data = {"data__dataset": "folder", "data__root": str(tmp_path / "Haustiere")}
+    run = tmp_path / "run"
+    train(tiny_config(**data, data__val_fraction=0.5), run, quiet=True)
+    RunFolder(run).skipped_file.write_text("image,reason\ncats/x.png,it is cut short\n")
+    page = build_report([run], tmp_path / "r.html").read_text()
+    text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
+    assert "on Haustiere" in text and "A training run on Haustiere" in text
+    assert "1 group of files has the same content:" in text
+    assert "1 training image could not be read: cats/x.png: it is cut short" in text
+    mistakes = page[page.index("The most confident mistakes") :]
+    names = re.findall(r"<br>([^<]*)</figcaption>", mistakes)
+    assert names and len(set(names)) == len(names)
+    assert mistakes.count('<img src="data:image/') == len(names)

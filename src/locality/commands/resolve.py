@@ -65,8 +65,9 @@ def page_in(given: Sequence[str], name: str) -> Path:
 
 def place_of(data: Mapping[str, Any]) -> str:
     """The name of a custom dataset in a run folder's name: that of its folder."""
-    root = Path(data["data.root"]).resolve()
-    return root.parent.name if root.is_file() else root.name
+    from locality.data.folder import place_name
+
+    return place_name(data["data.root"])
 
 
 def resolve(

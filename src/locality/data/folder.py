@@ -191,6 +191,12 @@ def is_inside(folder: Path | str, path: str) -> bool:
     return os.path.abspath(os.path.join(below, path)).startswith(below)
 
 
+def place_name(root: Path | str) -> str:
+    """The name of the folder that custom images are in, or that a table of them is in."""
+    path = Path(root).resolve()
+    return path.parent.name if path.is_file() else path.name
+
+
 def image_files(given: Iterable[str]) -> Iterator[Path]:
     """The image files that paths of files and folders name, those of a folder in sorted order.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from locality.analysis.measures import uniform_nonlocality
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at
@@ -77,6 +78,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     _label_axes(axes, "fraction of the training images", "top-1 accuracy (%)")
 
 
+_CLOSE = 0.06  # of the distance of two fractions: labels that are as close would run together
 _BASELINE_STYLES = {"nearest neighbour": ":", "logistic regression": "--"}
 
 
@@ -114,19 +116,22 @@ def _draw_seeds(
     found = estimate(values)
     for value in values:
         axes.plot(*point(place + aside, value), **look, markersize=3, alpha=0.45)
-    whiskers: dict[str, Any] = {"xerr" if across else "yerr": found.half_width, "label": label}
+    low, high = max(0.0, found.low or 0.0), min(100.0, found.high or 0.0)
+    width = None if found.half_width is None else [[found.mean - low], [high - found.mean]]
+    whiskers: dict[str, Any] = {"xerr" if across else "yerr": width, "label": label}
     whiskers |= {"markersize": 7, "capsize": 4, "elinewidth": 1.6}
     x, y = point(place, found.mean)
     axes.errorbar(x, y, **whiskers, **look)
     axes.annotate(
         f"{found.mean:.1f}",
-        point(place, found.mean if across else min(101, found.mean + (found.half_width or 0))),
+        point(place, found.mean if across or width is None else high),
         annotation_clip=False,
         xytext=(0, 5),
         textcoords="offset points",
         ha="center",
         va="bottom",
         fontsize=7,
+        rotation=0 if across or aside > _CLOSE else 90,
     )
 
 
@@ -207,15 +212,18 @@ def draw_lr_find(axes: Axes, found: RangeTest) -> None:
 
 
 def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[str]) -> None:
-    """The confusion matrix, labels in rows; colours are fractions of the row."""
+    """The confusion matrix, labels in rows; a cell is as dense as its fraction of the row."""
     count = len(names)
     share = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
-    axes.pcolormesh(share, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
+    axes.figure.set_size_inches(PANEL[0], PANEL[0])  # type: ignore[union-attr]
+    axes.set(xlim=(0, count), ylim=(0, count))
     for row, column in np.argwhere(matrix):
+        # The page shows through, be it light or dark, and the number stands out.
+        look: dict[str, Any] = {"facecolor": CONVIT, "alpha": 0.6 * share[row, column]}
+        axes.add_patch(Rectangle((column, row), 1, 1, linewidth=0, **look))
         axes.text(column + 0.5, row + 0.5, f"{matrix[row, column]:,}", ha="center", va="center",
-                  fontsize=min(9, 90 / count), color="white" if share[row, column] > 0.5 else INK,
-                  )  # fmt: skip
-    labels = [shorten(name, 16, placeholder="…") or name[:15] + "…" for name in names]
+                  fontsize=min(9, 90 / count), color=INK)  # fmt: skip
+    labels = [fill(shorten(name, 40, placeholder="…") or name[:39] + "…", 20) for name in names]
     places = np.arange(count) + 0.5
     axes.set_xticks(places, labels, rotation=90 if max(map(len, labels)) > 2 else 0, fontsize=7)
     axes.set_yticks(places, labels, fontsize=7)
@@ -316,6 +324,8 @@ def _label_axes(axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] 
     if any(len(label) > 30 for label in labels):  # which would cover the lines
         wrapped = [fill(label, 60) for label in labels]
         axes.figure.legend(lines, wrapped, loc="outside lower left", fontsize=7)
+    elif len(labels) > 3:
+        axes.figure.legend(lines, labels, loc="outside lower center", ncols=2, fontsize=8)
     elif labels:
         axes.legend(loc="best", fontsize=8)
 

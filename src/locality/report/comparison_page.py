@@ -17,7 +17,7 @@ from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, r
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError
 from locality.figures import charts
-from locality.report.page import FILTERS, format_estimate
+from locality.report.page import FILTERS, format_estimate, format_share
 from locality.runner.runs import Outcome, Run
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
@@ -135,7 +135,7 @@ def conclusion(
            if pair.first == best.label]  # fmt: skip
     below = _join_names([pair.second for pair, sure in own if sure])
     open_ = [pair for pair, sure in own if not sure]
-    reached = f"{best.label} has the highest accuracy, {format_estimate(best.top1)}%"
+    reached = f"{best.label} has the highest accuracy, {format_share(best.top1)}%"
     if len(best.runs) < 2:
         return f"{reached}, of a single run each, so without an interval."
     if not open_:

@@ -25,6 +25,8 @@ from locality.analysis.runs import (
     read_runs,
 )
 from locality.analysis.statistics import Estimate, estimate
+from locality.data.config import Decoding
+from locality.data.folder import place_name, read_image
 from locality.data.sources import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
@@ -37,6 +39,7 @@ from locality.training.run_folder import RunFolder
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 _MAX_NAMES = 4  # in the title
+_THUMBNAIL = 160  # pixels
 
 _MAX_CLASSES = 20
 """In the confusion matrix, which has to be readable on a phone, and in the table."""
@@ -86,7 +89,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "kind": "run" if not several else "experiment" if len(fractions) > 1 else "comparison",
         "one": None if several else single_run(runs[0]),
         "fractions": fractions,
-        "datasets": sorted({one.dataset for one in groups}),
+        "datasets": _datasets(groups),
         "comparisons": [(each, pair_sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
@@ -132,13 +135,35 @@ def _title(groups: Sequence[RunGroup]) -> str:
     """The models and the datasets."""
     labels = [one.label for one in groups]
     models = ", ".join(labels) if len(labels) <= _MAX_NAMES else f"{len(labels)} models or settings"
-    return f"{models} on {', '.join(sorted({one.dataset for one in groups}))}"
+    return f"{models} on {', '.join(_datasets(groups))}"
+
+
+def _datasets(groups: Sequence[RunGroup]) -> list[str]:
+    """Names of the datasets; of a custom one that of its folder."""
+    names = set()
+    for one in groups:
+        data = one.runs[0].config["data"]
+        root = data.get("root") if one.dataset in ("folder", "table", "arrow") else None
+        names.add(place_name(root) if isinstance(root, str) else one.dataset)
+    return sorted(names)
 
 
 def format_estimate(found: Estimate, sign: bool = False) -> str:
-    """69.0 ± 2.1, or 69.0 if there is no interval."""
-    mean = f"{found.mean:+.1f}" if sign else f"{found.mean:.1f}"
+    """69.0 ± 2.1, or 69.0 if there is no interval; a minus sign for what may be negative."""
+    mean = minus(f"{found.mean:+.1f}") if sign else f"{found.mean:.1f}"
     return mean if found.half_width is None else f"{mean} ± {found.half_width:.1f}"
+
+
+def format_share(found: Estimate) -> str:
+    """As `format_estimate`, of percent: 95.0 (84.1 to 100) where ± would leave 0 … 100."""
+    if found.low is None or found.high is None or (found.low >= 0 and found.high <= 100):
+        return format_estimate(found)
+    return f"{found.mean:.1f} ({max(0.0, found.low):.3g} to {min(100.0, found.high):.3g})"
+
+
+def minus(number: str) -> str:
+    """A formatted number with a minus sign in the place of a hyphen."""
+    return number.replace("-", "−")
 
 
 def _images(comparison: BaselinePair) -> str:
@@ -377,26 +402,50 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
     """The most confident mistakes, those with pictures where the instruments took some."""
     path = run.folder / MISTAKES
     captured = load_pictures(path) if path.exists() else None
+    wrong = predictions.mistakes(MAX_MISTAKES)
+    files = [Path(predictions.paths[row]) for row in wrong]
+    names = [file.name for file in files]
     return [
         {
-            "file": Path(predictions.paths[row]).name,
+            "file": names[place]
+            if names.count(names[place]) == 1
+            else f"{files[place].parent.name}/{names[place]}",
             "label": predictions.classes[predictions.labels[row]],
             "says": predictions.classes[predictions.predicted[row]],
             "confidence": predictions.confidence[row],
-            "image": captured and data_url(captured.images[place]),
+            "image": data_url(captured.images[place])
+            if captured
+            else _thumbnail(files[place], run),
             "map": captured
             and data_url(
                 maps.map_to_rgb(captured.layers[-1].mixed[place, 0], relative_to_uniform=True)
             ),
         }
-        for place, row in enumerate(predictions.mistakes(MAX_MISTAKES))
+        for place, row in enumerate(wrong)
         if captured is None or place < len(captured.images)
     ]
 
 
+def _thumbnail(file: Path, run: RecordedRun) -> str | None:
+    """A small picture of one of a run's images, if its file is there, below the run's data."""
+    root = run.config["data"].get("root")
+    if not isinstance(root, str) or not file.is_file():
+        return None
+    folder = Path(root) if Path(root).is_dir() else Path(root).parent
+    if not file.resolve().is_relative_to(folder.resolve()):
+        return None
+    try:
+        image = read_image(file, Decoding(bool(run.config["data"].get("exif"))))
+    except UserError:
+        return None
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    return data_url(np.asarray(image))
+
+
 FILTERS: dict[str, Any] = {
     "percent": charts.percent,
-    "interval": format_estimate,
+    "interval": format_share,
+    "minus": minus,
     "thousands": lambda number: f"{number:,.0f}",
     "millions": lambda number: f"{number / 1e6:.2f} M",
     "svg": _svg,
