@@ -75,7 +75,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
     axes.set_ylim(*_clip_limits(axes.get_ylim()))
-    _label_axes(axes, "fraction of the training images", "top-1 accuracy (%)")
+    _label_axes(axes, "fraction of the training images", "top-1 accuracy (%)", covered=True)
 
 
 _CLOSE = 0.06  # of the distance of two fractions: labels that are as close would run together
@@ -316,7 +316,10 @@ def draw_candidates(axes: Axes, rows: Sequence[Mapping[str, str]], cost: str, ti
     _label_axes(axes, title, "top-1 on held-out images (%)")
 
 
-def _label_axes(axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] = "y") -> None:
+def _label_axes(
+    axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] = "y", covered: bool = False
+) -> None:
+    """Label the axes, and what is drawn: below them where a legend would cover it."""
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis=grid)
@@ -324,7 +327,7 @@ def _label_axes(axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] 
     if any(len(label) > 30 for label in labels):  # which would cover the lines
         wrapped = [fill(label, 60) for label in labels]
         axes.figure.legend(lines, wrapped, loc="outside lower left", fontsize=7)
-    elif len(labels) > 3:
+    elif covered or len(labels) > 3:
         axes.figure.legend(lines, labels, loc="outside lower center", ncols=2, fontsize=8)
     elif labels:
         axes.legend(loc="best", fontsize=8)
