@@ -301,7 +301,7 @@ def test_a_bar_counts_parts_of_runs_that_go_on(tmp_path, tiny_run, monkeypatch):
     bar.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", bar)
     monkeypatch.setattr(executors, "_BAR_SECONDS", 0)
-    with RunsProgress(4) as progress:
+    with RunsProgress(4, begun=part_done(run)) as progress:
         progress.ended(Outcome(other))
         progress.going_on([run])
     assert "1.7/4 runs" in bar.getvalue() and "convit_nano 0 67%" in bar.getvalue()

@@ -317,7 +317,7 @@ def _reductions(spec: ComparisonSpec, found: Mapping[str, Measured]) -> list[Com
         choices.append(replace(choices[-1], seeds=2))
     while "models" in spec.reducible and len(choices[-1].models) > 2:
         models = choices[-1].models
-        slowest = max(models, key=lambda model: found[model].speed.training)
+        slowest = max(models[1:], key=lambda model: found[model].speed.training)
         left = tuple(model for model in models if model != slowest)
         choices.append(replace(choices[-1], models=left))
     return choices

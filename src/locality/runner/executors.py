@@ -411,7 +411,8 @@ def run_all(
         executor = create_executor(executor, jobs, threads, logs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
-    with RunsProgress(len(waiting), quiet) as progress:
+    begun = 0.0 if quiet else sum(map(part_done, waiting))
+    with RunsProgress(len(waiting), quiet, begun) as progress:
         if isinstance(executor, Executor):
             executor.watch = progress.going_on
         while waiting:
@@ -444,14 +445,16 @@ class RunsProgress:
     Args:
         total: how many runs.
         quiet: print nothing.
+        begun: how much of them was done before, in runs.
     """
 
-    def __init__(self, total: int, quiet: bool = False) -> None:
-        self._ended, self._started = 0, time.monotonic()
+    def __init__(self, total: int, quiet: bool = False, begun: float = 0.0) -> None:
+        self._ended, self._begun, self._started = 0, begun, time.monotonic()
         self._looked = self._started
         # tqdm's None: only on a terminal.
         self._bar = tqdm(
             total=total,
+            initial=begun,
             unit="run",
             disable=True if quiet or not total else None,
             smoothing=0,  # the runs of one kind may come first
@@ -482,7 +485,8 @@ class RunsProgress:
         self._bar.n = self._ended
         self._bar.refresh()
         if self._bar.disable and not self._quiet:
-            left = (time.monotonic() - self._started) * (self._total / self._ended - 1)
+            done = max(self._ended - self._begun, 0.01)
+            left = (time.monotonic() - self._started) * (self._total - self._ended) / done
             rest = f"; about {format_duration(left)} left" if self._ended < self._total else ""
             line = f"[{self._ended}/{self._total}] {_outcome_line(outcome)}{rest}"
             print(line, file=sys.stderr, flush=True)
