@@ -169,6 +169,9 @@ def given(page: Path, folder: Path) -> dict[str, object]:
     images = torch.randn(2, 3, 224, 224)
     if "mine.pt2" in page.read_text():
         export(model, folder / "mine.pt2", "torch-export")
+    observed = folder / "runs/with-snapshots"
+    if "measure_trajectory(folder" in page.read_text():
+        train(replace(two_steps(), {"schedule.snapshot_every": 1}), observed, quiet=True)
     return {
         "torch": torch,
         "train": train,
@@ -179,7 +182,7 @@ def given(page: Path, folder: Path) -> dict[str, object]:
         "names": [f"class {number}" for number in range(10)],
         "result": {"top1": 97.0},
         "config": two_steps(),
-        "folder": folder / "runs/over-training",
+        "folder": observed,
     }
 
 
