@@ -31,7 +31,11 @@ def test_a_signal_stops_the_run_after_the_step_with_its_own_exit_code(
     signum: int, code: int, tmp_path: Path, stop_before: Callable[..., None]
 ) -> None:
     stop_before(4, signum)
-    interrupted = train_interrupted(tiny(), tmp_path / "run")
+    before = signal.signal(signum, signal.default_int_handler)  # under nohup, SIGHUP is ignored
+    try:
+        interrupted = train_interrupted(tiny(), tmp_path / "run")
+    finally:
+        signal.signal(signum, before)
     assert (interrupted.step, interrupted.exit_code) == (5, code)
     assert load_best_state(tmp_path / "run")["step"] == 5
     assert not (tmp_path / "run" / "result.json").exists()
