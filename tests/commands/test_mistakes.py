@@ -121,7 +121,7 @@ WAYS = {
     "models": "",
     "models --pretrained": "",
     "train": "images_per_second minutes",
-    "train photos": "images_per_second config recipe",
+    "train photos": "images_per_second config",
     "train --dry_run": "record quiet minutes lr_find",
     "train --lr_find": "record quiet minutes dry_run images_per_second",
     "train --resume runs/photos": "images_per_second recipe output config minutes",

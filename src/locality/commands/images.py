@@ -267,14 +267,15 @@ def explore(arguments: Sequence[str]) -> int:
     shown, code = _shown(options.images, first, options.count or (20 if options.live else 8))
     subjects = [open_given(model, options) for model in options.models]
     names, images = [name for name, _ in shown], [image for _, image in shown]
+    output = options.output or page_in(options.models, "explorer.html")
     if options.live:
         # Files have names, and a run's own images have classes.
         labels = names if options.images is None else ()
         digits = is_run_folder(first) and read_config(Path(first)).data.dataset == "digits"
-        print(write_live(subjects, images, options.output, labels, digits))
+        page = write_live(subjects, images, output, labels, digits)
     else:
-        output = options.output or page_in(options.models, "explorer.html")
-    print(write_explorer(subjects, images, output, names).absolute())
+        page = write_explorer(subjects, images, output, names)
+    print(page.absolute())
     return code
 
 

@@ -132,6 +132,7 @@ def transform(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     if not options.model.startswith(PREFIX):
         parser.refuse("weights random", "is for a network by its name, timm/NAME")
+        check_given(options.model, options)
     elif options.weights is not None:
         parser.refuse("random", "does nothing beside --weights")
 
