@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from locality import __version__, checks
 from locality.checkpoints.key_map import State, check_finite, check_keys, meta_state_dict
+from locality.checkpoints.registry import WEIGHTS
 from locality.checkpoints.safe_load import read_safetensors
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, prefix_errors
@@ -31,9 +32,10 @@ from locality.templates import render
 
 FORMAT = "locality"
 FORMAT_VERSION = 1
-WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 CARD = "README.md"
+WRAPPER = "locality"
+"""What `locality.transformers` calls the model inside of its own."""
 
 INPUT, OUTPUT = "images", "logits"
 """What the graph calls its input and its output."""
@@ -283,6 +285,7 @@ def read_folder(folder: Path) -> Checkpoint:
             raise FileNotFoundError(f"{folder} has no {name}, so it holds no saved model")
     description = read_text(folder / CONFIG)
     state, _ = read_safetensors(folder / WEIGHTS)
+    state = {name.removeprefix(f"{WRAPPER}."): tensor for name, tensor in state.items()}
     return parse_description(description, state, folder / CONFIG)
 
 

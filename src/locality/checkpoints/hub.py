@@ -23,15 +23,12 @@ from locality.checkpoints.format import (
     read_folder,
     write_folder,
 )
-from locality.checkpoints.registry import WEIGHT_SUFFIXES, Source
+from locality.checkpoints.registry import HUB_FILES, WEIGHT_SUFFIXES, Source
 from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.models.base import ImageClassifier
 from locality.models.factory import offline_unless_reachable
-
-# What others call the weights in a repository on the hub, and in a folder.
-HUB_FILES = (WEIGHTS, "pytorch_model.bin")
 
 
 def cache_dir() -> Path:

@@ -18,6 +18,13 @@ from locality.files import check_parent, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
+WEIGHTS = "model.safetensors"
+HUB_FILES = (WEIGHTS, "pytorch_model.bin")
+"""What others call the weights in a repository on the hub, and in a folder."""
+
+WEIGHT_FILES = (*HUB_FILES, "pytorch_model.pth")
+"""The files of weights that are looked for in a folder, in this order."""
+
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
 
@@ -96,6 +103,10 @@ def detect_kind(what: Path | str) -> Kind:
     path, name = Path(what), str(what)
     if is_run_folder(path):
         return "run"
+    if path.is_dir() and not any((path / file).exists() for file in WEIGHT_FILES):
+        raise FileNotFoundError(
+            f"{path} holds no weights: there is no {' and no '.join(WEIGHT_FILES)} in it"
+        )
     if path.exists():
         return "graph" if path.suffix == ".onnx" else "path"
     if re.match(r"\w+://", name):
@@ -158,7 +169,9 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
             f"not {target}"
         )
     if target.exists() and not overwrite:
-        raise UserError(f"{target} is there already; give another name, or overwrite it explicitly")
+        raise UserError(
+            f"{target} is there already; give another name, or --overwrite (overwrite=True)"
+        )
 
 
 def check_export_path(path: Path, format: str) -> None:

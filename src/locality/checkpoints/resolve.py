@@ -21,9 +21,9 @@ from locality.checkpoints.format import (
     parse_description,
     read_folder,
 )
-from locality.checkpoints.hub import HUB_FILES, download_snapshot, locate_weights
+from locality.checkpoints.hub import download_snapshot, locate_weights
 from locality.checkpoints.key_map import format_settings, override_config
-from locality.checkpoints.registry import check_no_entry, detect_kind, source
+from locality.checkpoints.registry import WEIGHT_FILES, check_no_entry, detect_kind, source
 from locality.checkpoints.run_state import load_best_state, read_class_names
 from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
@@ -36,8 +36,6 @@ from locality.models.variants import identify
 from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
-
-_FOREIGN_WEIGHTS = (*HUB_FILES, "pytorch_model.pth")
 
 # Protocol Buffers hold no more.
 _MAX_GRAPH_BYTES = 2 << 30
@@ -133,7 +131,8 @@ def _from_weights(
     if _is_native_folder(folder):
         check_no_entry(path, entry)
         return read_folder(folder)
-    path = _find_weight_file(path) if path.is_dir() else path
+    if path.is_dir():
+        path = next(path / file for file in WEIGHT_FILES if (path / file).exists())
     state, metadata = read_state(path, entry)
     if FORMAT in metadata:
         return parse_description(metadata[FORMAT], state, path)
@@ -200,15 +199,6 @@ def _check_variant(
 def _is_native_folder(folder: Path) -> bool:
     config = folder / CONFIG
     return config.exists() and read_json(config).get("format") == FORMAT
-
-
-def _find_weight_file(folder: Path) -> Path:
-    for name in _FOREIGN_WEIGHTS:
-        if (folder / name).exists():
-            return folder / name
-    raise FileNotFoundError(
-        f"{folder} holds no weights: there is no {' and no '.join(_FOREIGN_WEIGHTS)} in it"
-    )
 
 
 def _from_hub(name: str) -> Checkpoint:

@@ -1,0 +1,212 @@
+"""Our models through transformers: its Auto classes, pipelines, Trainer; nothing is downloaded."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import locality
+from locality.checkpoints import Preprocessing, create_model, open_model
+from locality.errors import UserError
+from locality.models import build
+from locality.runner.executors import execute
+from locality.transformers import LocalityConfig, LocalityForImageClassification, from_locality
+
+CLASSES = ["cat", "dog", "owl"]
+INPUT = Preprocessing(None, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear", 0.9, "squash")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a test asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def model_of(name, **fields):
+    """A model of which no tensor, the statistics of a BatchNorm among them, is as it began."""
+    torch.manual_seed(0)
+    model = build(name, num_classes=3, **fields).eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data += 0.05 * torch.rand_like(tensor)
+    return model
+
+
+def picture(height=11, width=9):
+    rng = np.random.default_rng(0)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+
+
+def saved(folder, what, **options):
+    for part in from_locality(what, **options):
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_nano"])
+def test_logits_are_ours_after_both_ways(tmp_path, name, factor):
+    model = model_of(name)
+    x = torch.randn(2, 3, *(factor * side for side in model.img_size))
+    theirs = AutoModelForImageClassification.from_pretrained(saved(tmp_path, model))
+    assert isinstance(theirs, LocalityForImageClassification) and not theirs.training
+    assert theirs.locality.config == model.config and theirs.locality.variant == name
+    with torch.no_grad():
+        logits = model(x)
+        torch.testing.assert_close(theirs(x).logits, logits, atol=1e-6, rtol=0)
+        torch.testing.assert_close(locality.load(tmp_path)(x), logits, atol=1e-6, rtol=0)
+
+
+def test_a_model_of_timms_keeps_what_no_weights_hold(tmp_path):
+    name = "timm/eva02_tiny_patch14_224"  # has tables of its positions that files leave out
+    model = build(name, num_classes=3, img_size=28, depth=1).eval()
+    theirs = AutoModelForImageClassification.from_pretrained(saved(tmp_path, model))
+    x = torch.randn(1, 3, 28, 28)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(x).logits, model(x), atol=1e-6, rtol=0)
+
+
+def test_a_saved_folder_is_both_libraries(tmp_path):
+    saved(tmp_path, model_of("convit_nano"), preprocessing=INPUT, classes=CLASSES)
+    opened, processor = open_model(tmp_path), AutoImageProcessor.from_pretrained(tmp_path)
+    assert opened.classes == tuple(CLASSES) and opened.preprocessing == INPUT.at(8)
+    assert processor.preprocessing == opened.preprocessing
+    assert processor.size == {"height": 8, "width": 8}
+    assert (processor.image_mean, processor.image_std) == (INPUT.mean, INPUT.std)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.id2label == dict(enumerate(CLASSES)) and config.label2id["owl"] == 2
+
+
+def test_images_are_prepared_as_ours(tmp_path):
+    model = model_of("convit_nano")
+    processor = from_locality(model, INPUT)[1]
+    image = picture()
+    wanted = open_model(locality.save(model, tmp_path, preprocessing=INPUT)).prepare([image])
+    array = np.asarray(image)
+    for given in (image, array, torch.from_numpy(array.copy()).permute(2, 0, 1), [image]):
+        assert torch.equal(processor(given, return_tensors="pt")["pixel_values"], wanted)
+    assert isinstance(processor([image] * 2, return_tensors="np")["pixel_values"], np.ndarray)
+    grey = from_locality(model_of("convit_nano", in_chans=1))[1]
+    assert grey(image)["pixel_values"].shape == (1, 1, 8, 8)
+
+
+def test_a_run_and_a_file_come_with_their_classes_and_preprocessing(tmp_path, tiny_run):
+    run = tiny_run(tmp_path / "runs")
+    execute(run)
+    locality.save(locality.load(run.folder), tmp_path / "saved")
+    for what in (run.folder, tmp_path / "saved" / "model.safetensors"):
+        ours = open_model(what)
+        model, processor = from_locality(what)
+        inputs = processor(picture())
+        with torch.no_grad():
+            probabilities = model(**inputs).logits.softmax(-1)
+        torch.testing.assert_close(probabilities, ours([picture()]))
+        assert ours.classes is None or [*model.config.id2label.values()] == [*ours.classes]
+    assert open_model(saved(tmp_path / "again", what)).classes is None  # LABEL_0 names nothing
+
+
+def test_the_loss_is_there_with_labels():
+    model, _ = from_locality(model_of("deit_nano"))
+    x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
+    out = model(x, labels=labels)
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
+    assert model(x).loss is None
+    assert torch.equal(model(x, return_dict=False)[0], out.logits)
+
+
+def test_other_classes_get_a_classifier_of_their_own(tmp_path):
+    model = model_of("cvt_nano")
+    names = {0: "no", 1: "yes"}
+    theirs = AutoModelForImageClassification.from_pretrained(
+        saved(tmp_path / "three", model), id2label=names, ignore_mismatched_sizes=True
+    )
+    head = theirs.locality.get_classifier()
+    assert head.weight.shape[0] == 2 and 0.01 < head.weight.std() < 0.03 and not head.bias.any()
+    kept = theirs.locality.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert name.startswith("head.") or torch.equal(kept[name], tensor), name
+    theirs.save_pretrained(tmp_path / "two")
+    assert open_model(tmp_path / "two").classes == ("no", "yes")
+
+
+def test_a_model_by_name_begins_as_ours_does():
+    config = LocalityConfig(name="convit_nano", num_labels=4)
+    torch.manual_seed(0)
+    theirs = AutoModelForImageClassification.from_config(config)
+    torch.manual_seed(0)
+    ours = build("convit_nano", num_classes=4)
+    for name, tensor in theirs.locality.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+    with pytest.raises(UserError, match="did you mean convit_nano"):
+        LocalityConfig(name="convit_nan")
+
+
+def test_gradient_checkpointing_is_ours():
+    model, _ = from_locality(model_of("convit_nano"))
+    model.activation_checkpointing_enable()
+    assert model.locality.grad_checkpointing
+    model.activation_checkpointing_disable()
+    assert not model.locality.grad_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "message"),
+    [
+        ("util.find_spec", None, r"needs transformers: pip install 'locality\["),
+        ("metadata.version", "4.57.1", "needs transformers 5, and 4.57.1 is installed"),
+    ],
+)
+def test_without_transformers_5_the_error_says_how_to_install_it(
+    monkeypatch, function, value, message
+):
+    monkeypatch.setattr(f"importlib.{function}", lambda name: value)
+    monkeypatch.delitem(sys.modules, "locality.transformers")
+    with pytest.raises(UserError, match=message):
+        import locality.transformers  # noqa: F401
+
+
+@pytest.mark.slow
+def test_the_pipeline_classifies(tmp_path):
+    saved(tmp_path, model_of("convit_nano"), preprocessing=INPUT, classes=CLASSES)
+    answers = pipeline("image-classification", model=str(tmp_path))(picture())
+    ours = open_model(tmp_path)
+    wanted = ours.top_classes(ours([picture()])[0])
+    assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(wanted)
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_and_its_checkpoint_is_ours(tmp_path):
+    torch.manual_seed(0)
+    images = torch.randn(40, 3, 8, 8)
+    rows = [{"pixel_values": x, "labels": int(x.mean() > 0)} for x in images]
+    model, _ = from_locality(create_model("convit_nano", num_classes=2))
+    settings = TrainingArguments(
+        str(tmp_path), max_steps=10, per_device_train_batch_size=20, learning_rate=1e-2,
+        logging_steps=1, save_steps=10, report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert after < before and trainer.state.global_step == 10
+    ours = locality.load(tmp_path / "checkpoint-10")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), model.eval()(images).logits, atol=1e-6, rtol=0)
+    again = Trainer(from_locality(create_model("convit_nano", num_classes=2))[0], settings)
+    again._load_from_checkpoint(str(tmp_path / "checkpoint-10"))
+    assert torch.equal(again.model.locality.head.weight.cpu(), ours.head.weight)
