@@ -181,3 +181,15 @@ def open_page(browser):
     for context in contexts:
         context.close()
     assert complaints == []
+
+
+@pytest.fixture
+def open_ready(open_page):
+    """As `open_page`, for pages that compute: opened when they have shown something."""
+
+    def opened(path, *size):
+        page = open_page(path, *size)
+        page.wait_for_function("document.documentElement.dataset.ready", timeout=60_000)
+        return page
+
+    return opened

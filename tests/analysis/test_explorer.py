@@ -52,18 +52,6 @@ def file(subjects, images, tmp_path_factory):
     return write_explorer(subjects, images, tmp_path_factory.mktemp("explorer") / "index.html")
 
 
-@pytest.fixture
-def open_explorer(open_page):
-    """Opens an explorer and waits until it shows something."""
-
-    def opened(path, *size):
-        page = open_page(path, *size)
-        page.wait_for_function("document.documentElement.dataset.ready", timeout=60_000)
-        return page
-
-    return opened
-
-
 @torch.no_grad()
 def compute_maps(subject, image):
     batch = subject.prepare([image]).double()
@@ -101,9 +89,9 @@ def true_row(maps, mode, head, query):
 
 @pytest.mark.parametrize(("row", "column", "image"), [(2, 1, 0), (0, 3, 5)])
 def test_every_head_shows_the_attention_of_the_clicked_patch(
-    open_explorer, file, subjects, images, row, column, image
+    open_ready, file, subjects, images, row, column, image
 ):
-    page = open_explorer(file)
+    page = open_ready(file)
     page.locator("#thumbnails button").nth(image).click()
     page.wait_for_function(f"explorer.state.image === {image}")
     click(page, row, column)
@@ -121,9 +109,9 @@ def test_every_head_shows_the_attention_of_the_clicked_patch(
 
 
 def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
-    open_explorer, file, subjects, images
+    open_ready, file, subjects, images
 ):
-    page = open_explorer(file)
+    page = open_ready(file)
     click(page, 1, 2)
     away = token_distances((4, 4))[1 * 4 + 2].numpy()
     for number, layer, head, key in ((0, 1, 2, 9), (0, 3, 0, 0), (2, 0, 3, 15), (1, 2, 1, 6)):
@@ -163,8 +151,8 @@ def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
         assert dot.get_attribute("data-layer") == str(layer)
 
 
-def test_colours_are_the_logarithm_of_the_attention(open_explorer, file, subjects, images):
-    page = open_explorer(file)
+def test_colours_are_the_logarithm_of_the_attention(open_ready, file, subjects, images):
+    page = open_ready(file)
     click(page, 3, 0)
     maps = compute_maps(subjects[0], images[0])[0]
     true = true_row(maps, "mixed", 1, 12)
@@ -181,13 +169,13 @@ def test_colours_are_the_logarithm_of_the_attention(open_explorer, file, subject
     assert np.abs(places - 255 * share).max() <= slack
 
 
-def test_the_pages_colours_are_those_of_the_figures(open_explorer, file):
+def test_the_pages_colours_are_those_of_the_figures(open_ready, file):
     table = (matplotlib.colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).round()
-    assert np.abs(np.array(open_explorer(file).evaluate("COLOURS")) - table).max() <= 1
+    assert np.abs(np.array(open_ready(file).evaluate("COLOURS")) - table).max() <= 1
 
 
-def test_keys_sliders_and_switches(open_explorer, file):
-    page = open_explorer(file)
+def test_keys_sliders_and_switches(open_ready, file):
+    page = open_ready(file)
     where = page.locator("#where")
     click(page, 0, 0)
     for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowLeft"):
@@ -213,8 +201,8 @@ def test_keys_sliders_and_switches(open_explorer, file):
     page.wait_for_function("explorer.state.image === 2")
 
 
-def test_plots_show_the_measures(open_explorer, file, subjects, images):
-    page = open_explorer(file)
+def test_plots_show_the_measures(open_ready, file, subjects, images):
+    page = open_ready(file)
     batch = subjects[0].prepare(images)
     dots = page.evaluate(
         """() => [...document.querySelectorAll(".dot")].map((dot) =>
@@ -238,15 +226,13 @@ CLIPPED = """() => [...document.querySelectorAll("p, span")]
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 720), (820, 1180), (390, 844)])
-def test_nothing_is_covered_or_cut_off(open_explorer, shaken, images, tmp_path, width, height):
+def test_nothing_is_covered_or_cut_off(open_ready, shaken, images, tmp_path, width, height):
     folder = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
     models = [shaken(build(name, img_size=8, patch_size=2)) for name in ("convit_micro",) * 2]
     subjects = [Classifier.of(model, "DeiT <b>&", SMALL) for model in models]  # nine heads each
-    page = open_explorer(
-        write_explorer(subjects, images[:2], tmp_path / "nine.html"), width, height
-    )
+    page = open_ready(write_explorer(subjects, images[:2], tmp_path / "nine.html"), width, height)
     click(page, 2, 2)
-    page.locator("summary").click()
+    page.locator("summary").first.click()
     page.locator(".large canvas").first.hover()
     assert page.outside() == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -259,16 +245,56 @@ def test_nothing_is_covered_or_cut_off(open_explorer, shaken, images, tmp_path, 
     assert page.locator("h2").filter(has_text="DeiT <b>&").count() == 2  # shown, not interpreted
 
 
-def test_labels_of_axes_are_exact(open_explorer, file):
-    page = open_explorer(file)
+def test_axes_are_named_and_layers_summed_up(open_ready, file, subjects, images):
+    page = open_ready(file)
+    texts = page.locator("#plots svg").first.locator("text").all_text_contents()
+    assert {"layer", "mean distance (patches)"} < set(texts)
+    page.locator("#plots summary").click()
+    rows = [row.inner_text().split("\t") for row in page.locator("#plots tr").all()[1:]]
+    layers = [
+        (subject.name, record)
+        for subject in subjects
+        for record in measure_model(subject.model, subject.prepare(images))["layers"]
+    ]
+    for (name, record), row in zip(layers, rows, strict=True):
+        far = record["nonlocality"]["mean"]
+        even = float(token_distances((4, 4)).mean())
+        expected = [np.mean(far), min(far), max(far), even]
+        assert row[0] == name
+        assert list(map(float, row[2:6])) == pytest.approx(expected, abs=0.006)
+
+
+def test_what_all_heads_share_is_said_once(open_ready, images, tmp_path):
+    """At the start all gates are equal; without weights attention is uniform."""
+    model = build("convit_nano")
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attn.qkv.weight)
+    subject = Classifier.of(model, "ConViT", SMALL)
+    page = open_ready(write_explorer([subject], images[:1], tmp_path / "even.html"))
+    assert page.locator(".layer").inner_text() == "layer 1 · gate 0.73 in every head"
+    labels = page.locator(".large .label")
+    assert not any("gate" in label or "uniform" in label for label in labels.all_inner_texts())
+    page.locator("#layer").fill("4")
+    assert page.locator(".layer").inner_text() == "layer 4"
+    assert all("uniform" in label for label in labels.all_inner_texts())
+    assert not page.locator("#class-token-choice").is_hidden()
+
+
+def test_a_model_without_positions_has_no_choice_of_parts(open_ready, subjects, images, tmp_path):
+    page = open_ready(write_explorer(subjects[2:], images[:1], tmp_path / "deit.html"))
+    assert page.locator("#modes").is_hidden()
+
+
+def test_labels_of_axes_are_exact(open_ready, file):
+    page = open_ready(file)
     for largest in (0.037, 0.73, 1, 2.01, 4.9, 5, 13.2, 140):
         ticks = page.evaluate("(largest) => ticksTo(largest)", largest)
         assert 3 <= len(ticks) <= 6 and ticks[0] == 0 and ticks[-1] >= largest > ticks[-2]
         assert ticks == pytest.approx(np.linspace(0, ticks[-1], len(ticks)), rel=1e-9)
 
 
-def test_labels_stand_where_their_values_are(open_explorer, file):
-    lines = open_explorer(file).evaluate(
+def test_labels_stand_where_their_values_are(open_ready, file):
+    lines = open_ready(file).evaluate(
         """() => [...document.querySelectorAll("#plots svg")].map((svg) =>
             [...svg.querySelectorAll(".axis")].map((line) =>
                 [Number(line.getAttribute("y1")), Number(line.nextSibling.textContent)]))"""
@@ -280,8 +306,8 @@ def test_labels_stand_where_their_values_are(open_explorer, file):
         )
 
 
-def test_one_scale_for_a_map_a_layer_or_all(open_explorer, file, subjects, images):
-    page = open_explorer(file)
+def test_one_scale_for_a_map_a_layer_or_all(open_ready, file, subjects, images):
+    page = open_ready(file)
     click(page, 1, 1)
     maps = [compute_maps(subject, images[0]) for subject in subjects]
 
@@ -306,8 +332,8 @@ def test_one_scale_for_a_map_a_layer_or_all(open_explorer, file, subjects, image
     assert page.locator("#high").text_content() == "maximum of all maps"
 
 
-def test_hatched_maps_are_explained(open_explorer, file):
-    page = open_explorer(file)
+def test_hatched_maps_are_explained(open_ready, file):
+    page = open_ready(file)
     readout = page.locator("#readout")
     assert "Hatched" not in readout.inner_text()
     page.keyboard.press("t")
@@ -317,19 +343,19 @@ def test_hatched_maps_are_explained(open_explorer, file):
     assert "these layers have no positional attention" in readout.inner_text()
 
 
-def test_the_image_is_shown_as_sharp_as_it_is(open_explorer, subjects, tmp_path):
+def test_the_image_is_shown_as_sharp_as_it_is(open_ready, subjects, tmp_path):
     shade = np.linspace(0, 255, 96, dtype=np.uint8)
     picture = Image.fromarray(np.stack([np.tile(shade, (64, 1))] * 3, axis=-1))
-    page = open_explorer(write_explorer(subjects[:1], [picture], tmp_path / "sharp.html"))
+    page = open_ready(write_explorer(subjects[:1], [picture], tmp_path / "sharp.html"))
     # The model sees 8 × 8 pixels of the middle square.
     assert page.evaluate("document.getElementById('image').naturalWidth") == 64
 
 
-def test_keys_on_coarser_grids(open_explorer, shaken, tmp_path):
+def test_keys_on_coarser_grids(open_ready, shaken, tmp_path):
     """CvT: each stage has its own grid, and its keys a coarser one."""
     subject = Classifier.of(shaken(build("cvt_nano")), "CvT", SMALL)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8))
-    page = open_explorer(write_explorer([subject], [image], tmp_path / "cvt.html"))
+    page = open_ready(write_explorer([subject], [image], tmp_path / "cvt.html"))
     click(page, 1, 2)  # of the last stage's 4 × 4
     for layer, maps in enumerate(compute_maps(subject, image)):
         height, width = maps.query_grid
@@ -346,13 +372,39 @@ def test_keys_on_coarser_grids(open_explorer, shaken, tmp_path):
         assert distance == pytest.approx((patches * away).sum() / patches.sum(), rel=2 * FACTOR)
 
 
-def test_attention_in_the_place_of_convolutions(open_explorer, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "prefix", "called"),
+    [
+        ("vit_small_patch16_dinov3", 5, "class token"),
+        ("vit_wee_patch16_reg1_gap_256", 1, "first register"),
+    ],
+)
+def test_timm_models_with_registers(open_ready, shaken, tmp_path, name, prefix, called):
+    model = shaken(build(f"timm/{name}", num_classes=3, img_size=(64, 96), depth=2), scale=0.05)
+    subject = Classifier.of(model)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
+    page = open_ready(write_explorer([subject], [image], tmp_path / "timm.html"))
+    click(page, 2, 4, (4, 6))
+    for layer, maps in enumerate(compute_maps(subject, image)):
+        true = true_row(maps, "mixed", 1, prefix + 16)
+        np.testing.assert_allclose(shown_row(page, 0, layer, 1, "mixed"), true, rtol=FACTOR)
+    page.locator(".large canvas").first.hover()
+    text = page.locator("#readout").inner_text()
+    assert f"% to the {called}" in text
+    assert ("% to 4 more before the patches" in text) == (prefix == 5)
+    page.get_by_label("query from the").check()
+    assert f"{called};" in page.locator("#where").inner_text()
+    found = shown_row(page, 0, 1, 0, "mixed")
+    np.testing.assert_allclose(found, true_row(maps, "mixed", 0, 0), rtol=FACTOR)
+
+
+def test_attention_in_the_place_of_convolutions(open_ready, tmp_path):
     """A stride leaves tokens without a query, and zero padding takes its part of the border."""
     torch.manual_seed(0)
     network = build("timm/test_resnet", num_classes=10, img_size=32)
     subject = Classifier.of(transform(network, "stage2", alpha=2.0), "ResNet")
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8))
-    page = open_explorer(write_explorer([subject], [image], tmp_path / "resnet.html"))
+    page = open_ready(write_explorer([subject], [image], tmp_path / "resnet.html"))
     click(page, 0, 2)
     first, second = compute_maps(subject, image)
     assert (first.query_grid, first.key_grid, second.key_grid) == ((4, 4), (8, 8), (4, 4))
@@ -383,7 +435,7 @@ def test_size_of_convit_small_on_one_photograph(tmp_path):
 def test_page_is_self_contained(file):
     text = file.read_text()
     assert not re.search(r"""(src|href)=["'](?!data:)""", text)
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "://" not in text.replace("http://www.w3.org/2000/svg", "")  # no base64 has a colon
 
 
 def test_bad_input(subjects, images, tmp_path):

@@ -49,18 +49,6 @@ def file(trained, examples, tmp_path_factory):
     return write_live(trained, images, output, labels, digits=True)
 
 
-@pytest.fixture
-def open_live(open_page):
-    """Opens a live page and waits until it has answered."""
-
-    def opened(path, *size):
-        page = open_page(path, *size)
-        page.wait_for_function("document.documentElement.dataset.ready", timeout=60_000)
-        return page
-
-    return opened
-
-
 def computed(page, model, example, gate=0.0, strength=1.0):
     """What the page computes: logits, and by layer the gates and every head's maps."""
     logits, layers = page.evaluate(
@@ -108,15 +96,15 @@ def assert_equal(page, subject, number, image, example, gate=0, strength=1.0):
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_logits_and_every_map_are_those_of_pytorch(open_live, file, trained, examples, gate):
-    page = open_live(file)
+def test_logits_and_every_map_are_those_of_pytorch(open_ready, file, trained, examples, gate):
+    page = open_ready(file)
     for number, subject in enumerate(trained):
         for example, (_, image) in enumerate(examples):
             assert_equal(page, subject, number, image, example, gate)
 
 
-def test_the_strength_of_locality_scales_positions(open_live, file, trained, examples):
-    page = open_live(file)
+def test_the_strength_of_locality_scales_positions(open_ready, file, trained, examples):
+    page = open_ready(file)
     for strength in (0.0, 0.5, 4.0):
         assert_equal(page, trained[0], 0, examples[3][1], 3, strength=strength)
 
@@ -134,7 +122,7 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("fields", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_every_vision_transformer_is_computed(open_live, shaken, tmp_path, fields):
+def test_every_vision_transformer_is_computed(open_ready, shaken, tmp_path, fields):
     fields = dict(fields)
     model = shaken(build(fields.pop("name"), **fields)).half().float()
     channels = model.in_chans
@@ -142,16 +130,16 @@ def test_every_vision_transformer_is_computed(open_live, shaken, tmp_path, field
     subject = Classifier.of(model, "one", preparation)
     pixels = np.random.default_rng(0).integers(0, 256, (*model.img_size, 3), np.uint8)
     image = Image.fromarray(pixels)
-    page = open_live(write_live([subject], [image], tmp_path / "one.html"))
+    page = open_ready(write_live([subject], [image], tmp_path / "one.html"))
     for gate in GATES:
         assert_equal(page, subject, 0, image, 0, gate)
 
 
-def test_images_of_another_size_get_resampled_positions(open_live, shaken, tmp_path):
+def test_images_of_another_size_get_resampled_positions(open_ready, shaken, tmp_path):
     model = shaken(build("deit_nano")).half().float()
     subject = Classifier.of(model, "one", Preprocessing(12, (0.5,) * 3, (0.5,) * 3, crop_pct=1.0))
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 12, 3), np.uint8))
-    page = open_live(write_live([subject], [image], tmp_path / "one.html"))
+    page = open_ready(write_live([subject], [image], tmp_path / "one.html"))
     # The resampled entries are rounded to half precision too.
     logits, _ = computed(page, 0, 0)
     np.testing.assert_allclose(logits, subject.logits(subject.prepare([image]))[0], atol=1e-2)
@@ -171,8 +159,8 @@ def draw(page, digit):
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
 
-def test_drawings_are_recognised(open_live, file, trained):
-    page, right = open_live(file), 0
+def test_drawings_are_recognised(open_ready, file, trained):
+    page, right = open_ready(file), 0
     for digit in DRAWINGS:
         draw(page, digit)
         right += page.locator(".model .prediction strong").first.inner_text() == digit
@@ -184,9 +172,9 @@ def test_drawings_are_recognised(open_live, file, trained):
     assert right >= 8
 
 
-def test_drawings_are_prepared_as_the_data_set_was(open_live, file, examples):
+def test_drawings_are_prepared_as_the_data_set_was(open_ready, file, examples):
     """As high as the image, about as much ink in each, and the slant taken out."""
-    page = open_live(file)
+    page = open_ready(file)
     count = "(strokes) => Array.from(live.countBlocks(strokes))"
     thin = np.array(page.evaluate(count, [[[50, 10], [50, 90]]])).reshape(8, 8)
     slanted = np.array(page.evaluate(count, [[[70, 10], [30, 90]]])).reshape(8, 8)
@@ -215,8 +203,8 @@ def counted(page, model):
     ).json_value()
 
 
-def test_sliders_move_gates_and_a_button_puts_them_back(open_live, file, trained, examples):
-    page = open_live(file)
+def test_sliders_move_gates_and_a_button_puts_them_back(open_ready, file, trained, examples):
+    page = open_ready(file)
     labels, images = zip(*examples, strict=True)
     truth = {}
     for gate, masked in GATES.items():
@@ -243,8 +231,8 @@ def test_sliders_move_gates_and_a_button_puts_them_back(open_live, file, trained
     assert int(counted(page, 0)) == truth[0]
 
 
-def test_nonlocality_is_that_of_the_measure(open_live, file, trained, examples):
-    page = open_live(file)
+def test_nonlocality_is_that_of_the_measure(open_ready, file, trained, examples):
+    page = open_ready(file)
     page.keyboard.press("n")
     page.wait_for_function("live.state.example === 1")
     page.wait_for_timeout(600)
@@ -259,8 +247,8 @@ def test_nonlocality_is_that_of_the_measure(open_live, file, trained, examples):
         np.testing.assert_allclose(values, means, atol=1e-4)
 
 
-def test_everything_is_reached_from_the_keyboard_and_said_in_words(open_live, file, trained):
-    page = open_live(file)
+def test_everything_is_reached_from_the_keyboard_and_said_in_words(open_ready, file, trained):
+    page = open_ready(file)
     reached = []
     for _ in range(60):
         page.keyboard.press("Tab")
@@ -298,8 +286,8 @@ def test_everything_is_reached_from_the_keyboard_and_said_in_words(open_live, fi
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(1280, 720), (820, 1180), (390, 844)])
-def test_nothing_is_cut_or_covered(open_live, file, size, scheme):
-    page = open_live(file, *size)
+def test_nothing_is_cut_or_covered(open_ready, file, size, scheme):
+    page = open_ready(file, *size)
     page.emulate_media(color_scheme=scheme)
     page.wait_for_timeout(600)
     assert page.outside() == []
@@ -405,12 +393,12 @@ def photographs(tmp_path_factory):
     return folder / "run"
 
 
-def test_the_page_of_a_run_of_ones_own(open_live, photographs, tmp_path, capsys):
+def test_the_page_of_a_run_of_ones_own(open_ready, photographs, tmp_path, capsys):
     output = tmp_path / "own.html"
     assert not main(["explore", str(photographs), "--live", "--output", str(output)])
     assert str(output) in capsys.readouterr().out
     assert output.stat().st_size < 10e6
-    page = open_live(output)
+    page = open_ready(output)
     assert page.locator("#thumbnails button").count() == 20
     assert page.locator("#pad").count() == 0
     names = page.locator(".bars span").all_inner_texts()

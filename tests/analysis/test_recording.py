@@ -2,6 +2,7 @@ import pytest
 
 from locality.analysis import measure_model, record
 from locality.analysis.pictures import load_pictures, sample
+from locality.analysis.recording import check_observable, record_missing
 from locality.analysis.runs import RecordedRun
 from locality.data import open_data
 from locality.errors import UserError
@@ -9,14 +10,17 @@ from locality.settings import replace
 from locality.training import RunConfig, load_run, train
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def trained(folder, **changes):
     """A real run of a few steps."""
-    folder = tmp_path_factory.mktemp("run")
-    changes = {"schedule.steps": 3, "schedule.epochs": None, "schedule.warmup": 0}
+    changes |= {"schedule.steps": 3, "schedule.epochs": None, "schedule.warmup": 0}
     changes |= {"data.fraction": 0.05, "engine.tensorboard": False, "augment.hflip": 0.0}
     train(replace(RunConfig(), changes), folder, quiet=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("run"))
 
 
 def test_record_measures_the_initial_and_the_trained_model(run):
@@ -44,3 +48,13 @@ def test_record_keeps_pictures_and_leaves_the_rest_alone(run):
 def test_an_unfinished_run_is_refused(run, tmp_path):
     with pytest.raises(UserError, match="has not finished"):
         record(tmp_path)
+
+
+def test_a_network_without_attention_is_refused_and_others_are_recorded(tmp_path):
+    changes = {"model.name": "timm/test_resnet", "model.img_size": 32}
+    folders = [trained(tmp_path / "network", **changes), trained(tmp_path / "run")]
+    (refused,) = record_missing(folders)
+    assert refused.startswith(f"{folders[0]}: timm/test_resnet has no attention layer")
+    assert (folders[1] / "measures.json").exists()
+    with pytest.raises(UserError, match="timm/test_resnet has no attention layer"):
+        check_observable(replace(RunConfig(), changes))

@@ -95,6 +95,36 @@ def test_captured_attention_is_what_the_module_computes_with(any_model):
         assert torch.allclose(computed, output, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("name", "img_size", "prefix"),
+    [
+        ("vit_tiny_patch16_224", 64, 1),
+        ("deit3_small_patch16_224", (64, 96), 1),
+        ("deit_tiny_distilled_patch16_224", 64, 2),
+        ("vit_small_patch14_dinov2", 70, 1),
+        ("vit_small_patch14_reg4_dinov2", (70, 56), 5),
+        ("vit_base_patch16_siglip_gap_224", 64, 0),
+        ("vit_small_patch16_dinov3", (64, 96), 5),  # rotated queries and keys
+        ("eva02_tiny_patch14_224", 70, 1),
+    ],
+)
+@torch.no_grad()
+def test_maps_are_those_of_timms_own_softmax(shaken, name, img_size, prefix):
+    model = shaken(build(f"timm/{name}", img_size=img_size, depth=3), scale=0.05)
+    images, true = torch.randn(2, 3, *model.img_size), []
+    for _, module in attention_layers(model):
+        module.fused_attn = False
+        # What timm drops out is its attention.
+        module.attn_drop.register_forward_hook(lambda _, args, __: true.append(args[0]))
+    with capture(model) as views:
+        model(images)
+    for view, own in zip(views, true, strict=True):
+        assert view.maps.prefix_tokens == prefix
+        assert not view.module.fused_attn
+        assert torch.allclose(view.maps.mixed, own, rtol=0, atol=1e-5)
+        assert own[:, :, :, 0].std() > 1e-3  # neither uniform nor the same for all queries
+
+
 @torch.no_grad()
 def test_inputs_are_the_layers_own(convit, images):
     seen = []
@@ -160,6 +190,19 @@ def test_timm_vit_at_another_size(timm_model):
 def test_what_cannot_be_observed_is_said(timm_model):
     with pytest.raises(UserError, match="no attention layer"), capture(torch.nn.Linear(2, 2)):
         pass
+    for name, why in {
+        "resnet10t": "no attention layer .* give one of .* ViT",
+        "swin_tiny_patch4_window7_224": "no attention layer",
+        "beit_base_patch16_224": "without a position bias",
+        "mobilevit_xxs": "does not give the grid of its patches",
+    }.items():
+        with torch.device("meta"):
+            model = build(f"timm/{name}")
+        with pytest.raises(UserError, match=f"timm/{name} .*{why}"), capture(model):
+            pass
+    dropped = timm_model("vit_tiny_patch16_224", patch_drop_rate=0.5).train()
+    with pytest.raises(UserError, match=r"9 tokens, fewer than the 4×4"), capture(dropped):
+        dropped(torch.randn(1, 3, 64, 64))
     compiled = torch.compile(build("deit_nano"))
     with pytest.raises(UserError, match="compiled"), capture(compiled):
         pass

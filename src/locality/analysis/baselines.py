@@ -110,6 +110,19 @@ def split_pixels(
     return train.flatten(1), labels, val.flatten(1), targets
 
 
+def baseline_inputs(config: RunConfig) -> tuple[DataSplits, Preprocessing, int]:
+    """What a run trains on and is evaluated on, as the functions above take it.
+
+    Raises:
+        OSError, UserError: if its images cannot be read.
+    """
+    return open_data(config.data, config.seed), _preprocessing(config), config.data.workers
+
+
+def _preprocessing(config: RunConfig) -> Preprocessing:
+    return config.input.at(meta_model(config, num_classes=1).img_size)
+
+
 def record_baselines(
     folders: Iterable[Path | str], known: dict[str, dict[str, Any]] | None = None
 ) -> None:
@@ -145,11 +158,9 @@ def expected_baselines(config: RunConfig, known: dict[str, dict[str, Any]]) -> d
 
 
 def _record(config: RunConfig, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    preprocessing = config.input.at(meta_model(config, num_classes=1).img_size)
-    images = repr((config.data, config.seed, preprocessing))
+    images = repr((config.data, config.seed, _preprocessing(config)))
     if images not in known:
-        splits = open_data(config.data, config.seed)
-        found = pixel_baselines(splits, preprocessing, config.data.workers)
+        found = pixel_baselines(*baseline_inputs(config))
         known[images] = {
             "top1": found.top1,
             "train_images": found.train_images,

@@ -113,8 +113,14 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
         layer |= {name: found[name] for name in _MEASURED}
         layer["nonlocality"] = found["nonlocality"]["mean"]
     top1 = [logits.softmax(dim=-1).max(dim=-1) for _, _, logits in observed]
+    prefix = None
+    if any(layer["prefix"] for layer in layers):
+        # timm's models have None for a class token where registers alone precede the patches.
+        has_none = getattr(getattr(model, "model", model), "cls_token", "") is None
+        prefix = "first register" if has_none else "class token"
     about = {
         "label": subject.name,
+        "prefix": prefix,
         "family": family_of(getattr(model, "variant", None)),
         "layers": layers,
         "predictions": [
@@ -155,7 +161,7 @@ def half_precision(numbers: Tensor, what: str) -> bytes:
     """Numbers in half precision: all low bytes, then all high bytes, which compresses better.
 
     Raises:
-        UserError: if one of `what` they are called is not finite then.
+        UserError: if one of them is not finite in half precision, naming them as `what`.
     """
     half = numbers.half()
     if not half.isfinite().all():

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
-from locality.checkpoints.registry import is_run_folder
 from locality.data import open_data
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
@@ -114,13 +113,7 @@ def sample_at(
 
 
 def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
-    """The first validation images of a run, one of each class in turn, with their class's name.
-
-    Raises:
-        UserError: if `run` is no run folder.
-    """
-    if not is_run_folder(run):
-        raise UserError(f"{run} is no run folder with images of its own; give --images")
+    """The first validation images of a run, one of each class in turn, with their class's name."""
     return validation_images(RunFolder(run).config(), count)
 
 

@@ -24,14 +24,15 @@ from locality.analysis.pictures import (
     save_pictures,
     validation_sample,
 )
+from locality.analysis.taps import capture
 from locality.data import open_data
-from locality.errors import UserError
+from locality.errors import UserError, one_line
 from locality.files import read_json, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import PredictionCollector, evaluate_run
-from locality.training.model import initial_model, load_run
+from locality.training.model import initial_model, load_run, meta_model
 from locality.training.optim import make_plan
 from locality.training.run_folder import RunFolder
 
@@ -99,15 +100,34 @@ def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) 
         save_pictures(replace(found, layers=[last]), run.path / MISTAKES)
 
 
-def record_missing(folders: Iterable[Path]) -> None:
-    """Measure those runs that have finished and were not measured yet, and their baselines."""
+def check_observable(config: RunConfig) -> None:
+    """Refuse a run whose attention cannot be recorded, before it is trained.
+
+    Raises:
+        UserError: naming its model and what is accepted.
+    """
+    with capture(meta_model(config, 2)):
+        pass
+
+
+def record_missing(folders: Iterable[Path]) -> list[str]:
+    """Measure those runs that have finished and were not measured yet, and their baselines.
+
+    Returns:
+        a sentence on each run that cannot be measured: a CNN has no attention.
+    """
+    refused = []
     finished = [run for run in map(RunFolder, folders) if run.result_file.exists()]
     for run in finished:
         wanted = [run.path / MEASURES, run.predictions_file]
         wanted += [run.path / TRAJECTORY] if _snapshots(run) else []
         if not all(file.exists() for file in wanted):
-            record(run.path)
+            try:
+                record(run.path)
+            except UserError as error:
+                refused.append(f"{run.path}: {one_line(error)}")
     record_baselines(run.path for run in finished)
+    return refused
 
 
 def _snapshots(run: RunFolder) -> list[Path]:

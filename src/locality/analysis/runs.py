@@ -17,12 +17,12 @@ from locality.analysis.baselines import read_baselines
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
-from locality.checkpoints.registry import is_run_folder
 from locality.errors import UserError, wrap_errors
 from locality.files import read_json, read_rows, read_yaml
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
 from locality.settings import flatten
-from locality.training.run_folder import MAY_CHANGE, RunFolder
+from locality.training.run_folder import RunFolder
+from locality.training.same_run import MAY_CHANGE, run_folders
 
 # Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
 IGNORED_SETTINGS = MAY_CHANGE | {
@@ -146,34 +146,6 @@ def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
         RecordedRun(folder, _read_checked(RunFolder(folder).config_file, _CONFIG))
         for folder in run_folders(folders)
     ]
-
-
-def run_folders(folders: Iterable[Path | str]) -> list[Path]:
-    """The run folders among and inside `folders`, each once.
-
-    Raises:
-        FileNotFoundError: if a folder does not exist.
-        UserError: if there is no run in one of them.
-    """
-    found: dict[Path, Path] = {}
-    for folder in map(Path, folders):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}")
-        inside = [folder] if is_run_folder(folder) else _children(folder)
-        if not inside:
-            raise UserError(
-                f"{folder} is neither a run nor a folder of runs: there is no config.yaml in it "
-                f"or in the folders it holds"
-            )
-        for run in inside:
-            found.setdefault(run.resolve(), run)
-    return list(found.values())
-
-
-def _children(folder: Path) -> Sequence[Path]:
-    # The folder of a timm teacher has a configuration and a result too, but no classes.
-    found = (path.parent for path in folder.rglob("config.yaml"))
-    return sorted(run for run in found if RunFolder(run).classes_file.exists())
 
 
 def _read_checked(path: Path, wanted: Any, missing: Any = None) -> Any:

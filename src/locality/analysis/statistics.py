@@ -40,8 +40,8 @@ class Estimate:
         """
         if not self.half_width:
             return 1.0 if self.half_width is None or self.mean == at else 2.0 ** (1 - self.n)
-        freedom = self.n - 1
-        return two_sided_p((self.mean - at) / self.half_width * two_sided_t(freedom), freedom)
+        df = self.n - 1
+        return two_sided_p((self.mean - at) / self.half_width * two_sided_t(df), df)
 
     @property
     def excludes_zero(self) -> bool:
@@ -84,24 +84,24 @@ def mean_curve(curves: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any
     return {"x": common, "mean": means, "half_width": widths, "n": len(curves)}
 
 
-def two_sided_p(t: float, freedom: float) -> float:
+def two_sided_p(t: float, df: float) -> float:
     """How likely Student's distribution is to be at least as far from 0 as t."""
-    return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
+    return float(betainc(df / 2, 0.5, 0, df / (df + t * t), regularized=True))
 
 
 @cache
-def two_sided_t(freedom: float) -> float:
+def two_sided_t(df: float) -> float:
     """The t that Student's distribution keeps within ±t with probability 95%.
 
     P(|T| > t) = I_x(ν/2, 1/2), the regularised incomplete beta function at x = ν / (ν + t²).
     """
     x = findroot(
-        lambda x: betainc(freedom / 2, 0.5, 0, x, regularized=True) - (1 - 0.95),
+        lambda x: betainc(df / 2, 0.5, 0, x, regularized=True) - (1 - 0.95),
         (0, 1),
         solver="illinois",
         maxsteps=200,
     )
-    return math.sqrt(freedom * (1 / float(x) - 1))
+    return math.sqrt(df * (1 / float(x) - 1))
 
 
 def paired_difference(

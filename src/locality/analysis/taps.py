@@ -5,9 +5,9 @@
     views[3].maps.mixed          # (B, h, N, N): the attention of layer 3
 
 The forward pass does not change: a hook takes the input of each attention module and computes the
-attention in explicit form (`attention_maps`), so logits stay bit-identical. For timm's modules the
-attention is computed here from their weights: queries and keys from `qkv` (or ConViT's `qk`),
-normalised and scaled as the module does.
+attention in explicit form (`attention_maps`), so logits stay bit-identical. timm's modules are run
+up to `scaled_dot_product_attention`, whose queries and keys are taken: normalised and rotated, if
+the module does so. ConViT's are computed from their weights.
 
 To bound memory, give `on_layer`: it receives each layer's view, which is not kept.
 
@@ -25,13 +25,15 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from timm.layers.attention import Attention as TimmAttention
+from timm.layers.attention import Attention, AttentionRope
 from timm.models.convit import GPSA, MHSA
+from timm.models.eva import EvaAttention
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from locality.errors import UserError
 from locality.layers.attention import (
@@ -78,7 +80,8 @@ class LayerView:
         return 1, 1
 
 
-_TIMM = (TimmAttention, GPSA, MHSA)
+_FUSED = (Attention, AttentionRope, EvaAttention)
+_TIMM = (*_FUSED, GPSA, MHSA)
 
 
 def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -98,11 +101,15 @@ def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     if not found:
         raise UserError(
-            f"{type(model).__name__} has no attention layer that can be observed; known are this "
-            f"package's models and timm's vision transformers with its standard attention or "
-            f"ConViT's"
+            f"{_called(model)} has no attention layer that can be observed; give one of this "
+            f"package's models, or a vision transformer of timm's whose patches attend to "
+            f"all others, without a position bias: ViT, DeiT, DINO, EVA, ConViT"
         )
     return found
+
+
+def _called(model: nn.Module) -> str:
+    return getattr(model, "variant", None) or type(model).__name__
 
 
 @contextlib.contextmanager
@@ -133,20 +140,17 @@ def capture(
 
     def observe(index: int) -> Callable[..., None]:
         name, module = modules[index]
-        is_timm = isinstance(module, _TIMM)
-        compute: Any = partial(_timm_maps, module) if is_timm else module.attention_maps
+        compute: Any = getattr(module, "attention_maps", None)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch._C._current_graph_task_id() != -1:
                 return  # a checkpointed block, recomputed in the backward pass: seen before
             x = kwargs["x"] if "x" in kwargs else args[0]
-            if is_timm:
-                _check_no_mask(name, args[1:], kwargs)
-                grid = grids[-1]
-            else:
-                grid = kwargs["grid"] if "grid" in kwargs else args[1]
             with torch.no_grad():
-                maps = compute(x, grid)
+                if compute is None:
+                    maps = _timm_maps(name, module, grids[-1], args, kwargs)
+                else:
+                    maps = compute(x, kwargs["grid"] if "grid" in kwargs else args[1])
             receive(LayerView(index, name, module, x.detach(), maps))
 
         return hook
@@ -156,8 +160,8 @@ def capture(
             patch_embed: Any = getattr(model, "patch_embed", None)
             if not hasattr(patch_embed, "dynamic_feat_size"):
                 raise UserError(
-                    f"{type(model).__name__} does not give the grid of its patches (it has no "
-                    f"patch_embed with dynamic_feat_size)"
+                    f"{_called(model)} does not give the grid of its patches (it has no "
+                    f"patch_embed with dynamic_feat_size), so its attention cannot be placed"
                 )
 
             def remember(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -191,25 +195,27 @@ def _chosen(layers: Sequence[int] | None, depth: int) -> list[int]:
     return sorted({layer % depth for layer in layers})
 
 
-def _check_no_mask(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # timm's blocks pass attn_mask=None and is_causal=False; anything else changes the attention.
-    if any(value is not None and value is not False for value in (*args, *kwargs.values())):
-        raise UserError(f"{name} was called with an attention mask, which taps do not read")
-
-
-def _timm_maps(module: Any, x: Tensor, grid: Grid) -> AttentionMaps:
-    """The attention of one of timm's modules on tokens (B, N, C), prefix tokens first."""
-    gated = isinstance(module, GPSA)
-    projected = module.qk(x) if gated else module.qkv(x)
-    # (B, N, parts·h·d) → queries and keys, (B, h, N, d)
-    heads = projected.unflatten(2, (2 if gated else 3, module.num_heads, -1))
-    q, k = heads.permute(2, 0, 3, 1, 4)[:2]
-    if isinstance(module, TimmAttention):
-        q, k = module.q_norm(q), module.k_norm(k)
+def _timm_maps(
+    name: str, module: Any, grid: Grid, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AttentionMaps:
+    """The attention of one of timm's modules, called with these arguments."""
+    if isinstance(module, _FUSED):
+        q, k = _queries_and_keys(name, module, args, kwargs)
+    else:
+        gated = isinstance(module, GPSA)
+        projected = (module.qk if gated else module.qkv)(args[0])
+        # (B, N, parts·h·d) → queries and keys, (B, h, N, d)
+        heads = projected.unflatten(2, (2 if gated else 3, module.num_heads, -1))
+        q, k = heads.permute(2, 0, 3, 1, 4)[:2]
     content = (q @ k.transpose(-2, -1) * module.scale).softmax(dim=-1)
     q = q * module.scale
-    if not gated:
-        prefix = prefix_length(x.shape[1], grid)
+    prefix = prefix_length(q.shape[2], grid)
+    if prefix < 0:
+        raise UserError(
+            f"{name} attends among {q.shape[2]} tokens, fewer than the {grid[0]}×{grid[1]} "
+            f"patches; where patch dropout removes them, call model.eval()"
+        )
+    if not isinstance(module, GPSA):
         return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
     # timm's bias is the same for every key, so the softmax cancels it.
     v_pos = positional_vectors(module)
@@ -217,7 +223,39 @@ def _timm_maps(module: Any, x: Tensor, grid: Grid) -> AttentionMaps:
     position = positional_attention(v_pos, grid)
     gate = module.gating_param.sigmoid()[:, None, None]
     mixed = (1 - gate) * content + gate * position
-    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, 0, q, k)
+    return AttentionMaps(mixed, content, position, gate.flatten(), grid, grid, prefix, q, k)
+
+
+class _Found(Exception):
+    """Ends a module's forward pass at its attention."""
+
+
+class _Fused(TorchFunctionMode):
+    """Ends a forward pass where fused attention is called, with its arguments."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is scaled_dot_product_attention:
+            raise _Found(*args[:2], kwargs)
+        return function(*args, **(kwargs or {}))
+
+
+def _queries_and_keys(
+    name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What a module computes its attention of, (B, h, N, d) each."""
+    was_fused, module.fused_attn = module.fused_attn, True
+    try:
+        with _Fused():
+            module.forward(*args, **kwargs)
+    except _Found as found:
+        q, k, given = found.args
+    finally:
+        module.fused_attn = was_fused
+    if given.get("attn_mask") is not None or given.get("is_causal"):
+        raise UserError(f"{name} was called with an attention mask, which taps do not read")
+    return q, k
 
 
 def positional_vectors(module: nn.Module) -> Tensor | None:
@@ -286,8 +324,7 @@ def _parameters(model: nn.Module, what: str, *names: str) -> list[tuple[nn.Modul
     modules = list(model.modules())
     found = [(each, n) for each in modules for n in names if each._parameters.get(n) is not None]
     if not found:
-        called = getattr(model, "variant", None) or type(model).__name__
-        raise UserError(f"{called} has no {what} to mask")
+        raise UserError(f"{_called(model)} has no {what} to mask")
     return found
 
 

@@ -14,6 +14,8 @@ const state = {
 };
 // The grid of possible query patches: that of the first model's last layer.
 const QUERY_GRID = DATA.models[0].layers.at(-1).grid;
+// What "classToken" is called: models without one may have registers.
+const PREFIX = [...new Set(DATA.models.flatMap((model) => model.prefix ?? []))].join(" or ");
 const heads = []; // heads[model][layer][head], of the chosen image
 const rows = new Map(); // attention of the current query, by "model.layer.head"
 
@@ -56,7 +58,7 @@ function queryIndex(layer) {
   return layer.prefix + row * layer.grid[1] + column;
 }
 
-// The attention of a head to every key (class tokens first), or null if the layer lacks this part.
+// The attention of a head to every key (class token and registers first), or null if the layer lacks this part.
 function attentionOf(model, index, number, mode = state.mode) {
   const layer = DATA.models[model].layers[index];
   const query = queryIndex(layer);
@@ -70,7 +72,7 @@ function attentionOf(model, index, number, mode = state.mode) {
   return content.map((value, key) => (1 - gate) * value + gate * position[key]);
 }
 
-// The mean distance of a row of attention in patches, without class tokens (Eq. 8).
+// The mean distance of a row of attention in patches, to these alone (Eq. 8).
 function distanceOf(layer, attention) {
   if (!attention || state.classToken) return null;
   const [row, column] = cellOf(layer), [down, right] = layer.key_stride;
@@ -84,6 +86,28 @@ function distanceOf(layer, attention) {
   }
   return mass > 0 ? sum / mass : null;
 }
+
+// The mean distance of uniform attention in a layer: over all queries and keys.
+function uniformDistance({ grid, key_grid, key_stride }) {
+  let sum = 0;
+  const along = (axis) => Array.from({ length: grid[axis] }, (_, query) =>
+    Array.from({ length: key_grid[axis] }, (_, key) => key * key_stride[axis] - query)).flat();
+  const columns = along(1), rows = along(0);
+  for (const y of rows) for (const x of columns) sum += Math.hypot(y, x);
+  return sum / (rows.length * columns.length);
+}
+
+// Whether a row of attention is the same to every patch, to a tenth.
+function isUniform(layer, attention) {
+  const patches = attention.subarray(layer.prefix);
+  return Math.max(...patches) <= 1.1 * Math.min(...patches);
+}
+
+const meanOf = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+// A layer's gate, if it is the same in every head to what is shown.
+const commonGate = ({ gates }) =>
+  gates && new Set(gates.map((gate) => gate.toFixed(2))).size === 1 ? gates[0].toFixed(2) : null;
 
 // -- loading ----------------------------------------------------------------------------------
 
@@ -152,7 +176,7 @@ function buildModels() {
     overview.style.setProperty("--heads", most);
     $("models").append(element("article", { class: `model ${model.family}`, "data-model": number },
       element("h2", {}, model.label), element("p", { class: "prediction" }),
-      element("div", { class: "large" }), overview));
+      element("p", { class: "layer" }), element("div", { class: "large" }), overview));
   });
 }
 
@@ -161,6 +185,8 @@ function buildLarge() {
   document.querySelectorAll(".model").forEach((article, number) => {
     const large = article.querySelector(".large"), layers = DATA.models[number].layers;
     const index = Math.min(state.layer, layers.length - 1);
+    const gate = commonGate(layers[index]);
+    article.querySelector(".layer").textContent = `layer ${index + 1}` + (gate ? ` · gate ${gate} in every head` : "");
     large.replaceChildren();
     for (let head = 0; head < layers[index].heads; head++) large.append(makeCell(number, index, head, true));
     article.querySelectorAll(".row").forEach((row, at) => row.classList.toggle("selected", at === index));
@@ -175,13 +201,25 @@ function buildPlots() {
     keys.append(element("span", { class: `key ${model.family}` }, model.label));
   });
   const far = DATA.models.flatMap((model) => model.layers.flatMap((layer) => layer.nonlocality));
-  $("plots").append(keys, plot("Nonlocality", `Mean attention distance in patches by layer, over ${images}. Each dot is a head, the line their mean.`,
+  $("plots").append(keys, plot("Nonlocality", "mean distance (patches)", `Mean attention distance in patches by layer, over ${images}. Each dot is a head, the line their mean.`,
     (layer) => layer.nonlocality, Math.max(...far), highlight, setLayer));
   if (DATA.models.some((model) => model.layers.some((layer) => layer.gates))) {
-    $("plots").append(plot("Gates", "Gate by layer: 1 attends to position alone, 0 to content alone. Layers without dots have no gate.",
+    $("plots").append(plot("Gates", "gate σ(λ)", "Gate by layer: 1 attends to position alone, 0 to content alone. Layers without dots have no gate.",
       (layer) => layer.gates, 1, highlight, setLayer));
   }
   keys.style.gridColumn = "1 / -1";
+  $("plots").append(element("details", {}, element("summary", {}, "mean distance of every layer, as a table"), summary()));
+}
+
+// Every layer's mean distance over heads and images, and its nearest and farthest head.
+function summary() {
+  const line = (name, cells) => element("tr", {}, ...cells.map((cell) => element(name, {}, cell)));
+  const rows = DATA.models.flatMap((model) => model.layers.map((layer, index) => {
+    const far = layer.nonlocality.filter((value) => value !== null), even = uniformDistance(layer);
+    const numbers = far.length ? [meanOf(far), Math.min(...far), Math.max(...far)].map((value) => value.toFixed(2)) : ["–", "–", "–"];
+    return line("td", [model.label, String(index + 1), ...numbers, even.toFixed(2), layer.gates ? meanOf(layer.gates).toFixed(2) : "–"]);
+  }));
+  return element("table", {}, line("th", ["model", "layer", "mean (patches)", "nearest head", "farthest head", "uniform attention", "mean gate"]), ...rows);
 }
 
 // -- rendering ------------------------------------------------------------------------------------
@@ -220,8 +258,9 @@ function showCell(cell) {
   cell.node.dataset.distance = distance === null ? "" : distance;
   placeBox(cell.query, layer.grid, cellOf(layer));
   if (cell.label) {
-    const gate = layer.gates ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
-    const far = distance === null ? "" : ` · distance ${distance.toFixed(2)}`;
+    const gate = layer.gates && !commonGate(layer) ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
+    const even = attention && isUniform(layer, attention) ? " · uniform" : "";
+    const far = distance === null ? even : `${even} · distance ${distance.toFixed(2)}`;
     cell.label.textContent = `head ${cell.head + 1}${far}${gate}`;
   }
 }
@@ -237,7 +276,7 @@ function show() {
   $("query").hidden = state.classToken;
   placeBox($("query"), QUERY_GRID, [row, column]);
   $("where").textContent = state.classToken
-    ? "query: the class token; hatched layers do not have it yet"
+    ? `query: the ${PREFIX}; hatched layers do not have it yet`
     : `query: row ${row + 1}, column ${column + 1} of ${QUERY_GRID[0]} × ${QUERY_GRID[1]} patches`;
   $("layer-number").textContent = state.layer + 1;
   readout();
@@ -248,7 +287,7 @@ function readout() {
   document.querySelectorAll(".hovered").forEach((node) => node.classList.remove("hovered"));
   if (!at) {
     const empty = !document.querySelector(".cell.none") ? "" : state.classToken
-      ? "Hatched: the class token joins the patches only after these layers. "
+      ? `Hatched: the ${PREFIX} joins the patches only after these layers. `
       : "Hatched: these layers have no positional attention. ";
     $("readout").textContent = empty + "Point at a map to read its numbers.";
     delete $("readout").dataset.attention;
@@ -265,8 +304,13 @@ function readout() {
     $("readout").dataset.attention = value;
   }
   const distance = distanceOf(layer, attention);
+  if (attention && isUniform(layer, attention)) parts.push("uniform: the same to every patch");
   if (distance !== null) parts.push(`mean distance ${distance.toFixed(2)} patches`);
-  if (attention && layer.prefix) parts.push(`${number(100 * attention[0])}% to the class token`);
+  if (attention && layer.prefix) parts.push(`${number(100 * attention[0])}% to the ${DATA.models[at.model].prefix}`);
+  if (attention && layer.prefix > 1) {
+    const others = attention.subarray(1, layer.prefix).reduce((a, b) => a + b);
+    parts.push(`${number(100 * others)}% to ${layer.prefix - 1} more before the patches`);
+  }
   if (layer.gates) parts.push(`gate ${layer.gates[at.head].toFixed(3)}`);
   $("readout").textContent = parts.join(" · ");
 }
@@ -395,6 +439,7 @@ async function start() {
   $("layer").max = Math.max(...DATA.models.map((model) => model.layers.length));
   $("modes").hidden = !layers.some((layer) => layer.position);
   $("class-token-choice").hidden = !layers.some((layer) => layer.prefix);
+  document.querySelectorAll(".prefix").forEach((node) => { node.textContent = PREFIX; });
   $("low").textContent = `1/${10 ** DATA.decades} of it`;
   const table = $("colours").getContext("2d");
   COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });

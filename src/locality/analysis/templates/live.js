@@ -176,7 +176,7 @@ function showPlot() {
   });
   const keys = element("p", {}, ...models.map((model) => element("span", { class: `key ${model.family}` }, model.label)));
   const uniform = nonlocality(new Float32Array((GRID[0] * GRID[1]) ** 2).fill(1), 0, GRID);
-  const figure = plot("Nonlocality of this image",
+  const figure = plot("Nonlocality of this image", "mean distance (patches)",
     `Mean attention distance in patches by layer. Each dot is a head, the line their mean; attention that is the same everywhere has ${uniform.toFixed(2)}.`,
     (layer) => layer.nonlocality, uniform, () => {}, (layer) => choosePart(layer, state.head));
   $("plots").replaceChildren(keys, figure);

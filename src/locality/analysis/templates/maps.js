@@ -93,10 +93,10 @@ function placeBox(box, grid, cell) {
 
 // -- plots ---------------------------------------------------------------------------------------
 
-// One figure of a number per head by layer, with its mean. `marked` and `chosen` are told of the dot that is
+// One figure of a number per head by layer, with its mean. `axis` names the numbers, `caption` explains. `marked` and `chosen` are told of the dot that is
 // pointed at and of the layer that is clicked.
-function plot(title, unit, valuesOf, largest, marked, chosen) {
-  const [width, height, left, bottom, right] = [460, 210, 34, 26, 8];
+function plot(title, axis, caption, valuesOf, largest, marked, chosen) {
+  const [width, height, left, bottom, right] = [460, 226, 50, 42, 8];
   const depth = Math.max(...DATA.models.map((model) => model.layers.length));
   const ticks = ticksTo(largest), top = ticks.at(-1);
   const x = (layer) => left + (layer + 0.5) * (width - left - right) / depth;
@@ -109,10 +109,13 @@ function plot(title, unit, valuesOf, largest, marked, chosen) {
     svg.append(label);
   }
   for (let layer = 0; layer < depth; layer++) {
-    const label = element("text", { x: x(layer), y: height - 8, "text-anchor": "middle" });
+    const label = element("text", { x: x(layer), y: height - bottom + 18, "text-anchor": "middle" });
     label.textContent = layer + 1;
     svg.append(label);
   }
+  const middle = (height - bottom + 10) / 2;
+  svg.append(element("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "layer"),
+    element("text", { x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` }, axis));
   DATA.models.forEach((model, number) => {
     const means = [];
     const dots = [];
@@ -139,7 +142,7 @@ function plot(title, unit, valuesOf, largest, marked, chosen) {
     });
     svg.append(element("polyline", { class: `mean ${model.family}`, points: means.join(" ") }), ...dots);
   });
-  return element("figure", {}, element("h2", {}, title), svg, element("figcaption", {}, unit));
+  return element("figure", {}, element("h2", {}, title), svg, element("figcaption", {}, caption));
 }
 
 // 0, step, 2 step, … up to the first that is not below `largest`: exact numbers, 3 to 6 of them.
