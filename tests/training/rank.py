@@ -1,7 +1,8 @@
 """One process of `locality ARGUMENTS`, which tells what it leaves behind.
 
 usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "error", "SIGTERM", "SIGINT" or "SIGKILL" for
-what comes to the last process at its fourth step; "SIGKILL 0" comes to the first. Each process
+what comes to the last process at its fourth step; "SIGKILL 0" comes to the first, and "machine" to
+the last and to the launcher that started it. Each process
 writes REPORTS/rank-N.json when all that Python does at exit is done: its exit code, threads and
 shared memory, and the exit codes of the processes it has started.
 """
@@ -61,6 +62,9 @@ def main() -> None:
         if self.state.step == 4 and self.fabric.global_rank == int(RANK or last):
             if HOW == "error":
                 raise RuntimeError("one process fails")
+            if HOW == "machine":
+                os.kill(os.getppid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
             if HOW != "end":
                 os.kill(os.getpid(), getattr(signal, HOW))
         return step(self, batches)

@@ -149,3 +149,30 @@ def test_torchrun_hears_of_a_refusal_in_one_sentence(tmp_path: Path) -> None:
     code, errors = finished(started(words, TORCHRUN))
     assert code != 0
     assert re.search(r"locality: .* is a file; a run needs a folder", errors)
+
+
+@pytest.mark.slow
+def test_two_machines_lose_one_and_go_on(tmp_path: Path) -> None:
+    words = configuration(tmp_path, augment__mixup=0.8)
+    assert launch("torchrun", "end", words, tmp_path / "whole")[0] == [0]
+    codes, errors = two_machines("machine", words, tmp_path / "run")
+    assert -signal.SIGKILL in codes and 0 not in codes, errors
+    assert "killed from outside" in errors
+    codes, errors = two_machines("end", words, tmp_path / "run")
+    assert codes == [0, 0] and "resumed after step 3" in errors, errors
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def two_machines(how: str, words: list[str], folder: Path) -> tuple[list[int], str]:
+    """Train under a torchrun for each of two machines, both here: exit codes and errors."""
+    reports = folder.with_name(f"{folder.name}-{how}")
+    reports.mkdir()
+    with socket.socket() as free:
+        free.bind(("", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=run"]
+    own = [RANK, str(reports), how, *words, "--output", str(folder)]
+    agents = [started(own, launcher) for _ in range(2)]
+    codes, errors = zip(*map(finished, agents), strict=True)
+    return list(codes), "".join(errors)

@@ -60,8 +60,9 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path: Path) -> None
     train(tiny(**same), tmp_path / "one")
     train(tiny(**same, **TWO), tmp_path / "two")
     train(tiny(**same, engine__accumulate=4), tmp_path / "accumulated")
+    train(tiny(**same, **TWO, engine__grad_checkpointing=True), tmp_path / "recomputed")
     one = load_best_state(tmp_path / "one")["model"]
-    for name in ("two", "accumulated"):
+    for name in ("two", "accumulated", "recomputed"):
         other = load_best_state(tmp_path / name)["model"]
         worst = max(float((one[key] - other[key]).abs().max()) for key in one)
         assert worst <= 1e-6

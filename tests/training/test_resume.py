@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from locality import training
-from locality.checkpoints.run_state import LAST, load_best_state, pack, write_checkpoint
+from locality.checkpoints.run_state import load_best_state
 from locality.errors import UserError
 from locality.training import RunConfig, RunFolder, replace, resolved_run, state
 from locality.training.loop import Loop
@@ -216,19 +216,6 @@ def test_a_configuration_that_is_not_the_checkpoints_is_refused(
     # What may differ between resumptions may be edited.
     run.config_file.write_text(text.replace("workers: 0", "workers: 1"))
     assert train(run.config(), tmp_path / "run")["steps"] == STEPS
-
-
-def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path: Path, stop_before: Stop) -> None:
-    """It has neither the settings nor the rows of metrics.csv."""
-    train(tiny(), tmp_path / "whole")
-    stop_before(4)
-    train_interrupted(tiny(), tmp_path / "run")
-    state = load_best_state(tmp_path / "run")
-    del state["config"], state["metrics"]
-    write_checkpoint(tmp_path / "run" / "checkpoints" / LAST, pack(state))
-    stop_before(None)
-    train(tiny(), tmp_path / "run")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_finished_run_is_returned_as_it_is(tmp_path: Path) -> None:

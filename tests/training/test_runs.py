@@ -20,6 +20,7 @@ from locality.training.devices import resolve_accelerator
 from locality.training.model import build_model
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
+from locality.training.same_run import check_folder
 from locality.training.state import TrainState
 
 from .conftest import tiny, train, train_interrupted
@@ -265,9 +266,9 @@ def test_a_path_in_other_words_is_the_same_configuration(
     monkeypatch.chdir(tmp_path)
     run = RunFolder(tmp_path / "run")
     run.prepare(tiny(model__weights="donor"))
-    run.check(tiny(model__weights=str(tmp_path / "donor")))
+    check_folder(run.path, tiny(model__weights=str(tmp_path / "donor")))
     with pytest.raises(UserError, match=r"model\.weights"):
-        run.check(tiny(model__weights="other"))
+        check_folder(run.path, tiny(model__weights="other"))
     run.lock.release()
 
 

@@ -190,11 +190,22 @@ def test_a_dry_run_counts_and_touches_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     assert run.hours == pytest.approx(8 * 16 / 1000 / 3600)
     text = str(run)
-    for words in ("parameters", "GMACs", "8 steps of 16 images", "activations", "GB", "h)"):
+    for words in ("parameters", "GMACs", "8 steps of 16 images", "activations", "MB", "h)"):
         assert words in text
     measured = dry_run(tiny())
-    assert measured.images_per_second > 0 and "measured here" in str(measured)
-    assert "is the bottleneck" in str(measured) and "bottleneck" not in text
+    assert measured.rate > 0 and "measured here" in str(measured)
+    assert "is the bottleneck" in str(measured) and "measured here" not in text
+    assert "wire" not in text
+
+
+def test_a_dry_run_counts_gradients_and_cores_of_many_processes() -> None:
+    run = dry_run(tiny(engine__devices=4), images_per_second=1e9)
+    # A ring of four: three quarters of the gradients are summed, then as much is handed round.
+    assert run.wire_bytes == 2 * 3 / 4 * 4 * run.run.trainable
+    assert run.step_seconds == 16 / 1e9
+    assert f"{run.speed.cores:,} cores" in str(run) and run.speed.cores > 100
+    # Weights, gradients, two moments and a moving average.
+    assert run.run.state_bytes == 5 * 4 * run.run.parameters
 
 
 def test_the_slower_of_loader_and_model_is_the_bottleneck() -> None:

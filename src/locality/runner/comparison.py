@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import yaml
 
 from locality import checks, settings
 from locality.benchmark.measure import inference, interleave
@@ -146,7 +147,7 @@ def plan(
     path = folder / _PLAN
     if path.exists():
         there = read_yaml(path)
-        checks.shaped(str(path), there, {"asked": dict, "configurations": dict, "planned?": dict})
+        checks.shaped(str(path), there, {"asked": dict, "configurations": dict, "planned": dict})
         before = settings.from_dict(ComparisonSpec, there["asked"])
         if changed := [
             f"{name}: {old} there, {new} now"
@@ -158,7 +159,7 @@ def plan(
             )
         found = there["configurations"].items()
         configs = {model: settings.from_dict(RunConfig, values) for model, values in found}
-        planned = settings.from_dict(ComparisonSpec, there.get("planned", there["asked"]))
+        planned = settings.from_dict(ComparisonSpec, there["planned"])
         return ComparisonPlan(planned, configs, _reduction(before, planned))
     planned, chosen = _choose_configs(spec, jobs, threads or threads_per_run(jobs))
     if keep:
@@ -166,7 +167,7 @@ def plan(
         found = {model: settings.to_dict(config) for model, config in chosen.items()}
         values = {"asked": settings.to_dict(spec), "planned": settings.to_dict(planned)}
         values |= {"configurations": found}
-        write_atomic(path, settings.yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        write_atomic(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return ComparisonPlan(planned, chosen, _reduction(spec, planned))
 
 

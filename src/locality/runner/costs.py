@@ -104,6 +104,10 @@ def image_counts(config: RunConfig) -> tuple[int, int, int]:
         images, evaluated, classes = known
         kept = min(data.first_classes or classes, classes) - data.skip_classes
         share = kept / classes * (data.part[1] - data.part[0])
+        if data.val_part is not None:
+            evaluated = images * (data.val_part[1] - data.val_part[0])
+        elif data.fold is not None:
+            evaluated = images / data.fold[1]
         return round(images * share * data.train_share), round(evaluated * share), kept
     return _opened(data, config.seed)
 

@@ -14,7 +14,8 @@ from typing import Any
 from locality.machine import processors
 from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
-from locality.training.run_folder import MAY_CHANGE, PATHS, RunFolder
+from locality.training.run_folder import RunFolder
+from locality.training.same_run import MAY_CHANGE, PATHS
 
 TRAIN = "locality.training:train"
 # Settings that change no number of a run.

@@ -216,6 +216,7 @@ class EngineConfig:
         num_nodes: machines.
         strategy: how several processes are started: "auto" and "ddp" repeat the command line;
             "ddp_spawn" and "ddp_fork" start them from within Python, the latter also in notebooks.
+            Each keeps all weights; docs/scale.md says why sharding them (FSDP) would save little.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
         channels_last: the memory format that convolutions prefer.
         compile: `torch.compile` the model.

@@ -142,7 +142,7 @@ class _WeightsAndBiases:
         self._run.log({**metrics, "step": step})
 
     def finalize(self, status: str) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=int(status != "success"))
 
 
 class _MLflow:
@@ -169,4 +169,4 @@ class _MLflow:
             self._client.log_metric(self._id, name, value, step=step)
 
     def finalize(self, status: str) -> None:
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, "FINISHED" if status == "success" else "KILLED")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from locality.training.evaluation import PredictionCollector, evaluate
 from locality.training.processes import Collectives, SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
-from locality.training.run_folder import computation_settings
+from locality.training.same_run import computation_settings
 from locality.training.state import Components, TrainState
 
 
@@ -335,7 +336,7 @@ class Loop:
             self.recorder.save(
                 {
                     "step": self.state.step,
-                    "progress": self.state.state_dict(),
+                    "progress": asdict(self.state),
                     "data": self.fingerprint,
                 }
                 | {"config": computation_settings(self.config)}

@@ -1,9 +1,8 @@
 """Named runs: each a function that returns one complete configuration.
 
 A docstring says what to type, what it costs and what to expect. Cost is in exaFLOPs (10¹⁸) of
-training: 3 × forward, 2 operations per multiply-accumulate; one H100 does roughly 0.0002 of them
-per second in bf16 at the efficiency that vision transformers reach. None of the ImageNet-sized
-recipes has been run here: their expected numbers are the papers'.
+training: 3 × forward, 2 operations per multiply-accumulate; docs/scale.md has the hours. None of
+the ImageNet-sized recipes has been run here: their expected numbers are the papers'.
 
 Any setting can be changed by its name on the command line:
 `locality train digits --model.name deit_nano --data.fraction 0.05`.

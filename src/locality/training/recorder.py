@@ -47,8 +47,6 @@ def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[st
     """
     file = folder.metrics_file
     what = "was changed" if file.exists() else "is missing"
-    if "metrics" not in checkpoint:  # of version 0.2.0
-        return [] if file.exists() else [f"{file} is missing: the curve begins here"]
     table = CsvTable(file, METRICS)
     with contextlib.suppress(UserError):
         if table.as_text(table.rows(checkpoint["progress"]["evaluated"])) == checkpoint["metrics"]:
@@ -246,7 +244,8 @@ class Recorder:
         """
         self._progress.close()
         for tracker in self._trackers:
-            tracker.finalize("")
+            finished = self._folder is not None and self._folder.result_file.exists()
+            tracker.finalize("success" if finished else "failed")
         self.wait_until_saved()
 
 

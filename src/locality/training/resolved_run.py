@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from locality import machine
 from locality.checkpoints.registry import detect_kind
 from locality.data import DataSplits, open_data
-from locality.data.folder import some
-from locality.errors import UserError, prefix_errors, require, wrap_errors
+from locality.errors import UserError, prefix_errors, require, some, wrap_errors
 from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
 from locality.training.devices import (
@@ -96,16 +95,21 @@ class ResolvedRun:
         return autocast(self.device_type, self.precision)
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """About the size of a checkpoint: weights, moving average and two moments."""
+    def state(self) -> dict[str, int]:
+        """Bytes that each process keeps from step to step: weights, gradients, Adam's moments."""
         weights = 4 * self.parameters + self.buffers
-        copies = 1 if self.config.engine.ema_decay is None else 2
-        return weights * copies + 8 * self.trainable + (1 << 20)
+        kept = {"weights": weights, "gradients": 4 * self.trainable, "moments": 8 * self.trainable}
+        return kept if self.config.engine.ema_decay is None else kept | {"moving average": weights}
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients, moments and moving average of each process."""
-        return self.checkpoint_bytes + 4 * self.trainable
+        """All of `state`."""
+        return sum(self.state.values())
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About the size of a checkpoint, which has no gradients."""
+        return self.state_bytes - self.state["gradients"] + (1 << 20)
 
     @cached_property
     def activation_bytes(self) -> int:

@@ -36,38 +36,17 @@ import psutil
 
 from locality import settings
 from locality.checkpoints.run_state import CheckpointFolder, read_class_names
-from locality.errors import UserError, some
+from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import Predictions
-
-# Settings that a run may be resumed with others of. Another number of devices or accumulation steps
-# changes the rounding of sums.
-MAY_CHANGE = frozenset(
-    {
-        "data.workers",
-        "data.root",
-        "data.download",
-        "data.real_labels",
-        # Damaged images may only be found during the run.
-        "data.on_bad_image",
-        "data.max_bad_images",
-        "data.on_changed_images",
-        "engine.accelerator",
-        "engine.devices",
-        "engine.num_nodes",
-        "engine.strategy",
-        "engine.accumulate",
-        "engine.grad_checkpointing",
-        "engine.tensorboard",
-        "engine.tracker",
-    }
+from locality.training.same_run import (
+    changed_settings,
+    check_folder,
+    describe_changes,
+    same_path,
 )
-
-
-# Settings that may name other run folders.
-PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights")
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
@@ -105,39 +84,16 @@ class RunFolder:
                 else, or cannot be written to.
         """
         try:
-            self.check(config)
+            check_folder(self.path, config)
             self.checkpoints.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
-            self.check(config)
+            check_folder(self.path, config)
             write_atomic(self.config_file, settings.to_yaml(config))
         except OSError as error:
             raise UserError(
                 f"run folder {self.path} cannot be written to ({error.strerror}); choose another, "
                 f"or free disk space and check its permissions"
             ) from error
-
-    def check(self, config: RunConfig) -> None:
-        """Check that the folder is free or belongs to this configuration; changes nothing.
-
-        Raises:
-            UserError: if it does not.
-        """
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{self.path} is a file; a run needs a folder")
-        if not self.config_file.exists():
-            names = sorted(entry.name for entry in self.path.glob("*"))
-            ours = ("lock", "checkpoints", "lr_find.csv", "lr_find.png", "lr_find.svg")
-            if others := [n for n in names if n not in ours and not n.endswith(".tmp")]:
-                raise UserError(
-                    f"{self.path} holds {some(others)} and is no run folder; choose a new or "
-                    f"empty one"
-                )
-            return
-        if changes := _describe_changes(_changed(self.config(), config, _same_path)):
-            raise UserError(
-                f"run folder {self.path} belongs to another configuration "
-                f"({changes}); give its settings to resume it, or another folder"
-            )
 
     def check_checkpoint_config(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
         """Check that a checkpoint is of this configuration, whatever config.yaml says by now.
@@ -154,7 +110,7 @@ class RunFolder:
         for name, value in saved.items():
             values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
         before = settings.from_dict(RunConfig, values)
-        if changes := _describe_changes(_changed(before, config, _same_path)):
+        if changes := describe_changes(changed_settings(before, config, same_path)):
             raise UserError(
                 f"{self.config_file} was changed since the checkpoint was written ({changes}), and "
                 f"the run would become another one; put that back, or train with these settings "
@@ -165,7 +121,7 @@ class RunFolder:
         self, config: RunConfig, same_folder: Callable[[Any, Any], bool]
     ) -> list[tuple[str, Any, Any]]:
         """The settings that make `config` another run: dotted name, old value, new value."""
-        return _changed(self.config(), config, same_folder)
+        return changed_settings(self.config(), config, same_folder)
 
     def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
         """Check that the disk has room for all checkpoints of the run.
@@ -232,41 +188,6 @@ class RunFolder:
         start |= {"workers": config.data.workers, "device": device, "precision": precision}
         content = {"seed": config.seed} | environment | {"starts": [*starts, start]}
         self.write_json(self.environment_file, content)
-
-
-def computation_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that change what a run computes, as plain values: all but `MAY_CHANGE`."""
-    values = settings.to_dict(config)
-    for name in MAY_CHANGE:
-        group, _, setting = name.partition(".")
-        del values[group][setting]
-    return values
-
-
-def _changed(
-    before: RunConfig, now: RunConfig, same_folder: Callable[[Any, Any], bool]
-) -> list[tuple[str, Any, Any]]:
-    return [
-        (name, old, new)
-        for name, old, new in settings.differences(before, now)
-        if name not in MAY_CHANGE and not (name in PATHS and same_folder(old, new))
-    ]
-
-
-def _describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
-    return "; ".join(
-        f"{name}: {_as_json(old)} there, {_as_json(new)} now" for name, old, new in changed
-    )
-
-
-def _same_path(old: Any, new: Any) -> bool:
-    """Whether two values are the same path; either may have timm's prefix "local-dir:"."""
-    first, second = (str(value).removeprefix("local-dir:") for value in (old, new))
-    return os.path.abspath(first) == os.path.abspath(second)
-
-
-def _as_json(value: Any) -> str:
-    return "null" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 class FolderLock:

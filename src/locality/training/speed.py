@@ -4,6 +4,7 @@ Real batches are loaded and steps made on random images."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from locality.training.model import meta_model
 from locality.training.optim import create_optimizer
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
+from locality.training.same_run import check_folder
 
 # Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
 _TIMING_MACS = 2e10
@@ -62,11 +64,17 @@ class Speed:
         reading, model = max(1, self.workers) / self.loading, 1 / self.computing
         who = f"{self.workers} workers" if self.workers else "the training process"
         slower = (
-            "reading images is the bottleneck; raise data.workers"
+            f"reading images is the bottleneck; {self.cores:,} cores, and as many data.workers "
+            f"over all processes, would keep up"
             if reading < model
             else "the model is the bottleneck"
         )
         return f"{reading:.4g} images/s read by {who}, {model:.4g} trained on: {slower}"
+
+    @property
+    def cores(self) -> int:
+        """Cores that read images as fast as the model trains on them."""
+        return math.ceil(self.loading / self.computing)
 
     def _together(self, computing: float) -> float:
         if not self.workers:
@@ -78,13 +86,20 @@ class Speed:
         return max(computing, self.loading / self.workers)
 
 
-def measure_speed(run: ResolvedRun) -> Speed:
-    """Measure the speed of a run on this machine, which takes a few seconds."""
+def measure_speed(run: ResolvedRun, images_per_second: float | None = None) -> Speed:
+    """Measure the speed of a run on this machine, which takes a few seconds.
+
+    Args:
+        run: the run.
+        images_per_second: training speed over all processes; measured too unless given.
+    """
     config = run.config
-    images = timing_batch_size(run.micro_batch, 3 * run.macs)
-    steps = time_steps(
-        config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
-    )
+    if images_per_second is None:
+        images = timing_batch_size(run.micro_batch, 3 * run.macs)
+        steps = time_steps(
+            config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
+        )
+        images_per_second = images * run.world_size * len(steps) / sum(steps)
     batches = iter(
         train_loader(
             run.splits.train,
@@ -100,7 +115,7 @@ def measure_speed(run: ResolvedRun) -> Speed:
     next(batches)
     return Speed(
         (time.perf_counter() - started) / _LOADING_IMAGES,
-        sum(steps) / len(steps) / images / run.world_size,
+        1 / images_per_second,
         config.data.workers * run.world_size,
         run.device_type == "cpu",
     )
@@ -133,9 +148,9 @@ def time_steps(
             nn.init.ones_(tensor)  # avoids subnormal numbers, which are slow
     optimizer = create_optimizer(network, config.optim, config.engine.batch_size)
     batch = torch.randn(images, 3, *network.img_size, device=device)
-    seconds_: list[float] = []
+    durations: list[float] = []
     steps = 1 if seconds else _TIMING_STEPS  # a step may be long by itself
-    while len(seconds_) <= steps or sum(seconds_[1:]) < seconds:
+    while len(durations) <= steps or sum(durations[1:]) < seconds:
         started = time.perf_counter()
         with autocast(device.type, precision):
             loss = network(batch).float().square().mean()
@@ -143,8 +158,8 @@ def time_steps(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits for the GPU
-        seconds_.append(time.perf_counter() - started)
-    return seconds_[1:]
+        durations.append(time.perf_counter() - started)
+    return durations[1:]
 
 
 def format_duration(seconds: float) -> str:
@@ -155,40 +170,74 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
+def format_bytes(count: float) -> str:
+    """Format a number of bytes: "17.2 MB", "1.3 TB"."""
+    unit, size = next((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 0)) if count >= s)
+    return f"{count / (size or 1e6):.3g} {unit}"
+
+
 @dataclass(frozen=True)
 class DryRun:
     """What a run will cost.
 
     Attributes:
         run: its data, plan, parameters, MACs and memory.
-        images_per_second: training speed over all processes.
-        speed: set if it was measured on this machine.
+        speed: of reading images and of training.
+        images_per_second: training speed over all processes, if it was not measured here.
+        file_bytes: of all images.
     """
 
     run: ResolvedRun
-    images_per_second: float
-    speed: Speed | None = None
+    speed: Speed
+    images_per_second: float | None = None
+    file_bytes: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Images per second over all processes, waiting for images included if measured here."""
+        return self.images_per_second or 1 / self.speed.training
 
     @property
     def hours(self) -> float:
         """Training time without evaluations."""
-        return self.run.plan.images / self.images_per_second / 3600
+        return self.run.plan.images / self.rate / 3600
+
+    @property
+    def operations(self) -> int:
+        """Of training: three forward passes, two operations per multiply-accumulate."""
+        return 6 * self.run.macs * self.run.plan.images
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of an update."""
+        return self.run.plan.batch_size / self.rate
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of gradients that each process sends in an update: a ring's all-reduce."""
+        others = self.run.world_size - 1
+        return 2 * others * self.run.state["gradients"] // self.run.world_size
 
     def __str__(self) -> str:
         run = self.run
-        here = "" if self.speed is None else ", measured here"
-        rates = "" if self.speed is None else f"\nspeed   {self.speed.bottleneck}"
-        time = (
-            f"{format_duration(3600 * self.hours)} at {self.images_per_second:.4g} images/s{here} "
-            f"({self.hours:.3g} h)"
+        here = "" if self.images_per_second else ", measured here"
+        memory = {"activations": run.activation_bytes} | run.state
+        files = f", {format_bytes(self.file_bytes)} of images" if self.file_bytes else ""
+        wire = (
+            f"wire    {format_bytes(self.wire_bytes)} of gradients sent by each process in every "
+            f"step of {self.step_seconds:.3g} s: "
+            f"{format_bytes(self.wire_bytes / self.step_seconds)}/s\n"
         )
         return (
             f"{run}\n"
-            f"memory  {run.activation_bytes / 1e9:.3g} GB of activations and "
-            f"{run.state_bytes / 1e9:.3g} GB of weights and moments per process\n"
-            f"disk    {run.checkpoint_bytes / 1e9:.3g} GB per checkpoint\n"
-            f"cost    {6 * run.macs * run.plan.images:.3g} operations\n"
-            f"time    {time}{rates}"
+            f"memory  {format_bytes(sum(memory.values()))} per process: "
+            f"{', '.join(f'{what} {format_bytes(count)}' for what, count in memory.items())}\n"
+            f"disk    {format_bytes(run.checkpoint_bytes)} per checkpoint{files}\n"
+            f"cost    {self.operations:.3g} operations\n"
+            f"{wire if self.wire_bytes else ''}"
+            f"time    {format_duration(3600 * self.hours)} at {self.rate:.4g} images/s{here} "
+            f"({self.hours:.3g} h)\n"
+            f"speed   {self.speed.bottleneck}"
         )
 
 
@@ -210,9 +259,7 @@ def dry_run(
     run_folder = None if folder is None else RunFolder(folder)
     run = ResolvedRun(config, resumes=run_folder is not None and run_folder.has_progress())
     if run_folder is not None:
-        run_folder.check(config)
+        check_folder(run_folder.path, config)
     run.check_memory()
-    if images_per_second is None:
-        speed = measure_speed(run)
-        return DryRun(run, 1 / speed.training, speed)
-    return DryRun(run, images_per_second)
+    speed = measure_speed(run, images_per_second)
+    return DryRun(run, speed, images_per_second, run.splits.file_bytes())

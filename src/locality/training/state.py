@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ from locality.models import ImageClassifier
 from locality.training.objective import Objective, class_weights, load_teacher
 from locality.training.optim import create_optimizer, create_schedule
 from locality.training.resolved_run import ResolvedRun
-
-# Keys in a checkpoint that differ from the names here.
-_KEYS = {"num_correct": "right", "num_images": "seen"}
 
 
 @dataclass
@@ -44,16 +41,6 @@ class TrainState:
     best: dict[str, Any] = field(default_factory=dict)
     bad_losses: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counters by their keys in a checkpoint."""
-        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_state_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        """The counters that `state_dict` returned."""
-        names = {key: name for name, key in _KEYS.items()}
-        return cls(**{names.get(key, key): value for key, value in values.items()})
 
 
 class Components:
@@ -128,7 +115,7 @@ class Components:
                 self.ema.module.load_state_dict(state["ema"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
-            return TrainState.from_state_dict(state["progress"])
+            return TrainState(**state["progress"])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise DamagedCheckpoint(f"the checkpoint is not of this model: {reason}") from error

@@ -8,11 +8,10 @@ test (Smith, 2017) that fastai and Lightning call so.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -121,7 +120,7 @@ class Measured:
         """The same with another model, as fast per multiply-accumulate."""
         macs = count_macs(meta_model(config, len(self.run.splits.classes)))
         computing = self.speed.computing * macs / self.run.macs
-        return dataclasses.replace(self, speed=dataclasses.replace(self.speed, computing=computing))
+        return replace(self, speed=replace(self.speed, computing=computing))
 
     def affordable_images(self, seconds: float) -> float:
         """How many images can be trained on in this time."""
@@ -188,7 +187,7 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
     if speed.loading > speed.computing / 4:
         changes = {"data.workers": min(machine.processors(), 8)} | dict(changes)
     workers = adjusted(name, changes).data.workers * run.world_size
-    return Measured(name, changes, run, dataclasses.replace(speed, workers=workers))
+    return Measured(name, changes, run, replace(speed, workers=workers))
 
 
 def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
@@ -260,7 +259,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
         "many is flattered, other images say more (data.val_part)",
         *_advice(name, minutes, enough, config.data.root),
     )
-    return dataclasses.replace(fitting, seconds=seconds, reasons=reasons)
+    return replace(fitting, seconds=seconds, reasons=reasons)
 
 
 def batch_size(images: int, small: bool) -> int:
@@ -306,7 +305,7 @@ def _sizes_of(model: str) -> tuple[tuple[int, int | None], ...]:
 
 
 def baseline_seconds(found: Measured) -> float:
-    """About how long the baselines on pixels take, which are said after the run."""
+    """About how long the baselines on pixels take, which are printed after the run."""
     splits = found.run.splits
     train, val = (min(len(of), _BASELINE_IMAGES) for of in (splits.train, splits.val))
     macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * len(splits.classes))
@@ -362,7 +361,7 @@ _SMOOTHING = 0.9
 _NEAR, _DIVERGED = 1.01, 4.0  # times the least loss
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RangeTest:
     """The loss of steps at rising learning rates.
 
@@ -396,10 +395,10 @@ def lr_find(config: RunConfig) -> RangeTest:
         UserError: if the run cannot work as configured, or has several processes.
         NonFiniteLoss: if the first loss is not finite.
     """
-    engine = dataclasses.replace(config.engine.on_one_device(), max_bad_losses=0)
-    config = dataclasses.replace(config, engine=engine)
+    engine = replace(config.engine.on_one_device(), max_bad_losses=0)
+    config = replace(config, engine=engine)
     run = ResolvedRun(config)
-    run.plan = dataclasses.replace(run.plan, steps=STEPS)
+    run.plan = replace(run.plan, steps=STEPS)
     fabric = create_fabric(config.engine)
     if fabric.world_size > 1:
         raise UserError("a learning-rate range test is one process; start it without a launcher")

@@ -1,0 +1,52 @@
+"""docs/scale.md says what benchmarks/scale.py computes, near what was measured."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from locality.training import replace
+from locality.training.recipes import deit_300
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def scale() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("scale", ROOT / "benchmarks" / "scale.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_row_of_the_page_is_computed(scale: ModuleType) -> None:
+    row = scale.row(deit_300("convit_tiny"))
+    assert " | ".join(row.values()) in (ROOT / "docs" / "scale.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_page_are_computed(scale: ModuleType) -> None:
+    page = (ROOT / "docs" / "scale.md").read_text()
+    for table in scale.tables():
+        assert table in page
+
+
+def test_the_time_of_a_step_is_near_the_recorded_one(scale: ModuleType) -> None:
+    # The fraction of peak of DeiTs is that of plain ViTs of other widths.
+    step = scale.plan(deit_300("deit_small")).step_seconds
+    seconds = 1024 / 8 / scale.measured("deit_small")["images_per_second"]
+    assert step == pytest.approx(seconds, rel=0.25)
+
+
+@pytest.mark.parametrize("model", ["convit_tiny", "convit_small"])
+def test_the_activations_are_near_the_recorded_memory_of_a_step(
+    scale: ModuleType, model: str
+) -> None:
+    run = scale.plan(replace(deit_300(model), {"engine.batch_size": 64 * scale.GPUS})).run
+    assert run.micro_batch == 64
+    measured = scale.measured(model)["peak_memory_mb"] * 2**20
+    assert run.activation_bytes == pytest.approx(measured, rel=0.25)
