@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from locality.commands.parsing import Parser
-from locality.errors import UserError
+from locality.errors import UserError, lookup, unknown
+from locality.files import read_yaml
+
+_HERE = Path(__file__).parent
+
+
+def experiment_names() -> list[str]:
+    """Every experiment, and the papers, as the modules say them: importing these imports torch."""
+    sources = [file.read_text() for file in sorted(_HERE.glob("*.py"))]
+    names = re.findall(r'^@experiment\(\s*"(.+?)"', "\n".join(sources), re.M)
+    return [*names, *{name.partition("/")[0] for name in names}]
 
 
 def reproduce(arguments: Sequence[str]) -> None:
@@ -50,15 +62,17 @@ def reproduce(arguments: Sequence[str]) -> None:
         parser.refuse("recorded", "does nothing beside --dry_run")
     if options.finished:
         parser.refuse("dry_run jobs threads executor", "does nothing beside --finished")
-
+    if options.name is None and not options.list:
+        raise UserError("say what to reproduce; `locality reproduce --list` has every name")
+    if options.name not in (None, *(names := [*experiment_names(), "all"])):
+        raise unknown("experiment", options.name, names)
+    lookup("scale", options.scale, read_yaml(_HERE / "scales.yaml"))
     from locality_papers import reproduce as study
 
     if options.list:
         rows = study.list_experiments(options.scale, options.runs)
         print(json.dumps(rows, indent=2) if options.json else study.show_list(rows))
         return
-    if options.name is None:
-        raise UserError("say what to reproduce; `locality reproduce --list` has every name")
     study.reproduce(
         options.name,
         options.scale,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from locality_papers.measures import (
     absent,
     combined,
     computed,
+    over,
     ratio,
     relative_gain,
     top1_at,
@@ -37,11 +38,6 @@ from locality_papers.specs import (
     shaded,
     stated,
 )
-
-
-def over(xs: Sequence[float], parts: Sequence[Quantity]) -> Quantity:
-    """Numbers as a curve: x → the quantity of that x."""
-    return combined(lambda *values: {"x": list(xs), "y": list(values)}, *parts)
 
 
 def accuracy_by_size(

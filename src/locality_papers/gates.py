@@ -6,9 +6,19 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from locality_papers.measures import TOP1, TRAJECTORY, Quantity, combined, summed_rate
+from locality_papers.measures import TOP1, TRAJECTORY, Quantity, combined, over, summed_rate
 from locality_papers.scales import Scale
-from locality_papers.specs import Claim, Column, Figure, Panel, Row, Series, Table, experiment
+from locality_papers.specs import (
+    Claim,
+    Column,
+    Figure,
+    Panel,
+    Row,
+    Series,
+    Table,
+    experiment,
+    shaded,
+)
 
 FACTORS = (1.0, 3.0, 10.0, 30.0)
 """Of the learning rate of positions: Adam moves a parameter by at most about the sum of its rates,
@@ -135,11 +145,4 @@ def _mean_nonlocality(trajectory: Any) -> float:
 
 def _lines(by_rate: dict[float, dict[int, Quantity]]) -> tuple[Series, ...]:
     """A line for each rate: percent → mean."""
-    return tuple(
-        Series(
-            f"rate ×{rate:g}",
-            combined(lambda *means, of=of: {"x": list(of), "y": list(means)}, *of.values()),
-            f"depth:{index / len(by_rate)}",
-        )
-        for index, (rate, of) in enumerate(by_rate.items())
-    )
+    return shaded({f"rate ×{rate:g}": over(of, of.values()) for rate, of in by_rate.items()})

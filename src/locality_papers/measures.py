@@ -222,11 +222,7 @@ def _shared_images(configs: Sequence[RunConfig]) -> int | None:
     split_off = data.val_part is not None or "images" not in DATASETS[data.dataset]
     if split_off and len({each.data.split_seed for each in configs}) > 1:
         return None
-    if data.val_part is None:
-        return image_counts(configs[0])[1]
-    every = dataclasses.replace(data, fraction=1.0, train_part=(0.0, 1.0), val_part=None)
-    available = image_counts(dataclasses.replace(configs[0], data=every))[0]
-    return round((data.val_part[1] - data.val_part[0]) * available)
+    return image_counts(configs[0])[1]
 
 
 def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points") -> Quantity:
@@ -259,6 +255,12 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     paper = None if None in printed else function(*printed)
     measures = tuple(pair for part in parts for pair in part.measures)
     return Quantity(evaluate, unit, measures, paper)
+
+
+def over(xs: Iterable[float], parts: Iterable[Quantity]) -> Quantity:
+    """Numbers as a curve: x → the quantity of that x."""
+    x = list(xs)
+    return combined(lambda *y: {"x": x, "y": list(y)}, *parts)
 
 
 _STEP = 1e-3  # in points

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -103,7 +104,8 @@ def _by_seed(values: Sequence[float]) -> str:
 
 
 def _signed(value: float) -> str:
-    return _significant(value, "+", 3).replace("-", "−")
+    # The rounding errors of percentages are no number to show: 0.1 + 0.2 − 0.3 is 0.
+    return _significant(round(value, 9), "+", 3).replace("-", "−")
 
 
 def _significant(value: float, sign: str, digits: int) -> str:
@@ -113,8 +115,12 @@ def _significant(value: float, sign: str, digits: int) -> str:
 
 
 def _evidence(part: Record) -> str:
+    """The mean with its interval, both to the interval's second significant digit."""
     half = records.interval(part)
-    return _signed(part["mean"]) + ("" if half is None else f" ± {_significant(half, '', 2)}")
+    if not half:
+        return _signed(part["mean"]) + ("" if half is None else " ± 0")
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    return f"{part['mean']:+,.{decimals}f} ± {half:,.{decimals}f}".replace("-", "−")
 
 
 def _notes(claim: Record, part: Record) -> str:

@@ -53,10 +53,12 @@ def import_runs(path: Path, root: Path) -> None:
     """
     for name, files in read_runs(path).items():
         if not (root / name).exists():
-            (root / name).mkdir(parents=True)
+            partial = root / f".{name}.partial"  # a run's folder is there whole or not at all
+            partial.mkdir(parents=True, exist_ok=True)
             for file in FILES:
                 if file in files:
-                    write_atomic(root / name / file, files[file])
+                    write_atomic(partial / file, files[file])
+            partial.rename(root / name)
 
 
 def read_runs(path: Path) -> dict[str, dict[str, str]]:

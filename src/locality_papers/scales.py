@@ -45,6 +45,8 @@ class Scale:
         settings: pattern of roles → settings that differ from the recipe's; all that fit, in order.
         small: settings of the smaller training set of Figs. 8 and 12.
         fractions: of Table 2.
+        full_length: how many times as many steps as elsewhere networks take on all images where
+            they stand beside baselines on pixels.
         splits_by_seed: each seed draws anew which images are evaluated on, so that intervals over
             seeds are also over images.
         gpsa_counts, strengths: the axes of Fig. 8; `gpsa_counts[-1]` is the model's own number.
@@ -74,6 +76,7 @@ class Scale:
     masked_size: str = "Ti"
     strengths: tuple[float, ...] = (0.5, 1.0, 2.0)
     fractions: tuple[float, ...] = FRACTIONS
+    full_length: float = 1.0
     splits_by_seed: bool = False
     snapshots: int = 20
     comparable: bool = False

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from locality.analysis.baselines import BASELINES, read_baselines, record_baselines, split_pixels
-from locality.data import open_data
+from locality.analysis.baselines import (
+    BASELINES,
+    baseline_inputs,
+    read_baselines,
+    record_baselines,
+    split_pixels,
+)
 from locality.errors import require
 from locality.figures.charts import percent
 from locality.runner.costs import image_counts
 from locality.runner.runs import Run
-from locality.training.model import meta_model
-from locality_papers.measures import TOP1, Measure, Quantity, combined, measured
+from locality_papers.measures import TOP1, Measure, Quantity, measured, over
 from locality_papers.scales import Scale
 from locality_papers.specs import (
     Cells,
@@ -44,10 +50,7 @@ def _support_vectors(run: Run) -> float:
     require("a support vector machine", "scikit-learn", "sklearn")
     from sklearn.svm import SVC
 
-    config = run.config
-    preprocessing = config.input.at(meta_model(config, num_classes=1).img_size)
-    splits = open_data(config.data, config.seed)
-    train, labels, val, targets = split_pixels(splits, preprocessing, config.data.workers)
+    train, labels, val, targets = split_pixels(*baseline_inputs(run.config))
     predicted = SVC().fit(train.numpy(), labels.numpy()).predict(val.numpy())
     return 100 * float((torch.from_numpy(np.asarray(predicted)) == targets).double().mean())
 
@@ -88,8 +91,8 @@ def baselines(s: Scale) -> Table:
         rows_of(cells),
         columns,
         about="Not in the papers. Top-1 with parts of the training images, at equal settings and "
-        "numbers of steps for all networks. The baselines see the same images at 32 pixels at "
-        "most and have no setting that was tuned.",
+        f"numbers of steps for all networks{_longer(s)}. The baselines see the same images at 32 "
+        "pixels at most and have no setting that was tuned.",
         claims=tuple(
             Claim(
                 f"{column} of the data: {label} is above {other}",
@@ -103,18 +106,32 @@ def baselines(s: Scale) -> Table:
     )
 
 
+def _longer(s: Scale) -> str:
+    return f", {s.full_length:g} times as many with all of them" if s.full_length != 1 else ""
+
+
 def _by_fraction(s: Scale) -> dict[str, dict[float, Quantity]]:
     """Top-1 of every model and baseline: label → fraction of the training images → number."""
-    found = {
-        label: {fraction: s.measured(TOP1, role, fraction=fraction) for fraction in s.fractions}
-        for label, role in _MODELS.items()
-    }
-    for label, measure in PIXELS.items():
-        found[label] = {
-            fraction: measured(s.runs(_MODELS["ConViT"], fraction=fraction), measure)
+
+    def of(measure: Measure, role: str) -> dict[float, Quantity]:
+        longer = _lasting(s, role, s.full_length)
+        return {
+            fraction: s.measured(
+                measure, role, fraction=fraction, **(longer if fraction == 1 else {})
+            )
             for fraction in s.fractions
         }
-    return found
+
+    models = {label: of(TOP1, role) for label, role in _MODELS.items()}
+    return models | {label: of(measure, _MODELS["ConViT"]) for label, measure in PIXELS.items()}
+
+
+def _lasting(s: Scale, role: str, times: float) -> dict[str, Any]:
+    """Settings of a role's runs that are `times` as long as elsewhere at this scale."""
+    if times == 1:
+        return {}
+    (run,) = s.runs(role, seeds=s.seeds[:1])
+    return dict(run.config.schedule.lasting(times))
 
 
 @experiment("beyond/fractions", "Accuracy against the number of training images")
@@ -124,13 +141,7 @@ def fractions(s: Scale) -> Figure:
     lines = tuple(
         Series(
             label,
-            combined(
-                lambda *top1, of=of: {
-                    "x": [round(part * training) for part in of],
-                    "y": list(top1),
-                },
-                *of.values(),
-            ),
+            over([round(part * training) for part in of], of.values()),
             _COLOURS[label],
             dashed=label in PIXELS,
             band=label not in PIXELS,
@@ -151,9 +162,8 @@ def converged(s: Scale) -> Table:
     cells: Cells = {}
     for label in ("ConViT", "DeiT"):
         role = _MODELS[label]
-        once, (run, *_) = s.measured(TOP1, role), s.runs(role)
-        twice, four = (
-            s.measured(TOP1, role, **run.config.schedule.lasting(times)) for times in (2, 4)
+        once, twice, four = (
+            s.measured(TOP1, role, **_lasting(s, role, times)) for times in (1, 2, 4)
         )
         of = {
             "once": once,

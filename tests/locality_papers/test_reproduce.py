@@ -21,6 +21,7 @@ from locality.runner.runs import TRAIN, with_needs
 from locality.training.config import ScheduleConfig
 from locality.training.optim import create_schedule, make_plan
 from locality_papers import published
+from locality_papers.commands import experiment_names
 from locality_papers.convit_maps import corner_heads
 from locality_papers.convit_tables import INGREDIENTS
 from locality_papers.measures import absent, computed, early, summed_rate
@@ -478,3 +479,8 @@ def test_starts_are_compared(tiny_scale, tmp_path, here, name, count):
         assert all(cell is None or cell["empty"] is None for cell in row["cells"]), row["label"]
     starts = {run.config.model.weights for run in here.performed} - {None}
     assert {Path(start).parent for start in starts} == {tmp_path / "runs"}
+
+
+def test_names_are_known_without_importing_the_experiments():
+    papers = {"convit", "cvt", "beyond"}
+    assert set(experiment_names()) == {*experiments(), *papers}
