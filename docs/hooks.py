@@ -37,6 +37,7 @@ REFERENCE = {
     "models": ["locality.models"],
     "layers": ["locality.layers"],
     "checkpoints": ["locality.checkpoints"],
+    "transformers": ["locality.transformers"],
     "data": ["locality.data"],
     "training": ["locality.training"],
     "analysis": ["locality.analysis", "locality.analysis.measures"],

@@ -26,6 +26,7 @@ ORDER = [
     "benchmark",
     "training",
     "timm",
+    "transformers",
     "checkpoints",
     "data",
     "models",

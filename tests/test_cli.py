@@ -102,7 +102,7 @@ def test_models_as_table_and_json(capsys):
     assert main(["models", "nano", "--family", "convit", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["model"] == "convit_nano" and row["compare with"] == "deit_nano"
-    assert main(["models", "nothing-like-this"]) == 0
-    assert "no model matches" in capsys.readouterr().out
+    assert main(["models", "convit_tinny"]) == 2
+    assert "did you mean convit_tiny?" in capsys.readouterr().err
     assert main(["models", "nothing-like-this", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []

@@ -431,7 +431,7 @@ class TestSpace:
             # Under any name, and in a frame, as a Space is.
             place = {"Host": "me-it.hf.space", "Origin": "https://me-it.hf.space"}
             framed = {"headers": place, "check": lambda headers: self.framed(dict(headers))}
-            assert b"Drop an image" in request(started.address, "GET", "/", **framed)[1]
+            assert b"Drop images" in request(started.address, "GET", "/", **framed)[1]
             sent = "POST", "/predict", image.read_bytes()
             status, answer = request(started.address, *sent, **framed)
         shares = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
@@ -475,7 +475,17 @@ def test_the_page_in_a_browser(process, browser, width, tmp_path):
         page.wait_for_function("document.querySelector('#maps').offsetHeight > 800")
         assert frame.evaluate("document.documentElement.scrollHeight - innerHeight") <= 1
         assert page.evaluate(WIDE) <= 0 and frame.evaluate(WIDE) <= 0
+        assert page.locator("#busy").is_hidden() and page.locator("#chosen img").count() == 0
         assert not errors
+        # Of several images each can be looked at.
+        page.set_input_files("#file", [file, none])
+        images = page.locator("#chosen button")
+        assert page.locator("#busy").is_visible() and images.count() == 2
+        page.wait_for_selector("#classes tr:nth-child(5)")
+        images.nth(1).click()
+        page.get_by_text("not an image").wait_for()
+        assert images.nth(1).get_attribute("aria-pressed") == "true"
+        assert page.locator("#busy").is_hidden()
         page.set_input_files("#file", none)
         page.get_by_text("not an image").wait_for()
         assert page.locator("#classes tr").count() == 0 and page.locator("#maps").is_hidden()

@@ -92,7 +92,7 @@ class TrainedRun:
         )
 
     def report(self, output: Path | str | None = None) -> Page:
-        """Measure the run where it was not yet, and write its report, into its folder if need be.
+        """Measure the run if it was not, then write its report, by default into its folder.
 
         Raises:
             OSError, UserError: if its images can no longer be read.

@@ -195,7 +195,7 @@ def test_damaged_or_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"model\.safetensors is damaged or truncated"):
         load(tmp_path)
     weights.unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"there is no model\.safetensors"):
         load(tmp_path)
 
 

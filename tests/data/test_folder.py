@@ -29,6 +29,14 @@ def test_train_and_val(train_val):
     assert splits.train.read(0).size == (10, 12)
 
 
+def test_the_size_of_all_files_is_told_from_some(train_val, monkeypatch):
+    real = sum(file.stat().st_size for file in train_val.rglob("*.png"))
+    assert folder(train_val).file_bytes() == real
+    monkeypatch.setattr("locality.data.sources._SIZED_FILES", 3)
+    assert folder(train_val).file_bytes() == pytest.approx(real, rel=0.1)
+    assert open_data(DataConfig("digits"), seed=0).file_bytes() == 0
+
+
 @pytest.mark.parametrize("name", ["validation", "valid", "test"])
 def test_other_names_for_val(train_val, name):
     (train_val / "val").rename(train_val / name)
@@ -76,6 +84,12 @@ def test_a_part_without_images(train_val, missing):
         file.unlink()
     with pytest.raises(UserError, match=f"no images in .*{missing}"):
         folder(train_val)
+
+
+def test_tables_of_images_are_pointed_to(tmp_path):
+    (tmp_path / "train-0.parquet").touch()
+    with pytest.raises(UserError, match=r"holds tables of images, which data\.dataset=arrow"):
+        folder(tmp_path)
 
 
 def test_images_without_class_folders(tmp_path, image_file):

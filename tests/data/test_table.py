@@ -65,7 +65,7 @@ def test_a_table_that_cannot_be_used(cells, text, said):
 def test_a_table_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"there is no table of images '.*labels\.csv'"):
         opened(tmp_path)
-    with pytest.raises(UserError, match=r"needs a file or its folder; give it as data\.root"):
+    with pytest.raises(UserError, match=r"needs a file or folder; give it as data\.root"):
         open_data(DataConfig("table"), seed=0)
 
 

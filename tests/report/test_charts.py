@@ -21,6 +21,16 @@ def test_curve_is_read_from_the_metrics(make_run):
     assert len(charts.curve_of(run, "val_loss")) == 0  # the column is empty
 
 
+def test_a_single_evaluation_is_drawn(make_run):
+    folder = make_run(measured=False)
+    lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)
+    (folder / "metrics.csv").write_text("".join([lines[0], lines[-1]]))
+    figure = charts.chart(charts.draw_learning, group(read_runs([folder])), 1.0)
+    _, mean = figure.axes[0].lines
+    (point,) = mean.get_xydata()
+    assert mean.get_markevery() == 1 and point[0] == 1500
+
+
 def test_baselines_are_found_by_the_table_of_models(make_run):
     groups = group(read_runs([make_run("deit_nano"), make_run("convit_nano")]))
     assert [one.label for one in groups] == ["ConViT", "DeiT"]

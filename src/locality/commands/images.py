@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,8 +25,9 @@ from locality.commands.parsing import (
 from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig
 from locality.errors import UserError, lookup, one_line, printable, require, unknown
-from locality.files import check_new_folder, check_parent
+from locality.files import check_new_folder, check_parent, csv_text, write_atomic
 from locality.training.config import read_config
+from locality.training.same_run import run_folders
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -79,12 +78,12 @@ def predict(arguments: Sequence[str]) -> int:
     if options.csv:
         code = _report_unreadable(bad, files)
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
+        table = predictions_csv(["path"], names, results)
         if output is None:
-            write_predictions(sys.stdout, ["path"], names, results)
-            return code
-        with open(output, "w", newline="", encoding="utf-8") as table:
-            write_predictions(table, ["path"], names, results)
-        print(Path(output).absolute())
+            print(table, end="")
+        else:
+            write_atomic(output, table)
+            print(Path(output).absolute())
         return code
     listed = []
     for file, row in results:
@@ -116,25 +115,23 @@ def _table_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, words
 
 
-def write_predictions(
-    file: IO[str],
+def predictions_csv(
     heading: Sequence[str],
     classes: Sequence[str],
     rows: Iterable[tuple[*tuple[object, ...], Tensor]],
-) -> None:
-    """Write a table of what images are called, the prediction, and every class's probability.
+) -> str:
+    """A table of what images are called, the prediction, and every class's probability.
 
     Args:
-        file: open for writing.
         heading: of what comes before the prediction.
         classes: in the order of the probabilities.
         rows: what `heading` says, and (classes,) probabilities.
     """
-    table = csv.writer(file, lineterminator="\n")
-    table.writerow([*heading, "prediction", *classes])
+    table: list[list[object]] = [[*heading, "prediction", *classes]]
     for *named, probabilities in rows:
         shown = [f"{value:.6f}" for value in probabilities.tolist()]
-        table.writerow([*named, classes[int(probabilities.argmax())], *shown])
+        table.append([*named, classes[int(probabilities.argmax())], *shown])
+    return csv_text(table)
 
 
 def _read_images(
@@ -195,10 +192,11 @@ def evaluate(arguments: Sequence[str]) -> None:
         raise UserError("give one model to evaluate, by itself or as --weights")
     what = options.weights if options.run is None else options.run
 
+    from locality.data.folder import check_root
+
     is_run = check_given(what, options) == "run"
     check_parent(options.predictions)
 
-    opened = open_given(what, options)
     given = parser.settings
     chosen, seed = DataConfig(), 0
     if is_run:
@@ -208,6 +206,9 @@ def evaluate(arguments: Sequence[str]) -> None:
         if given.get("dataset", config.data.dataset) == config.data.dataset:
             chosen = config.data
     chosen = dataclasses.replace(chosen, **given)
+    check_root(chosen)
+
+    opened = open_given(what, options)
     splits = data.open_data(chosen, seed)
     if opened.classes is not None and list(opened.classes) != splits.classes:
         say(
@@ -229,10 +230,9 @@ def evaluate(arguments: Sequence[str]) -> None:
         on_batch=keep if options.predictions else None,
     )
     if options.predictions:
-        with open(options.predictions, "w", newline="", encoding="utf-8") as file:
-            rows = ((splits.val.describe(i), splits.classes[k], each) for i, k, each in seen)
-            classes = opened.classes or splits.classes
-            write_predictions(file, ["path", "label"], classes, rows)
+        rows = ((splits.val.describe(i), splits.classes[k], each) for i, k, each in seen)
+        classes = opened.classes or splits.classes
+        write_atomic(options.predictions, predictions_csv(["path", "label"], classes, rows))
     if options.json:
         print(json.dumps(result))
         return
@@ -260,11 +260,11 @@ def explore(arguments: Sequence[str]) -> int:
 
     for model in options.models:
         check_given(model, options)
+    first = options.models[0]
+    shown, code = _shown(options.images, first, options.count or (20 if options.live else 8))
     from locality.analysis.explorer import write_explorer
     from locality.analysis.live import write_live
 
-    first = options.models[0]
-    shown, code = _shown(options.images, first, options.count or (20 if options.live else 8))
     subjects = [open_given(model, options) for model in options.models]
     names, images = [name for name, _ in shown], [image for _, image in shown]
     output = options.output or page_in(options.models, "explorer.html")
@@ -324,7 +324,8 @@ def figure(arguments: Sequence[str]) -> int:
     parser = Parser("figure", f"{figure.__doc__} {listed}.")
     parser.add_argument("name", help=", ".join(FIGURES))
     parser.add_model("sources", nargs="+", help="run folders, models, or images")
-    _add_images(parser, 100)
+    parser.add("--images", None, _IMAGES, nargs="+")
+    parser.add("--count", 100, "how many images at most")
     parser.add("--layers", None, "such as [2,10]", tuple[int, ...] | None)
     parser.add("--heads", 4, "how many heads of each layer")
     where = "where to look from, as fractions of height and width"
@@ -340,6 +341,8 @@ def figure(arguments: Sequence[str]) -> int:
     if takes == "models":
         for source in options.sources:
             check_given(source, options)
+    elif takes == "runs":
+        run_folders(options.sources)
     drawn, code = _draw(chosen, options)
     from locality.figures.style import save
 
@@ -364,12 +367,6 @@ def _draw(figure: NamedFigure, options: Any) -> tuple[Figure, int]:
     return drawn, code
 
 
-def _add_images(parser: Parser, count: int) -> None:
-    """Add the options that `_shown` is given."""
-    parser.add("--images", None, _IMAGES, nargs="+")
-    parser.add("--count", count, "how many images at most")
-
-
 def _shown(
     given: list[str] | None, model: str, count: int
 ) -> tuple[list[tuple[str, Image.Image]], int]:
@@ -377,6 +374,8 @@ def _shown(
     from locality.data.folder import image_files
 
     if given is None:
+        if not is_run_folder(model):
+            raise UserError(f"{model} is no run folder with images of its own; give --images")
         from locality.analysis.pictures import run_images
 
         return run_images(model, count), 0

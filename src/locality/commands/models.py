@@ -23,7 +23,7 @@ from locality.commands.parsing import (
     table,
     with_aliases,
 )
-from locality.errors import UserError, lookup, one_line
+from locality.errors import UserError, lookup, one_line, unknown
 from locality.files import check_parent, write_atomic
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
 from locality.settings import from_dict
@@ -41,6 +41,9 @@ def architectures(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     if options.family is not None:
         lookup("family", options.family, FAMILY_NAMES)
+    known = SOURCES if options.pretrained else VARIANTS
+    if not options.json and not matching(known, options.filter):
+        raise unknown("model", options.filter, known)
     rows = _pretrained(options) if options.pretrained else _models(options)
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -209,7 +212,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     parser.add_settings(BenchmarkConfig())
     parser.add("--output", None, "write JSON here as well", str | None)
     parser.add("--loader", False, "measure the reading of images instead, beside timm's loader")
-    every = "measure ConViT, DeiT and CvT in three sizes, and write a record of it to this folder"
+    every = "measure ConViT, DeiT and CvT in three sizes; write a record into the current folder"
     parser.add("--all", False, every)
     options = parser.read(arguments)
     if bool(options.models) + options.loader + options.all != 1:
@@ -235,7 +238,7 @@ def benchmark(arguments: Sequence[str]) -> None:
         _measure_all(config, options)
         return
     for name in options.models:
-        _opened(name, options)  # what cannot be opened is said before anything is measured
+        _opened(name, options)  # refused before anything is measured
     measure = partial(_measure, config=config, options=options)
     if len(options.models) == 1:
         results = [measure(options.models[0])]

@@ -61,13 +61,14 @@ class Parser(argparse.ArgumentParser):
     def add(self, name: str, default: Any, help: str, type: Any = None, **how: Any) -> None:
         """Add an option that takes one value of its default's type, or is a switch (False).
 
-        A whole number is 1 or more unless its type is given as int. `how` goes to argparse.
+        A whole number is 1 or more unless its type is given as int, a number above 0. `how` goes to
+        argparse.
         """
         if default is False:
             how |= {"action": "store_true"}
         elif type is not None or isinstance(default, (int, float)):
             self._hints[name[2:]] = type or default.__class__
-            self._counts += [name[2:]] if type in (None, int | None) else []
+            self._counts += [name[2:]] if type in (None, int | None, float, float | None) else []
         self._values[name[2:]] = default
         self.add_argument(name, default=argparse.SUPPRESS, help=help, **how)
 
@@ -131,7 +132,9 @@ class Parser(argparse.ArgumentParser):
         for name in given.keys() & self._hints.keys():
             given[name] = parse(given[name], self._hints[name], name)
         for name in self._counts:
-            if given.get(name) is not None:
+            if isinstance(given.get(name), float):
+                checks.number(name, given[name], 0, above=True)
+            elif given.get(name) is not None:
                 checks.integer(name, given[name], 1)
         self.given = given
         self.settings = {to: given[name] for name, to in self._paths.items() if name in given}
@@ -217,9 +220,9 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, word: str) -> UserError:
         """The error for a word that is no option: a name like it, or what its text says."""
-        if not word.startswith("--"):
+        if not word.startswith("-"):
             return UserError(f"'{word}' is one word too many; see {self.prog} --help")
-        name = word[2:].partition("=")[0]
+        name = word.lstrip("-").partition("=")[0]
         texts = {each: action.help or "" for each, action in self._options().items()}
         found = " or ".join(f"--{each}" for each in near(name, texts, texts))
         hint = f"did you mean {found}?" if found else f"see {self.prog} --help"

@@ -29,11 +29,14 @@ def report(arguments: Sequence[str]) -> int:
         if not given.exists():
             raise missing(given)
 
-    from locality.analysis.runs import read_runs, run_folders
+    from locality.training.same_run import run_folders
+
+    found = run_folders(options.runs)
+    from locality.analysis.runs import read_runs
     from locality.report import build_report
 
     folders, bad = [], []
-    for folder in run_folders(options.runs):
+    for folder in found:
         try:
             (run,) = read_runs([folder])
             finished = run.is_finished and bool(run.result)
@@ -52,7 +55,8 @@ def report(arguments: Sequence[str]) -> int:
     if options.record:
         from locality.analysis.recording import record_missing
 
-        record_missing(folders)
+        for sentence in record_missing(folders):
+            say(sentence)
     output = options.output or page_in(options.runs, "report.html")
     print(build_report(folders, output).absolute())
     return 1 if bad else 0

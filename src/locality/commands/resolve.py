@@ -16,7 +16,7 @@ from locality.commands.parsing import say
 from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
 from locality.settings import differences, replace, typed
-from locality.training.config import RunConfig, read_config
+from locality.training.config import ModelConfig, RunConfig, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def resolve(
             say(f"{folder} keeps the {planned} it was planned for; --minutes does nothing")
         return replace(begun, given), folder, None
     if config.model.weights is None or "model.name" in given:
-        check_names(config, folder)
+        check_names(config.model)
+    check_places(config, folder)
     from locality.training.model import settings_from_weights
     from locality.training.tuner import autofit
 
@@ -172,23 +173,31 @@ def run_to_resume(
     return run
 
 
-def check_names(config: RunConfig, folder: Path) -> None:
-    """Refuse names, sizes and paths that will not do, before torch is imported for the rest.
+def check_names(model: ModelConfig) -> None:
+    """Refuse names and sizes that will not do, before torch is imported for the rest.
 
     Raises:
-        FileNotFoundError, UserError: naming what was given.
+        UserError: naming what was given.
     """
-    from locality.data.folder import find_splits
-
-    model = config.model
     if not model.name.startswith(PREFIX):
         sizes = {"img_size": model.img_size, "patch_size": model.patch_size}
         given = {name: size for name, size in sizes.items() if size is not None}
         variant(model.name).config.with_overrides(**given, **model.overrides)
-    if model.weights is not None and not is_run_folder(folder):
-        detect_kind(model.weights)
-    if config.data.dataset == "folder":
-        find_splits(config.data.root)
+
+
+def check_places(config: RunConfig, folder: Path) -> None:
+    """Refuse weights, images and a run folder that will not do, without torch, too.
+
+    Raises:
+        FileNotFoundError, UserError: naming what was given.
+    """
+    from locality.data.folder import check_root
+    from locality.training.same_run import check_folder
+
+    if config.model.weights is not None and not is_run_folder(folder):
+        detect_kind(config.model.weights)
+    check_root(config.data)
+    check_folder(folder, config)
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not place.is_dir():
         raise UserError(f"{place} is a file; a run needs a folder")

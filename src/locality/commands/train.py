@@ -20,6 +20,7 @@ from locality.commands.parsing import (
 from locality.commands.resolve import (
     ONLY_FOR_IMAGES,
     check_names,
+    check_places,
     resolve,
     resumed,
     run_to_resume,
@@ -50,7 +51,8 @@ def train(arguments: Sequence[str]) -> None:
         print(to_yaml(config), end="")
         return
     folder = options.output
-    check_names(config, folder)
+    check_names(config.model)
+    check_places(config, folder)
 
     if options.fit is not None and not options.quiet:
         print(options.fit, file=sys.stderr)
@@ -61,17 +63,19 @@ def train(arguments: Sequence[str]) -> None:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
         return
+    if options.record:
+        from locality.analysis.recording import check_observable, record
+
+        check_observable(config)
     _train(config, folder, options.quiet, options.fit)
     if options.record:
-        from locality.analysis.recording import record
-
         record(folder)
 
 
 def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> None:
-    """Train a run and record, and say, what pixels alone reach on its images.
+    """Train a run, and record and print what pixels alone reach on its images.
 
-    That is said before the run begins where its settings were chosen here: it is what to expect.
+    It is also printed before the run where its settings were chosen here: it is what to expect.
     """
     from locality.analysis.baselines import (
         advice,
@@ -211,7 +215,8 @@ def fit(
     given |= {name.replace("__", "."): value for name, value in settings.items()}
     asked, found = what_to_train(os.fspath(images), [] if weights is None else ["finetune"])
     config, folder, chosen = resolve(asked or "digits", found | given, minutes, output, quiet)
-    check_names(config, folder)
+    check_names(config.model)
+    check_places(config, folder)
     if chosen is not None and not quiet:
         print(chosen)
     _train(config, folder, quiet, chosen)

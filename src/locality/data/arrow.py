@@ -4,8 +4,8 @@ Read through Hugging Face's `datasets`, memory-mapped, so that the index costs n
 image can be had at once, as position-keyed loading needs it.
 
 Arrow files are read where they lie. Parquet files are first converted into Arrow files in a cache
-(`locality` in that of `datasets`, see HF_HOME), once, which takes as much disk again and is said. A
-small Parquet file can hold terabytes, so what is written is bounded by the size of the file.
+(`locality` in that of `datasets`, see HF_HOME), once, which takes as much disk again and is logged.
+A small Parquet file can hold terabytes, so what is written is bounded by the size of the file.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class DataConfig:
         train_part: which part of each class's training images a run may use, as two fractions of
             an order that `split_seed` draws: (0, 0.2) and (0.2, 1) share no image. `fraction` is of
             this part.
-        val_part: evaluate on this part of the training images, which it must not share with
+        val_part: evaluate on this part of the training images, which must not overlap
             `train_part`, instead of on the validation images: to choose settings by.
         fold: (i, k) evaluates on the i-th, from 0, of k equal parts of the images that could be
             trained on, and trains on the others; a validation part there may be is left alone.
@@ -81,8 +81,8 @@ class DataConfig:
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
             were measured without.
         real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
-        image_column: of an `arrow` dataset that has more than one candidate; of a `table`, by name
-            or number, where it is not the first.
+        image_column: column with the images; needed for `arrow` if several could be it, and for
+            `table`, by name or number, if it is not the first.
         label_column: the same for labels; of a `table` the second.
         allow_outside: read images that a `table` or an `arrow` dataset names outside of its folder.
             Off by default: such a dataset could name any file of this machine.
@@ -165,8 +165,8 @@ class Preprocessing:
     Attributes:
         img_size: pixels of the result, a number or (height, width); None is the model's own.
         mean: of each channel, on the 0 … 1 scale, which is subtracted.
-        std: of each channel, on the 0 … 1 scale, by which is divided.
-        interpolation: of every resize.
+        std: divisor of each channel, on the 0 … 1 scale.
+        interpolation: used for every resize.
         crop_pct: the shorter side is resized to image size / crop_pct before the centre is cut;
             0.875 is 256 → 224.
         crop_mode: "center" cuts the centre; "squash" resizes both sides to the image size instead,

@@ -25,6 +25,7 @@ from locality import checks
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     FileSource,
+    check_root,
     list_folder,
     no_images_error,
     open_splits,
@@ -54,6 +55,7 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
     Raises:
         UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
     """
+    check_root(config)
     opener = pkgutil.resolve_name(f"locality.data.{DATASETS[config.dataset]['opener']}")
     limits = config.skip_classes, config.first_classes
     classes, train, val = _select_classes(
@@ -287,9 +289,7 @@ def _parts(config: DataConfig) -> list[Any]:
     """The parts of a dataset that its reader finds."""
     row = DATASETS[config.dataset]
     title, content = row["title"], row["content"]
-    if config.root is None:
-        raise UserError(f"{title} needs a folder; give it as data.root")
-    root = Path(config.root).expanduser()
+    root = Path(config.root or "").expanduser()
     # Of several processes the first one downloads, the others find what it has fetched.
     turn: Any = contextlib.nullcontext()
     if config.download:

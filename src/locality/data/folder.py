@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
+from locality.data.config import DATASETS, DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, read_bytes
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError, printable, some, unknown, wrap_errors
@@ -239,11 +239,33 @@ def class_difference(listings: Mapping[str, Listing]) -> str:
     return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
 
 
+def check_root(config: DataConfig) -> None:
+    """Check, without torch, that a dataset is given the folder it needs.
+
+    Raises:
+        UserError: if it is not given or not there, or is given digits, which have none.
+    """
+    name = config.dataset
+    row, kind = DATASETS[name], "file or " if name == "table" else ""
+    needs_root = row.get("needs_root", True)
+    if config.root is None:
+        if needs_root:
+            called = row.get("title", f"the dataset '{name}'")
+            raise UserError(f"{called} needs a {kind}folder; give it as data.root")
+    elif not needs_root and "reader" not in row:
+        raise UserError(
+            f"{name} has no folder and data.root is '{config.root}'; give data.dataset, such as "
+            f"folder, to read that, or leave data.root out"
+        )
+    elif name == "folder":
+        find_splits(config.root)
+    elif not kind:
+        require_folder(config.root)
+
+
 def require_folder(root: Path | str | None) -> Path:
-    """`root` as a path, if it is a folder."""
-    if root is None:
-        raise UserError("this dataset needs a folder; give it as data.root")
-    path = Path(root).expanduser()
+    """`root`, which `check_root` has seen is given, as a path, if it is a folder."""
+    path = Path(root or "").expanduser()
     if not path.exists():
         raise UserError(f"the folder '{path}' does not exist")
     if not path.is_dir():
@@ -256,6 +278,11 @@ def no_images_error(root: Path) -> UserError:
         return UserError(
             f"'{root}' holds images itself; expected one folder per class in it (if it is "
             f"one class, give the folder above it)"
+        )
+    if any(path.suffix in (".arrow", ".parquet") for path in root.glob("*")):
+        return UserError(
+            f"'{root}' holds tables of images, which data.dataset=arrow reads, with this folder "
+            f"as data.root"
         )
     return UserError(
         f"no images in '{root}'; expected one folder per class, with files such as .jpg or .png"
@@ -341,9 +368,7 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
     Raises:
         UserError: there is no such table, column or image, or a row names none or one again.
     """
-    if config.root is None:
-        raise UserError("a table of images needs a file or its folder; give it as data.root")
-    path = Path(config.root).expanduser()
+    path = Path(config.root or "").expanduser()
     path = path / TABLE if path.is_dir() else path
     if not path.exists():
         raise UserError(f"there is no table of images '{path}'; give it, or its folder, as root")

@@ -15,21 +15,14 @@ import numpy.typing as npt
 
 from locality.data.config import DATASETS, DataConfig
 from locality.data.sources import ArraySource
-from locality.errors import UserError
 
 GRID, MOTIF, KINDS = 4, 4, 3
 _TRAIN, _VAL = 20_000, 2_000
 
 
 def open_motifs(config: DataConfig) -> tuple[list[str], ArraySource, ArraySource]:
-    """Classes, 20,000 images to train on and 2,000 to evaluate on; always the same.
-
-    Raises:
-        UserError: if a folder is given, which would not be read.
-    """
+    """Classes, 20,000 images to train on and 2,000 to evaluate on; always the same."""
     name = config.dataset
-    if config.root is not None:
-        raise UserError(f"{name} is computed and data.root is '{config.root}'; leave data.root out")
     images, labels = draw_motifs(_TRAIN + _VAL, DATASETS[name]["distant"], seed=0)
     rgb = np.repeat(images[..., None], 3, axis=-1)
     train, val = slice(None, _TRAIN), slice(_TRAIN, None)

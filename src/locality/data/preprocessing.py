@@ -75,7 +75,7 @@ class ImageTransform:
 def train_transform(augment: AugmentConfig, preprocessing: Preprocessing) -> ImageTransform:
     """The random transform of training; draws from the three global generators.
 
-    Random erasing is not part of it: it follows normalisation, see `erasing`.
+    Random erasing is not part of it: it follows normalisation, see `create_erasing`.
     """
     size = preprocessing.size
     primary, secondary, _ = create_transform(

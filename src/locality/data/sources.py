@@ -164,18 +164,19 @@ class DataSplits:
     train: ImageSource
     val: ImageSource
 
+    def file_bytes(self) -> int:
+        """About the size of the image files, from a sample of them; 0 if images have none."""
+        total = 0.0
+        for source in (self.train, self.val):
+            sample = np.arange(len(source))[:: 1 + len(source) // _SIZED_FILES]
+            sizes = [_status(path)[0] for _, path in source.files(sample)]
+            # A file per image, or all the files that hold them.
+            total += sum(sizes) * (len(source) / len(sizes) if len(sizes) == len(sample) else 1)
+        return round(total)
+
 
 def open_digits(config: DataConfig) -> tuple[list[str], ImageSource, None]:
-    """1,797 handwritten digits, 8×8, grey as RGB, as scikit-learn's `load_digits` has them.
-
-    Raises:
-        UserError: if a folder is given, which would not be read.
-    """
-    if config.root is not None:
-        raise UserError(
-            f"digits come with this package and data.root is '{config.root}'; give data.dataset, "
-            f"such as folder, to read that, or leave data.root out"
-        )
+    """1,797 handwritten digits, 8×8, grey as RGB, as scikit-learn's `load_digits` has them."""
     return [str(digit) for digit in range(10)], ArraySource(*_digit_arrays(), "digits"), None
 
 
@@ -200,6 +201,8 @@ _OPENING_BYTES = 10_000
 _DIGITS = 16  # of a file's digest; a time of modification has fewer
 
 _MAX_TABLE_BYTES = 1 << 28
+
+_SIZED_FILES = 500
 
 
 @dataclass(frozen=True)
@@ -237,9 +240,13 @@ class ImageFingerprint:
         """What a checkpoint keeps of it."""
         return f"{self.labels}-{self.files}"
 
-    def differences(self, before: bytes) -> str:
-        """Which files changed, are gone or are new since the table `before`, in words."""
-        old, new = (_parse_table(gzip.decompress(each).decode()) for each in (before, self.table))
+    def differences(self, before: Path) -> str:
+        """Which files changed, are gone or are new since the table in a file, in words.
+
+        Raises:
+            UserError: if the file is something else.
+        """
+        old, new = _read_table(before), _parse_table(gzip.decompress(self.table).decode())
         found = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
             "gone": [name for name in old if name not in new],
@@ -289,6 +296,14 @@ def _parse_table(table: str) -> dict[str, str]:
     return {name[1:-1]: stamp for stamp, name in lines}
 
 
+def _read_table(path: Path) -> dict[str, str]:
+    with (
+        wrap_errors(f"{path} is no record of images", EOFError, OSError, ValueError, zlib.error),
+        gzip.open(path) as file,
+    ):
+        return _parse_table(file.read(_MAX_TABLE_BYTES).decode())
+
+
 def duplicates(record: Path) -> list[list[str]] | None:
     """Names of files with the same content, in groups, from where a `ImageFingerprint.table` lies.
 
@@ -298,11 +313,7 @@ def duplicates(record: Path) -> list[list[str]] | None:
     Raises:
         UserError: if the file is something else.
     """
-    with (
-        wrap_errors(f"{record} is no record of images", EOFError, OSError, ValueError, zlib.error),
-        gzip.open(record) as file,
-    ):
-        stamps = _parse_table(file.read(_MAX_TABLE_BYTES).decode())
+    stamps = _read_table(record)
     groups: dict[str, list[str]] = {}
     for name, stamp in stamps.items():
         if len(stamp.partition("\t")[2]) == _DIGITS:

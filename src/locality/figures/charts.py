@@ -158,9 +158,10 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
             axes.plot(*curve.T, color=look["color"], linewidth=0.8, alpha=0.35)
         if curves:
             found = mean_curve([{"x": steps, "y": top1} for steps, top1 in (c.T for c in curves)])
-            axes.plot(
-                found["x"], found["mean"], linewidth=2.2, markevery=0.15, label=one.label, **look
-            )
+            # Of a single evaluation the marker is all there is, and 0.15 would leave it out.
+            every = 0.15 if len(found["x"]) > 1 else 1
+            look |= {"linewidth": 2.2, "markevery": every}
+            axes.plot(found["x"], found["mean"], label=one.label, **look)
     axes.set_title(subset_label(fraction))
     _label_axes(axes, "step", "top-1 accuracy (%)")
 

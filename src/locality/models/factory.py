@@ -273,7 +273,8 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
     counted.to_empty(device=device)
     images = torch.zeros(1, model.in_chans, *size, device=device)
     # The plain backend is made of counted products; the fused ones are opaque to the counter.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), wrap_errors(wrong, RuntimeError):
         for tensor in (*counted.parameters(), *counted.buffers()):
             tensor.zero_()
         with FlopCounterMode(display=False) as counter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from locality import __version__
 from locality.analysis.baselines import advice
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
-from locality.errors import UserError
+from locality.errors import UserError, one_line
 from locality.figures import charts
 from locality.report.page import FILTERS, format_estimate, format_share
 from locality.runner.runs import Outcome, Run
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
 from locality.training.run_folder import RunFolder
+
+_log = logging.getLogger("locality")
 
 _MAX_CLASSES = 20
 # Of the time of a comparison, for the pages written while it goes on.
@@ -200,9 +203,15 @@ class LivePage:
             return
         finished = [run for run in self._runs if run.is_finished()]
         if len({run.config.model.name for run in finished if run.config.data.fraction == 1}) > 1:
-            build_comparison(
-                [run.folder for run in finished], self.output, {}, len(self._runs) - len(finished)
-            )
+            try:
+                build_comparison(
+                    [run.folder for run in finished],
+                    self.output,
+                    {},
+                    len(self._runs) - len(finished),
+                )
+            except (UserError, OSError) as error:  # the other runs go on; the last page says it
+                _log.warning("%s was not written: %s", self.output, one_line(error))
             self._written = perf_counter()
             self._took = self._written - now
 

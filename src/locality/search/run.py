@@ -50,7 +50,7 @@ from locality.training.devices import create_fabric
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
-from locality.training.run_folder import MAY_CHANGE
+from locality.training.same_run import MAY_CHANGE
 from locality.training.speed import format_duration, time_steps, timing_batch_size
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
@@ -123,9 +123,11 @@ class Search:
 
     def _prepare_folder(self) -> None:
         """Lock the folder and write the configuration."""
+        file = self.path / SEARCH_FILE
+        if not file.exists() and any(entry.name != "lock" for entry in self.path.glob("*")):
+            raise UserError(f"{self.path} holds something else; choose a new or empty folder")
         self.path.mkdir(parents=True, exist_ok=True)
         self.place.lock.acquire()
-        file = self.path / SEARCH_FILE
         if file.exists():
             found = settings.differences(read_search(self.path), self.config)
             changed = [name for name, *_ in found if name.removeprefix("run.") not in MAY_CHANGE]
@@ -220,8 +222,7 @@ class Search:
         return " ".join(f"{stride}/{ratio:g}" for stride, ratio in self.space.choices(number))
 
     def _costs(self, number: int) -> dict[str, float]:
-        digits = self.space.digits(np.array([number]))
-        return {name: self.space.total_cost(name, digits)[0].item() for name in self.space.tables}
+        return self.space.cost(number)._asdict()
 
     def _pruned(self, candidates: Candidates) -> Candidates:
         """The candidates without the worst options by the current weights."""

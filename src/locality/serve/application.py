@@ -72,7 +72,7 @@ class RequestBodies:
             self._held -= len(kept)
 
     async def drop(self, request: Request) -> None:
-        """Read what is sent to its end, for who still writes does not hear the answer."""
+        """Read what is sent to its end: a client that still sends does not read the response."""
         with contextlib.suppress(HTTPException):
             await self._read(request, None)
 

@@ -1,8 +1,8 @@
 """The uvicorn server: host checks, timeouts and shutdown.
 
-A page that somebody visits can send requests to this machine, and with a name of its own that leads
-here it could read the answers. Hence a request has to name a host that is known, and what is posted
-has to come from the page itself.
+A page that somebody visits can send requests to this machine, and through DNS rebinding it could
+read the responses. Hence a request has to name a known host, and a POST has to come from the page
+itself.
 """
 
 from __future__ import annotations
