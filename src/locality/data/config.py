@@ -47,10 +47,12 @@ class DataConfig:
 
     Attributes:
         dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
-            fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2, imagenet_real, or
-            motifs_0, motifs_50 or motifs_100 (`locality.data.motifs`).
-        root: folder of the dataset; `digits` and motifs have none, and `fashion_mnist` needs none
-            where Debian's package is installed.
+            fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2, imagenet_real,
+            streaming (shards in a folder or in object storage), or motifs_0, motifs_50 or
+            motifs_100 (`locality.data.motifs`).
+        root: folder of the dataset, of `streaming` also an address such as s3://bucket/photos;
+            `digits` and motifs have none, and `fashion_mnist` needs none where Debian's package is
+            installed.
         download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).
         part: which part of each class's images a run may use at all, for training or evaluation, as
             two fractions of an order that is always the same: (0, 0.25) to choose settings on and
@@ -86,6 +88,8 @@ class DataConfig:
         label_column: the same for labels; of a `table` the second.
         allow_outside: read images that a `table` or an `arrow` dataset names outside of its folder.
             Off by default: such a dataset could name any file of this machine.
+        cache_gb: gigabytes of shards in object storage that are kept on this machine's disk, of
+            `streaming`; images in the others are fetched whenever they are needed.
         workers: processes that load images; 0 loads in the training process.
     """
 
@@ -112,6 +116,7 @@ class DataConfig:
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
+    cache_gb: float = checks.bounded(10.0, 0)
     workers: int = checks.bounded(0, 0)
 
     REMOVED = (("crops", "exact"), ("difficulty", None))

@@ -259,12 +259,16 @@ def check_root(config: DataConfig) -> None:
         )
     elif name == "folder":
         find_splits(config.root)
-    elif not kind:
+    elif not kind and not (row.get("remote") and "://" in config.root):
         require_folder(config.root)
 
 
 def require_folder(root: Path | str | None) -> Path:
     """`root`, which `check_root` has seen is given, as a path, if it is a folder."""
+    if "://" in str(root):
+        raise UserError(
+            f"'{root}' is no folder of this machine; data.dataset=streaming reads object storage"
+        )
     path = Path(root or "").expanduser()
     if not path.exists():
         raise UserError(f"the folder '{path}' does not exist")

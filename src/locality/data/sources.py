@@ -43,11 +43,13 @@ class ImageSource(ABC):
         pixels: (n, 3, H, W) uint8 tensor when all images are in memory and of one size, else None.
         label_sets: where an image may have several right answers, one tuple of classes per
             image (ReaL labels); `labels` then holds the first of each. Else None.
+        remote_bytes: size of images that lie in object storage, and in none of `files`.
     """
 
     labels: npt.NDArray[np.int64]
     pixels: torch.Tensor | None = None
     label_sets: Sequence[tuple[int, ...]] | None = None
+    remote_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -98,6 +100,7 @@ class Subset(ImageSource):
 
     def __init__(self, source: ImageSource, indices: npt.NDArray[np.int64]) -> None:
         self.labels = source.labels[indices]
+        self.remote_bytes = source.remote_bytes * len(indices) // max(1, len(source))
         if isinstance(source, Subset):
             # One level is enough, however often a subset of a subset is taken.
             indices = source.indices[indices]
@@ -172,6 +175,7 @@ class DataSplits:
             sizes = [_status(path)[0] for _, path in source.files(sample)]
             # A file per image, or all the files that hold them.
             total += sum(sizes) * (len(source) / len(sizes) if len(sizes) == len(sample) else 1)
+            total += source.remote_bytes
         return round(total)
 
 

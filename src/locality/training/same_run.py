@@ -20,6 +20,7 @@ MAY_CHANGE = frozenset(
         "data.workers",
         "data.root",
         "data.download",
+        "data.cache_gb",
         "data.real_labels",
         # Damaged images may only be found during the run.
         "data.on_bad_image",
