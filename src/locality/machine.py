@@ -45,6 +45,7 @@ def memory(device_type: str) -> int:
     return total
 
 
+_HERE = Path(__file__).resolve()
 _PACKAGES = ("torch", "torchvision", "timm", "lightning-fabric", "numpy", "pillow")
 
 
@@ -72,19 +73,15 @@ def commit() -> str | None:
 
     A "+" at its end says that files were changed since.
     """
-    here = Path(__file__).resolve()
     try:
         # An installed copy may lie inside somebody else's checkout, which does not track it.
-        _git("ls-files", "--error-unmatch", here.name, folder=here.parent)
-        return _git(
-            "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+", folder=here.parent
-        )
+        _git("ls-files", "--error-unmatch", _HERE.name)
+        return _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _git(*arguments: str, folder: Path) -> str:
-    answer = subprocess.run(
-        ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
-    )
+def _git(*arguments: str) -> str:
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    answer = subprocess.run(["git", *arguments], cwd=_HERE.parent, **how)
     return answer.stdout.strip()
