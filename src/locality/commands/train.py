@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality import training
-from locality.commands.parsing import (
-    Parser,
-    pop_options,
-    read_settings_file,
-    say,
-    with_aliases,
-)
+from locality.commands.parsing import Parser, pop_options, read_settings_file, say, with_aliases
 from locality.commands.resolve import (
     ONLY_FOR_IMAGES,
     check_names,

@@ -55,10 +55,7 @@ from locality.training.speed import format_duration, time_steps, timing_batch_si
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
 _DROPPED, _PRUNING = 0.25, 64
-_AXES = {
-    "parameters": "parameters",
-    "macs": "multiply-accumulates per image",
-}
+_AXES = {"parameters": "parameters", "macs": "multiply-accumulates per image"}
 _CHUNK_SIZE = 8  # candidates, before they are written down
 _COLUMNS = ("step", "round", "by", "number", "shape", "top1", "val_loss", *_AXES)
 

@@ -306,10 +306,7 @@ _FINETUNED_FROM = {model: f"{model}.ms_in1k" for model in ("cvt_13", "cvt_21")}
 
 
 def finetune_384(
-    model: str = "cvt_13",
-    weights: str | None = None,
-    dataset: str = "imagenet",
-    seed: int = 0,
+    model: str = "cvt_13", weights: str | None = None, dataset: str = "imagenet", seed: int = 0
 ) -> RunConfig:
     """Fine-tuning at 384 pixels (CvT §4.1, Tables 3 and 4).
 

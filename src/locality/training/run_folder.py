@@ -41,12 +41,7 @@ from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import Predictions
-from locality.training.same_run import (
-    changed_settings,
-    check_folder,
-    describe_changes,
-    same_path,
-)
+from locality.training.same_run import changed_settings, check_folder, describe_changes, same_path
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
