@@ -71,7 +71,7 @@ def _cost(run: Run, threads: int) -> RunCost:
         macs = _STEP_FORWARDS * forward_macs(config.model, classes)
         evaluations = math.ceil(config.schedule.length / config.schedule.eval_every)
         passes = images + evaluations * validation / _STEP_FORWARDS
-        seconds = macs * passes / _training_speed(config, classes, threads)
+        seconds = macs * passes / training_speed(config, classes, threads)
         return RunCost(images, macs * images, seconds)
     except (UserError, OSError) as error:
         return RunCost(0, 0, 0, str(error))
@@ -81,8 +81,8 @@ def _cost(run: Run, threads: int) -> RunCost:
 _SPEEDS: dict[tuple[str, int], float] = {}
 
 
-def _training_speed(config: RunConfig, classes: int, threads: int) -> float:
-    """Multiply-accumulates per second, from a few steps on random images."""
+def training_speed(config: RunConfig, classes: int, threads: int) -> float:
+    """Multiply-accumulates per second of training, from a few steps on random images."""
     named = config.model.name, threads
     if named not in _SPEEDS:
         macs = _STEP_FORWARDS * forward_macs(config.model, classes)

@@ -39,7 +39,7 @@ from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import CsvTable, atomic_file, read_rows, write_atomic
 from locality.models import ImageClassifier, variant
-from locality.runner.costs import image_counts
+from locality.runner.costs import image_counts, training_speed
 from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
@@ -51,7 +51,7 @@ from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
 from locality.training.same_run import MAY_CHANGE
-from locality.training.speed import format_duration, time_steps, timing_batch_size
+from locality.training.speed import format_duration
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
 _DROPPED, _PRUNING = 0.25, 64
@@ -329,6 +329,7 @@ def dry_run(config: SearchConfig) -> str:
     asked = 2 * config.evaluations + _PRUNING * (len(plans) - 2)
     macs = 3 * (plans[0].images * most.macs + step * sum(plan.images for plan in plans[1:]))
     macs += asked * (config.calibration + held_out) * mean
+    speed = training_speed(config.largest, image_counts(config.largest)[2], torch.get_num_threads())
     rounds = zip(
         ["warm-up", *(f"round {n}" for n in range(1, len(runs)))], runs, plans, strict=True
     )
@@ -343,14 +344,7 @@ def dry_run(config: SearchConfig) -> str:
         },
         "evaluations": f"{asked:,} candidates, each on {held_out:,} held-out training images",
         "arithmetic": f"{2 * macs:.3g} operations",
-        "time": f"about {format_duration(macs / _rate(config, space))} with one process "
+        "time": f"about {format_duration(macs / speed)} with one process "
         f"here, or {2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
     }
     return "\n".join(f"{name:<14}  {value}" for name, value in rows.items())
-
-
-def _rate(config: SearchConfig, space: SearchSpace) -> float:
-    """Multiply-accumulates per second of training the largest candidate on this machine."""
-    run, macs = config.largest, 3 * space.bounds()[1].macs
-    images = timing_batch_size(run.engine.batch_size, macs)
-    return macs * images / min(time_steps(run, image_counts(run)[2], images))
