@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from locality import checks
 from locality.errors import UserError
 from locality.models import build, count_macs, count_parameters
 from locality.models.config import CvTConfig
@@ -99,10 +98,6 @@ class SearchSpace:
         mlp_ratios: tuple[float, ...] = (2.0, 4.0),
         img_size: int | tuple[int, int] | None = None,
     ) -> None:
-        for stride in kv_strides:
-            checks.integer("kv_strides", stride, 1)
-        for ratio in mlp_ratios:
-            checks.number("mlp_ratios", ratio, 0, above=True)
         self.base = base
         self.options = list(itertools.product(kv_strides, mlp_ratios))
         self.depths = [stage.depth for stage in base.stages]
@@ -129,9 +124,7 @@ class SearchSpace:
 
     def choices(self, index: int) -> list[tuple[int, float]]:
         """The stride and the ratio of every block of the candidate with this number."""
-        return [
-            self.options[digit] for digit in self.digits(np.array([self._check_index(index)]))[0]
-        ]
+        return [self.options[digit] for digit in self._digits_of(index)[0]]
 
     def settings(self, index: int) -> dict[str, list[Any]]:
         """The settings of a run that select a candidate, by dotted name, one value per block."""
@@ -168,7 +161,7 @@ class SearchSpace:
 
     def cost(self, index: int) -> Cost:
         """The cost of the candidate with this number."""
-        digits = self.digits(np.array([self._check_index(index)]))
+        digits = self._digits_of(index)
         return Cost(*(int(self.total_cost(name, digits)[0]) for name in Cost._fields))
 
     def total_cost(self, name: str, digits: Counts) -> npt.NDArray[Any]:
@@ -192,10 +185,10 @@ class SearchSpace:
         )
         return least, most
 
-    def _check_index(self, index: int) -> int:
+    def _digits_of(self, index: int) -> Counts:
         if not 0 <= index < len(self):
             raise IndexError(f"candidate {index} does not exist; the space has {len(self)}")
-        return index
+        return self.digits(np.array([index]))
 
     def digits(self, indices: Counts) -> Counts:
         """The option of every block: (n,) → (n, blocks)."""
