@@ -17,7 +17,7 @@ from typing import Any
 from locality import __version__
 
 
-def processor() -> str:
+def processor_name() -> str:
     """The processor's name as Linux tells it, or what Python knows."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         line = next(line for line in file if line.startswith("model name"))
@@ -59,7 +59,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "system": platform.platform(),
-        "processor": processor(),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "host": socket.gethostname(),

@@ -35,7 +35,7 @@ from locality.benchmark.measure import (
 from locality.checkpoints import KEY_MAPS
 from locality.errors import UserError, require
 from locality.files import write_atomic
-from locality.machine import commit, processor
+from locality.machine import commit, processor_name
 from locality.models import ImageClassifier, StageConfig, ViTConfig, build
 from locality.models.factory import TimmModel
 from locality.training.devices import autocast
@@ -295,7 +295,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions, to go with every measurement."""
     return {
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),

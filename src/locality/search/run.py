@@ -149,10 +149,8 @@ class Search:
             self.table.cut(2**62)
         _barrier()
         for row in read_rows(self.table.path):
-            self.known[int(row["round"]), int(row["number"])] = (
-                float(row["top1"]),
-                -float(row["val_loss"]),
-            )
+            score = float(row["top1"]), -float(row["val_loss"])
+            self.known[int(row["round"]), int(row["number"])] = score
 
     def _loader(self, source: ImageSource) -> BatchLoader:
         run, size = self.config.run, self.space.base.img_size
@@ -192,12 +190,10 @@ class Search:
     def scores(self, numbers: Sequence[int], by: str) -> Scores:
         """Evaluate candidates, each once; `by` is recorded for new ones."""
         new = [number for number in numbers if (self.round, number) not in self.known]
-        for start in tqdm(
-            range(0, len(new), _CHUNK_SIZE), by, disable=self.quiet or not sys.stderr.isatty()
-        ):
-            for number, (top1, loss) in _map_over_ranks(
-                new[start : start + _CHUNK_SIZE], self.score
-            ).items():
+        chunks = range(0, len(new), _CHUNK_SIZE)
+        for start in tqdm(chunks, by, disable=self.quiet or not sys.stderr.isatty()):
+            found = _map_over_ranks(new[start : start + _CHUNK_SIZE], self.score)
+            for number, (top1, loss) in found.items():
                 self.known[self.round, number] = top1, loss
                 row = {"round": self.round, "by": by, "number": number, "top1": top1}
                 row |= {"step": len(self.known), "val_loss": -loss, "shape": self._shape(number)}
@@ -318,10 +314,8 @@ def dry_run(config: SearchConfig) -> str:
     space, runs = space_of(config), config.rounds()
     fitting = Candidates(space, None, config.limits)
     digits = space.digits(np.random.default_rng(0).integers(0, len(space), 2**14))
-    inside, mean = (
-        space.fits(digits, fitting.limits).mean(),
-        space.total_cost("macs", digits).mean(),
-    )
+    inside = space.fits(digits, fitting.limits).mean()
+    mean = space.total_cost("macs", digits).mean()
     least, most = space.bounds()
     plans = [make_plan(run, image_counts(run)[0]) for run in runs]
     step = most.macs + least.macs + supernet.RANDOM_CANDIDATES * mean  # of one image
@@ -330,9 +324,7 @@ def dry_run(config: SearchConfig) -> str:
     macs = 3 * (plans[0].images * most.macs + step * sum(plan.images for plan in plans[1:]))
     macs += asked * (config.calibration + held_out) * mean
     speed = training_speed(config.largest, image_counts(config.largest)[2], torch.get_num_threads())
-    rounds = zip(
-        ["warm-up", *(f"round {n}" for n in range(1, len(runs)))], runs, plans, strict=True
-    )
+    names = ["warm-up", *(f"round {n}" for n in range(1, len(runs)))]
     rows = {
         "space": f"{len(space):,} candidates of {config.run.model.name}, {space.blocks} blocks",
         "parameters": f"{least.parameters:,} to {most.parameters:,}",
@@ -340,7 +332,7 @@ def dry_run(config: SearchConfig) -> str:
         "limits": f"{config.limits or 'none'}; {100 * inside:.3g}% of the candidates keep to them",
         **{
             name: f"{plan.steps:,} steps of {plan.batch_size:,} of {run.data.fraction:.0%} images"
-            for name, run, plan in rounds
+            for name, run, plan in zip(names, runs, plans, strict=True)
         },
         "evaluations": f"{asked:,} candidates, each on {held_out:,} held-out training images",
         "arithmetic": f"{2 * macs:.3g} operations",

@@ -158,10 +158,8 @@ class Measured:
 
     def _num_evaluations(self, seconds: float) -> int:
         """How many evaluations the time allows."""
-        affordable = (
-            _EVALUATION_SHARE * seconds / (len(self.run.splits.val) * self.speed.evaluating)
-        )
-        return int(min(max(affordable, 1), _MAX_EVALUATIONS))
+        each = len(self.run.splits.val) * self.speed.evaluating
+        return int(min(max(_EVALUATION_SHARE * seconds / each, 1), _MAX_EVALUATIONS))
 
     def _evaluation_seconds(self, seconds: float) -> float:
         """Seconds for decoding and evaluating the validation images."""
