@@ -248,12 +248,13 @@ def _measure(
         work[label] = make(called, images, precision)
     timing = interleave(work, images.device, config.rounds, config.warmup)
     rows = timed_rows(timing, config.batch_size, what)
-    for row in rows if launched else []:
-        row["launches"] = launched[row["contender"]]
-    for row in rows if config.memory else []:
+    for row in rows:
         label = row["contender"]
-        row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
-        row["saved_activations_mb"] = _megabytes(kept.get(label))
+        if label in launched:
+            row["launches"] = launched[label]
+        if config.memory:
+            row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
+            row["saved_activations_mb"] = _megabytes(kept.get(label))
     return rows
 
 

@@ -419,9 +419,8 @@ def run_all(
             # Runs whose needs are finished execute in parallel.
             wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
             waiting = [run for run in waiting if run not in wave]
-            lacking = {run.folder: _failed(run, outcomes) for run in wave}
-            refused = [Outcome(run, reason) for run in wave if (reason := lacking[run.folder])]
-            ready = [run for run in wave if lacking[run.folder] is None]
+            refused = [Outcome(run, why) for run in wave if (why := _failed(run, outcomes))]
+            ready = [run for run in wave if not _failed(run, outcomes)]
             for outcome in itertools.chain(refused, executor.map(ready)):
                 outcomes[outcome.run.folder] = outcome
                 progress.ended(outcome)
