@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -302,9 +301,8 @@ def serve(arguments: Sequence[str]) -> None:
         return
     from locality.serve import server
 
-    say_where = partial(print, flush=True)
     opened = open_given(options.model, options)
-    server.serve(opened, options.host, options.port, say_where, options.hosts or ())
+    server.serve(opened, options.host, options.port, options.hosts or ())
 
 
 def figure(arguments: Sequence[str]) -> int:
