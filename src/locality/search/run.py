@@ -301,8 +301,8 @@ def _barrier() -> None:
         dist.barrier()
 
 
-# What vision transformers reach of an H100 in bf16, in operations per second.
-_GPU = 2e14
+# Operations per second that vision transformers reach on an H100 in bf16.
+_H100 = 2e14
 
 
 def dry_run(config: SearchConfig) -> str:
@@ -337,6 +337,6 @@ def dry_run(config: SearchConfig) -> str:
         "evaluations": f"{asked:,} candidates, each on {held_out:,} held-out training images",
         "arithmetic": f"{2 * macs:.3g} operations",
         "time": f"about {format_duration(macs / speed)} with one process "
-        f"here, or {2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
+        f"here, or {2 * macs / _H100 / 3600:.3g} GPU hours at {_H100:.0e} operations per second",
     }
     return "\n".join(f"{name:<14}  {value}" for name, value in rows.items())
