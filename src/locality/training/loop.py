@@ -57,7 +57,7 @@ class Loop:
         parts: model, optimiser and so on, on their device.
         recorder: writes logs and checkpoints on rank 0.
         signals: the signals this process has received.
-        state: the counters of a resumed run.
+        state: the counters, of a new run or as its checkpoint has them.
         fingerprint: of the images, saved in checkpoints.
     """
 
@@ -68,7 +68,7 @@ class Loop:
         parts: Components,
         recorder: Recorder,
         signals: SignalHandler,
-        state: TrainState | None = None,
+        state: TrainState,
         fingerprint: str = "",
     ) -> None:
         self.fabric = fabric
@@ -76,7 +76,7 @@ class Loop:
         self.autocast = run.autocast
         self.parts = parts
         self.recorder = recorder
-        self.state = TrainState() if state is None else state
+        self.state = state
         self.fingerprint = fingerprint
         self.collectives = Collectives(fabric, signals)
         engine, data = self.config.engine, self.config.data
