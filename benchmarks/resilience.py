@@ -43,9 +43,9 @@ def make_loop(fabric: Fabric, model: str, folder: Path, steps: int) -> Loop:
     run = RunFolder(folder)
     run.prepare(config)
     parts = Components(fabric, resolved, build_model(config, len(resolved.splits.classes)))
-    return Loop(
-        fabric, resolved, parts, Recorder(run, resolved, TrainState(), quiet=True), SignalHandler()
-    )
+    state = TrainState()
+    recorder = Recorder(run, resolved, state, quiet=True)
+    return Loop(fabric, resolved, parts, recorder, SignalHandler(), state)
 
 
 def measure(fabric: Fabric, model: str, pairs: int, folder: Path) -> dict[str, Any]:

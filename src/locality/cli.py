@@ -40,10 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "benchmark": ("models:benchmark", "speed and memory against timm and transformers"),
     "convert": ("models:convert", "turn weights from one format into another"),
-    "transform": (
-        "models:transform",
-        "put gated attention in the place of a CNN's convolutions",
-    ),
+    "transform": ("models:transform", "put gated attention in the place of a CNN's convolutions"),
     "export": ("models:export", "write a model as ONNX or a torch.export program"),
     "data": ("images:folders", "check a folder of images"),
 }

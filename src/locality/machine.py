@@ -17,7 +17,7 @@ from typing import Any
 from locality import __version__
 
 
-def processor() -> str:
+def processor_name() -> str:
     """The processor's name as Linux tells it, or what Python knows."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         line = next(line for line in file if line.startswith("model name"))
@@ -45,6 +45,7 @@ def memory(device_type: str) -> int:
     return total
 
 
+_HERE = Path(__file__).resolve()
 _PACKAGES = ("torch", "torchvision", "timm", "lightning-fabric", "numpy", "pillow")
 
 
@@ -58,7 +59,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "system": platform.platform(),
-        "processor": processor(),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "host": socket.gethostname(),
@@ -72,19 +73,15 @@ def commit() -> str | None:
 
     A "+" at its end says that files were changed since.
     """
-    here = Path(__file__).resolve()
     try:
         # An installed copy may lie inside somebody else's checkout, which does not track it.
-        _git("ls-files", "--error-unmatch", here.name, folder=here.parent)
-        return _git(
-            "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+", folder=here.parent
-        )
+        _git("ls-files", "--error-unmatch", _HERE.name)
+        return _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _git(*arguments: str, folder: Path) -> str:
-    answer = subprocess.run(
-        ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
-    )
+def _git(*arguments: str) -> str:
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    answer = subprocess.run(["git", *arguments], cwd=_HERE.parent, **how)
     return answer.stdout.strip()

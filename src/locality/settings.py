@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml
 
-from locality.checks import type_hints
+from locality.checks import one_of, type_hints
 from locality.errors import UserError, unknown
 from locality.files import parse_yaml
 
@@ -177,9 +177,7 @@ def _typed(hint: Any, value: Any, path: str) -> Any:
                 return _typed(option, value, path)
         return _typed(options[-1], value, path)
     if origin is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise unknown(f"value of {path}", str(value), map(str, choices))
+        one_of(path, value, typing.get_args(hint))
         return value
     if origin is tuple:
         parts = typing.get_args(hint)

@@ -47,16 +47,14 @@ def run_loading(config: BenchmarkConfig, files: int = 256, batch_size: int = 64)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_photographs(Path(folder), files)
-        work = {
-            label: _mixed(batches) for label, batches in _contenders(folder, batch_size).items()
-        }
-        timing = interleave(
-            work, torch.device("cpu"), config.rounds, config.warmup, time.process_time
-        )
+        contenders = _contenders(folder, batch_size)
+        work = {label: _mixed(batches) for label, batches in contenders.items()}
+        here = torch.device("cpu")
+        timing = interleave(work, here, config.rounds, config.warmup, time.process_time)
     what = {"task": "loading", "img_size": _SIZE, "precision": "fp32", "mode": "one core"}
     return {
         "model": f"the DeiT recipe's images ({files} JPEG files)",
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(here),
         "settings": dataclasses.asdict(config),
         "rows": timed_rows(timing, files, what),
     }
@@ -134,9 +132,7 @@ def _mixed(batches: Iterable[Any]) -> Work:
 
     def work() -> None:
         for batch in batches:
-            images, targets = (
-                batch if isinstance(batch, list | tuple) else (batch.images, batch.targets)
-            )
-            mixup(images, targets)
+            pair = batch if isinstance(batch, list | tuple) else (batch.images, batch.targets)
+            mixup(*pair)
 
     return work

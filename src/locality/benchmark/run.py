@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import datetime
@@ -14,6 +13,7 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ from locality.benchmark.measure import (
 from locality.checkpoints import KEY_MAPS
 from locality.errors import UserError, require
 from locality.files import write_atomic
-from locality.machine import commit, processor
+from locality.machine import commit, processor_name
 from locality.models import ImageClassifier, StageConfig, ViTConfig, build
 from locality.models.factory import TimmModel
+from locality.training.devices import autocast
 from locality.training.resolved_run import saved_activations
 
 _TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "base")} | {
@@ -217,7 +218,7 @@ def _check_logits(
     """
     largest = math.nan
     for label in contenders.keys() & set(AGAINST):
-        with torch.no_grad(), _autocast(precision, images.device)():
+        with torch.no_grad(), autocast(images.device.type, precision):
             ours, theirs = contenders["locality"](images), contenders[label](images)
         largest = (ours.float() - theirs.float()).abs().max().item()
         share = largest / max(1.0, theirs.float().abs().max().item())
@@ -229,17 +230,11 @@ def _check_logits(
     return largest
 
 
-def _autocast(precision: str, device: torch.device) -> Callable[[], Any]:
-    if precision == "bf16":
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext
-
-
 def _measure(
     contenders: dict[str, nn.Module], images: Tensor, config: BenchmarkConfig, what: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """One row per contender; `what` says the task, the image size, the precision and the mode."""
-    autocast = _autocast(what["precision"], images.device)
+    precision = partial(autocast, images.device.type, what["precision"])
     work: dict[str, Work] = {}
     kept: dict[str, int] = {}
     launched: dict[str, int] = {}
@@ -247,18 +242,19 @@ def _measure(
         if what["mode"] == "eager":
             launched[label] = launches(model, images.shape, what["task"] == "training")
         if what["task"] == "training" and what["mode"] == "eager" and config.memory:
-            kept[label] = saved_activations(model, images, autocast)
+            kept[label] = saved_activations(model, images, precision)
         called: Any = torch.compile(model) if what["mode"] == "compiled" else model
         make = inference if what["task"] == "inference" else training_step
-        work[label] = make(called, images, autocast)
+        work[label] = make(called, images, precision)
     timing = interleave(work, images.device, config.rounds, config.warmup)
     rows = timed_rows(timing, config.batch_size, what)
-    for row in rows if launched else []:
-        row["launches"] = launched[row["contender"]]
-    for row in rows if config.memory else []:
+    for row in rows:
         label = row["contender"]
-        row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
-        row["saved_activations_mb"] = _megabytes(kept.get(label))
+        if label in launched:
+            row["launches"] = launched[label]
+        if config.memory:
+            row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
+            row["saved_activations_mb"] = _megabytes(kept.get(label))
     return rows
 
 
@@ -300,7 +296,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions, to go with every measurement."""
     return {
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),

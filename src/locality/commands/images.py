@@ -24,6 +24,7 @@ from locality.commands.parsing import (
 )
 from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig
+from locality.data.folder import check_root, image_files, read_image
 from locality.errors import UserError, lookup, one_line, printable, require, unknown
 from locality.files import check_new_folder, check_parent, csv_text, write_atomic
 from locality.training.config import read_config
@@ -62,8 +63,6 @@ def predict(arguments: Sequence[str]) -> int:
     if options.csv:
         parser.refuse("top json", "does nothing beside --csv")
     check_parent(output)
-
-    from locality.data.folder import image_files
 
     files = list(image_files(options.images))
     classifier = open_given(options.model, options)
@@ -144,8 +143,6 @@ def _read_images(
         model: as somebody typed it.
         read, bad: are given the files of the images so far, and a sentence on each other.
     """
-    from locality.data.folder import read_image
-
     decoding = read_config(Path(model)).data.decoding if is_run_folder(model) else DEFAULT_DECODING
     for file in files:
         try:
@@ -191,8 +188,6 @@ def evaluate(arguments: Sequence[str]) -> None:
     if (options.run is None) == (options.weights is None):
         raise UserError("give one model to evaluate, by itself or as --weights")
     what = options.weights if options.run is None else options.run
-
-    from locality.data.folder import check_root
 
     is_run = check_given(what, options) == "run"
     check_parent(options.predictions)
@@ -306,11 +301,8 @@ def serve(arguments: Sequence[str]) -> None:
         return
     from locality.serve import server
 
-    def say_where(address: str) -> None:
-        print(address, flush=True)
-
     opened = open_given(options.model, options)
-    server.serve(opened, options.host, options.port, say_where, options.hosts or ())
+    server.serve(opened, options.host, options.port, options.hosts or ())
 
 
 def figure(arguments: Sequence[str]) -> int:
@@ -334,8 +326,8 @@ def figure(arguments: Sequence[str]) -> int:
     options = parser.read(arguments)
     chosen = lookup("figure", options.name, FIGURES)
     takes = chosen.takes
-    unused = {"runs": "place count", "images": "", "models": ""}[takes]
-    unused += "" if takes == "models" else " images layers heads variant entry set"
+    of_models = "images layers heads variant entry set"
+    unused = {"runs": f"place count {of_models}", "images": of_models, "models": ""}[takes]
     parser.refuse(unused, f"does nothing for {options.name}, drawn from {takes}")
 
     if takes == "models":
@@ -371,8 +363,6 @@ def _shown(
     given: list[str] | None, model: str, count: int
 ) -> tuple[list[tuple[str, Image.Image]], int]:
     """The images that are given, or else a run's own, with a name for each; the exit code."""
-    from locality.data.folder import image_files
-
     if given is None:
         if not is_run_folder(model):
             raise UserError(f"{model} is no run folder with images of its own; give --images")

@@ -23,6 +23,7 @@ from locality.commands.parsing import (
     table,
     with_aliases,
 )
+from locality.data.folder import image_files
 from locality.errors import UserError, lookup, one_line, unknown
 from locality.files import check_parent, write_atomic
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
@@ -186,8 +187,6 @@ def export(arguments: Sequence[str]) -> None:
     if options.int8 is not None:
         if options.format != "onnx":
             raise UserError("--int8 is for ONNX graphs; leave --format out")
-        from locality.data.folder import image_files
-
         next(iter(image_files([options.int8])))  # or says that there is none
     opened = open_given(options.model, options)
     settings: Any = {"preprocessing": opened.preprocessing, "classes": opened.classes}

@@ -334,17 +334,10 @@ def with_aliases(arguments: Iterable[str], aliases: dict[str, str]) -> list[str]
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
     """A plain text table: the first column left-aligned, the others by content."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    numeric = [
-        all(re.match(r"^[-+]?[\d.,]*[%MGx×]?$", row[column]) for row in cells[1:])
-        for column in range(len(header))
-    ]
-    lines = []
-    for row in cells:
-        parts = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ]
-        lines.append("  ".join(parts).rstrip())
-    lines.insert(1, "  ".join("─" * width for width in widths))
-    return "\n".join(lines)
+    columns = []
+    for title, *column in zip(*cells, strict=True):
+        width = max(map(len, (title, *column)))
+        numeric = all(re.match(r"^[-+]?[\d.,]*[%MGx×]?$", cell) for cell in column)
+        aligned = [f"{cell:{'>' if numeric else '<'}{width}}" for cell in (title, *column)]
+        columns.append([aligned[0], "─" * width, *aligned[1:]])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from locality.checkpoints.registry import missing
 from locality.commands.parsing import Parser, say
-from locality.commands.resolve import images_at, page_in, place_of
+from locality.commands.resolve import images_at, page_in
+from locality.data.folder import place_name
 from locality.errors import UserError, one_line, wrap_errors
 from locality.models.variants import PREFIX, variant
+from locality.training.same_run import run_folders
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -28,8 +30,6 @@ def report(arguments: Sequence[str]) -> int:
     for given in map(Path, options.runs):
         if not given.exists():
             raise missing(given)
-
-    from locality.training.same_run import run_folders
 
     found = run_folders(options.runs)
     from locality.analysis.runs import read_runs
@@ -118,7 +118,7 @@ def compare(arguments: Sequence[str]) -> int:
     asked = comparison.ComparisonSpec(data, tuple(names or comparison.SCRATCH), **chosen)
     length = f"{asked.minutes:g}min" if asked.minutes else f"{asked.steps}steps"
     kind = "-pretrained" if asked.pretrained else ""
-    folder = Path(options.output or f"runs/compare/{place_of(data)}{kind}-{length}")
+    folder = Path(options.output or f"runs/compare/{place_name(options.images)}{kind}-{length}")
     keep = not options.dry_run
     planned = comparison.plan(asked, folder, options.jobs, options.threads, keep)
     if planned.said:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from locality.checkpoints.registry import detect_kind, is_run_folder, missing
 from locality.commands.parsing import say
+from locality.data.folder import TABLE, check_root, place_name
 from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
 from locality.settings import differences, replace, typed
 from locality.training.config import ModelConfig, RunConfig, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted
+from locality.training.same_run import check_folder
 
 if TYPE_CHECKING:
     from locality.training.tuner import AutoFit
@@ -49,8 +51,6 @@ def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None,
 
 def images_at(path: Path) -> dict[str, Any]:
     """The settings of a custom dataset: a table of them, or a folder."""
-    from locality.data.folder import TABLE
-
     if not path.exists():
         raise missing(path)
     table = path.is_file() or (path / TABLE).is_file()
@@ -61,13 +61,6 @@ def page_in(given: Sequence[str], name: str) -> Path:
     """Where a page goes: into the run or the folder of runs, where one is given; else here."""
     place = Path(given[0])
     return place / name if len(given) == 1 and place.is_dir() else Path(name)
-
-
-def place_of(data: Mapping[str, Any]) -> str:
-    """The name of a custom dataset in a run folder's name: that of its folder."""
-    from locality.data.folder import place_name
-
-    return place_name(data["data.root"])
 
 
 def resolve(
@@ -104,7 +97,7 @@ def resolve(
         return config, folder, None
     span = 10 if minutes is None else minutes
     if output is None and not length:
-        folder = Path("runs", name, f"{place_of(given)}-{span:g}min-s{config.seed}")
+        folder = Path("runs", name, f"{place_name(given['data.root'])}-{span:g}min-s{config.seed}")
     if is_run_folder(folder):
         begun = read_config(folder)
         if output is not None and minutes is not None and not quiet:
@@ -191,9 +184,6 @@ def check_places(config: RunConfig, folder: Path) -> None:
     Raises:
         FileNotFoundError, UserError: naming what was given.
     """
-    from locality.data.folder import check_root
-    from locality.training.same_run import check_folder
-
     if config.model.weights is not None and not is_run_folder(folder):
         detect_kind(config.model.weights)
     check_root(config.data)

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality import training
-from locality.commands.parsing import (
-    Parser,
-    pop_options,
-    read_settings_file,
-    say,
-    with_aliases,
-)
+from locality.commands.parsing import Parser, pop_options, read_settings_file, say, with_aliases
 from locality.commands.resolve import (
     ONLY_FOR_IMAGES,
     check_names,
@@ -297,14 +291,13 @@ def demo(arguments: Sequence[str]) -> int | None:
     models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]
     length = {} if options.steps is None else {"schedule.steps": options.steps}
     runs = []
-    for seed in range(options.seeds):
-        for fraction, model in itertools.product((0.05, 1.0), models):
-            choices = {"model.name": model, "data.fraction": fraction, "seed": seed}
-            # Other images than those that chose the recipe, split anew for every seed.
-            choices |= {"data.part": (0.25, 1.0), "data.split_seed": seed}
-            config = adjusted("digits", choices | length)
-            name = f"{model}-{100 * fraction:g}pct-s{seed}"
-            runs.append(Run(name, config, root / "runs" / name))
+    for seed, fraction, model in itertools.product(range(options.seeds), (0.05, 1.0), models):
+        choices = {"model.name": model, "data.fraction": fraction, "seed": seed}
+        # Other images than those that chose the recipe, split anew for every seed.
+        choices |= {"data.part": (0.25, 1.0), "data.split_seed": seed}
+        config = adjusted("digits", choices | length)
+        name = f"{model}-{100 * fraction:g}pct-s{seed}"
+        runs.append(Run(name, config, root / "runs" / name))
     print(f"Training {len(runs)} models on handwritten digits, {options.jobs} at a time …")
     outcomes = run_all(runs, jobs=options.jobs)
     if failed := [outcome for outcome in outcomes if outcome.error is not None]:

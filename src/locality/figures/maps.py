@@ -79,9 +79,8 @@ def maps(
     with settings():
         height = _INCH * max(map(len, blocks)) + 0.45
         figure = new_figure(_INCH * sum(widths), height * len(images))
-        for band, shown in zip(
-            figure.subfigures(len(images), 1, squeeze=False)[:, 0], images, strict=True
-        ):
+        bands = figure.subfigures(len(images), 1, squeeze=False)[:, 0]
+        for band, shown in zip(bands, images, strict=True):
             parts = list(band.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0])
             letters = iter(string.ascii_lowercase)
             if shown is not None:
@@ -210,12 +209,8 @@ def _draw_rows(
             axes.imshow(values, cmap=MAP_COLOURS, norm=norm, interpolation="nearest")
             assert layer.query is not None
             # The query lies on the grid of the queries; its box has to lie on that of the keys.
-            query = tuple(
-                place * keys // queries
-                for place, keys, queries in zip(
-                    layer.query, layer.key_grid, layer.grid, strict=True
-                )
-            )
+            places = zip(layer.query, layer.key_grid, layer.grid, strict=True)
+            query = [place * keys // queries for place, keys, queries in places]
             _box(axes, query, layer.key_grid, layer.key_grid)
             _frame(axes, None if layer.gates is None else float(layer.gates[head]))
         line[0].set_ylabel(label, fontsize=8)
@@ -227,9 +222,8 @@ def map_to_rgb(attention: Array, relative_to_uniform: bool = False) -> npt.NDArr
     The brightest colour is the largest attention, as in `maps`. With `relative_to_uniform` the
     colours are those of `uniform_colour`, so uniform attention has one colour everywhere.
     """
-    norm, values = (
-        (_EVEN, attention * attention.size) if relative_to_uniform else _scaled(attention)
-    )
+    even = _EVEN, attention * attention.size
+    norm, values = even if relative_to_uniform else _scaled(attention)
     return (matplotlib.colormaps[MAP_COLOURS](norm(values))[..., :3] * 255).round().astype(np.uint8)
 
 

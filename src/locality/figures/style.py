@@ -35,14 +35,7 @@ _SETTINGS: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_suffix(".mplstyle"), use_default_template=False
 )
 
-_CSS_VARIABLES = {
-    CONVIT: "var(--convit)",
-    DEIT: "var(--deit)",
-    CVT: "var(--cvt)",
-    OTHER: "var(--other)",
-    INK: "var(--ink)",
-    FAINT: "var(--faint)",
-}
+_CSS_COLOURS = FAMILY_COLOURS | {"other": OTHER, "ink": INK, "faint": FAINT}
 
 
 @contextlib.contextmanager
@@ -99,8 +92,8 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
     text = re.sub(r'\bid="', f'id="{identifier}-', text)
     text = re.sub(r'(href="|url\()#', rf"\1#{identifier}-", text)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
-    for colour, variable in _CSS_VARIABLES.items():
-        text = text.replace(colour, variable)
+    for name, colour in _CSS_COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
     head = f'<svg role="img" aria-label="{html.escape(description)}" '
     text = re.sub(r'(<svg .*?)width="[^"]*" height="[^"]*"', r"\1", text, count=1)
     return text.replace("<svg ", head, 1)

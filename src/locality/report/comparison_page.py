@@ -217,10 +217,7 @@ class LivePage:
 
 
 def build_comparison(
-    folders: Sequence[Path],
-    output: Path | str,
-    milliseconds: Mapping[str, float],
-    waiting: int = 0,
+    folders: Sequence[Path], output: Path | str, milliseconds: Mapping[str, float], waiting: int = 0
 ) -> tuple[Path, str]:
     """Write the page of a comparison's finished runs. Recomputes nothing.
 

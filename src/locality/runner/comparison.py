@@ -188,7 +188,7 @@ def _reduction(asked: ComparisonSpec, planned: ComparisonSpec) -> str:
     )
 
 
-class _Time:
+class _Budget:
     """The time of a comparison, which includes its choices, baselines and page.
 
     Args:
@@ -233,7 +233,7 @@ def _choose_configs(
     given = spec.data | {"engine.tensorboard": False, "schedule.patience": None}
     given |= {"data.fold": (0, spec.folds)} if spec.folds else {}
     given |= {"data.workers": 0} if jobs > 1 else {}  # all cores are busy training
-    time = _Time(spec.minutes or 0.0, jobs)
+    budget = _Budget(spec.minutes or 0.0, jobs)
     smallest = adjusted(recipe, given | {"data.fraction": min(spec.fractions)}).data
     side = median_shorter_side(open_data(smallest, seed=0).train)  # fails if a class is empty
     size = spec.img_size or (64 if side >= 64 else 32)
@@ -258,29 +258,26 @@ def _choose_configs(
         spec = replace(spec, models=models)
         first = found = measure(models, at)
         for models, at in larger:
-            slower = {
-                model: one.slower(adjusted(recipe, of))
-                for one, (model, of) in zip(
-                    first.values(), changes(models, at).items(), strict=True
-                )
-            }
+            pairs = zip(first.values(), changes(models, at).items(), strict=True)
+            slower = {model: one.slower(adjusted(recipe, of)) for one, (model, of) in pairs}
             wider = replace(spec, models=models)
-            if time.passes(wider, slower) < _ENOUGH_EPOCHS:
+            if budget.passes(wider, slower) < _ENOUGH_EPOCHS:
                 break
             spec, found = wider, slower
         if found is not first:
             found = measure(spec.models, size)
     choices = _reductions(spec, found)
     for choice in choices:
-        if time.passes(choice, found) >= MIN_EPOCHS:
-            each = time.each(choice, found)
+        if budget.passes(choice, found) >= MIN_EPOCHS:
+            each = budget.each(choice, found)
             return choice, {model: _fit(found[model], each) for model in choice.models}
     less = choices[-1]
     raise UserError(
         f"in {spec.minutes:g} minutes {spec.count} runs would see each image fewer than "
         f"{MIN_EPOCHS} times on this machine, which teaches nothing; give --minutes "
-        f"{time.enough(spec, found)}, or --minutes {time.enough(less, found)} with --fractions 1, "
-        f"{less.repeats} {'--folds' if spec.folds else '--seeds'} and {len(less.models)} --models"
+        f"{budget.enough(spec, found)}, or --minutes {budget.enough(less, found)} with "
+        f"--fractions 1, {less.repeats} {'--folds' if spec.folds else '--seeds'} and "
+        f"{len(less.models)} --models"
     )
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from locality.data.config import DATASETS, DataConfig
 from locality.errors import UserError
 from locality.models import count_macs, count_parameters
 from locality.runner.runs import Run, threads_per_run, with_needs
-from locality.settings import from_dict, to_dict
+from locality.settings import from_yaml, to_yaml
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
@@ -57,36 +56,42 @@ def estimate_costs(runs: Sequence[Run], threads: int = 1) -> dict[Path, RunCost]
         runs: any.
         threads: CPU threads that a run will have.
     """
-    timed: dict[str, tuple[ModelConfig, int, int]] = {}
-
-    def rate(model: ModelConfig, classes: int, batch: int) -> float:
-        like = timed.setdefault(model.name, (model, classes, batch))
-        size = forward_macs(model, classes) / forward_macs(*like[:2])
-        return _steps_rate(_architecture(like[0]), *like[1:], threads) / size
-
-    return {run.folder: _cost(run, rate) for run in runs}
+    return {run.folder: _cost(run, threads) for run in runs}
 
 
-def _cost(run: Run, rate: Callable[[ModelConfig, int, int], float]) -> RunCost:
-    config, batch = run.config, run.config.engine.batch_size
+def _cost(run: Run, threads: int) -> RunCost:
+    config = run.config
     result = run.result() if run.is_finished() else None
     if result and {"steps", "macs", "seconds"} <= set(result):
-        images = result["steps"] * batch
+        images = result["steps"] * config.engine.batch_size
         return RunCost(images, _STEP_FORWARDS * result["macs"] * images, result["seconds"])
     try:
         training, validation, classes = image_counts(config)
         images = make_plan(config, training).images
-        macs = _STEP_FORWARDS * forward_macs(config.model, classes) * images
+        macs = _STEP_FORWARDS * forward_macs(config.model, classes)
         evaluations = math.ceil(config.schedule.length / config.schedule.eval_every)
         passes = images + evaluations * validation / _STEP_FORWARDS
-        return RunCost(images, macs, passes / rate(config.model, classes, batch))
+        seconds = macs * passes / training_speed(config, classes, threads)
+        return RunCost(images, macs * images, seconds)
     except (UserError, OSError) as error:
         return RunCost(0, 0, 0, str(error))
 
 
-def _architecture(model: ModelConfig) -> str:
-    """The settings of the architecture, as text."""
-    return json.dumps(to_dict(dataclasses.replace(model, weights=None)))
+# By the name of a network and CPU threads.
+_SPEEDS: dict[tuple[str, int], float] = {}
+
+
+def training_speed(config: RunConfig, classes: int, threads: int) -> float:
+    """Multiply-accumulates per second of training, from a few steps on random images."""
+    named = config.model.name, threads
+    if named not in _SPEEDS:
+        macs = _STEP_FORWARDS * forward_macs(config.model, classes)
+        images = timing_batch_size(config.engine.batch_size, macs)
+        with arithmetic_threads(threads):
+            # The fastest step is the one least disturbed by other processes.
+            fastest = min(time_steps(RunConfig(model=config.model), classes, images))
+        _SPEEDS[named] = macs * images / fastest
+    return _SPEEDS[named]
 
 
 def image_counts(config: RunConfig) -> tuple[int, int, int]:
@@ -118,30 +123,20 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
     return len(splits.train), len(splits.val), len(splits.classes)
 
 
-@cache
-def _size(architecture: str, classes: int) -> tuple[int, int]:
-    network = meta_model(RunConfig(model=from_dict(ModelConfig, json.loads(architecture))), classes)
-    return count_parameters(network), count_macs(network)
-
-
 def parameters(model: ModelConfig, classes: int) -> int:
     """The number of parameters of a model."""
-    return _size(_architecture(model), classes)[0]
+    return _size(to_yaml(dataclasses.replace(model, weights=None)), classes)[0]
 
 
 def forward_macs(model: ModelConfig, classes: int) -> int:
     """Multiply-accumulates of one image's forward pass."""
-    return _size(_architecture(model), classes)[1]
+    return _size(to_yaml(dataclasses.replace(model, weights=None)), classes)[1]
 
 
 @cache
-def _steps_rate(architecture: str, classes: int, batch_size: int, threads: int) -> float:
-    """Training images per second, from a few steps on random images."""
-    config = RunConfig(model=from_dict(ModelConfig, json.loads(architecture)))
-    images = timing_batch_size(batch_size, _STEP_FORWARDS * forward_macs(config.model, classes))
-    with arithmetic_threads(threads):
-        # The fastest step is the one least disturbed by other processes.
-        return images / min(time_steps(config, classes, images))
+def _size(architecture: str, classes: int) -> tuple[int, int]:
+    network = meta_model(RunConfig(model=from_yaml(ModelConfig, architecture)), classes)
+    return count_parameters(network), count_macs(network)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,6 @@ from locality.training.run_folder import RunFolder
 from locality.training.speed import format_duration
 
 _POLL_SECONDS = 0.2
-_PARENT_POLL_SECONDS = 1.0
 _BAR_SECONDS = 2.0
 
 
@@ -217,8 +216,7 @@ class WorkerProcess:
             context = multiprocessing.get_context("spawn")
             self._connection, child = context.Pipe()
             # Not daemonic: training may start loading processes.
-            arguments = (child, *self._settings, os.getpid())
-            self._process = context.Process(target=_work, args=arguments)
+            self._process = context.Process(target=_work, args=(child, *self._settings))
             self._process.start()
             child.close()
         self._connection.send(run)
@@ -249,11 +247,11 @@ class WorkerProcess:
             self._process.join()
 
 
-def _work(connection: Connection, threads: int, gpu: str | None, parent: int) -> None:
+def _work(connection: Connection, threads: int, gpu: str | None) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is first used
     torch.set_num_threads(threads)
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     # Ctrl-C reaches every process of a terminal. Between runs the parent handles it, during a run
     # training does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -263,10 +261,11 @@ def _work(connection: Connection, threads: int, gpu: str | None, parent: int) ->
             connection.send(execute(connection.recv()))
 
 
-def _exit_with_parent(parent: int) -> None:
+def _exit_with_parent() -> None:
     """Send SIGTERM to this process when the parent has ended, so that a run saves first."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_SECONDS)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -420,9 +419,8 @@ def run_all(
             # Runs whose needs are finished execute in parallel.
             wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
             waiting = [run for run in waiting if run not in wave]
-            lacking = {run.folder: _failed(run, outcomes) for run in wave}
-            refused = [Outcome(run, reason) for run in wave if (reason := lacking[run.folder])]
-            ready = [run for run in wave if lacking[run.folder] is None]
+            refused = [Outcome(run, why) for run in wave if (why := _failed(run, outcomes))]
+            ready = [run for run in wave if not _failed(run, outcomes)]
             for outcome in itertools.chain(refused, executor.map(ready)):
                 outcomes[outcome.run.folder] = outcome
                 progress.ended(outcome)

@@ -11,11 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from locality.checkpoints.registry import is_run_folder
 from locality.machine import processors
 from locality.settings import flatten, to_dict
-from locality.training.config import RunConfig
+from locality.training.config import RunConfig, read_config
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import MAY_CHANGE, PATHS
+from locality.training.same_run import MAY_CHANGE, PATHS, changed_settings
 
 TRAIN = "locality.training:train"
 # Settings that change no number of a run.
@@ -54,12 +55,12 @@ class Run:
             return False
         if self.task != TRAIN:
             return True  # a task may complete the configuration it is given
-        changed = RunFolder(self.folder).changed(self.config, _same_name)
+        changed = changed_settings(read_config(self.folder), self.config, _same_name)
         return all(name in _LABELS for name, *_ in changed)
 
     def is_started(self) -> bool:
         """Whether there is a run to resume."""
-        return (self.folder / "config.yaml").exists()
+        return is_run_folder(self.folder)
 
     def load_task(self) -> Callable[[RunConfig, Path], object]:
         """The function that executes the run."""

@@ -39,7 +39,7 @@ from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import CsvTable, atomic_file, read_rows, write_atomic
 from locality.models import ImageClassifier, variant
-from locality.runner.costs import image_counts
+from locality.runner.costs import image_counts, training_speed
 from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
@@ -51,14 +51,11 @@ from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
 from locality.training.same_run import MAY_CHANGE
-from locality.training.speed import format_duration, time_steps, timing_batch_size
+from locality.training.speed import format_duration
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
 _DROPPED, _PRUNING = 0.25, 64
-_AXES = {
-    "parameters": "parameters",
-    "macs": "multiply-accumulates per image",
-}
+_AXES = {"parameters": "parameters", "macs": "multiply-accumulates per image"}
 _CHUNK_SIZE = 8  # candidates, before they are written down
 _COLUMNS = ("step", "round", "by", "number", "shape", "top1", "val_loss", *_AXES)
 
@@ -152,10 +149,8 @@ class Search:
             self.table.cut(2**62)
         _barrier()
         for row in read_rows(self.table.path):
-            self.known[int(row["round"]), int(row["number"])] = (
-                float(row["top1"]),
-                -float(row["val_loss"]),
-            )
+            score = float(row["top1"]), -float(row["val_loss"])
+            self.known[int(row["round"]), int(row["number"])] = score
 
     def _loader(self, source: ImageSource) -> BatchLoader:
         run, size = self.config.run, self.space.base.img_size
@@ -195,12 +190,10 @@ class Search:
     def scores(self, numbers: Sequence[int], by: str) -> Scores:
         """Evaluate candidates, each once; `by` is recorded for new ones."""
         new = [number for number in numbers if (self.round, number) not in self.known]
-        for start in tqdm(
-            range(0, len(new), _CHUNK_SIZE), by, disable=self.quiet or not sys.stderr.isatty()
-        ):
-            for number, (top1, loss) in _map_over_ranks(
-                new[start : start + _CHUNK_SIZE], self.score
-            ).items():
+        chunks = range(0, len(new), _CHUNK_SIZE)
+        for start in tqdm(chunks, by, disable=self.quiet or not sys.stderr.isatty()):
+            found = _map_over_ranks(new[start : start + _CHUNK_SIZE], self.score)
+            for number, (top1, loss) in found.items():
                 self.known[self.round, number] = top1, loss
                 row = {"round": self.round, "by": by, "number": number, "top1": top1}
                 row |= {"step": len(self.known), "val_loss": -loss, "shape": self._shape(number)}
@@ -308,8 +301,8 @@ def _barrier() -> None:
         dist.barrier()
 
 
-# What vision transformers reach of an H100 in bf16, in operations per second.
-_GPU = 2e14
+# Operations per second that vision transformers reach on an H100 in bf16.
+_H100 = 2e14
 
 
 def dry_run(config: SearchConfig) -> str:
@@ -321,10 +314,8 @@ def dry_run(config: SearchConfig) -> str:
     space, runs = space_of(config), config.rounds()
     fitting = Candidates(space, None, config.limits)
     digits = space.digits(np.random.default_rng(0).integers(0, len(space), 2**14))
-    inside, mean = (
-        space.fits(digits, fitting.limits).mean(),
-        space.total_cost("macs", digits).mean(),
-    )
+    inside = space.fits(digits, fitting.limits).mean()
+    mean = space.total_cost("macs", digits).mean()
     least, most = space.bounds()
     plans = [make_plan(run, image_counts(run)[0]) for run in runs]
     step = most.macs + least.macs + supernet.RANDOM_CANDIDATES * mean  # of one image
@@ -332,9 +323,8 @@ def dry_run(config: SearchConfig) -> str:
     asked = 2 * config.evaluations + _PRUNING * (len(plans) - 2)
     macs = 3 * (plans[0].images * most.macs + step * sum(plan.images for plan in plans[1:]))
     macs += asked * (config.calibration + held_out) * mean
-    rounds = zip(
-        ["warm-up", *(f"round {n}" for n in range(1, len(runs)))], runs, plans, strict=True
-    )
+    speed = training_speed(config.largest, image_counts(config.largest)[2], torch.get_num_threads())
+    names = ["warm-up", *(f"round {n}" for n in range(1, len(runs)))]
     rows = {
         "space": f"{len(space):,} candidates of {config.run.model.name}, {space.blocks} blocks",
         "parameters": f"{least.parameters:,} to {most.parameters:,}",
@@ -342,18 +332,11 @@ def dry_run(config: SearchConfig) -> str:
         "limits": f"{config.limits or 'none'}; {100 * inside:.3g}% of the candidates keep to them",
         **{
             name: f"{plan.steps:,} steps of {plan.batch_size:,} of {run.data.fraction:.0%} images"
-            for name, run, plan in rounds
+            for name, run, plan in zip(names, runs, plans, strict=True)
         },
         "evaluations": f"{asked:,} candidates, each on {held_out:,} held-out training images",
         "arithmetic": f"{2 * macs:.3g} operations",
-        "time": f"about {format_duration(macs / _rate(config, space))} with one process "
-        f"here, or {2 * macs / _GPU / 3600:.3g} GPU hours at {_GPU:.0e} operations per second",
+        "time": f"about {format_duration(macs / speed)} with one process "
+        f"here, or {2 * macs / _H100 / 3600:.3g} GPU hours at {_H100:.0e} operations per second",
     }
     return "\n".join(f"{name:<14}  {value}" for name, value in rows.items())
-
-
-def _rate(config: SearchConfig, space: SearchSpace) -> float:
-    """Multiply-accumulates per second of training the largest candidate on this machine."""
-    run, macs = config.largest, 3 * space.bounds()[1].macs
-    images = timing_batch_size(run.engine.batch_size, macs)
-    return macs * images / min(time_steps(run, image_counts(run)[2], images))

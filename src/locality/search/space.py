@@ -1,9 +1,9 @@
-"""CvT's architecture search space (§4.2), the cost of every candidate in closed form, and ways to
-choose among them: at random, by evolution, and by dropping options that lose.
+"""CvT's architecture search space (§4.2), the cost of every candidate, and ways to choose among
+them: at random, by evolution, and by dropping options that lose.
 
 Each block chooses the stride of its keys and values, 1 or 2, and the ratio of its MLP, 2 or 4: 4¹³
-candidates for CvT-13. Costs are sums over blocks, so they need no model, and a million candidates
-are weighed in a second.
+candidates for CvT-13. Costs are sums over blocks: those of ten models are counted, and a million
+candidates are weighed in a second.
 
 The paper gives its candidates 13.66 to 19.88 M parameters and 2.59 to 4.03 G multiply-accumulates.
 These two choices alone span 13.78 to 20.00 M and 3.12 to 6.64 G: its lower bounds, and its upper
@@ -18,17 +18,17 @@ none has more parameters.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from locality import checks
 from locality.errors import UserError
-from locality.layers.grid import Grid, hidden_width
-from locality.models.config import CvTConfig, StageConfig, to_2tuple
+from locality.models import build, count_macs, count_parameters
+from locality.models.config import CvTConfig
 
 Counts = npt.NDArray[np.int64]
 Score = tuple[float, float]
@@ -54,8 +54,9 @@ class Cost(NamedTuple):
     macs: int
 
 
+@cache
 def cost(config: CvTConfig, img_size: int | tuple[int, int] | None = None) -> Cost:
-    """Parameters and multiply-accumulates of a CvT, in closed form.
+    """Parameters and multiply-accumulates of a CvT, counted on the meta device.
 
     Args:
         config: any architecture.
@@ -65,11 +66,9 @@ def cost(config: CvTConfig, img_size: int | tuple[int, int] | None = None) -> Co
     Raises:
         UserError: if the image is too small to survive the strides.
     """
-    parts = [_fixed_cost(config, img_size)]
-    for stage, grid, tokens in _stages(config, img_size):
-        for choice in zip(stage.kv_strides, stage.mlp_ratios, strict=True):
-            parts.append(_block_cost(stage, grid, tokens, *choice))
-    return Cost(*map(sum, zip(*parts, strict=True)))
+    with torch.device("meta"):
+        model = build(config)
+    return Cost(count_parameters(model), count_macs(model, img_size))
 
 
 class SearchSpace:
@@ -80,8 +79,8 @@ class SearchSpace:
 
     Attributes:
         options: the (stride, ratio) pairs that a block chooses from.
-        tables: of "parameters" and "macs", what all candidates have in common, and what each block
-            adds with each option, (blocks, options).
+        tables: of "parameters" and "macs", the cost of the candidate whose blocks all take the
+            first option, and what each block adds to it with each option, (blocks, options).
 
     Args:
         base: what all candidates share.
@@ -99,20 +98,19 @@ class SearchSpace:
         mlp_ratios: tuple[float, ...] = (2.0, 4.0),
         img_size: int | tuple[int, int] | None = None,
     ) -> None:
-        for stride in kv_strides:
-            checks.integer("kv_strides", stride, 1)
-        for ratio in mlp_ratios:
-            checks.number("mlp_ratios", ratio, 0, above=True)
         self.base = base
         self.options = list(itertools.product(kv_strides, mlp_ratios))
         self.depths = [stage.depth for stage in base.stages]
         self.blocks = sum(self.depths)
-        costs = [
-            [_block_cost(stage, grid, tokens, *option) for option in self.options]
-            for stage, grid, tokens in _stages(base, img_size)
-            for _ in range(stage.depth)
-        ]
-        fixed, table = _fixed_cost(base, img_size), np.array(costs)
+        first = [self.options[0]] * self.blocks
+        fixed = cost(self._with_choices(base, first), img_size)
+        added: list[npt.NDArray[Any]] = []
+        for depth in self.depths:  # the blocks of a stage cost alike
+            place = len(added)
+            changed = [[*first[:place], option, *first[place + 1 :]] for option in self.options]
+            costs = [cost(self._with_choices(base, choices), img_size) for choices in changed]
+            added += [np.subtract(costs, fixed)] * depth
+        table = np.array(added)
         self.tables: dict[str, tuple[float, npt.NDArray[Any]]] = {
             name: (fixed[n], table[..., n]) for n, name in enumerate(Cost._fields)
         }
@@ -126,9 +124,7 @@ class SearchSpace:
 
     def choices(self, index: int) -> list[tuple[int, float]]:
         """The stride and the ratio of every block of the candidate with this number."""
-        return [
-            self.options[digit] for digit in self.digits(np.array([self._check_index(index)]))[0]
-        ]
+        return [self.options[digit] for digit in self._digits_of(index)[0]]
 
     def settings(self, index: int) -> dict[str, list[Any]]:
         """The settings of a run that select a candidate, by dotted name, one value per block."""
@@ -165,7 +161,7 @@ class SearchSpace:
 
     def cost(self, index: int) -> Cost:
         """The cost of the candidate with this number."""
-        digits = self.digits(np.array([self._check_index(index)]))
+        digits = self._digits_of(index)
         return Cost(*(int(self.total_cost(name, digits)[0]) for name in Cost._fields))
 
     def total_cost(self, name: str, digits: Counts) -> npt.NDArray[Any]:
@@ -189,10 +185,10 @@ class SearchSpace:
         )
         return least, most
 
-    def _check_index(self, index: int) -> int:
+    def _digits_of(self, index: int) -> Counts:
         if not 0 <= index < len(self):
             raise IndexError(f"candidate {index} does not exist; the space has {len(self)}")
-        return index
+        return self.digits(np.array([index]))
 
     def digits(self, indices: Counts) -> Counts:
         """The option of every block: (n,) → (n, blocks)."""
@@ -214,56 +210,6 @@ class SearchSpace:
             kv_stride=[tuple(stride for stride, _ in stage) for stage in stages],
             mlp_ratio=[tuple(ratio for _, ratio in stage) for stage in stages],
         )
-
-
-def _stages(
-    config: CvTConfig, img_size: int | tuple[int, int] | None
-) -> Iterator[tuple[StageConfig, Grid, int]]:
-    """Each stage with its token grid and how many tokens its blocks see."""
-    grids = config.grids(to_2tuple(config.img_size if img_size is None else img_size))
-    class_tokens = [0] * (len(grids) - 1) + [int(config.has_class_token)]
-    for stage, grid, extra in zip(config.stages, grids, class_tokens, strict=True):
-        yield stage, grid, grid[0] * grid[1] + extra
-
-
-def _fixed_cost(config: CvTConfig, img_size: int | tuple[int, int] | None) -> Cost:
-    """What does not depend on the blocks: embeddings, the final norm and the classifier."""
-    width = config.stages[-1].embed_dim
-    parameters = 2 * width + width * config.has_class_token
-    macs = 0
-    if config.num_classes:
-        parameters += (width + 1) * config.num_classes
-        macs += width * config.num_classes
-    channels = config.in_chans
-    native_grid = [grid for _, grid, _ in _stages(config, None)]
-    for (stage, grid, _), home in zip(_stages(config, img_size), native_grid, strict=True):
-        kernel = stage.embed_kernel**2 * channels * stage.embed_dim
-        parameters += kernel + 3 * stage.embed_dim  # with the convolution's bias and LayerNorm
-        if stage.use_pos_embed:
-            parameters += home[0] * home[1] * stage.embed_dim
-        macs += kernel * grid[0] * grid[1]
-        channels = stage.embed_dim
-    return Cost(parameters, macs)
-
-
-def _block_cost(stage: StageConfig, grid: Grid, tokens: int, stride: int, ratio: float) -> Cost:
-    """One block: three projections, attention, the output projection and the MLP."""
-    width, hidden = stage.embed_dim, hidden_width(stage.embed_dim, ratio)
-    patches = grid[0] * grid[1]
-    keys = math.prod(stage.kv_grid(grid, stride))
-    convolved = stage.projection_kernel**2 * width if stage.projection == "conv" else 0
-    all_keys = keys + tokens - patches
-
-    parameters = 4 * width  # both LayerNorms
-    parameters += 3 * (convolved + (2 * width if convolved else 0))  # with BatchNorm
-    parameters += 4 * width**2 + (3 * stage.qkv_bias + 1) * width
-    parameters += 2 * width * hidden + hidden + width
-
-    macs = convolved * (patches + 2 * keys)
-    macs += width**2 * (2 * tokens + 2 * all_keys)
-    macs += 2 * tokens * all_keys * width  # QKᵀ and its product with V, all heads
-    macs += 2 * width * hidden * tokens
-    return Cost(parameters, macs)
 
 
 def check_options(space: SearchSpace, options: Sequence[Sequence[int]] | None) -> list[list[int]]:

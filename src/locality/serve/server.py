@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 from asyncio import TimerHandle, Transport
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from http import HTTPStatus
 from types import FrameType
@@ -159,20 +159,15 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def serve(
-    classifier: Classifier,
-    host: str,
-    port: int,
-    ready: Callable[[str], None],
-    hosts: Sequence[str] = (),
-) -> NoReturn:
+def serve(classifier: Classifier, host: str, port: int, hosts: Sequence[str] = ()) -> NoReturn:
     """Answer until interrupted, and for two seconds more; then end the process.
+
+    Prints the page's address once it answers.
 
     Args:
         classifier: which answers.
         host: the address to listen at; 127.0.0.1 is reached from this machine alone.
         port: 0 takes a free one.
-        ready: is called with the page's address once it answers.
         hosts: names that the page is reached by, beside the machine's own; with "*" all are, and
             other pages may show this one in a frame.
 
@@ -205,7 +200,7 @@ def serve(
             f"{host}, port {port}, cannot be listened at ({error.strerror}); give another --port"
         ) from error
     shown = f"[{host}]" if ":" in host else host
-    ready(f"http://{shown}:{listening.getsockname()[1]}")
+    print(f"http://{shown}:{listening.getsockname()[1]}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config).run(sockets=[listening])
     _end(128 + signal.SIGINT)

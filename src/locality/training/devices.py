@@ -35,11 +35,8 @@ def resolve_accelerator(wanted: str) -> str:
     Raises:
         UserError: if the accelerator is not available.
     """
-    available = ["cpu"]
-    if torch.backends.mps.is_available():
-        available.insert(0, "mps")
-    if torch.cuda.is_available():
-        available.insert(0, "cuda")
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    available = [*(name for name, here in present.items() if here), "cpu"]
     if wanted != "auto" and wanted not in available:
         raise UserError(
             f"engine.accelerator is '{wanted}', which this machine does not have; "

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -294,34 +296,28 @@ class Predictions:
         """Whether each prediction is correct, (n,)."""
         return self.labels == self.predicted
 
+    @cached_property
+    def pairs(self) -> Counter[tuple[int, int]]:
+        """How many images have a label and a predicted class, by both."""
+        return Counter(zip(self.labels.tolist(), self.predicted.tolist(), strict=True))
+
     def confusion(self, chosen: Sequence[int]) -> Numbers:
         """The confusion matrix of the chosen classes: labels in rows, predictions in columns."""
-        place = np.full(len(self.classes), -1)
-        place[list(chosen)] = np.arange(len(chosen))
-        labels, predicted = place[self.labels], place[self.predicted]
-        matrix = np.zeros((len(chosen), len(chosen)), dtype=np.int64)
-        among = (labels >= 0) & (predicted >= 0)
-        np.add.at(matrix, (labels[among], predicted[among]), 1)
-        return matrix
+        return np.array([[self.pairs[label, other] for other in chosen] for label in chosen])
 
     def per_class(self) -> list[dict[str, Any]]:
         """For each class, in the classes' order: how many `images` it has, how many of them are
         `right`, how many images are `called` so, and what it is most often taken for: `confused`,
         so many `times`."""
-        k = len(self.classes)
-        images, called, right = (
-            np.bincount(which, minlength=k).tolist()
-            for which in (self.labels, self.predicted, self.labels[self.right])
-        )
-        rows: list[dict[str, Any]] = [
-            {"images": images[n], "right": right[n], "called": called[n], "times": 0}
-            for n in range(k)
-        ]
-        pairs = np.stack([self.labels, self.predicted])[:, ~self.right]
-        found, counts = np.unique(pairs.T, axis=0, return_counts=True)
-        for (label, predicted), times in zip(found, counts, strict=True):
-            if times > rows[label]["times"]:
-                rows[label] |= {"confused": self.classes[predicted], "times": int(times)}
+        empty = {"images": 0, "right": 0, "called": 0, "times": 0}
+        rows: list[dict[str, Any]] = [dict(empty) for _ in self.classes]
+        for (label, predicted), times in sorted(self.pairs.items()):
+            rows[label]["images"] += times
+            rows[predicted]["called"] += times
+            if label == predicted:
+                rows[label]["right"] = times
+            elif times > rows[label]["times"]:
+                rows[label] |= {"confused": self.classes[predicted], "times": times}
         return rows
 
     def calibration(self) -> tuple[npt.NDArray[np.float64], float]:

@@ -57,7 +57,7 @@ class Loop:
         parts: model, optimiser and so on, on their device.
         recorder: writes logs and checkpoints on rank 0.
         signals: the signals this process has received.
-        state: the counters of a resumed run.
+        state: the counters, of a new run or as its checkpoint has them.
         fingerprint: of the images, saved in checkpoints.
     """
 
@@ -68,7 +68,7 @@ class Loop:
         parts: Components,
         recorder: Recorder,
         signals: SignalHandler,
-        state: TrainState | None = None,
+        state: TrainState,
         fingerprint: str = "",
     ) -> None:
         self.fabric = fabric
@@ -76,7 +76,7 @@ class Loop:
         self.autocast = run.autocast
         self.parts = parts
         self.recorder = recorder
-        self.state = TrainState() if state is None else state
+        self.state = state
         self.fingerprint = fingerprint
         self.collectives = Collectives(fabric, signals)
         engine, data = self.config.engine, self.config.data
@@ -151,12 +151,8 @@ class Loop:
 
     def train_step(self, batches: Iterator[Batch]) -> int:
         """Make one update; returns the signal that asks to stop, or 0."""
-        parts, engine, state, device = (
-            self.parts,
-            self.config.engine,
-            self.state,
-            self.fabric.device,
-        )
+        parts, engine, state = self.parts, self.config.engine, self.state
+        device = self.fabric.device
         parts.schedule(state.step)
         is_single = self.collectives.is_single
         total: Any = 0
@@ -319,11 +315,9 @@ class Loop:
 
     def _should_stop_early(self) -> bool:
         state, patience = self.state, self.plan.patience
-        if (
-            patience is None
-            or state.evaluated != state.step
-            or state.step - state.best["step"] < patience
-        ):
+        if patience is None or state.evaluated != state.step:
+            return False
+        if state.step - state.best["step"] < patience:
             return False
         self.recorder.log(
             f"step {state.step}: top-1 has not risen since step {state.best['step']}: stopping"
@@ -333,15 +327,9 @@ class Loop:
     def _save(self) -> None:
         self.collectives.all_gather(self.state.skipped)
         if self.fabric.is_global_zero:
-            self.recorder.save(
-                {
-                    "step": self.state.step,
-                    "progress": asdict(self.state),
-                    "data": self.fingerprint,
-                }
-                | {"config": computation_settings(self.config)}
-                | self.parts.state()
-            )
+            checkpoint = {"step": self.state.step, "progress": asdict(self.state)}
+            checkpoint |= {"data": self.fingerprint, "config": computation_settings(self.config)}
+            self.recorder.save(checkpoint | self.parts.state())
         self._saved = self.state.step
 
     def _save_now(self) -> None:

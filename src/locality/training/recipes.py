@@ -294,22 +294,14 @@ def cvt_22k(model: str = "cvt_w24", seed: int = 0) -> RunConfig:
 # Updates by dataset (CvT §4.1); a custom dataset counts as a small one.
 _FINETUNE_STEPS = {
     "imagenet": 20_000,
-    "cifar10": 10_000,
-    "cifar100": 10_000,
-    "pets": 500,
-    "flowers102": 500,
-    "folder": 500,
-    "table": 500,
-    "arrow": 500,
+    **dict.fromkeys(("cifar10", "cifar100"), 10_000),
+    **dict.fromkeys(("pets", "flowers102", "folder", "table", "arrow"), 500),
 }
 _FINETUNED_FROM = {model: f"{model}.ms_in1k" for model in ("cvt_13", "cvt_21")}
 
 
 def finetune_384(
-    model: str = "cvt_13",
-    weights: str | None = None,
-    dataset: str = "imagenet",
-    seed: int = 0,
+    model: str = "cvt_13", weights: str | None = None, dataset: str = "imagenet", seed: int = 0
 ) -> RunConfig:
     """Fine-tuning at 384 pixels (CvT §4.1, Tables 3 and 4).
 

@@ -66,11 +66,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        folder: RunFolder | None,
-        run: ResolvedRun,
-        state: TrainState,
-        quiet: bool = False,
+        self, folder: RunFolder | None, run: ResolvedRun, state: TrainState, quiet: bool = False
     ) -> None:
         self._folder, self._run = folder, run
         self._progress = ProgressBar(run.plan.steps, state.step, quiet or folder is None)

@@ -28,7 +28,7 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,12 +41,7 @@ from locality.files import read_json, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import Predictions
-from locality.training.same_run import (
-    changed_settings,
-    check_folder,
-    describe_changes,
-    same_path,
-)
+from locality.training.same_run import changed_settings, check_folder, describe_changes, same_path
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
@@ -116,12 +111,6 @@ class RunFolder:
                 f"the run would become another one; put that back, or train with these settings "
                 f"in another folder"
             )
-
-    def changed(
-        self, config: RunConfig, same_folder: Callable[[Any, Any], bool]
-    ) -> list[tuple[str, Any, Any]]:
-        """The settings that make `config` another run: dotted name, old value, new value."""
-        return changed_settings(self.config(), config, same_folder)
 
     def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
         """Check that the disk has room for all checkpoints of the run.

@@ -15,10 +15,7 @@ from torch import nn
 from locality import checks, machine
 from locality.data import train_loader
 from locality.training.config import RunConfig
-from locality.training.devices import (
-    autocast,
-    resolve_accelerator,
-)
+from locality.training.devices import autocast, resolve_accelerator
 from locality.training.model import meta_model
 from locality.training.optim import create_optimizer
 from locality.training.resolved_run import ResolvedRun

@@ -9,6 +9,7 @@ test (Smith, 2017) that fastai and Lightning call so.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ _MODEL_SIZES: dict[str, tuple[tuple[int, int | None], ...]] = {
 _MODEL_SETTINGS = ("model.name", "model.img_size", "model.patch_size")
 MIN_EPOCHS = 10
 """A run that sees each image less often is refused: it would teach nothing."""
+# Of a model that is given, but not chosen; DeiTs have those of their ConViT.
+_OTHER_SIZES = {"convit_nano": ((28, 4), (32, 4))}
 # A larger model has to see each image so often, and so many images in all. On 450 photographs of
 # clothes convit_micro had 55% after 41,000 images.
 _LARGER_EPOCHS, _LARGER_IMAGES = 100, 150_000
@@ -155,10 +158,8 @@ class Measured:
 
     def _num_evaluations(self, seconds: float) -> int:
         """How many evaluations the time allows."""
-        affordable = (
-            _EVALUATION_SHARE * seconds / (len(self.run.splits.val) * self.speed.evaluating)
-        )
-        return int(min(max(affordable, 1), _MAX_EVALUATIONS))
+        each = len(self.run.splits.val) * self.speed.evaluating
+        return int(min(max(_EVALUATION_SHARE * seconds / each, 1), _MAX_EVALUATIONS))
 
     def _evaluation_seconds(self, seconds: float) -> float:
         """Seconds for decoding and evaluating the validation images."""
@@ -281,7 +282,8 @@ def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, A
     """
     models = dict(_MODEL_SIZES)
     if "model.name" in asked:
-        models = {model: known} if (known := _sizes_of(model)) else {}
+        known = (models | _OTHER_SIZES).get(re.sub("^deit_", "convit_", model))
+        models = {} if known is None else {model: known}
     if not models or asked - {"model.name"}:
         return [{}]
     sizes = [
@@ -292,16 +294,6 @@ def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, A
     first = next(iter(models))
     sizes = sizes or [(first, *models[first][0])]
     return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes]
-
-
-def _sizes_of(model: str) -> tuple[tuple[int, int | None], ...]:
-    """The sizes of a model that was given, those of the one of its name; () for another."""
-    if model in _MODEL_SIZES:
-        return _MODEL_SIZES[model]
-    family, _, size = model.partition("_")
-    if family not in ("convit", "deit"):
-        return ()
-    return ((28, 4), (32, 4)) if size == "nano" else _MODEL_SIZES.get(f"convit_{size}", ())
 
 
 def baseline_seconds(found: Measured) -> float:
