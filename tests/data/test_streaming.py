@@ -1,7 +1,4 @@
-"""Shards in folders and in object storage, as litdata writes them.
-
-Most are skipped without litdata, which the tests' lock does not have (see pyproject.toml).
-"""
+"""Shards in folders and in object storage, as litdata writes them; skipped without litdata."""
 
 import json
 import os
