@@ -35,6 +35,7 @@ from locality.training.model import build_model, settings_from_weights
 from locality.training.optim import make_plan
 from locality.training.recipes import SMALL_SIDE, adjusted
 from locality.training.run_folder import RunFolder
+from locality.training.same_run import describe_changes
 from locality.training.speed import format_duration
 from locality.training.tuner import (
     MIN_EPOCHS,
@@ -149,13 +150,11 @@ def plan(
         there = read_yaml(path)
         checks.shaped(str(path), there, {"asked": dict, "configurations": dict, "planned": dict})
         before = settings.from_dict(ComparisonSpec, there["asked"])
-        if changed := [
-            f"{name}: {old} there, {new} now"
-            for name, old, new in settings.differences(before, spec)
-            if name != "reducible"
-        ]:
+        changed = [each for each in settings.differences(before, spec) if each[0] != "reducible"]
+        if changed:
             raise UserError(
-                f"{folder} holds another comparison ({'; '.join(changed)}); give another --output"
+                f"{folder} holds another comparison ({describe_changes(changed)}); give another "
+                f"--output"
             )
         found = there["configurations"].items()
         configs = {model: settings.from_dict(RunConfig, values) for model, values in found}
