@@ -57,6 +57,15 @@ def test_numbers_in_sentences():
     assert page.format_share(Estimate(69.04, 2.06, 5)) == "69.0 ± 2.1"
     assert page.format_share(Estimate(40.4, 56.6, 2)) == "40.4 (0 to 97)"
     assert page.format_share(Estimate(95.0, 10.9, 2)) == "95.0 (84.1 to 100)"
+    assert page.format_range(Estimate(1.0, 4.2, 3)) == "−3.2 to +5.2"
+    assert page.format_range(Estimate(1.0, 114.4, 2)) == "−100.0 to +100.0"
+
+
+def test_names_break_between_their_parts():
+    assert page.breakable("a_b/<c>") == "a_<wbr>b/&lt;c&gt;"
+    assert page.join_names(["a"]) == "a" and page.join_names(["a", "b", "c"]) == "a, b and c"
+    assert charts._wrapped("robes_d_été_légères_longue", 20) == "robes_d_été_\nlégères_longue"
+    assert charts._wrapped("T-Shirts und Oberteile", 20) == "T-Shirts und\nOberteile"
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,10 +1,12 @@
 """The report says what the run folders hold, in one file, and claims no more than they show."""
 
+import csv
 import html.parser
 import json
 import os
 import re
 import shutil
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -68,7 +70,7 @@ def test_accuracies_and_the_paired_difference_are_the_runs(page, twin_runs):
     # Each seed adds the same to both models here, so the paired difference is exact.
     assert "24.0 percentage points more (95% interval +24.0 to +24.0 over 3 seeds)" in page
     assert "5.0 percentage points more" in page
-    assert "<h1>ConViT, DeiT on digits</h1>" in page
+    assert "<h1>ConViT and DeiT on digits</h1>" in page
 
 
 def test_every_section_is_there(page):
@@ -154,6 +156,19 @@ def test_one_seed_has_no_interval(make_run, tmp_path):
     runs = [make_run("convit_nano", top1=95.4), make_run("deit_nano", top1=90.6)]
     text = build_report(runs, tmp_path / "r.html").read_text()
     assert "one seed: no interval" in text and "on a single seed, so without an interval" in text
+    said = text_of(text[text.index("<body>") : text.index("<script>")])
+    assert "95% interval" not in said and "seeds" not in said
+
+
+def test_a_single_evaluation_makes_no_curve(make_run, tmp_path):
+    runs = [make_run("convit_nano"), make_run("deit_nano")]
+    for run in runs:
+        lines = (run / "metrics.csv").read_text().splitlines(keepends=True)
+        (run / "metrics.csv").write_text("".join([lines[0], lines[-1]]))
+    text = build_report(runs, tmp_path / "r.html").read_text()
+    assert "While training on" not in text and "Final accuracy" in text
+    one = build_report(runs[:1], tmp_path / "one.html").read_text()
+    assert "There was one evaluation, so there is no curve" in one and "Accuracy while" not in one
 
 
 def test_runs_without_instruments_or_baseline(make_run, tmp_path):
@@ -219,10 +234,30 @@ def test_a_teacher_among_the_runs_is_passed_over(twin_runs, tmp_path):
     assert "All 12 runs" in text
 
 
+def test_charts_and_tables_are_saved(twin_runs, open_page, tmp_path):
+    page = open_page(build_report(twin_runs, tmp_path / "r.html"))
+
+    def saved(name):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=name, exact=True).focus()
+            page.keyboard.press("Enter")
+        return download.value.suggested_filename, download.value.path().read_text("utf-8")
+
+    name, chart = saved("save as SVG: Final accuracy")
+    drawing = xml.etree.ElementTree.fromstring(chart)
+    assert name == "final-accuracy.svg" and drawing.tag == "{http://www.w3.org/2000/svg}svg"
+    assert drawing.get("width").endswith("pt") and "var(" not in chart and "#0072b2" in chart
+    name, table = saved("save as CSV: Accuracy")
+    rows = list(csv.reader(table.removeprefix("\ufeff").splitlines()))
+    assert name == "accuracy.csv" and rows[0][:3] == ["Data", "Model", "Top-1 %"]
+    assert len(rows) == page.locator("table.results tr").count()
+    assert {len(row) for row in rows} == {len(rows[0])} and rows[1][1] == "ConViT convit_nano"
+
+
 def test_names_are_escaped(make_run, tmp_path):
     hostile = {"recipe": "<script>alert(1)</script>"}
     text = build_report([make_run(settings=hostile)], tmp_path / "r.html").read_text()
-    assert "<script" not in text and "&lt;script&gt;" in text
+    assert "<script>alert" not in text and "&lt;script&gt;" in text
 
 
 def test_bad_input(make_run, tmp_path):

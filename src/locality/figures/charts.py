@@ -114,7 +114,7 @@ def _draw_seeds(
     look = {**look, "linestyle": "none"}
     values = list(one.top1(fraction).values())
     found = estimate(values)
-    for value in values:
+    for value in values if len(values) > 1 else []:
         axes.plot(*point(place + aside, value), **look, markersize=3, alpha=0.45)
     low, high = max(0.0, found.low or 0.0), min(100.0, found.high or 0.0)
     width = None if found.half_width is None else [[found.mean - low], [high - found.mean]]
@@ -224,12 +224,18 @@ def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[st
         axes.add_patch(Rectangle((column, row), 1, 1, linewidth=0, **look))
         axes.text(column + 0.5, row + 0.5, f"{matrix[row, column]:,}", ha="center", va="center",
                   fontsize=min(9, 90 / count), color=INK)  # fmt: skip
-    labels = [fill(shorten(name, 40, placeholder="…") or name[:39] + "…", 20) for name in names]
+    labels = [_wrapped(shorten(name, 40, placeholder="…") or name[:39] + "…", 20) for name in names]
     places = np.arange(count) + 0.5
     axes.set_xticks(places, labels, rotation=90 if max(map(len, labels)) > 2 else 0, fontsize=7)
     axes.set_yticks(places, labels, fontsize=7)
     axes.set(aspect="equal", xlabel="predicted", ylabel="labelled")
     axes.invert_yaxis()
+
+
+def _wrapped(name: str, width: int) -> str:
+    """A name in lines of at most `width`, which end at its spaces and underscores."""
+    lines = fill(name.replace("_", "_ "), width, break_on_hyphens=False).split("\n")
+    return "\n".join(line.replace("_ ", "_") for line in lines)
 
 
 def draw_calibration(axes: Axes, table: npt.NDArray[np.float64]) -> None:
@@ -330,6 +336,11 @@ def _label_axes(
         axes.figure.legend(lines, wrapped, loc="outside lower left", fontsize=7)
     elif covered or len(labels) > 3:
         axes.figure.legend(lines, labels, loc="outside lower center", ncols=2, fontsize=8)
+        width, height = axes.figure.get_size_inches()  # type: ignore[union-attr]
+        rows = (
+            len(labels) + 1
+        ) // 2  # their room is not taken from the axes, whose label would be cut
+        axes.figure.set_size_inches(width, height + 0.16 * rows)  # type: ignore[union-attr]
     elif labels:
         axes.legend(loc="best", fontsize=8)
 

@@ -18,7 +18,7 @@ from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, r
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
 from locality.errors import UserError, one_line
 from locality.figures import charts
-from locality.report.page import FILTERS, format_estimate, format_share
+from locality.report.page import FILTERS, format_estimate, format_share, join_names
 from locality.runner.runs import Outcome, Run
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
@@ -136,14 +136,14 @@ def conclusion(
     best = candidates[0]
     own = [(pair, sure) for pair, sure in zip(pairs, decided, strict=True)
            if pair.first == best.label]  # fmt: skip
-    below = _join_names([pair.second for pair, sure in own if sure])
+    below = join_names([pair.second for pair, sure in own if sure])
     open_ = [pair for pair, sure in own if not sure]
     reached = f"{best.label} has the highest accuracy, {format_share(best.top1)}%"
     if len(best.runs) < 2:
         return f"{reached}, of a single run each, so without an interval."
     if not open_:
         return f"{reached}, significantly above {below} over seeds and over images."
-    rest = _join_names([pair.second for pair in open_], "or")
+    rest = join_names([pair.second for pair in open_], "or")
     fewest = sum(p.over_runs.p_value() > p.over_images.p_value() for p in open_)
     more = "more runs" if 2 * fewest > len(open_) else "more images to evaluate on"
     above = f" and is above {below}, but" if below else ", but"
@@ -287,8 +287,3 @@ def _classes(candidates: Sequence[Candidate]) -> list[tuple[str, int, list[float
         if images[index]
     ]
     return sorted(rows, key=lambda row: fmean(part or 0.0 for part in row[2]))[:_MAX_CLASSES]
-
-
-def _join_names(names: Sequence[str], word: str = "and") -> str:
-    *first, last = names or [""]
-    return f"{', '.join(first)} {word} {last}" if first else last

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from locality import __version__, checks
 from locality.analysis.baselines import advice
@@ -84,6 +84,11 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
     several = len(runs) > 1
     baselines = {part: baselines_at(groups, part) for part in fractions}
     apart = differing_settings([_settings(run) for run in runs])
+    learnt = [  # one evaluation makes no line
+        part
+        for part in (fractions if several else [])
+        if any(len(run.curve) > 1 for one in groups for run in one.at(part))
+    ]
     return {
         "title": _title(groups),
         "kind": "run" if not several else "experiment" if len(fractions) > 1 else "comparison",
@@ -93,6 +98,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "comparisons": [(each, pair_sentence(each)) for each in comparisons],
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
+        "several_seeds": any(len(one.at(part)) > 1 for one in groups for part in one.fractions),
         "families": {one.family for one in groups},
         # Of five classes or fewer, the five most probable ones are all.
         "top5": any(len(RunFolder(run.folder).classes()) > 5 for run in runs),
@@ -104,9 +110,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
             if (sentence := _below(one, part, baselines[part]))
         ],
         "accuracy": charts.chart(charts.draw_accuracy, groups) if several else None,
-        "learning": _panels(
-            "Learning curves", fractions if several else [], charts.draw_learning, groups
-        ),
+        "learning": _panels("Learning curves", learnt, charts.draw_learning, groups),
         "gates": [
             panel
             for one in groups
@@ -134,8 +138,10 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
 def _title(groups: Sequence[RunGroup]) -> str:
     """The models and the datasets."""
     labels = [one.label for one in groups]
-    models = ", ".join(labels) if len(labels) <= _MAX_NAMES else f"{len(labels)} models or settings"
-    return f"{models} on {', '.join(_datasets(groups))}"
+    models = (
+        join_names(labels) if len(labels) <= _MAX_NAMES else f"{len(labels)} models or settings"
+    )
+    return f"{models} on {join_names(_datasets(groups))}"
 
 
 def _datasets(groups: Sequence[RunGroup]) -> list[str]:
@@ -161,9 +167,26 @@ def format_share(found: Estimate) -> str:
     return f"{found.mean:.1f} ({max(0.0, found.low):.3g} to {min(100.0, found.high):.3g})"
 
 
+def format_range(found: Estimate) -> str:
+    """−3.1 to +5.2: the interval of a difference in points, of which there are at most 100."""
+    low, high = max(-100.0, found.low or 0.0), min(100.0, found.high or 0.0)
+    return minus(f"{low:+.1f} to {high:+.1f}")
+
+
 def minus(number: str) -> str:
     """A formatted number with a minus sign in the place of a hyphen."""
     return number.replace("-", "−")
+
+
+def join_names(names: Sequence[str], word: str = "and") -> str:
+    """ "a, b and c"."""
+    *first, last = names or [""]
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
+def breakable(name: str) -> Markup:
+    """A name that may go on in the next line after each of its parts."""
+    return Markup(re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(escape(name))))
 
 
 def _images(comparison: BaselinePair) -> str:
@@ -183,7 +206,7 @@ def pair_sentence(comparison: BaselinePair) -> str:
         return f"{opening}; no seed is common to both, so there is no paired difference."
     if found.half_width is None:
         return f"{opening}: {_points(found.mean)}, on a single seed, so without an interval."
-    interval = f"95% interval {found.low:+.1f} to {found.high:+.1f} over {found.n} seeds"
+    interval = f"95% interval {format_range(found)} over {found.n} seeds"
     if found.excludes_zero:
         return f"{opening}: {_points(found.mean)} ({interval})."
     return f"{opening}; the difference is not significant ({interval})."
@@ -273,10 +296,12 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
         {
             "layer": index + 1,
             "box": _box(layer),
+            # Each is drawn on its own scale, where a hundredth of a difference would be seen.
+            "uniform": bool((maps_of.max(axis=(1, 2)) <= 1.1 * maps_of.min(axis=(1, 2))).all()),
             "heads": [
                 (data_url(maps.map_to_rgb(found)), gate)
                 for found, gate in zip(
-                    layer.mixed[image][:_HEADS],
+                    maps_of,
                     [None] * _HEADS if layer.gates is None else layer.gates.tolist(),
                     strict=False,
                 )
@@ -284,6 +309,7 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
         }
         for index, layer in enumerate(pictures.layers)
         if index in chosen
+        for maps_of in [layer.mixed[image][:_HEADS]]
     ]
 
 
@@ -352,13 +378,19 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
     found: dict[str, Any] = {
         "best": best,
         "kept_step": run.result.get("best_step", run.result.get("steps")),
-        "curves": [
-            charts.chart(charts.draw_curves, run, columns, best, y_label)
-            for columns, y_label in (
-                ({"train_top1": "training", "top1": "validation"}, "top-1 accuracy (%)"),
-                ({"train_loss": "training", "val_loss": "validation"}, "loss"),
+        "curves": {
+            name: charts.chart(charts.draw_curves, run, columns, best, y_label)
+            for name, columns, y_label in (
+                (
+                    "Accuracy",
+                    {"train_top1": "training", "top1": "validation"},
+                    "top-1 accuracy (%)",
+                ),
+                ("Loss", {"train_loss": "training", "val_loss": "validation"}, "loss"),
             )
-        ],
+            # A single point is no curve.
+            if any(len(charts.curve_of(run, column)) > 1 for column in columns)
+        },
         "seconds": run.result.get("seconds"),
         "eval_seconds": sum(row.get("eval_seconds", 0) for row in run.timing),
         "skipped": read_rows(folder.skipped_file) if folder.skipped_file.exists() else [],
@@ -443,9 +475,12 @@ def _thumbnail(file: Path, run: RecordedRun) -> str | None:
 
 
 FILTERS: dict[str, Any] = {
+    "breakable": breakable,
+    "names": join_names,
     "percent": charts.percent,
     "interval": format_share,
     "minus": minus,
+    "range": format_range,
     "thousands": lambda number: f"{number:,.0f}",
     "millions": lambda number: f"{number / 1e6:.2f} M",
     "svg": _svg,
