@@ -232,6 +232,9 @@ def test_nothing_is_covered_or_cut_off(open_ready, shaken, images, tmp_path, wid
     subjects = [Classifier.of(model, "DeiT <b>&", SMALL) for model in models]  # nine heads each
     page = open_ready(write_explorer(subjects, images[:2], tmp_path / "nine.html"), width, height)
     click(page, 2, 2)
+    if width > 1000:
+        low = page.locator("#controls summary").bounding_box()
+        assert low["y"] + low["height"] <= height  # every control is in sight
     page.locator("summary").first.click()
     page.locator(".large canvas").first.hover()
     assert page.outside() == []
@@ -283,6 +286,38 @@ def test_what_all_heads_share_is_said_once(open_ready, images, tmp_path):
 def test_a_model_without_positions_has_no_choice_of_parts(open_ready, subjects, images, tmp_path):
     page = open_ready(write_explorer(subjects[2:], images[:1], tmp_path / "deit.html"))
     assert page.locator("#modes").is_hidden()
+
+
+def test_rollout_is_the_product_of_all_layers(open_ready, subjects, images, tmp_path):
+    """Abnar & Zuidema (2020): (A + I) / 2 of the heads' mean, from the last layer to the first."""
+    page = open_ready(write_explorer(subjects, images[:2], tmp_path / "rollout.html"))
+    # ConViT's class token comes late, so its layers have different tokens.
+    page.get_by_label("attention rollout").check()
+    cells = page.locator('.large .cell[data-head="rollout"]')
+    able = [subject for subject in subjects if subject.name.startswith("DeiT")]
+    assert able and cells.count() == len(able)
+    page.keyboard.press("2")
+    page.wait_for_function("explorer.state.image === 1")
+    click(page, 1, 2)
+    for number, subject in enumerate(subjects):
+        if subject not in able:
+            continue
+        maps = compute_maps(subject, images[1])
+        flow = np.eye(17)
+        for layer in maps:
+            flow = (layer.mixed[0].mean(dim=0).double().numpy() + np.eye(17)) / 2 @ flow
+        found = page.evaluate("(model) => [...explorer.rollout(model)]", number)
+        np.testing.assert_allclose(found, flow[1 + 6], rtol=FACTOR)
+        page.get_by_label("query from the class token").check()
+        found = page.evaluate("(model) => [...explorer.rollout(model)]", number)
+        np.testing.assert_allclose(found, flow[0], rtol=FACTOR)
+    cells.first.locator("canvas").hover()
+    assert "rollout over all layers and heads" in page.locator("#readout").inner_text()
+
+
+def test_without_equal_tokens_there_is_no_rollout(open_ready, subjects, images, tmp_path):
+    page = open_ready(write_explorer(subjects[:1], images[:1], tmp_path / "convit.html"))
+    assert page.locator("#rollout").is_hidden()
 
 
 def test_labels_of_axes_are_exact(open_ready, file):

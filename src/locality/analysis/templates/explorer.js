@@ -10,6 +10,7 @@ const state = {
   mode: "mixed",
   scale: "map", // the brightest colour is the maximum of each map, of its layer, or of all maps
   layer: 0, // the one shown large
+  rollout: false, // whether it is shown beside the heads
   hovered: null, // {model, layer, head, key}
 };
 // The grid of possible query patches: that of the first model's last layer.
@@ -59,17 +60,53 @@ function queryIndex(layer) {
 }
 
 // The attention of a head to every key (class token and registers first), or null if the layer lacks this part.
-function attentionOf(model, index, number, mode = state.mode) {
+function attentionOf(model, index, number, mode = state.mode, query = null, cell = null) {
   const layer = DATA.models[model].layers[index];
-  const query = queryIndex(layer);
+  query ??= queryIndex(layer);
+  cell ??= cellOf(layer);
   if (query < 0 || (mode === "position" && !layer.position)) return null;
   const scores = mode === "position" ? null : contentScores(heads[model][index][number], layer.head_dim, query);
   if (mode === "content" || layer.kind === "sa") return softmax(scores);
-  const position = positionalAttention(layer.position[number], layer, cellOf(layer));
+  const position = positionalAttention(layer.position[number], layer, cell);
   if (mode === "position") return position;
   if (layer.kind === "psa") return softmax(scores.map((score, key) => score + Math.log(position[key])));
   const content = softmax(scores), gate = layer.gates[number];
   return content.map((value, key) => (1 - gate) * value + gate * position[key]);
+}
+
+// Attention rollout (Abnar & Zuidema, 2020) needs every layer to have the same tokens, as queries and as keys.
+const canRollOut = ({ layers }) => layers.every((layer) => layer.prefix === layers[0].prefix &&
+  [layer.grid, layer.key_grid].every((grid) => String(grid) === String(layers[0].grid)));
+const ROLLOUT = "rollout"; // in the place of a head's number
+const steps = new Map(); // by model, of the chosen image: every layer's (A + I) / 2, A the mean over heads
+
+function stepsOf(model) {
+  if (!steps.has(model)) {
+    steps.set(model, DATA.models[model].layers.map((layer, index) => {
+      const [height, width] = layer.grid, n = layer.prefix + height * width, step = new Float32Array(n * n);
+      for (let query = 0; query < n; query++) {
+        const patch = query - layer.prefix, cell = [Math.floor(patch / width), patch % width];
+        for (let head = 0; head < layer.heads; head++) {
+          attentionOf(model, index, head, "mixed", query, cell)
+            .forEach((value, key) => { step[query * n + key] += value / (2 * layer.heads); });
+        }
+        step[query * n + query] += 0.5;
+      }
+      return step;
+    }));
+  }
+  return steps.get(model);
+}
+
+// What part of the query after the last layer comes from each token before the first.
+function rolloutOf(model) {
+  const query = queryIndex(DATA.models[model].layers[0]);
+  if (query < 0) return null;
+  return stepsOf(model).reduceRight((row, step) => {
+    const n = row.length, before = new Float64Array(n);
+    for (let at = 0; at < n; at++) for (let key = 0; key < n; key++) before[key] += row[at] * step[at * n + key];
+    return before;
+  }, Float64Array.from({ length: Math.sqrt(stepsOf(model)[0].length) }, (_, at) => Number(at === query)));
 }
 
 // The mean distance of a row of attention in patches, to these alone (Eq. 8).
@@ -124,6 +161,7 @@ async function loadImage(image) {
       { query: read(layer, layer.grid), key: read(layer, layer.key_grid) })));
   }));
   heads.splice(0, heads.length, ...loaded);
+  steps.clear();
 }
 
 // -- building the page --------------------------------------------------------------------------
@@ -145,10 +183,11 @@ function makeCell(model, index, head, large) {
     class: "cell", "data-model": model, "data-layer": index, "data-head": head,
   }, view);
   // A layer without gates keeps the strip's room, so that layers of two models stay level.
-  const strip = element("span", { class: layer.gates ? "gate" : "gate absent" });
-  if (layer.gates) {
-    strip.style.background = gateColour(layer.gates[head]);
-    strip.title = `gate ${layer.gates[head].toFixed(2)}`;
+  const gate = layer.gates?.[head];
+  const strip = element("span", { class: gate === undefined ? "gate absent" : "gate" });
+  if (gate !== undefined) {
+    strip.style.background = gateColour(gate);
+    strip.title = `gate ${gate.toFixed(2)}`;
   }
   node.append(strip);
   const label = large ? element("span", { class: "label" }) : null;
@@ -189,6 +228,7 @@ function buildLarge() {
     article.querySelector(".layer").textContent = `layer ${index + 1}` + (gate ? ` · gate ${gate} in every head` : "");
     large.replaceChildren();
     for (let head = 0; head < layers[index].heads; head++) large.append(makeCell(number, index, head, true));
+    if (state.rollout && canRollOut(DATA.models[number])) large.append(makeCell(number, layers.length - 1, ROLLOUT, true));
     article.querySelectorAll(".row").forEach((row, at) => row.classList.toggle("selected", at === index));
   });
   showImageUnderMaps();
@@ -230,11 +270,12 @@ const tops = new Map();
 function rowOf(cell) {
   const key = `${cell.model}.${cell.index}.${cell.head}`;
   if (!rows.has(key)) {
-    const attention = attentionOf(cell.model, cell.index, cell.head);
+    const rolled = cell.head === ROLLOUT;
+    const attention = rolled ? rolloutOf(cell.model) : attentionOf(cell.model, cell.index, cell.head);
     rows.set(key, attention);
     const prefix = DATA.models[cell.model].layers[cell.index].prefix;
     const most = attention ? attention.subarray(prefix).reduce((a, b) => Math.max(a, b), 0) : 0;
-    for (const scale of [key, `${cell.model}.${cell.index}`, "all"]) {
+    for (const scale of rolled ? [key] : [key, `${cell.model}.${cell.index}`, "all"]) { // rollout has its own scale
       tops.set(scale, Math.max(tops.get(scale) ?? 0, most));
     }
   }
@@ -243,7 +284,8 @@ function rowOf(cell) {
 
 function topOf(cell) {
   const layer = `${cell.model}.${cell.index}`;
-  return tops.get({ map: `${layer}.${cell.head}`, layer, all: "all" }[state.scale]);
+  const scale = cell.head === ROLLOUT ? "map" : state.scale;
+  return tops.get({ map: `${layer}.${cell.head}`, layer, all: "all" }[scale]);
 }
 
 function queryCell() {
@@ -258,10 +300,10 @@ function showCell(cell) {
   cell.node.dataset.distance = distance === null ? "" : distance;
   placeBox(cell.query, layer.grid, cellOf(layer));
   if (cell.label) {
-    const gate = layer.gates && !commonGate(layer) ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
+    const gate = layer.gates && cell.head !== ROLLOUT && !commonGate(layer) ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
     const even = attention && isUniform(layer, attention) ? " · uniform" : "";
     const far = distance === null ? even : `${even} · distance ${distance.toFixed(2)}`;
-    cell.label.textContent = `head ${cell.head + 1}${far}${gate}`;
+    cell.label.textContent = `${cell.head === ROLLOUT ? "rollout, all layers" : `head ${cell.head + 1}`}${far}${gate}`;
   }
 }
 
@@ -296,7 +338,8 @@ function readout() {
   mark(at.model, at.layer, at.head);
   const layer = DATA.models[at.model].layers[at.layer];
   const attention = rows.get(`${at.model}.${at.layer}.${at.head}`);
-  const parts = [`${DATA.models[at.model].label}, layer ${at.layer + 1}, head ${at.head + 1}`];
+  const rolled = at.head === ROLLOUT;
+  const parts = [`${DATA.models[at.model].label}, ${rolled ? "rollout over all layers and heads" : `layer ${at.layer + 1}, head ${at.head + 1}`}`];
   if (attention && at.key !== undefined) {
     const value = attention[layer.prefix + at.key];
     const row = Math.floor(at.key / layer.key_grid[1]), column = at.key % layer.key_grid[1];
@@ -311,7 +354,7 @@ function readout() {
     const others = attention.subarray(1, layer.prefix).reduce((a, b) => a + b);
     parts.push(`${number(100 * others)}% to ${layer.prefix - 1} more before the patches`);
   }
-  if (layer.gates) parts.push(`gate ${layer.gates[at.head].toFixed(3)}`);
+  if (layer.gates && !rolled) parts.push(`gate ${layer.gates[at.head].toFixed(3)}`);
   $("readout").textContent = parts.join(" · ");
 }
 
@@ -391,6 +434,12 @@ function setClassToken(on) {
   show();
 }
 
+function setRollout(on) {
+  state.rollout = on;
+  buildLarge();
+  show();
+}
+
 function listen() {
   $("grid").addEventListener("click", (event) => {
     const box = $("grid").getBoundingClientRect();
@@ -401,6 +450,7 @@ function listen() {
   $("scale").addEventListener("change", () => { state.scale = $("scale").value; show(); });
   $("opacity").addEventListener("input", () =>
     document.documentElement.style.setProperty("--opacity", $("opacity").value / 100));
+  $("rollout").addEventListener("change", () => setRollout($("rollout").checked));
   $("class-token").addEventListener("change", () => setClassToken($("class-token").checked));
   document.querySelectorAll('input[name="mode"]').forEach((input) =>
     input.addEventListener("change", () => setMode(input.value)));
@@ -439,6 +489,7 @@ async function start() {
   $("layer").max = Math.max(...DATA.models.map((model) => model.layers.length));
   $("modes").hidden = !layers.some((layer) => layer.position);
   $("class-token-choice").hidden = !layers.some((layer) => layer.prefix);
+  document.querySelectorAll(".rollout").forEach((node) => { node.hidden = !DATA.models.some(canRollOut); });
   document.querySelectorAll(".prefix").forEach((node) => { node.textContent = PREFIX; });
   $("low").textContent = `1/${10 ** DATA.decades} of it`;
   const table = $("colours").getContext("2d");
@@ -453,6 +504,6 @@ async function start() {
   document.documentElement.dataset.ready = performance.now().toFixed(1);
 }
 
-// For the console: explorer.attention(model, layer, head, mode) gives a row as numbers.
-window.explorer = { state, attention: attentionOf, data: DATA };
+// For the console: explorer.attention(model, layer, head, mode) and explorer.rollout(model) give a row as numbers.
+window.explorer = { state, attention: attentionOf, rollout: rolloutOf, data: DATA };
 start();
