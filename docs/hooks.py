@@ -32,6 +32,7 @@ TOP = {
     "CHANGELOG.md": "changelog.md",
 }
 CLAIMS = "src/locality_papers/templates/claims.css"  # how the page of results looks
+SAVE = "src/locality/report/templates/save.js"  # and how its tables are saved
 REFERENCE = {
     "locality": ["locality", "locality.errors"],
     "models": ["locality.models"],
@@ -115,7 +116,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted({path for page in pages for _, path in linked(page)}):
         if (place := place_of(path)).startswith("files/"):
             files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
-    for source, place in [*TOP.items(), (CLAIMS, "claims.css")]:
+    for source, place in [*TOP.items(), (CLAIMS, "claims.css"), (SAVE, "save.js")]:
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     for name, modules in REFERENCE.items():
         page = File.generated(config, f"reference/{name}.md", content=reference(modules))

@@ -431,7 +431,8 @@ class TestSpace:
             # Under any name, and in a frame, as a Space is.
             place = {"Host": "me-it.hf.space", "Origin": "https://me-it.hf.space"}
             framed = {"headers": place, "check": lambda headers: self.framed(dict(headers))}
-            assert b"Drop images" in request(started.address, "GET", "/", **framed)[1]
+            page = request(started.address, "GET", "/", **framed)[1]
+            assert b"Drop images" in page and f"<h1>{model.name}</h1>".encode() in page
             sent = "POST", "/predict", image.read_bytes()
             status, answer = request(started.address, *sent, **framed)
         shares = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}

@@ -173,7 +173,7 @@ RUN = (records.HOLDS, records.CONTRADICTED, records.NOT_REPRODUCED, records.UNDE
 
 
 def grid(lines: Sequence[Record], kind: str, scales: Sequence[str]) -> Grid:
-    """The claims of a kind at all scales."""
+    """The claims of a kind at all scales that have one."""
     groups: dict[str, dict[str, Record]] = {}
     for line in lines:
         if line["kind"] == kind:
@@ -184,7 +184,9 @@ def grid(lines: Sequence[Record], kind: str, scales: Sequence[str]) -> Grid:
         own = list(row["lines"].values())
         row["anchor"], row["unit"] = own[0]["anchor"], own[0]["unit"]
         row["paper"] = " / ".join(dict.fromkeys(line["paper"] for line in own if line["paper"]))
-    return Grid(scales, {name: list(rows.values()) for name, rows in groups.items()})
+    found = {name: list(rows.values()) for name, rows in groups.items()}
+    claims = [row for rows in found.values() for row in rows]
+    return Grid([scale for scale in scales if any(scale in row["lines"] for row in claims)], found)
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -226,7 +228,9 @@ def _rendered(kind: str, **content: Any) -> str:
         "linked": _linked,
         "hardware": _hardware,
     }
-    text = render("locality_papers", f"results.{kind}", filters, style=style, **content)
+    script = files("locality.report").joinpath("templates/save.js").read_text("utf-8")
+    looks = {"style": style, "script": Markup(script)}
+    text = render("locality_papers", f"results.{kind}", filters, **looks, **content)
     # Blocks that have nothing to say leave empty lines.
     return re.sub("\n{3,}", "\n\n", text).strip() + "\n"
 

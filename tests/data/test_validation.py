@@ -65,12 +65,12 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     for words in (
         "4 classes",
         "5 files cannot be decoded",
-        "1 validation images are also training images",
-        "1 classes of train are empty: 'dog'",
+        "1 validation image is also a training image",
+        "1 class of train is empty: 'dog'",
         "only train has 'dog'",
-        "1 files repeat",
-        "1 files are ignored",
-        "1 links lead back",
+        "1 file repeats",
+        "1 file is ignored",
+        "1 link leads back",
         "this folder needs attention",
     ):
         assert words in text

@@ -203,7 +203,7 @@ def export_space(
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     pages: dict[str, dict[str, Any]] = {
         "README.md": {"metadata": card.to_yaml(), "title": title, "version": __version__},
-        "Dockerfile": {"python": version, "port": PORT},
+        "Dockerfile": {"python": version, "port": PORT, "title": title},
         "requirements.txt": {"packages": _pinned_requirements()},
     }
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

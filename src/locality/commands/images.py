@@ -285,6 +285,7 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add("--port", 8000, "port; 0 takes a free one", int)
     hosts = "names that it is reached by beside this machine's own; '*' is any"
     parser.add_argument("--hosts", nargs="+", default=None, help=hosts)
+    parser.add("--title", None, "of the page; the model's name unless given")
     parser.add("--export_space", None, "write a folder for a Hugging Face Space; answer nothing")
     options = parser.read(arguments)
 
@@ -292,7 +293,7 @@ def serve(arguments: Sequence[str]) -> None:
     check_given(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     if options.export_space is not None:
-        parser.refuse("host port hosts", "does nothing beside --export_space")
+        parser.refuse("host port hosts title", "does nothing beside --export_space")
         check_new_folder(Path(options.export_space))
         from locality.checkpoints.exporting import export_space
 
@@ -302,7 +303,7 @@ def serve(arguments: Sequence[str]) -> None:
     from locality.serve import server
 
     opened = open_given(options.model, options)
-    server.serve(opened, options.host, options.port, options.hosts or ())
+    server.serve(opened, options.host, options.port, options.hosts or (), options.title or "")
 
 
 def figure(arguments: Sequence[str]) -> int:

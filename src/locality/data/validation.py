@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -97,21 +97,33 @@ class CheckReport:
             text.append(f"train and val have different classes: {self.class_difference}")
         for part, names in self.empty_classes.items():
             if names:
-                text.append(f"{len(names)} classes of {part} are empty: {some(names, most)}")
+                are = ("class of {} is", "classes of {} are")[len(names) > 1].format(part)
+                text.append(f"{len(names)} {are} empty: {some(names, most)}")
         text += _listed(
-            "files cannot be decoded",
+            ("file cannot be decoded", "files cannot be decoded"),
             [f"{path}: {reason}" for path, reason in self.bad_files.items()],
             most,
         )
         text += _listed(
-            "validation images are also training images",
+            (
+                "validation image is also a training image",
+                "validation images are also training images",
+            ),
             [f"{val} = {train}" for train, val in self.duplicates],
             most,
         )
         if self.repeated:
-            text.append(f"{self.repeated:,} files repeat an earlier one of the same part")
-        text += _listed("files are ignored", self.ignored, most)
-        text += _listed("links lead back to a folder above and are not followed", self.loops, most)
+            verb = ("file repeats", "files repeat")[self.repeated > 1]
+            text.append(f"{self.repeated:,} {verb} an earlier one of the same part")
+        text += _listed(("file is ignored", "files are ignored"), self.ignored, most)
+        text += _listed(
+            (
+                "link leads back to a folder above and is not followed",
+                "links lead back to a folder above and are not followed",
+            ),
+            self.loops,
+            most,
+        )
         text.append("nothing is wrong" if self.ok else "this folder needs attention")
         return list(map(printable, text))
 
@@ -245,11 +257,16 @@ def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo:
     return ImageInfo(digest, image.width, image.height, image.mode, None)
 
 
-def _listed(what: str, items: list[str], most: int) -> list[str]:
+def _listed(what: Sequence[str], items: list[str], most: int) -> list[str]:
+    """How many items there are, and the first of them; `what` they are, of one and of several."""
     if not items:
         return []
     more = [f"  … and {len(items) - most:,} more"] if len(items) > most else []
-    return [f"{len(items):,} {what}:", *(f"  {item}" for item in items[:most]), *more]
+    return [
+        f"{len(items):,} {what[len(items) > 1]}:",
+        *(f"  {item}" for item in items[:most]),
+        *more,
+    ]
 
 
 # As many images of ImageNet's size are decoded in half a minute by one processor.

@@ -166,23 +166,24 @@ class ErrorResponse(BaseModel):
     detail: str
 
 
-def application(classifier: Classifier) -> FastAPI:
+def application(classifier: Classifier, title: str = "") -> FastAPI:
     """The page at /, the endpoints /predict and /attention, and their description, /openapi.json.
 
     Args:
         classifier: which answers; a graph has no attention to show.
+        title: of the page; the model's name unless given.
     """
     refused: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorResponse} for status in (408, 413, 422, 500, 503)
     }
     service = FastAPI(
-        title=f"locality: {classifier.name}",
+        title=title or f"locality: {classifier.name}",
         version=__version__,
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
         responses=refused,
     )
-    page = _page(classifier)
+    page = _page(classifier, title)
     bodies = RequestBodies()
     places, processes = anyio.Semaphore(_DECODED), anyio.CapacityLimiter(_DECODED)
     # torch takes all processors for one image as it is.
@@ -240,11 +241,11 @@ def application(classifier: Classifier) -> FastAPI:
     return service
 
 
-def _page(classifier: Classifier) -> str:
+def _page(classifier: Classifier, title: str = "") -> str:
     return render(
         "locality.report",
         "serve.html",
-        title=classifier.name,
+        title=title or classifier.name,
         size=classifier.preprocessing.size,
         megabytes=MEGABYTES,
         version=__version__,

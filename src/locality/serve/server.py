@@ -159,7 +159,9 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def serve(classifier: Classifier, host: str, port: int, hosts: Sequence[str] = ()) -> NoReturn:
+def serve(
+    classifier: Classifier, host: str, port: int, hosts: Sequence[str] = (), title: str = ""
+) -> NoReturn:
     """Answer until interrupted, and for two seconds more; then end the process.
 
     Prints the page's address once it answers.
@@ -170,6 +172,7 @@ def serve(classifier: Classifier, host: str, port: int, hosts: Sequence[str] = (
         port: 0 takes a free one.
         hosts: names that the page is reached by, beside the machine's own; with "*" all are, and
             other pages may show this one in a frame.
+        title: of the page; the model's name unless given.
 
     Raises:
         UserError: if the address cannot be listened at, or a host is no name.
@@ -183,8 +186,9 @@ def serve(classifier: Classifier, host: str, port: int, hosts: Sequence[str] = (
         ("x-content-type-options", "nosniff"),
         *([] if framed else [("x-frame-options", "DENY")]),
     ]
+    known = ["localhost", socket.gethostname(), host, *hosts]
     config = uvicorn.Config(
-        HostCheck(application(classifier), ["localhost", socket.gethostname(), host, *hosts]),
+        HostCheck(application(classifier, title), known),
         http=_Connection,
         ws="none",
         log_level="error",

@@ -59,7 +59,7 @@
   const style = document.createElement("style");
   style.textContent = `.save { margin: .2rem 0 .6rem; max-width: none; }
     .save button { margin-right: .5rem; padding: 0 .5em; border: 1px solid #8886; border-radius: .3rem; background: none; color: inherit;
-      font: inherit; font-size: .78rem; opacity: .8; cursor: pointer; }
+      font: inherit; font-size: .8em; opacity: .8; cursor: pointer; }
     .save button:hover, .save button:focus-visible { opacity: 1; }
     @media print { .save { display: none; } }`;
   document.head.append(style);
