@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from locality.data.config import Preprocessing as Preprocessing
     from locality.data.datasets import open_data as open_data
     from locality.data.decoding import decode as decode
+    from locality.data.folder import open_folder as open_folder
     from locality.data.loader import BatchLoader as BatchLoader
     from locality.data.loader import eval_loader as eval_loader
     from locality.data.loader import train_loader as train_loader
