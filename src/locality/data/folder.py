@@ -66,11 +66,15 @@ class FileSource(ImageSource):
         self.decoding = decoding
 
     def read(self, index: int) -> Image.Image:
-        return decode(read_bytes(self.describe(index)), self.decoding)
+        return decode(self.read_bytes(index), self.decoding)
 
     def path(self, index: int) -> str:
         """Where image `index` lies below the folder."""
         return os.fsdecode(self._paths[index])
+
+    def read_bytes(self, index: int) -> bytes:
+        """The file as it is, not decoded."""
+        return read_bytes(self.describe(index))
 
     def check_header(self, index: int) -> None:
         check_header(self.describe(index), self.decoding)
