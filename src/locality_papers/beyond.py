@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from locality.analysis.measures import positional_focus
+from locality.checkpoints import load
 from locality.errors import UserError
 from locality.figures.charts import percent
 from locality.layers import ImageAttention
 from locality.layers.conv_init import window_offsets
 from locality.runner.costs import image_counts
 from locality.runner.runs import Run
-from locality.training import load_run
 from locality_papers.measures import (
     TOP1,
     Measure,
@@ -209,7 +209,7 @@ ROBUSTNESS = {
 @torch.no_grad()
 def _gates_and_moves(run: Run) -> dict[str, float]:
     """Of the heads that took over a kernel: their mean gate, and how many look elsewhere now."""
-    layers = [m.attn for m in load_run(run.folder)[0].modules() if isinstance(m, ImageAttention)]
+    layers = [m.attn for m in load(run.folder).modules() if isinstance(m, ImageAttention)]
     gates = torch.cat([layer.gating[:-1].sigmoid() for layer in layers])
     moves = torch.cat(
         [positional_focus(a.v_pos).centre[:-1] - window_offsets(a.window) for a in layers]

@@ -147,6 +147,9 @@ def figure_2b(s: Scale) -> Figure:
     )
 
 
+_STRENGTHS = (0.5, 1.0, 2.0)  # α, the other axis of Fig. 8
+
+
 def _with_gpsa(s: Scale, measure: Measure, layers: int, strength: float = 1.0) -> Quantity:
     """A cell of Figs. 8 and 12; the model's own values are left out, to share its runs."""
     if layers == 0:
@@ -164,7 +167,7 @@ def figure_8(s: Scale) -> Figure:
     """Final accuracy (left) and accuracy at stages of training (right)."""
     by_strength = {
         f"{layers} GPSA layer{'s' if layers > 1 else ''}": over(
-            s.strengths, [_with_gpsa(s, TOP1, layers, each) for each in s.strengths]
+            _STRENGTHS, [_with_gpsa(s, TOP1, layers, each) for each in _STRENGTHS]
         )
         for layers in s.gpsa_counts
     }
@@ -183,7 +186,7 @@ def figure_8(s: Scale) -> Figure:
     least, *_, all_of_them = s.gpsa_counts
     most = 9 if 9 in s.gpsa_counts else all_of_them
     few, many, none = (_with_gpsa(s, TOP1, layers) for layers in (least, most, 0))
-    weak, *_, strong = (_with_gpsa(s, TOP1, all_of_them, strength) for strength in s.strengths)
+    weak, *_, strong = (_with_gpsa(s, TOP1, all_of_them, strength) for strength in _STRENGTHS)
     # The paper's boosts stand in its Fig. 8.
     early_boost = ratio(_with_gpsa(s, TOP1_EARLY, most), _with_gpsa(s, TOP1_EARLY, 0))
     early_boost = stated(early_boost, 1.87)

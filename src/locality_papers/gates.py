@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from locality_papers.measures import TOP1, TRAJECTORY, Quantity, combined, over, summed_rate
+from locality_papers.convit_attention import Trajectory, reducer
+from locality_papers.measures import TOP1, TRAJECTORY, Quantity, over, summed_rate
 from locality_papers.scales import Scale
 from locality_papers.specs import (
     Claim,
@@ -40,13 +40,11 @@ def position_rate(s: Scale) -> Table:
         if factor != 1:
             chosen["optim__position_lr_factor"] = factor
         config = s.runs("ConViT-S", **chosen)[0].config
-        trajectory = s.measured(TRAJECTORY, "ConViT-S", **chosen)
+        number = reducer(s.measured(TRAJECTORY, "ConViT-S", **chosen), unit="points")
         cells = {"sum": summed_rate(config), "top1": s.measured(TOP1, "ConViT-S", **chosen)}
         for n in layers:
-            cells[f"gate {n}"] = _of_layer(trajectory, n, lambda layer: fmean(layer["gates"][-1]))
-            cells[f"left {n}"] = _of_layer(
-                trajectory, n, lambda layer: layer["nonlocality"][-1] - layer["nonlocality"][0]
-            )
+            cells[f"gate {n}"] = number(lambda of, n=n: of.mean_gates[n, -1])
+            cells[f"left {n}"] = number(lambda of, n=n: of.growth[n])
         rows.append(Row(f"×{factor:g}", cells))
     return Table(
         tuple(rows),
@@ -55,10 +53,6 @@ def position_rate(s: Scale) -> Table:
         "how far Adam can move them (186 in the paper); gates at the end, mean over heads; "
         "nonlocality at the end less that at the start.",
     )
-
-
-def _of_layer(trajectory: Quantity, n: int, function: Callable[[Any], float]) -> Quantity:
-    return combined(lambda found: function(found["layers"][n]), trajectory)
 
 
 DISTANT = {"motifs_0": 0, "motifs_50": 50, "motifs_100": 100}
@@ -103,8 +97,9 @@ def distance(s: Scale) -> Figure:
                 optim__position_lr_factor=rate,
                 **_ON_MOTIFS,
             )
-            gates.setdefault(rate, {})[percent] = combined(_mean_gate, trajectory)
-            nonlocality.setdefault(rate, {})[percent] = combined(_mean_nonlocality, trajectory)
+            number = reducer(trajectory, unit="points")
+            gates.setdefault(rate, {})[percent] = number(lambda of: fmean(of.mean_gates[:, -1]))
+            nonlocality.setdefault(rate, {})[percent] = number(_mean_nonlocality)
     claims = {
         "gates are lower on images that need two places": (gates, 0, 100),
         "nonlocality is higher on images that need two places": (nonlocality, 100, 0),
@@ -135,12 +130,9 @@ def distance(s: Scale) -> Figure:
     )
 
 
-def _mean_gate(trajectory: Any) -> float:
-    return fmean(fmean(layer["gates"][-1]) for layer in trajectory["layers"] if layer.get("gates"))
-
-
-def _mean_nonlocality(trajectory: Any) -> float:
-    return fmean(layer["nonlocality"][-1] for layer in trajectory["layers"] if layer.get("gates"))
+def _mean_nonlocality(of: Trajectory) -> float:
+    """Of the gated layers, which are the first."""
+    return fmean(of.nonlocality[: len(of.gates), -1])
 
 
 def _lines(by_rate: dict[float, dict[int, Quantity]]) -> tuple[Series, ...]:

@@ -23,13 +23,12 @@ from locality.analysis.recording import measure_trajectory
 from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, estimate
 from locality.benchmark.measure import inference, interleave
-from locality.checkpoints import open_model
+from locality.checkpoints import load, open_model
 from locality.data.config import DATASETS
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
 from locality.runner.costs import image_counts
 from locality.runner.runs import Run
-from locality.training import load_run
 from locality.training.config import RunConfig, ScheduleConfig
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
@@ -401,15 +400,14 @@ def masked_top1(name: str, mask: Callable[[nn.Module], AbstractContextManager[An
 
     def read(run: Run) -> float:
         opened = open_model(run.folder)
-        assert opened.model is not None
-        with mask(opened.model):
+        with mask(opened.module()):
             return evaluate_opened(opened, run.config.data, seed=run.config.seed)["top1"]
 
     return Measure(f"top1, {name}", read, accuracy=True)
 
 
 def _images_per_second(run: Run) -> float:
-    model, _ = load_run(run.folder)
+    model = load(run.folder)
     device = torch.device(resolve_accelerator("auto"))
     images = torch.randn(_SPEED_BATCH, 3, *model.img_size, device=device)
     work = {"": inference(model.to(device), images, nullcontext)}

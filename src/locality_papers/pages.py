@@ -32,7 +32,7 @@ from locality_papers.records import Record
 from locality_papers.specs import papers_order
 from locality_papers.tables import Notes, filled, to_csv, usual_n
 
-SCALES = ("fashion-tuned", "digits-tuned", "fashion14", "fashion", "digits")
+BEST_FIRST = ("fashion-tuned", "digits-tuned", "fashion14", "fashion", "digits")
 """The scales of the page of results, the best evidence first."""
 _MANY_SEEDS = 24  # a line of a table holds about so many numbers
 
@@ -345,7 +345,7 @@ def write_all(root: Path) -> None:
         UserError: as `results_page`.
     """
     results = root / "results"
-    folders = [results / scale for scale in SCALES if (results / scale).is_dir()]
+    folders = [results / scale for scale in BEST_FIRST if (results / scale).is_dir()]
     for folder in folders:
         for record in read_records(folder):
             write_pages(record, folder / record["name"].replace("/", "-"))

@@ -12,7 +12,7 @@ here, and `note` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,29 +56,17 @@ def _read() -> Iterator[Published]:
                     yield Published(table["place"], row, metric, number, table["protocol"], note)
 
 
+PUBLISHED: tuple[Published, ...] = tuple(_read())
+
 COMPUTED = "computed from the table"
 """The note of differences that our tables show and the paper leaves to the reader."""
 
 
-def _differences(printed: Iterable[Published]) -> Iterator[Published]:
-    at = {(item.place, item.row, item.metric): item for item in printed}
+def as_computed(place: str, value: float) -> Published:
+    """What follows from numbers that a table prints, under the protocol of these."""
+    protocol = next(item.protocol for item in PUBLISHED if item.place == place)
+    return Published(place, "", "", round(value, 2), protocol, COMPUTED)
 
-    def less(place: str, row: str, metric: str, first: str, second: str, of: str) -> Published:
-        one, other = at[place, row, first], at[place, of, second]
-        difference = round(one.value - other.value, 2)
-        return Published(place, row, metric, difference, one.protocol, COMPUTED)
-
-    for row in "abcdfg":
-        for part in ("full", "10%"):
-            yield less("convit/table-3", row, f"{part} over e", part, part, of="e")
-    for row in ("DeiT-S", "DeiT-B", "ConViT-S+"):
-        yield less("convit/table-4", row, "gain", "hard", "none", of=row)
-    for row in ("DeiT-Ti", "ConViT-Ti"):
-        yield less("convit/table-5", row, "loss", "unmasked", "masked", of=row)
-
-
-_PRINTED = tuple(_read())
-PUBLISHED: tuple[Published, ...] = (*_PRINTED, *_differences(_PRINTED))
 
 MODELS: dict[str, str] = _FILE["models"]
 """The papers' names of models, and ours."""

@@ -22,7 +22,6 @@ from locality.analysis.statistics import Estimate, mean_curve, two_sided_p, two_
 from locality.runner.runs import Run
 from locality_papers import published
 from locality_papers.measures import Empty, Failures, Quantity, Untestable, Values, why_missing
-from locality_papers.published import Published
 from locality_papers.scales import Scale
 from locality_papers.specs import Claim, Experiment, Figure, Panel, Series, Spec, Table
 
@@ -87,11 +86,7 @@ def make_record(
             {
                 "label": row.label,
                 "cells": [
-                    _cell(
-                        row.cells.get(metric),
-                        published.find(item.name, row.printed_row, metric),
-                        failures,
-                    )
+                    _cell(row.cells.get(metric), (item.name, row.printed_row, metric), failures)
                     for metric in spec.columns
                 ],
             }
@@ -110,10 +105,13 @@ def make_record(
 
 
 def _cell(
-    quantity: Quantity | None, printed: Published | None, failures: Failures
+    quantity: Quantity | None, place: tuple[str, str, str], failures: Failures
 ) -> Record | None:
     if quantity is None:
         return None
+    printed = published.find(*place)
+    if printed is None and quantity.paper is not None:
+        printed = published.as_computed(place[0], quantity.paper)
     names = ("value", "protocol", "note")
     paper = None if printed is None else {name: getattr(printed, name) for name in names}
     return {"paper": paper} | _evaluated(quantity, failures, _measured)

@@ -49,7 +49,7 @@ class Scale:
             they stand beside baselines on pixels.
         splits_by_seed: each seed draws anew which images are evaluated on, so that intervals over
             seeds are also over images.
-        gpsa_counts, strengths: the axes of Fig. 8; `gpsa_counts[-1]` is the model's own number.
+        gpsa_counts: an axis of Fig. 8; `gpsa_counts[-1]` is the model's own number.
         masked_layers: the rows of Table 6.
         masked_size: the size that Tables 5 and 6 mask.
         teacher: of distillation: the timm model that is trained first, or the name of public
@@ -74,7 +74,6 @@ class Scale:
     settings: dict[str, Any] = field(default_factory=dict)
     teacher_is_public: bool = False
     masked_size: str = "Ti"
-    strengths: tuple[float, ...] = (0.5, 1.0, 2.0)
     fractions: tuple[float, ...] = FRACTIONS
     full_length: float = 1.0
     splits_by_seed: bool = False

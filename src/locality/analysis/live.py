@@ -143,6 +143,7 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
             f"{MAX_MEGABYTES} MB; leave --live out for the explorer, which holds attention only"
         )
     family = family_of(model.variant)
+    joins_late = config.has_class_token and not config.embed_class_token
     about = {
         "label": subject.name,
         "family": family,
@@ -159,14 +160,9 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
         "eps": model.norm.eps,
         "pool": config.global_pool,
         "embedsToken": config.embed_class_token,
-        "tokenJoins": _token_joins(config),
+        # Before which block; -1 if it is there before the first or never.
+        "tokenJoins": config.gpsa_layers if joins_late else -1,
         "weights": [[name, each.numel()] for name, each in state.items()],
     }
     flat = torch.cat([each.flatten() for each in state.values()])
     return about, half_precision(flat, f"the weights of {subject.name}")
-
-
-def _token_joins(config: ViTConfig) -> int:
-    """Before which block the class token joins; -1 if it is there before or never."""
-    late = config.has_class_token and not config.embed_class_token
-    return config.gpsa_layers if late else -1

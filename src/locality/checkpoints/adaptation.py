@@ -56,11 +56,11 @@ def load_weights(model: ImageClassifier, what: Path | str) -> list[str]:
         check_config_class(type(checkpoint.config), target)
         changes = []
         if isinstance(target, TimmConfig) and target.gpsa and not checkpoint.config.gpsa:
-            checkpoint = Checkpoint.of(transform(checkpoint.build(), *target.attention))
+            checkpoint = Checkpoint.of(transform(checkpoint.build(), *target.transform_arguments))
             changes += [f"attention computes the convolutions of {target.gpsa}"]
         convolutions = getattr(checkpoint.config, "positional_attention", "") == "conv"
         if convolutions and target.gpsa_layers and target.positional_attention == "gpsa":
-            checkpoint = _init_gates(model, checkpoint)
+            checkpoint = _from_convolutional_net(model, checkpoint)
             changes += ["the gated layers start from the weights' convolutions"]
         fresh = model.state_dict()
         state = dict(checkpoint.state)
@@ -80,7 +80,7 @@ def load_weights(model: ImageClassifier, what: Path | str) -> list[str]:
     return changes
 
 
-def _init_gates(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
+def _from_convolutional_net(model: ImageClassifier, net: Checkpoint) -> Checkpoint:
     """`model` with the convolutions of `net` in its gated layers; all else from `net` too, unless
     the model's `init` is "trained_conv"."""
     started = copy.deepcopy(model)

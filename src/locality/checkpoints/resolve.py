@@ -128,7 +128,8 @@ def _from_weights(
     What they do not specify is assumed to be as in the published models, and logged.
     """
     folder = path.parent if path.name == WEIGHTS else path
-    if _is_native_folder(folder):
+    description = folder / CONFIG
+    if description.exists() and read_json(description).get("format") == FORMAT:
         check_no_entry(path, entry)
         return read_folder(folder)
     if path.is_dir():
@@ -194,11 +195,6 @@ def _check_variant(
         fields = ", ".join(f"{name}={theirs!r}" for name, (theirs, _) in differing.items())
         raise UserError(f"{what} holds {held or f'a model with {fields}'}, not {model}")
     return replace(checkpoint, name=identify(checkpoint.config)[0] if settings else model)
-
-
-def _is_native_folder(folder: Path) -> bool:
-    config = folder / CONFIG
-    return config.exists() and read_json(config).get("format") == FORMAT
 
 
 def _from_hub(name: str) -> Checkpoint:

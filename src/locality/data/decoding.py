@@ -107,16 +107,13 @@ def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
         BadImage: as `decode`, but for modes without a meaning in 8 bits.
     """
     with _quiet():
-        return _load_checked(_open_image(io.BytesIO(data), decoding), data)
-
-
-def _load_checked(image: ImageFile.ImageFile, data: bytes) -> Image.Image:
-    _check_cost(image, data)
-    with _as_bad_image():
-        image.load()
-    if image.format == "PNG":
-        _check_png(data, image)
-    return image
+        image = _open_image(io.BytesIO(data), decoding)
+        _check_cost(image, data)
+        with _as_bad_image():
+            image.load()
+        if image.format == "PNG":
+            _check_png(data, image)
+        return image
 
 
 class _LimitedReads:

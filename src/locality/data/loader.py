@@ -90,7 +90,7 @@ class BatchLoader:
             raise RuntimeError("this loader has been closed")
         # Workers that wait for this iteration belong to the last one; one of them may be gone.
         waiting = getattr(self._loader, "_iterator", None)
-        with _block_signals(), _translate_killed_worker_of(waiting):
+        with _block_signals(), translate_killed_worker(waiting):
             arriving: Iterator[LoadedBatch] = iter(self._loader)
         del waiting
         try:
@@ -108,7 +108,7 @@ class BatchLoader:
             del arriving
 
     def _next(self, arriving: Iterator[LoadedBatch]) -> LoadedBatch | None:
-        with _translate_killed_worker_of(arriving):
+        with translate_killed_worker(arriving):
             return next(arriving, None)
 
     def close(self) -> None:
@@ -206,14 +206,21 @@ def eval_loader(
 
 
 @contextlib.contextmanager
-def _translate_killed_worker_of(iterator: Iterator[LoadedBatch] | None) -> Iterator[None]:
-    """As `translate_killed_worker`, also where torch cannot tell how a worker has ended."""
+def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> Iterator[None]:
+    """Have torch's error for a loading process that was killed, raised anywhere, say just that.
+
+    Args:
+        iterator: of the loader, whose processes are looked at where torch cannot tell.
+
+    Raises:
+        ProcessKilled: in its place.
+    """
     try:
-        with translate_killed_worker():
-            yield
-    except ProcessKilled:
-        raise
+        yield
     except (EOFError, OSError, RuntimeError) as error:
+        if found := _KILLED.search(str(error)):
+            names = {signal.strsignal(signum): signum for signum in signal.Signals}
+            raise ProcessKilled(_WORKER, names.get(found[1], signal.SIGKILL)) from error
         # Of a connection to a worker that is gone, or is just about to be.
         workers = getattr(iterator, "_workers", [])
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -223,22 +230,6 @@ def _translate_killed_worker_of(iterator: Iterator[LoadedBatch] | None) -> Itera
                     raise ProcessKilled(_WORKER, -code) from error
             time.sleep(0.01)
         raise
-
-
-@contextlib.contextmanager
-def translate_killed_worker() -> Iterator[None]:
-    """Have torch's error for a loading process that was killed, raised anywhere, say just that.
-
-    Raises:
-        ProcessKilled: in its place.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not (found := _KILLED.search(str(error))):
-            raise
-        names = {signal.strsignal(signum): signum for signum in signal.Signals}
-        raise ProcessKilled(_WORKER, names.get(found[1], signal.SIGKILL)) from error
 
 
 def _unchanged(loaded: Any) -> Any:

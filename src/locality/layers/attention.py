@@ -166,10 +166,8 @@ class SelfAttention(_Attention):
     def attention_maps(self, x: Tensor, grid: Grid) -> AttentionMaps:
         """The attention that `forward(x, grid)` uses."""
         q, k, _ = self._queries_keys_values(x)
-        content, prefix = (
-            self._content_scores(q, k).softmax(dim=-1),
-            prefix_length(x.shape[1], grid),
-        )
+        content = self._content_scores(q, k).softmax(dim=-1)
+        prefix = prefix_length(x.shape[1], grid)
         q = q / math.sqrt(self.head_dim)
         return AttentionMaps(content, content, None, None, grid, grid, prefix, q, k)
 

@@ -18,7 +18,7 @@ from locality.errors import UserError
 from locality.layers.grid import Grid
 from locality.models.config import Architecture, to_2tuple
 
-Run = Callable[..., Tensor]
+RunBlock = Callable[..., Tensor]
 
 
 class ImageClassifier(nn.Module):
@@ -235,7 +235,7 @@ class ImageClassifier(nn.Module):
         """One entry per feature map: its width (`num_chs`), `reduction` in pixels, and `module`."""
         raise NotImplementedError
 
-    def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
+    def _tokens(self, x: Tensor, run: RunBlock, maps: int | None = None) -> Tensor:
         """Everything before the final norm: (B, C, H, W) → tokens (B, p + N, width).
 
         Args:

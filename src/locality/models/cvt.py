@@ -22,7 +22,7 @@ from locality.layers.convolution import (
 )
 from locality.layers.position import Grid
 from locality.models import base
-from locality.models.base import ImageClassifier, Run
+from locality.models.base import ImageClassifier, RunBlock
 from locality.models.config import CvTConfig, StageConfig
 
 _NORM_EPS = 1e-5
@@ -144,7 +144,7 @@ class ConvolutionalVisionTransformer(ImageClassifier):
             elif isinstance(module, Mlp):
                 _fold_slope(module)
 
-    def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
+    def _tokens(self, x: Tensor, run: RunBlock, maps: int | None = None) -> Tensor:
         grids = base.token_grids(self.config, x.shape[1:])
         for index, stage in enumerate(self.stages[:maps]):
             assert isinstance(stage, Stage)

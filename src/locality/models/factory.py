@@ -56,7 +56,7 @@ class TimmConfig:
     title = "a model of timm's"
 
     @property
-    def attention(self) -> tuple[str | int, float, float]:
+    def transform_arguments(self) -> tuple[str | int, float, float]:
         """What `transform` is given for these layers: which, α and λ."""
         return self.gpsa, self.locality_strength, self.gating_init
 
@@ -148,7 +148,7 @@ class TimmModel(ImageClassifier):
         except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             raise UserError(f"{PREFIX}{config.name} cannot be built: {error}") from error
         if config.gpsa:
-            replace_convolutions(self, *config.attention)
+            replace_convolutions(self, *config.transform_arguments)
         width: Any = self.model.num_features
         self.num_features = self.embed_dim = self.head_hidden_size = width
 

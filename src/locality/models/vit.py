@@ -27,7 +27,7 @@ from locality.layers.conv_init import kernel_size
 from locality.layers.grid import Grid
 from locality.layers.position import Scores
 from locality.models import base
-from locality.models.base import ImageClassifier, Run
+from locality.models.base import ImageClassifier, RunBlock
 from locality.models.config import ViTConfig
 
 
@@ -111,7 +111,7 @@ class VisionTransformer(ImageClassifier):
             attention.requires_grad_(False)
         return attention
 
-    def _tokens(self, x: Tensor, run: Run, maps: int | None = None) -> Tensor:
+    def _tokens(self, x: Tensor, run: RunBlock, maps: int | None = None) -> Tensor:
         grid = base.token_grids(self.config, x.shape[1:])[0]
         # Contiguous, or every residual sum down the network would work on strided memory.
         x = self.patch_embed(x).flatten(2).transpose(1, 2).contiguous()
