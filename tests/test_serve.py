@@ -483,10 +483,15 @@ def test_the_page_in_a_browser(process, browser, width, tmp_path):
         images = page.locator("#chosen button")
         assert page.locator("#busy").is_visible() and images.count() == 2
         page.wait_for_selector("#classes tr:nth-child(5)")
+        best = page.locator("#classes td").first.inner_text()
+        images.nth(1).get_by_text("–").wait_for()  # each has its class below it
+        assert images.nth(0).inner_text() == best
         images.nth(1).click()
         page.get_by_text("not an image").wait_for()
         assert images.nth(1).get_attribute("aria-pressed") == "true"
         assert page.locator("#busy").is_hidden()
+        page.get_by_role("button", name="copy").press("Enter")
+        page.get_by_role("button", name=re.compile("copied|selected")).wait_for()
         page.set_input_files("#file", none)
         page.get_by_text("not an image").wait_for()
         assert page.locator("#classes tr").count() == 0 and page.locator("#maps").is_hidden()

@@ -133,7 +133,7 @@ def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
         text = readout.inner_text()
         assert f"layer {layer + 1}, head {head + 1}" in text
         assert f"% to row {key // 4 + 1}, column {key % 4 + 1}" in text
-        shown = float(re.search(r"([\d.e-]+)% to row", text)[1])
+        shown = float(re.search(r"([\d.e−]+)% to row", text)[1].replace("−", "-"))
         assert shown == pytest.approx(100 * true[prefix + key], rel=FACTOR + 0.05)
         patches = true[prefix:] / true[prefix:].sum()
         distance = float(cell.get_attribute("data-distance"))
@@ -313,6 +313,7 @@ def test_rollout_is_the_product_of_all_layers(open_ready, subjects, images, tmp_
         np.testing.assert_allclose(found, flow[0], rtol=FACTOR)
     cells.first.locator("canvas").hover()
     assert "rollout over all layers and heads" in page.locator("#readout").inner_text()
+    assert page.evaluate("number(3.2e-9)") == "3.2e−9"
 
 
 def test_without_equal_tokens_there_is_no_rollout(open_ready, subjects, images, tmp_path):

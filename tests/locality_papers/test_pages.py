@@ -11,9 +11,9 @@ import pytest
 
 from locality.errors import UserError
 from locality_papers.pages import (
+    BEST_FIRST,
     COUNTED,
     OURS,
-    BEST_FIRST,
     TRAINED,
     grid,
     results_page,

@@ -118,6 +118,7 @@ def test_the_page_shows_the_runs(compared, tmp_path):
     page = path.read_text()
     text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
     assert said in text and "Which model for photos?" in text
+    assert "both p-values are below 5%." in text  # there is one difference
     assert f"{found[0].top1.mean:.1f} ±" in text and "1.23 ms" in text and "–" in text
     worst = min(found[1].accuracy_of(10))
     assert f"{worst:.1f}" in text

@@ -52,7 +52,7 @@ function gateColour(gate) {
   return `rgb(${mix(255, 193)}, ${mix(255, 18)}, ${mix(255, 31)})`;
 }
 
-const number = (value) => (value >= 0.1 ? value.toFixed(2) : value.toPrecision(2));
+const number = (value) => (value >= 0.1 ? value.toFixed(2) : value.toPrecision(2).replace("-", "−"));
 
 // -- colours -------------------------------------------------------------------------------------
 
