@@ -40,7 +40,7 @@ def position_rate(s: Scale) -> Table:
         if factor != 1:
             chosen["optim__position_lr_factor"] = factor
         config = s.runs("ConViT-S", **chosen)[0].config
-        number = reducer(s.measured(TRAJECTORY, "ConViT-S", **chosen), unit="points")
+        number = reducer(s.measured(TRAJECTORY, "ConViT-S", **chosen))
         cells = {"sum": summed_rate(config), "top1": s.measured(TOP1, "ConViT-S", **chosen)}
         for n in layers:
             cells[f"gate {n}"] = number(lambda of, n=n: of.mean_gates[n, -1])
@@ -97,9 +97,9 @@ def distance(s: Scale) -> Figure:
                 optim__position_lr_factor=rate,
                 **_ON_MOTIFS,
             )
-            number = reducer(trajectory, unit="points")
-            gates.setdefault(rate, {})[percent] = number(lambda of: fmean(of.mean_gates[:, -1]))
-            nonlocality.setdefault(rate, {})[percent] = number(_mean_nonlocality)
+            gate = reducer(trajectory, unit="of attention")
+            gates.setdefault(rate, {})[percent] = gate(lambda of: fmean(of.mean_gates[:, -1]))
+            nonlocality.setdefault(rate, {})[percent] = reducer(trajectory)(_mean_nonlocality)
     claims = {
         "gates are lower on images that need two places": (gates, 0, 100),
         "nonlocality is higher on images that need two places": (nonlocality, 100, 0),
