@@ -1,4 +1,4 @@
-"""Faster equivalents of two operations on some processors. A reader may skip this file.
+"""What is particular to processors: two operations, and threads. A reader may skip this file.
 
 `linear`: PyTorch computes `F.linear` in fp32 with MKL, and 1×1 convolutions with oneDNN. They are
 the same sum of products. MKL has no AVX-512 path for AMD's processors, and there oneDNN is twice as
@@ -13,7 +13,9 @@ fp32 it is the other way round: 3.2 against 6.7.)
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -86,3 +88,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     queries, keys, values = (part.flatten(0, 1) for part in (q * q.shape[-1] ** -0.5, k, v))
     mixed = torch.bmm(torch.bmm(queries, keys.transpose(1, 2)).softmax(dim=-1), values)
     return mixed.unflatten(0, q.shape[:2])
+
+
+@contextlib.contextmanager
+def arithmetic_threads(count: int) -> Iterator[None]:
+    """Set torch's number of threads within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, unknown, wrap_errors
+from locality.layers.cpu import arithmetic_threads
 from locality.layers.grid import Grid
 from locality.models.base import ImageClassifier
 from locality.models.config import Architecture, CvTConfig, ViTConfig, to_2tuple, weight_signature
@@ -272,9 +273,11 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
     device = "cpu" if small else "meta"
     counted.to_empty(device=device)
     images = torch.zeros(1, model.in_chans, *size, device=device)
-    # The plain backend is made of counted products; the fused ones are opaque to the counter.
     wrong = f"{model.variant} cannot take images of {size[0]}×{size[1]} pixels"
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), wrap_errors(wrong, RuntimeError):
+    # Threads would wait for one another longer than one computes, far longer on busy processors.
+    # The plain backend is made of counted products; the fused ones are opaque to the counter.
+    plain = sdpa_kernel(SDPBackend.MATH)
+    with arithmetic_threads(1), torch.no_grad(), plain, wrap_errors(wrong, RuntimeError):
         for tensor in (*counted.parameters(), *counted.buffers()):
             tensor.zero_()
         with FlopCounterMode(display=False) as counter:

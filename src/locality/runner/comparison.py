@@ -24,9 +24,10 @@ from locality.checkpoints.run_state import BEST, LAST, PREVIOUS
 from locality.data import open_data
 from locality.errors import UserError, one_line
 from locality.files import read_json, read_yaml, write_atomic
+from locality.layers.cpu import arithmetic_threads
 from locality.machine import processors
 from locality.models.variants import PREFIX, variant
-from locality.runner.costs import Workload, arithmetic_threads, image_counts
+from locality.runner.costs import Workload, image_counts
 from locality.runner.executors import visible_gpus
 from locality.runner.runs import Run, content_folder, threads_per_run
 from locality.training import RunConfig, train

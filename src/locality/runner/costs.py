@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from locality.data import open_data
 from locality.data.config import DATASETS, DataConfig
 from locality.errors import UserError
+from locality.layers.cpu import arithmetic_threads
 from locality.models import count_macs, count_parameters
 from locality.runner.runs import Run, threads_per_run, with_needs
-from locality.settings import from_yaml, to_yaml
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
@@ -125,29 +122,24 @@ def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
 
 def parameters(model: ModelConfig, classes: int) -> int:
     """The number of parameters of a model."""
-    return _size(to_yaml(dataclasses.replace(model, weights=None)), classes)[0]
+    return _size(model, classes)[0]
 
 
 def forward_macs(model: ModelConfig, classes: int) -> int:
     """Multiply-accumulates of one image's forward pass."""
-    return _size(to_yaml(dataclasses.replace(model, weights=None)), classes)[1]
+    return _size(model, classes)[1]
 
 
-@cache
-def _size(architecture: str, classes: int) -> tuple[int, int]:
-    network = meta_model(RunConfig(model=from_yaml(ModelConfig, architecture)), classes)
-    return count_parameters(network), count_macs(network)
+_SIZES: dict[str, tuple[int, int]] = {}
 
 
-@contextlib.contextmanager
-def arithmetic_threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads within the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _size(model: ModelConfig, classes: int) -> tuple[int, int]:
+    architecture = dataclasses.replace(model, weights=None)
+    named = repr((architecture, classes))
+    if named not in _SIZES:
+        network = meta_model(RunConfig(model=architecture), classes)
+        _SIZES[named] = count_parameters(network), count_macs(network)
+    return _SIZES[named]
 
 
 class Workload:

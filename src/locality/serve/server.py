@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -205,6 +206,8 @@ def serve(
         ) from error
     shown = f"[{host}]" if ":" in host else host
     print(f"http://{shown}:{listening.getsockname()[1]}", flush=True)
+    # At the end it may say that it did not know a decoder's process, which is then gone as well.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config).run(sockets=[listening])
     _end(128 + signal.SIGINT)
