@@ -350,7 +350,8 @@ def test_report_says_what_it_leaves_out(run, tmp_path, capsys):
     assert main(words) == 1
     captured = capsys.readouterr()
     assert "unfinished is left out: it is not finished" in captured.err
-    assert "damaged" in captured.err and (tmp_path / "page.html").exists()
+    assert "damaged" in captured.err
+    assert "<code>unfinished</code> has not finished" in (tmp_path / "page.html").read_text()
     shutil.rmtree(tmp_path / "runs" / "damaged")
     assert main(words) == 0
 

@@ -171,6 +171,7 @@ def test_trained_convolutions_have_to_fit(tmp_path):
     [
         ("deit_nano", {"init": "conv"}),
         ("deit_nano", {"init": "trained_conv"}),
+        ("convit_nano", {"init": "trained_conv", "positional_attention": "psa"}),
         ("cvt_nano", {"init": "impulse"}),
         ("convit_nano", {"init": "impulse", "use_pos_embed": False}),
         ("convit_nano", {"init": "kaiming"}),

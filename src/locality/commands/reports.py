@@ -35,30 +35,26 @@ def report(arguments: Sequence[str]) -> int:
     from locality.analysis.runs import read_runs
     from locality.report import build_report
 
-    folders, bad = [], []
+    finished, unfinished, bad = [], [], []
     for folder in found:
         try:
             (run,) = read_runs([folder])
-            finished = run.is_finished and bool(run.result)
+            (finished if run.is_finished and run.result else unfinished).append(folder)
         except (UserError, OSError) as error:
             bad.append(one_line(error))
-            continue
-        if finished:
-            folders.append(folder)
-        else:
-            say(f"{folder} is left out: it is not finished")
-    if not folders:
-        nothing = "none of these runs has finished; there is nothing to report"
-        raise UserError("; ".join(bad) or nothing)
+    for folder in unfinished:
+        say(f"{folder} is left out: it is not finished")
+    if bad and not finished:
+        raise UserError("; ".join(bad))
     for sentence in bad:
         say(f"left out: {sentence}")
     if options.record:
         from locality.analysis.recording import record_missing
 
-        for sentence in record_missing(folders):
+        for sentence in record_missing(finished):
             say(sentence)
     output = options.output or page_in(options.runs, "report.html")
-    print(build_report(folders, output).absolute())
+    print(build_report([*finished, *unfinished], output).absolute())
     return 1 if bad else 0
 
 

@@ -213,12 +213,14 @@ class ViTConfig(Architecture):
 
     @property
     def initialisations(self) -> tuple[Initialisation, ...]:
-        """Two need positional layers; impulses need an embedding of positions to point at."""
+        """Convolutions need positional layers, trained ones gated; impulses need an embedding of positions to point at."""
         found = super().initialisations
         if self.use_pos_embed and self.embed_dim >= 4 * self.num_heads:
             found += ("impulse",)
         if self.gpsa_layers and self.positional_attention != "conv":
-            found += ("conv", "trained_conv")
+            found += ("conv",)
+        if self.gpsa_layers and self.positional_attention == "gpsa":
+            found += ("trained_conv",)
         return found
 
     @property

@@ -220,7 +220,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
 
     asked = given.keys() & set(_MODEL_SETTINGS)
     smallest, *larger = [{}] if tuned else _candidate_sizes(side, asked, config.model.name)
-    why = "as the weights are" if tuned else "as given" if asked else "the fastest"
+    why = "as the weights are" if tuned else "as given" if asked else "the smallest"
     found = first = measured(name, at(smallest), splits)
     size: Mapping[str, Any] = smallest
 
