@@ -35,7 +35,7 @@ def report(arguments: Sequence[str]) -> int:
     from locality.analysis.runs import read_runs
     from locality.report import build_report
 
-    finished, unfinished, bad = [], [], []
+    finished, unfinished, bad = list[Path](), list[Path](), list[str]()
     for folder in found:
         try:
             (run,) = read_runs([folder])

@@ -213,7 +213,7 @@ class ViTConfig(Architecture):
 
     @property
     def initialisations(self) -> tuple[Initialisation, ...]:
-        """Convolutions need positional layers, trained ones gated; impulses need an embedding of positions to point at."""
+        """Convolutions need positional layers, impulses an embedding of positions to point at."""
         found = super().initialisations
         if self.use_pos_embed and self.embed_dim >= 4 * self.num_heads:
             found += ("impulse",)
