@@ -1,4 +1,4 @@
-"""Images on which locality is right, or wrong, by a dial: how far apart lies what is compared.
+"""Images for which locality helps or not, as chosen: how far apart the patches to compare are.
 
 Every image, 16×16 and grey, is noise but for two motifs of 4×4 pixels on a grid of 4×4 places; its
 class is whether the two are the same. On a local image they are neighbours, and a window of 2×2

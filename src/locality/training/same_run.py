@@ -1,4 +1,4 @@
-"""Whether a folder is free for a run or holds this very one, told without torch."""
+"""Whether a folder is free for a run or holds this very one, without importing torch."""
 
 from __future__ import annotations
 
