@@ -320,7 +320,11 @@ def _parts(config: DataConfig) -> list[Any]:
 
 
 def open_torchvision(config: DataConfig) -> Opened:
-    """A dataset that torchvision has a reader for, see `datasets.yaml`."""
+    """A dataset that torchvision has a reader for, see `datasets.yaml`.
+
+    The reader has `classes`, and either `data`, (n, height, width, 3), with `targets`, or files as
+    `_images` or `_image_files` with `_labels`. SVHN's, for one, has no `classes`.
+    """
     parts = _parts(config)
     return (
         list(parts[0].classes),

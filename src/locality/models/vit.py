@@ -43,7 +43,8 @@ def _positional_kwargs(c: ViTConfig) -> dict[str, Any]:
     }
 
 
-# The attention of the first blocks by name. A new kind is a class and a row here.
+# The attention of the first blocks by name. A new kind is a class, a row here, and a name in
+# `PositionalAttention` of `models/config.py`; docs/architecture.md has what else there is.
 POSITIONAL: dict[str, Callable[[ViTConfig], nn.Module]] = {
     "gpsa": lambda c: GatedPositionalSelfAttention(
         gating_init=c.gating_init, **_positional_kwargs(c)
