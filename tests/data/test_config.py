@@ -2,6 +2,7 @@
 
 import dataclasses
 import pkgutil
+from pathlib import Path
 
 import pytest
 
@@ -120,3 +121,9 @@ def test_every_dataset_can_be_opened():
 )
 def test_bad_images_are_skipped_in_training_and_errors_in_evaluation(choice, training, expected):
     assert DataConfig(on_bad_image=choice).on_bad(training) == expected
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_every_dataset_is_described(dataset):
+    page = Path(__file__, "../../../docs/images.md").resolve().read_text()
+    assert dataset in DataConfig.__doc__ and f"`{dataset}`" in page

@@ -1,6 +1,7 @@
 """DeiT and ConViT: sizes, surface, and what they share with timm."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import timm
@@ -20,6 +21,8 @@ from locality.models import (
     list_models,
     variant,
 )
+from locality.models.config import PositionalAttention
+from locality.models.vit import POSITIONAL
 
 SMALL = [name for name in list_models() if variant(name).family != "cvt" and name.endswith("nano")]
 
@@ -91,7 +94,7 @@ def test_class_token_alone_gives_the_logits_of_all_tokens(name, gpsa_layers):
     torch.testing.assert_close(model(x), model.forward_head(model.forward_features(x)))
 
 
-ATTENTION = [{"positional_attention": name} for name in ("gpsa", "psa", "conv")]
+ATTENTION = [{"positional_attention": name} for name in get_args(PositionalAttention)]
 LAYERS = [
     {"gpsa_layers": 0},
     {"gpsa_layers": 3},
@@ -120,6 +123,10 @@ ARCHITECTURES = [
     ("deit_nano", {"use_pos_embed": False}),
     ("deit_nano", {"class_token": False, "embed_class_token": False, "global_pool": "avg"}),
 ]
+
+
+def test_every_kind_of_positional_attention_has_a_class():
+    assert set(POSITIONAL) == set(get_args(PositionalAttention))
 
 
 @pytest.mark.parametrize(("name", "fields"), ARCHITECTURES, ids=str)

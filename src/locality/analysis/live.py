@@ -121,8 +121,9 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
     """What `forward.js` is told of a model, and its weights in half precision."""
     model, preprocessing = subject.module(), subject.preprocessing
     config: Any = model.config
+    # What `forward.js` computes; another kind of attention is not taken for one of these.
     if not isinstance(config, ViTConfig) or (
-        config.gpsa_layers and config.positional_attention == "conv"
+        config.gpsa_layers and config.positional_attention not in ("gpsa", "psa")
     ):
         raise UserError(
             f"{subject.name} cannot be computed in a page: --live is for DeiT and ConViT; leave "
