@@ -292,7 +292,7 @@ def test_a_run_among_others_takes_one_device_unless_it_says_more(
 
 
 def test_a_bar_counts_parts_of_runs_that_go_on(tmp_path, tiny_run, monkeypatch):
-    run, other = tiny_run(tmp_path), tiny_run(tmp_path, seed=1)
+    run, other, *later = (tiny_run(tmp_path, seed=seed) for seed in range(4))
     run.folder.mkdir()
     assert part_done(run) == 0
     (run.folder / "metrics.csv").write_text("step,epoch\n1,0.1\n2,0.2\n")
@@ -301,8 +301,24 @@ def test_a_bar_counts_parts_of_runs_that_go_on(tmp_path, tiny_run, monkeypatch):
     bar.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", bar)
     monkeypatch.setattr(executors, "_BAR_SECONDS", 0)
-    with RunsProgress(4, begun=part_done(run)) as progress:
+    with RunsProgress([run, other, *later]) as progress:
         progress.ended(Outcome(other))
         progress.going_on([run])
     assert "1.7/4 runs" in bar.getvalue() and "convit_nano 0 67%" in bar.getvalue()
     assert "left" in bar.getvalue()
+
+
+def test_the_time_left_counts_runs_that_go_on_but_not_what_was_done_before(
+    tmp_path, tiny_run, monkeypatch, capsys
+):
+    run, resumed, _ = runs = [tiny_run(tmp_path, seed=seed) for seed in range(3)]
+    for started in (run, resumed):
+        started.folder.mkdir()
+    (resumed.folder / "metrics.csv").write_text("step,epoch\n2,0.2\n")  # two of three steps
+    clock = iter((0.0, 100.0))
+    monkeypatch.setattr(executors.time, "monotonic", lambda: next(clock))
+    with RunsProgress(runs) as progress:
+        (run.folder / "metrics.csv").write_text("step,epoch\n1,0.1\n")
+        progress.ended(Outcome(resumed))
+    # 100 s for one third and one third; left are two thirds and one.
+    assert "[1/3]" in (said := capsys.readouterr().err) and "about 4 min left" in said

@@ -410,8 +410,7 @@ def run_all(
         executor = create_executor(executor, jobs, threads, logs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
-    begun = 0.0 if quiet else sum(map(part_done, waiting))
-    with RunsProgress(len(waiting), quiet, begun) as progress:
+    with RunsProgress(waiting, quiet) as progress:
         if isinstance(executor, Executor):
             executor.watch = progress.going_on
         while waiting:
@@ -441,24 +440,24 @@ class RunsProgress:
     """A bar over runs on a terminal, with parts of those that go on; elsewhere a line per run.
 
     Args:
-        total: how many runs.
+        runs: all of them, none finished.
         quiet: print nothing.
-        begun: how much of them was done before, in runs.
     """
 
-    def __init__(self, total: int, quiet: bool = False, begun: float = 0.0) -> None:
-        self._ended, self._begun, self._started = 0, begun, time.monotonic()
-        self._looked = self._started
+    def __init__(self, runs: Sequence[Run], quiet: bool = False) -> None:
+        self._waiting = {run.folder: run for run in runs}
+        self._total, self._quiet = len(self._waiting), quiet
+        self._begun = 0.0 if quiet else self._done()
+        self._started = self._looked = time.monotonic()
         # tqdm's None: only on a terminal.
         self._bar = tqdm(
-            total=total,
-            initial=begun,
+            total=self._total,
+            initial=self._begun,
             unit="run",
-            disable=True if quiet or not total else None,
+            disable=True if quiet or not self._total else None,
             smoothing=0,  # the runs of one kind may come first
             bar_format="{n:.1f}/{total} runs |{bar}| {elapsed}, {remaining} left{postfix}",
         )
-        self._quiet, self._total = quiet, total
 
     def __enter__(self) -> RunsProgress:
         return self
@@ -472,24 +471,33 @@ class RunsProgress:
         if self._bar.disable or now - self._looked < _BAR_SECONDS:
             return
         self._looked = now
-        parts = {run.name: part_done(run) for run in runs}
-        self._bar.n = self._ended + sum(parts.values())
-        shown = ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
-        self._bar.set_postfix_str(shown)
+        self._bar.n = self._done()
+        self._bar.set_postfix_str(", ".join(f"{run.name} {part_done(run):.0%}" for run in runs))
 
     def ended(self, outcome: Outcome) -> None:
         """Count a run that has its result, or failed."""
-        self._ended += 1
-        self._bar.n = self._ended
-        self._bar.refresh()
-        if self._bar.disable and not self._quiet:
-            done = max(self._ended - self._begun, 0.01)
-            left = (time.monotonic() - self._started) * (self._total - self._ended) / done
-            rest = f"; about {format_duration(left)} left" if self._ended < self._total else ""
-            line = f"[{self._ended}/{self._total}] {_outcome_line(outcome)}{rest}"
-            print(line, file=sys.stderr, flush=True)
-        elif outcome.error is not None and not self._quiet:
-            self._bar.write(_outcome_line(outcome), file=sys.stderr)
+        del self._waiting[outcome.run.folder]
+        if self._quiet:
+            return
+        line = _outcome_line(outcome)
+        if not self._bar.disable:
+            self._bar.n = self._done()
+            self._bar.refresh()
+            if outcome.error is not None:
+                self._bar.write(line, file=sys.stderr)
+            return
+        if self._waiting:
+            # Of those that go on as well, and not of what was done before.
+            elapsed, done = time.monotonic() - self._started, self._done()
+            left = elapsed * (self._total - done) / max(done - self._begun, 0.01)
+            line += f"; about {format_duration(left)} left"
+        count = self._total - len(self._waiting)
+        print(f"[{count}/{self._total}] {line}", file=sys.stderr, flush=True)
+
+    def _done(self) -> float:
+        """How much has been done, in runs."""
+        going_on = sum(map(part_done, self._waiting.values()))
+        return self._total - len(self._waiting) + going_on
 
 
 def part_done(run: Run) -> float:
