@@ -341,8 +341,8 @@ class TestDecoding:
         assert not psutil.wait_procs(after, 30)[1]
 
     def test_a_process_that_is_killed(self, monkeypatch):
-        monkeypatch.setattr(decoding, "_decode", os._exit)
-        assert isinstance(self.decoded(1)[1], anyio.BrokenWorkerProcess)
+        monkeypatch.setattr(decoding, "_decode", signal.raise_signal)
+        assert isinstance(self.decoded(signal.SIGKILL)[signal.SIGKILL], anyio.BrokenWorkerProcess)
 
 
 # Whatever it is to do with an image, it says so in a pipe, and then goes on for ever.
