@@ -315,10 +315,11 @@ def test_the_time_left_counts_runs_that_go_on_but_not_what_was_done_before(
     for started in (run, resumed):
         started.folder.mkdir()
     (resumed.folder / "metrics.csv").write_text("step,epoch\n2,0.2\n")  # two of three steps
-    clock = iter((0.0, 100.0))
+    clock = iter((0.0, 99.0, 100.0))
     monkeypatch.setattr(executors.time, "monotonic", lambda: next(clock))
     with RunsProgress(runs) as progress:
         (run.folder / "metrics.csv").write_text("step,epoch\n1,0.1\n")
+        progress.going_on([run, resumed])
         progress.ended(Outcome(resumed))
     # 100 s for one third and one third; left are two thirds and one.
     assert "[1/3]" in (said := capsys.readouterr().err) and "about 4 min left" in said

@@ -445,9 +445,10 @@ class RunsProgress:
     """
 
     def __init__(self, runs: Sequence[Run], quiet: bool = False) -> None:
-        self._waiting = {run.folder: run for run in runs}
-        self._total, self._quiet = len(self._waiting), quiet
-        self._begun = 0.0 if quiet else self._done()
+        self._total, self._ended, self._quiet = len(runs), 0, quiet
+        # How much of each is done.
+        self._parts = {} if quiet else {run.folder: part_done(run) for run in runs}
+        self._begun = sum(self._parts.values())
         self._started = self._looked = time.monotonic()
         # tqdm's None: only on a terminal.
         self._bar = tqdm(
@@ -468,36 +469,31 @@ class RunsProgress:
     def going_on(self, runs: Sequence[Run]) -> None:
         """Show how far these runs are."""
         now = time.monotonic()
-        if self._bar.disable or now - self._looked < _BAR_SECONDS:
+        if self._quiet or now - self._looked < _BAR_SECONDS:
             return
         self._looked = now
-        self._bar.n = self._done()
-        self._bar.set_postfix_str(", ".join(f"{run.name} {part_done(run):.0%}" for run in runs))
+        self._parts |= {run.folder: part_done(run) for run in runs}
+        self._bar.n = sum(self._parts.values())
+        shown = ", ".join(f"{run.name} {self._parts[run.folder]:.0%}" for run in runs)
+        self._bar.set_postfix_str(shown)
 
     def ended(self, outcome: Outcome) -> None:
         """Count a run that has its result, or failed."""
-        del self._waiting[outcome.run.folder]
+        self._ended += 1
         if self._quiet:
             return
+        self._parts[outcome.run.folder] = 1.0
+        self._bar.n = done = sum(self._parts.values())
+        self._bar.refresh()
         line = _outcome_line(outcome)
-        if not self._bar.disable:
-            self._bar.n = self._done()
-            self._bar.refresh()
-            if outcome.error is not None:
-                self._bar.write(line, file=sys.stderr)
-            return
-        if self._waiting:
-            # Of those that go on as well, and not of what was done before.
-            elapsed, done = time.monotonic() - self._started, self._done()
-            left = elapsed * (self._total - done) / max(done - self._begun, 0.01)
-            line += f"; about {format_duration(left)} left"
-        count = self._total - len(self._waiting)
-        print(f"[{count}/{self._total}] {line}", file=sys.stderr, flush=True)
-
-    def _done(self) -> float:
-        """How much has been done, in runs."""
-        going_on = sum(map(part_done, self._waiting.values()))
-        return self._total - len(self._waiting) + going_on
+        if self._bar.disable:
+            if self._ended < self._total:
+                # Runs that go on count as well, and what was done before does not.
+                each = (time.monotonic() - self._started) / max(done - self._begun, 0.01)
+                line += f"; about {format_duration(each * (self._total - done))} left"
+            print(f"[{self._ended}/{self._total}] {line}", file=sys.stderr, flush=True)
+        elif outcome.error is not None:
+            self._bar.write(line, file=sys.stderr)
 
 
 def part_done(run: Run) -> float:
