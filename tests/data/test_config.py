@@ -125,5 +125,5 @@ def test_bad_images_are_skipped_in_training_and_errors_in_evaluation(choice, tra
 
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_every_dataset_is_described(dataset):
-    page = Path(__file__, "../../../docs/images.md").resolve().read_text()
+    page = (Path(__file__).parents[2] / "docs/images.md").read_text()
     assert dataset in DataConfig.__doc__ and f"`{dataset}`" in page

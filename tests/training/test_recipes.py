@@ -26,7 +26,7 @@ def test_a_recipe_is_described_and_its_model_exists(name: str) -> None:
     for part in ("Command:", "Cost:", "Expect:", f"locality train {name}"):
         assert part in text
     assert describe(name).splitlines()[0].endswith(".")
-    assert f"`{name}`" in Path(__file__, "../../../docs/training.md").resolve().read_text()
+    assert f"`{name}`" in (Path(__file__).parents[2] / "docs/training.md").read_text()
     with torch.device("meta"):
         build(config.model.name, img_size=config.model.img_size, **config.model.overrides)
 
