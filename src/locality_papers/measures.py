@@ -237,8 +237,8 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
                 values.append(part.evaluate(failures))
             except Empty as error:
                 reasons.append(error)
-        if reasons:  # what cannot be had is said before what was not run
-            raise min(reasons, key=lambda error: not isinstance(error, Untestable))
+        if reasons:
+            raise _first(reasons)
         varied = [set(each.by_seed) for each in values if not each.constant]
         seeds = set.intersection(*varied) if varied else {0}
         if not seeds:
@@ -256,10 +256,33 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     return Quantity(evaluate, unit, measures, paper)
 
 
+def _first(reasons: Iterable[Empty]) -> Empty:
+    """What cannot be had is said before what was not run."""
+    return min(reasons, key=lambda error: not isinstance(error, Untestable))
+
+
 def over(xs: Iterable[float], parts: Iterable[Quantity]) -> Quantity:
-    """Numbers as a curve: x → the quantity of that x."""
-    x = list(xs)
-    return combined(lambda *y: {"x": x, "y": list(y)}, *parts)
+    """Numbers as a curve: x → the quantity of that x; a seed has the places that it was run at."""
+    points = list(zip(xs, parts, strict=True))
+
+    def evaluate(failures: Failures) -> Values:
+        found, reasons = {}, []
+        for x, part in points:
+            try:
+                found[x] = part.evaluate(failures)
+            except Empty as error:
+                reasons.append(error)
+        if not found:
+            raise _first(reasons)
+        varied = [set(each.by_seed) for each in found.values() if not each.constant]
+        by_seed = {}
+        for seed in sorted(set.union(*varied) if varied else {0}):
+            known = {x: each for x, each in found.items() if each.constant or seed in each.by_seed}
+            by_seed[seed] = {"x": list(known), "y": [each.at(seed) for each in known.values()]}
+        problems = [*map(str, reasons), *(one for each in found.values() for one in each.problems)]
+        return Values(by_seed, tuple(dict.fromkeys(problems)), constant=not varied)
+
+    return Quantity(evaluate, measures=tuple(pair for _, part in points for pair in part.measures))
 
 
 _STEP = 1e-3  # in points

@@ -134,7 +134,9 @@ def _panel(panel: Panel, failures: Failures) -> Record:
 def _series(series: Series, failures: Failures) -> Record:
     line = {name: value for name, value in vars(series).items() if name != "quantity"}
     return line | _evaluated(
-        series.quantity, failures, lambda values: mean_curve(list(values.by_seed.values()))
+        series.quantity,
+        failures,
+        lambda values: mean_curve(list(values.by_seed.values()), partial=True),
     )
 
 

@@ -139,6 +139,13 @@ class Scale:
             for seed in (self.seeds if seeds is None else seeds)
         )
 
+    def lasting(self, role: str, times: float) -> dict[str, Any]:
+        """Settings of a role's runs that are `times` as long as elsewhere, for `runs`."""
+        if times == 1:
+            return {}
+        (run,) = self.runs(role, seeds=self.seeds[:1])
+        return dict(run.config.schedule.lasting(times))
+
     def base(self, role: str, model: str) -> RunConfig:
         """The configuration of a model in the place of a role, before an experiment changes it."""
         found, *_ = (name for roles, name in self.recipes.items() if fnmatchcase(role, roles))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -114,7 +112,7 @@ def _by_fraction(s: Scale) -> dict[str, dict[float, Quantity]]:
     """Top-1 of every model and baseline: label → fraction of the training images → number."""
 
     def of(measure: Measure, role: str) -> dict[float, Quantity]:
-        longer = _lasting(s, role, s.full_length)
+        longer = s.lasting(role, s.full_length)
         return {
             fraction: s.measured(
                 measure, role, fraction=fraction, **(longer if fraction == 1 else {})
@@ -126,18 +124,11 @@ def _by_fraction(s: Scale) -> dict[str, dict[float, Quantity]]:
     return models | {label: of(measure, _MODELS["ConViT"]) for label, measure in PIXELS.items()}
 
 
-def _lasting(s: Scale, role: str, times: float) -> dict[str, Any]:
-    """Settings of a role's runs that are `times` as long as elsewhere at this scale."""
-    if times == 1:
-        return {}
-    (run,) = s.runs(role, seeds=s.seeds[:1])
-    return dict(run.config.schedule.lasting(times))
-
-
 @experiment("beyond/fractions", "Accuracy against the number of training images")
 def fractions(s: Scale) -> Figure:
     """The table of `beyond/baselines` as curves, without chance."""
-    training = image_counts(s.runs(_MODELS["ConViT"], seeds=(0,))[0].config)[0]
+    config = s.runs(_MODELS["ConViT"], seeds=(0,))[0].config
+    training = image_counts(config)[0]
     lines = tuple(
         Series(
             label,
@@ -149,8 +140,12 @@ def fractions(s: Scale) -> Figure:
         for label, of in _by_fraction(s).items()
         if label in _COLOURS
     )
-    panel = Panel(s.name, "training images", "top-1, %", lines, log_x=True)
-    return Figure(panels=(panel,), about="The curves of beyond/baselines; bands are over seeds.")
+    panel = Panel(config.data.dataset, "training images", "top-1, %", lines, log_x=True)
+    return Figure(
+        panels=(panel,),
+        about="The curves of beyond/baselines. Bands are over the seeds that a point has (`n` in "
+        "the CSV file); a point of one seed has none.",
+    )
 
 
 @experiment("beyond/converged", "Training for two and four times as many steps")
@@ -163,7 +158,7 @@ def converged(s: Scale) -> Table:
     for label in ("ConViT", "DeiT"):
         role = _MODELS[label]
         once, twice, four = (
-            s.measured(TOP1, role, **_lasting(s, role, times)) for times in (1, 2, 4)
+            s.measured(TOP1, role, **s.lasting(role, times)) for times in (1, 2, 4)
         )
         of = {
             "once": once,

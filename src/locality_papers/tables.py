@@ -134,6 +134,6 @@ def _points(record: Record) -> Iterator[dict[str, Any]]:
             if series["empty"]:
                 yield line
                 continue
-            points = zip(series["x"], series["mean"], series["half_width"], strict=True)
-            for x, mean, half_width in points:
-                yield line | {"x": x, "mean": mean, "half_width_95": half_width, "n": series["n"]}
+            of = ("x", "mean", "half_width", "n")
+            for x, mean, half_width, n in zip(*(series[name] for name in of), strict=True):
+                yield line | {"x": x, "mean": mean, "half_width_95": half_width, "n": n}

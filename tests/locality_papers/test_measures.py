@@ -20,6 +20,7 @@ from locality_papers.measures import (
     combined,
     computed,
     measured,
+    over,
     ratio,
     relative_gain,
 )
@@ -90,6 +91,17 @@ def test_differences_are_taken_seed_by_seed():
     assert gains == {0: 25.0, 1: pytest.approx(100 * 3 / 17)}
     with pytest.raises(Empty, match="no seed is common"):
         (fixed(s0=1.0) - fixed(s1=1.0)).evaluate({})
+
+
+def test_a_curve_has_the_seeds_of_each_of_its_places():
+    curve = over([5, 30, 100], [fixed(s0=1.0, s1=2.0), fixed(s1=3.0), absent("because")])
+    values = curve.evaluate({})
+    assert values.by_seed == {0: {"x": [5], "y": [1.0]}, 1: {"x": [5, 30], "y": [2.0, 3.0]}}
+    assert values.problems == ("because",)
+    printed = over([1, 2], [computed(lambda: 4.0), fixed(s3=5.0)]).evaluate({})
+    assert printed.by_seed == {3: {"x": [1, 2], "y": [4.0, 5.0]}}
+    with pytest.raises(Empty, match="because"):
+        over([1], [absent("because")]).evaluate({})
 
 
 def test_computed_and_absent():

@@ -10,8 +10,11 @@ from locality.report import page
 def test_curves_are_averaged_where_all_have_points():
     curves = [{"x": [0, 10, 20], "y": [1.0, 3.0, 5.0]}, {"x": [0, 20], "y": [3.0, 7.0]}]
     found = mean_curve(curves)
-    assert (found["x"], found["mean"], found["n"]) == ([0, 20], [2, 6], 2)
+    assert (found["x"], found["mean"], found["n"]) == ([0, 20], [2, 6], [2, 2])
     assert found["half_width"] == [estimate([1.0, 3.0]).half_width] * 2
+    found = mean_curve(curves, partial=True)
+    assert (found["x"], found["mean"], found["n"]) == ([0, 10, 20], [2, 3, 6], [2, 1, 2])
+    assert found["half_width"][1] is None
 
 
 def test_curve_is_read_from_the_metrics(make_run):

@@ -71,17 +71,33 @@ def estimate(values: Sequence[float], shared: float = 0.0) -> Estimate:
     return Estimate(mean, two_sided_t(n - 1) * deviation * scale, n)
 
 
-def mean_curve(curves: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
+def mean_curve(
+    curves: Sequence[Mapping[str, Sequence[float]]], *, partial: bool = False
+) -> dict[str, Any]:
     """The mean of curves {"x": […], "y": […]}, at the places that all of them have.
 
+    Args:
+        curves: with places in ascending order.
+        partial: also at places that only some have, as the mean of those.
+
     Returns:
-        {"x", "mean", "half_width", "n"}: the places, what `estimate` says there, how many curves.
+        {"x", "mean", "half_width", "n"}: the places, and what `estimate` says there.
     """
-    values = [dict(zip(curve["x"], curve["y"], strict=True)) for curve in curves]
-    common = [place for place in values[0] if all(place in each for each in values)]
-    at = [estimate([each[place] for each in values]) for place in common]
-    means, widths = [each.mean for each in at], [each.half_width for each in at]
-    return {"x": common, "mean": means, "half_width": widths, "n": len(curves)}
+    by_place: dict[float, list[float]] = {}
+    for curve in curves:
+        for place, value in zip(curve["x"], curve["y"], strict=True):
+            by_place.setdefault(place, []).append(value)
+    at = {
+        place: estimate(values)
+        for place, values in sorted(by_place.items())
+        if partial or len(values) == len(curves)
+    }
+    return {
+        "x": list(at),
+        "mean": [each.mean for each in at.values()],
+        "half_width": [each.half_width for each in at.values()],
+        "n": [each.n for each in at.values()],
+    }
 
 
 def two_sided_p(t: float, df: float) -> float:

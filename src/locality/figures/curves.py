@@ -131,9 +131,8 @@ def _draw_line(axes: Axes, series: Record) -> None:
         marker=family_style(series["colour"])["marker"] if few else None,
         markersize=4,
     )
-    halves = series["half_width"]
-    if series["band"] and all(half is not None for half in halves):
-        mean, half = np.array(series["mean"]), np.array(halves)
+    if series["band"]:  # where there is one seed there is no interval
+        mean, half = (np.array(series[name], dtype=float) for name in ("mean", "half_width"))
         axes.fill_between(
             series["x"], mean - half, mean + half, color=colour, alpha=0.12, linewidth=0
         )
