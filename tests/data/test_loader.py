@@ -187,6 +187,30 @@ def test_the_short_way_through_memory_changes_nothing(digits, crop, hflip):
     assert all_same(collect(subset, augment), fast)
 
 
+@pytest.mark.parametrize(
+    "augment", [PAD, RICH, AugmentConfig(crop="pad", pad=2, auto_augment="rand-m9")]
+)
+def test_images_are_decoded_once_where_all_fit_into_memory(augment, monkeypatch):
+    reads = []
+
+    class Counted(Files):
+        def read(self, index):
+            reads.append(index)
+            return super().read(index)
+
+    kept = collect(Counted(broken={3}), augment, stop_step=20, on_bad_image="skip")
+    once = augment.crop != "resized"  # which cuts out another part every time
+    assert (len(set(reads) - {3}) == len([read for read in reads if read != 3])) == once
+    evaluated = eval_loader(Counted(), SMALL, batch_size=8)
+    first = list(evaluated)
+    reads.clear()
+    assert all(map(same, first, evaluated)) and not reads
+    monkeypatch.setattr("locality.data.batches._KEPT_BYTES", 0)
+    anew = collect(Counted(broken={3}), augment, stop_step=20, on_bad_image="skip")
+    assert all(map(same, kept, anew)) and len(reads) > 150
+    assert all(map(same, first, eval_loader(Counted(), SMALL, batch_size=8)))
+
+
 def test_a_sample_is_what_timm_makes_of_it():
     source = Files()
     augment = AugmentConfig(color_jitter=0.4, interpolation="bicubic")

@@ -170,6 +170,22 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(
     assert Speed(2, 3, 2, False).training == 3
     assert Speed(8, 3, 2, False).training == 4
     assert Speed(2, 3, 0, True).evaluating == 3
+    # With two of four processors the steps lose half of what workers take, and both decode.
+    assert Speed(2, 3, 0, True, decoding=6).first_extra == 6
+    assert Speed(2, 3, 2, True, decoding=6).first_extra == 6
+    assert Speed(2, 3, 8, True, decoding=6).first_extra == 24
+    assert Speed(2, 3, 8, False, decoding=6).first_extra == 6
+
+
+def test_what_is_decoded_once_takes_time_once(tmp_path: Path, monkeypatch) -> None:
+    def measured(decoding: float) -> float:
+        monkeypatch.setattr(tuner, "measure_speed", lambda _: Speed(1e-4, 1e-3, 0, True, decoding))
+        return autofit("photos", root, 1).passes
+
+    root = given(photographs(tmp_path / "images", per_class=400, side=40))
+    images, val, rate = 640, 160, 1.1e-3
+    lost = 2 * (images + val) * 0.01 / rate / images  # in the run, and for the baselines
+    assert measured(0) - measured(0.01) == pytest.approx(lost, rel=0.1)
 
 
 def test_speed_is_measured_on_the_run_itself(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 Training counts positions: step s of a run with global batch G covers the positions s·G … s·G+G−1,
 whatever the number of processes, of accumulated micro-batches and of workers. Positions say which
 sample comes (`sampling.sample_order`) and seed its augmentation. A worker that is asked for
-micro-batch number m needs nothing else, and keeps nothing for the next.
+micro-batch number m needs nothing else. All it keeps for the next are images, decoded and resized.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -44,6 +45,8 @@ OnBad = Literal["error", "skip"]
 
 # How often a replacement for an unreadable image is drawn before giving up on the dataset.
 _MAX_REPLACEMENTS = 100
+# Prepared images are kept where all fit into this, in each loading process.
+_KEPT_BYTES = 128_000_000
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Batches(Dataset, ABC):
     world_size: int
     on_bad: OnBad
     transform: ImageTransform = field(init=False)
+    _kept: dict[int, Image.Image] = field(init=False, repr=False, default_factory=dict)
 
     @abstractmethod
     def batch(self, number: int, skipped: list[UnreadableImage]) -> Batch | None:
@@ -125,9 +129,14 @@ class Batches(Dataset, ABC):
                 return LoadedBatch(None, error=str(error))
 
     def read(self, index: int, skipped: list[UnreadableImage]) -> Image.Image | None:
-        """An image; None if it cannot be decoded and may be left out."""
+        """An image, prepared; None if it cannot be decoded and may be left out."""
+        if (kept := self._kept.get(index)) is not None:
+            return kept
         try:
-            return self.source.read(index)
+            image = self.transform.prepared(self.source.read(index))
+            if self._keeps:
+                self._kept[index] = image
+            return image
         except BadImage as error:
             failure = UnreadableImage(self.source.describe(index), str(error))
         if self.on_bad == "error":
@@ -137,6 +146,12 @@ class Batches(Dataset, ABC):
             )
         skipped.append(failure)
         return None
+
+    @cached_property
+    def _keeps(self) -> bool:
+        """Whether images are decoded and resized once; to crop or to flip them costs nothing."""
+        each = self.transform.prepared_bytes
+        return each is not None and each * len(self.source) <= _KEPT_BYTES
 
     def in_memory(self) -> torch.Tensor | None:
         """All images, (n, 3, H, W) uint8, where the transform can take them as they are."""
@@ -225,7 +240,7 @@ class TrainBatches(Batches):
             image, indices[place] = self._readable(position, index, skipped)
             # Seeded after reading, so that nothing a decoder draws can matter.
             seed_generators(seed)
-            images.append(self.transform(image))
+            images.append(self.transform.drawn(image))
         return images
 
     def _readable(
@@ -266,7 +281,7 @@ class EvalBatches(Batches):
         images, used = [], []
         for index in indices.tolist():
             if (image := self.read(index, skipped)) is not None:
-                images.append(self.transform(image))
+                images.append(self.transform.drawn(image))
                 used.append(index)
         indices = np.array(used, dtype=np.int64)
         return self.make_batch(images, indices, indices, number) if used else None

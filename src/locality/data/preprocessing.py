@@ -23,6 +23,9 @@ from torchvision import transforms
 
 from locality.data.config import AugmentConfig, Preprocessing
 
+# Of Pillow's images in RGB.
+_PIXEL_BYTES, _OBJECT_BYTES = 4, 1024
+
 Size = tuple[int, int]
 Step = Callable[[Any], Any]
 Images = torch.Tensor | Sequence[torch.Tensor]
@@ -48,9 +51,21 @@ class ImageTransform:
     on_tensors: bool = False
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
+        return self.drawn(self.prepared(image))
+
+    def prepared(self, image: Image.Image) -> Image.Image:
+        """What `prepare` makes of an image, the same every time."""
         for step in self.prepare:
             image = step(image)
-        return self.drawn(image)
+        return image
+
+    @property
+    def prepared_bytes(self) -> int | None:
+        """Memory of a prepared image; None where it is as large as the image came."""
+        if not self.prepare:
+            return None
+        height, width = (side + 2 * self.pad for side in self.size)
+        return _PIXEL_BYTES * height * width + _OBJECT_BYTES
 
     def drawn(self, image: Any) -> torch.Tensor:
         """What `steps` make of an image that is prepared, PIL's or a tensor."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from locality import checks, machine
-from locality.data import train_loader
+from locality.data import BatchLoader, train_loader
 from locality.training.config import RunConfig
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.model import meta_model
@@ -34,16 +34,19 @@ class Speed:
     """Seconds per image.
 
     Attributes:
-        loading: to read, decode and augment it in one process.
+        loading: to read, decode and augment it in one process; only to augment it if what was
+            decoded and resized is kept.
         computing: to train on it, over all devices.
         workers: loading processes of the run.
         on_processor: whether the model computes on the CPU, whose cores loading shares.
+        decoding: what the first time takes beyond `loading`, in every process.
     """
 
     loading: float
     computing: float
     workers: int
     on_processor: bool
+    decoding: float = 0.0
 
     @property
     def training(self) -> float:
@@ -54,6 +57,16 @@ class Speed:
     def evaluating(self) -> float:
         """To load and evaluate it: a forward pass costs a third of a step."""
         return self._together(self.computing / 3)
+
+    @property
+    def first_loading(self) -> float:
+        """To load it the first time."""
+        return self.loading + self.decoding
+
+    @property
+    def first_extra(self) -> float:
+        """What the first time takes more of a run's time."""
+        return self.decoding * (max(1, self.workers) * self._share if self.on_processor else 1)
 
     @property
     def bottleneck(self) -> str:
@@ -77,10 +90,17 @@ class Speed:
         if not self.workers:
             return computing + self.loading
         if self.on_processor:
-            # The threads of a step wait for the one whose core a worker occupies: with two cores
-            # workers gain nothing.
-            return computing + self.loading * min(1, 2 / machine.processors())
+            return computing + self.loading * self._share
         return max(computing, self.loading / self.workers)
+
+    @property
+    def _share(self) -> float:
+        """Of a worker's time that steps on the same processors lose.
+
+        The threads of a step wait for the one whose core a worker occupies: with two cores workers
+        gain nothing.
+        """
+        return min(1, 2 / machine.processors()) if self.workers else 1
 
 
 def measure_speed(run: ResolvedRun, images_per_second: float | None = None) -> Speed:
@@ -97,25 +117,30 @@ def measure_speed(run: ResolvedRun, images_per_second: float | None = None) -> S
             config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
         )
         images_per_second = images * run.world_size * len(steps) / sum(steps)
-    batches = iter(
-        train_loader(
-            run.splits.train,
-            config.augment,
-            config.input.at(run.img_size),
-            batch_size=_LOADING_IMAGES,
-            seed=config.seed,
-            stop_step=2,
-        )
+    loader = train_loader(
+        run.splits.train,
+        config.augment,
+        config.input.at(run.img_size),
+        batch_size=_LOADING_IMAGES,
+        seed=config.seed,
+        stop_step=2,
     )
-    next(batches)  # warm-up
-    started = time.perf_counter()
-    next(batches)
+    first, loading = (_seconds_per_image(loader) for _ in range(2))
     return Speed(
-        (time.perf_counter() - started) / _LOADING_IMAGES,
+        loading,
         1 / images_per_second,
         config.data.workers * run.world_size,
         run.device_type == "cpu",
+        max(0.0, first - loading),
     )
+
+
+def _seconds_per_image(loader: BatchLoader) -> float:
+    batches = iter(loader)
+    next(batches)  # warm-up
+    started = time.perf_counter()
+    next(batches)
+    return (time.perf_counter() - started) / _LOADING_IMAGES
 
 
 def timing_batch_size(batch_size: int, macs: float) -> int:
@@ -197,7 +222,8 @@ class DryRun:
     @property
     def hours(self) -> float:
         """Training time without evaluations."""
-        return self.run.plan.images / self.rate / 3600
+        once = len(self.run.splits.train) * self.speed.first_extra
+        return (self.run.plan.images / self.rate + once) / 3600
 
     @property
     def operations(self) -> int:

@@ -128,7 +128,7 @@ class Measured:
     def affordable_images(self, seconds: float) -> float:
         """How many images can be trained on in this time."""
         left = (1 - _RESERVE) * seconds - self._evaluation_seconds(seconds)
-        return left / self.speed.training
+        return (left - self.images * self.speed.first_extra) / self.speed.training
 
     def affordable_passes(self, seconds: float) -> float:
         """How often each image can be trained on in this time."""
@@ -137,8 +137,8 @@ class Measured:
     def seconds_for(self, passes: float) -> float:
         """A time that is enough to train so often on each image."""
         # With more time there may be more evaluations, in this share of it at most.
-        images = passes * self.images * self.speed.training
-        first = len(self.run.splits.val) * (self.speed.loading + self.speed.evaluating)
+        images = self.images * (passes * self.speed.training + self.speed.first_extra)
+        first = len(self.run.splits.val) * (self.speed.first_loading + self.speed.evaluating)
         return (images + first) / (1 - _RESERVE - _EVALUATION_SHARE)
 
     def fit(self, seconds: float) -> AutoFit:
@@ -151,7 +151,8 @@ class Measured:
         length |= {"schedule.eval_every": every}
         # The best weights are kept; fine-tuning also ends where they do not get better.
         length |= {"schedule.patience": 3 * every if self.name == "finetune" else steps}
-        took = steps * batch * self.speed.training + self._evaluation_seconds(seconds)
+        took = steps * batch * self.speed.training + self.images * self.speed.first_extra
+        took += self._evaluation_seconds(seconds)
         config = adjusted(self.name, length | dict(self.changes))
         passes = steps * batch / self.images
         return AutoFit(config, 1 / self.speed.training, took / (1 - _RESERVE), passes)
@@ -164,7 +165,7 @@ class Measured:
     def _evaluation_seconds(self, seconds: float) -> float:
         """Seconds for decoding and evaluating the validation images."""
         times = self._num_evaluations(seconds)
-        return len(self.run.splits.val) * (self.speed.loading + times * self.speed.evaluating)
+        return len(self.run.splits.val) * (self.speed.first_loading + times * self.speed.evaluating)
 
 
 def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = None) -> Measured:
@@ -245,6 +246,8 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
     run, speed = found.run, found.speed
     height, width = run.img_size
     by_workers = f" by each of {speed.workers} processes" if speed.workers else ""
+    if speed.decoding > speed.loading:
+        by_workers += f" ({1000 * speed.decoding:.3g} ms more the first time)"
     schedule, batch = fitting.config.schedule, fitting.config.engine.batch_size
     enough = fitting.passes * images >= found.most_images - batch
     reasons = (
@@ -301,7 +304,7 @@ def baseline_seconds(found: Measured) -> float:
     splits = found.run.splits
     train, val = (min(len(of), _BASELINE_IMAGES) for of in (splits.train, splits.val))
     macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * len(splits.classes))
-    return (train + val) * found.speed.loading + macs / _BASELINE_MACS
+    return (train + val) * found.speed.first_loading + macs / _BASELINE_MACS
 
 
 def _too_short(found: Measured, minutes: float, remaining: float) -> str:
