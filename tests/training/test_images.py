@@ -55,6 +55,12 @@ def damage(file: Path) -> None:
 # -- damaged images --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More images than are kept in memory: each is read whenever it is needed."""
+    monkeypatch.setattr("locality.data.batches._KEPT_BYTES", 0)
+
+
 def test_a_damaged_validation_image_is_named_before_the_first_step(
     photos: Path, tmp_path: Path
 ) -> None:
@@ -83,6 +89,7 @@ def test_many_validation_images_are_recognised_by_their_headers(
 @pytest.mark.parametrize(
     ("part", "changes"), [("val", {}), ("train", {"data__on_bad_image": "error"})]
 )
+@pytest.mark.usefixtures("too_many")
 def test_an_image_that_is_damaged_on_the_way_costs_no_step(
     part: str,
     changes: dict[str, Any],
@@ -135,6 +142,7 @@ def test_an_evaluation_that_fails_costs_no_step(
 
 
 @pytest.mark.parametrize("at_start", [True, False])
+@pytest.mark.usefixtures("too_many")
 def test_a_damaged_training_image_is_replaced_and_named(
     at_start: bool,
     photos: Path,
