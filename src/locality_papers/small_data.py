@@ -12,6 +12,7 @@ from locality.analysis.baselines import (
     record_baselines,
     split_pixels,
 )
+from locality.data.config import DATASETS
 from locality.errors import require
 from locality.figures.charts import percent
 from locality.runner.costs import image_counts
@@ -140,7 +141,9 @@ def fractions(s: Scale) -> Figure:
         for label, of in _by_fraction(s).items()
         if label in _COLOURS
     )
-    panel = Panel(config.data.dataset, "training images", "top-1, %", lines, log_x=True)
+    dataset = config.data.dataset
+    title = DATASETS[dataset].get("title", dataset)
+    panel = Panel(title, "training images", "top-1, %", lines, log_x=True)
     return Figure(
         panels=(panel,),
         about="The curves of beyond/baselines. Bands are over the seeds that a point has (`n` in "
