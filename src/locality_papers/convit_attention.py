@@ -82,14 +82,22 @@ def _by_layer(
     return {f"layer {n + 1}": number(lambda w, n=n: of_all(w)[n]) for n in layers}
 
 
+EMPTIED = 3.2
+"""How far λ has to fall for a gate near 0: σ(1 − 3.2) = 0.1."""
+
+
+def reach(s: Scale) -> float:
+    """How far λ can move in a run, about: the sum of its learning rates."""
+    return summed_rate(s.runs("ConViT-S", seeds=s.seeds[:1])[0].config).evaluate({}).at(0)
+
+
 def _unless_out_of_reach(s: Scale, parts: dict[str, Quantity]) -> dict[str, Quantity]:
     """Quantities that need gates near 0, where training is long enough for one to get there."""
-    reach = summed_rate(s.runs("ConViT-S", seeds=s.seeds[:1])[0].config).evaluate({}).at(0)
-    if reach > 3.2:  # σ(1 − 3.2) = 0.1
+    if reach(s) > EMPTIED:
         return parts
     reason = absent(
-        f"λ moves by at most about the sum of the learning rates, {reach:.2g} here, and starts 3.2 "
-        f"away from σ(λ) = 0.1"
+        f"λ moves by at most about the sum of the learning rates, {reach(s):.2g} here, and starts "
+        f"{EMPTIED} away from σ(λ) = 0.1"
     )
     return dict.fromkeys(parts, reason)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from locality_papers.convit_attention import Trajectory, reducer
+from locality_papers.convit_attention import EMPTIED, Trajectory, reach, reducer
 from locality_papers.measures import TOP1, TRAJECTORY, Quantity, over, summed_rate
 from locality_papers.scales import Scale
 from locality_papers.specs import (
@@ -41,8 +41,10 @@ def position_rate(s: Scale) -> Table:
         columns[f"gate {n}"] = Column(f"σ(λ), layer {n + 1}", "", 3)
         columns[f"left {n}"] = Column(f"nonlocality gained, layer {n + 1}", "", 2, signed=True)
     rows, claims = [], []
-    lengths = [*((factor, 1) for factor in FACTORS), (1.0, _LONGER), (_REACHING, _LONGER)]
-    for factor, longer in lengths:
+    choices = [(factor, 1) for factor in FACTORS]
+    if reach(s) < EMPTIED:  # elsewhere the papers' own rate takes gates far enough
+        choices += [(1.0, _LONGER), (_REACHING, _LONGER)]
+    for factor, longer in choices:
         chosen: dict[str, Any] = {"seeds": s.few_seeds, "keep_weights": True}
         chosen |= s.lasting("ConViT-S", longer)
         if factor != 1:
