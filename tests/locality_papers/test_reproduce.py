@@ -209,7 +209,7 @@ def test_figures_are_drawn_from_runs(tiny_scale, tmp_path, here):
     # σ(1) before the first step, for every head and seed.
     assert gates["mean"][0] == pytest.approx(0.7310586, abs=1e-6)
     assert gates["half_width"][0] == pytest.approx(0, abs=1e-6)
-    assert gates["n"] == 2
+    assert set(gates["n"]) == {2}
 
 
 def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path, here):
