@@ -1,6 +1,7 @@
 """Random search over the recipes for small images: the same settings for ConViT, DeiT and CvT.
 
     python benchmarks/tune.py --output tuning.csv
+    python benchmarks/tune.py --models timm/test_resnet --output tuning-cnn.csv
     python benchmarks/tune.py --images digits-half --trials 20 6 12 23 17 \\
         --models convit_nano deit_nano --output half.csv
     python benchmarks/tune.py --images photographs --trials 17 23 20 6 11 16 \\
@@ -40,10 +41,11 @@ IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
     "digits-half": ("digits", DIGITS | {"data.val_fraction": 0.5}, 2000),
     "photographs": ("fashion_mnist", PHOTOGRAPHS, 3000),
 }
-# The study's models on photographs have a layer more.
-OVERRIDES = {
-    ("photographs", "convit_nano"): {"depth": 5, "gpsa_layers": 3},
-    ("photographs", "deit_nano"): {"depth": 5},
+# The study's models on photographs have a layer more; a ResNet halves the size five times.
+OWN: dict[tuple[str, str], dict[str, Any]] = {
+    ("photographs", "convit_nano"): {"model.overrides": {"depth": 5, "gpsa_layers": 3}},
+    ("photographs", "deit_nano"): {"model.overrides": {"depth": 5}},
+    ("digits", "timm/test_resnet"): {"model.img_size": 32},
 }
 
 
@@ -87,11 +89,11 @@ def main() -> None:
                 fixed
                 | {
                     "model.name": model,
-                    "model.overrides": OVERRIDES.get((options.images, model), {}),
                     "seed": seed,
                     "engine.tensorboard": False,
                     "engine.precision": "fp32",
                 }
+                | OWN.get((options.images, model), {})
                 | settings,
             )
             with TemporaryDirectory() as folder:
