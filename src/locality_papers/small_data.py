@@ -89,9 +89,9 @@ def baselines(s: Scale) -> Table:
     return Table(
         rows_of(cells),
         columns,
-        about="Not in the papers. Top-1 with parts of the training images, at equal settings and "
-        f"numbers of steps for all networks{_longer(s)}. The baselines see the same images at 32 "
-        "pixels at most and have no setting that was tuned.",
+        about="Not in the papers. Top-1 with parts of the training images, at equal numbers of "
+        f"steps{_longer(s)}, and equal settings unless the scale says otherwise. The baselines see "
+        "the same images at 32 pixels at most and have no setting that was tuned.",
         claims=tuple(
             Claim(
                 f"{column} of the data: {label} is above {other}",
