@@ -81,7 +81,7 @@ def test_every_experiment_can_be_built_at_every_scale(built):
         assert spec.about.endswith("."), name
         for claim in spec.claims:
             assert claim.within is None or claim.within > 0
-            if name != "cvt/nas":  # which asks the paper's question and ours
+            if name not in ("convit/figure-9", "cvt/nas"):  # which ask the papers' and ours
                 assert bool(claim.where) != name.startswith("beyond/"), claim.text
 
 

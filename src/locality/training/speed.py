@@ -222,8 +222,7 @@ class DryRun:
     @property
     def hours(self) -> float:
         """Training time without evaluations."""
-        once = len(self.run.splits.train) * self.speed.first_extra
-        return (self.run.plan.images / self.rate + once) / 3600
+        return self.run.plan.images / self.rate / 3600
 
     @property
     def operations(self) -> int:
