@@ -93,10 +93,10 @@ def reach(s: Scale) -> float:
 
 def _unless_out_of_reach(s: Scale, parts: dict[str, Quantity]) -> dict[str, Quantity]:
     """Quantities that need gates near 0, where training is long enough for one to get there."""
-    if reach(s) > EMPTIED:
+    if (far := reach(s)) > EMPTIED:
         return parts
     reason = absent(
-        f"λ moves by at most about the sum of the learning rates, {reach(s):.2g} here, and starts "
+        f"λ moves by at most about the sum of the learning rates, {far:.2g} here, and starts "
         f"{EMPTIED} away from σ(λ) = 0.1"
     )
     return dict.fromkeys(parts, reason)

@@ -231,14 +231,10 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     """
 
     def evaluate(failures: Failures) -> Values:
-        values, reasons = [], []
-        for part in parts:
-            try:
-                values.append(part.evaluate(failures))
-            except Empty as error:
-                reasons.append(error)
-        if reasons:
+        found = [_evaluated(part, failures) for part in parts]
+        if reasons := [each for each in found if isinstance(each, Empty)]:
             raise _first(reasons)
+        values = [each for each in found if isinstance(each, Values)]
         varied = [set(each.by_seed) for each in values if not each.constant]
         seeds = set.intersection(*varied) if varied else {0}
         if not seeds:
@@ -256,6 +252,14 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     return Quantity(evaluate, unit, measures, paper)
 
 
+def _evaluated(part: Quantity, failures: Failures) -> Values | Empty:
+    """Its values, or why there are none."""
+    try:
+        return part.evaluate(failures)
+    except Empty as error:
+        return error
+
+
 def _first(reasons: Iterable[Empty]) -> Empty:
     """What cannot be had is said before what was not run."""
     return min(reasons, key=lambda error: not isinstance(error, Untestable))
@@ -266,12 +270,9 @@ def over(xs: Iterable[float], parts: Iterable[Quantity]) -> Quantity:
     points = list(zip(xs, parts, strict=True))
 
     def evaluate(failures: Failures) -> Values:
-        found, reasons = {}, []
-        for x, part in points:
-            try:
-                found[x] = part.evaluate(failures)
-            except Empty as error:
-                reasons.append(error)
+        evaluated = {x: _evaluated(part, failures) for x, part in points}
+        found = {x: each for x, each in evaluated.items() if isinstance(each, Values)}
+        reasons = [each for each in evaluated.values() if isinstance(each, Empty)]
         if not found:
             raise _first(reasons)
         varied = [set(each.by_seed) for each in found.values() if not each.constant]

@@ -72,6 +72,9 @@ def built(request):
     return scale, {name: item.build(scale) for name, item in experiments().items()}
 
 
+IN_FIGURE_9 = "GPSA is above PSA that starts with content too"  # our question
+
+
 def test_every_experiment_can_be_built_at_every_scale(built):
     scale, specs = built
     for name, spec in specs.items():
@@ -81,8 +84,9 @@ def test_every_experiment_can_be_built_at_every_scale(built):
         assert spec.about.endswith("."), name
         for claim in spec.claims:
             assert claim.within is None or claim.within > 0
-            if name not in ("convit/figure-9", "cvt/nas"):  # which ask the papers' and ours
-                assert bool(claim.where) != name.startswith("beyond/"), claim.text
+            if name != "cvt/nas":  # which asks the paper's question and ours
+                ours = name.startswith("beyond/") or claim.text == IN_FIGURE_9
+                assert bool(claim.where) != ours, claim.text
 
 
 def test_the_papers_claims_are_many_and_each_stands_once(built):
@@ -393,7 +397,7 @@ def test_short_runs_are_compared_with_longer_ones_and_higher_rates(tiny_scale, t
     assert [each / sums[0] for each in sums[:4]] == pytest.approx([1, 10, 100, 200])
     assert sums[5] / sums[4] == pytest.approx(100) and sums[4] > 4 * sums[0]
     away = [abs(gate - 0.7310586) for gate in gates[:4]]  # from σ(1), where all start
-    assert away == sorted(away) and 5 * away[0] < away[-1]
+    assert away == sorted(away) and 5 * away[0] < away[-1] < 260 * away[0]
     assert [claim["text"][:4] for claim in rates["claims"]] == ["×100", "×200", "×100"]
 
 

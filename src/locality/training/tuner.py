@@ -128,7 +128,7 @@ class Measured:
     def affordable_images(self, seconds: float) -> float:
         """How many images can be trained on in this time."""
         left = (1 - _RESERVE) * seconds - self._evaluation_seconds(seconds)
-        return (left - self.images * self.speed.first_extra) / self.speed.training
+        return (left - self._decoding_seconds) / self.speed.training
 
     def affordable_passes(self, seconds: float) -> float:
         """How often each image can be trained on in this time."""
@@ -137,7 +137,7 @@ class Measured:
     def seconds_for(self, passes: float) -> float:
         """A time that is enough to train so often on each image."""
         # With more time there may be more evaluations, in this share of it at most.
-        images = self.images * (passes * self.speed.training + self.speed.first_extra)
+        images = passes * self.images * self.speed.training + self._decoding_seconds
         first = len(self.run.splits.val) * (self.speed.first_loading + self.speed.evaluating)
         return (images + first) / (1 - _RESERVE - _EVALUATION_SHARE)
 
@@ -151,11 +151,16 @@ class Measured:
         length |= {"schedule.eval_every": every}
         # The best weights are kept; fine-tuning also ends where they do not get better.
         length |= {"schedule.patience": 3 * every if self.name == "finetune" else steps}
-        took = steps * batch * self.speed.training + self.images * self.speed.first_extra
+        took = steps * batch * self.speed.training + self._decoding_seconds
         took += self._evaluation_seconds(seconds)
         config = adjusted(self.name, length | dict(self.changes))
         passes = steps * batch / self.images
         return AutoFit(config, 1 / self.speed.training, took / (1 - _RESERVE), passes)
+
+    @property
+    def _decoding_seconds(self) -> float:
+        """What the first pass over the training images takes more than others."""
+        return self.images * self.speed.first_extra
 
     def _num_evaluations(self, seconds: float) -> int:
         """How many evaluations the time allows."""
