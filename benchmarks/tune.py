@@ -6,6 +6,8 @@
         --models convit_nano deit_nano --output half.csv
     python benchmarks/tune.py --images photographs --trials 17 23 20 6 11 16 \\
         --models convit_nano deit_nano --output photographs.csv
+    python benchmarks/tune.py --images photographs --trials 14 13 17 3 11 5 \\
+        --models timm/test_resnet --output photographs.csv
 
 Every trial is a draw of settings by its number, trained once for each model on images that nothing
 else uses: on 70 digits of a quarter (`data.part` (0, 0.25)), evaluated on 381, or on half of it; or
@@ -46,6 +48,7 @@ OWN: dict[tuple[str, str], dict[str, Any]] = {
     ("photographs", "convit_nano"): {"model.overrides": {"depth": 5, "gpsa_layers": 3}},
     ("photographs", "deit_nano"): {"model.overrides": {"depth": 5}},
     ("digits", "timm/test_resnet"): {"model.img_size": 32},
+    ("photographs", "timm/test_resnet"): {"model.patch_size": None},
 }
 
 

@@ -27,12 +27,17 @@ def started(
 ) -> subprocess.Popen[str]:
     command = [sys.executable, *(launcher or []), *words]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | environment, **pipes)
+    environment = os.environ | environment
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and what was written to stderr."""
-    _, errors = process.communicate(timeout=180)
+    """Exit code and what was written to stderr; fails with that after three minutes."""
+    try:
+        _, errors = process.communicate(timeout=180)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"{process.args} has not ended:\n{process.communicate()[1]}")
     return process.returncode, errors
 
 
