@@ -110,7 +110,7 @@ def table_2(s: Scale) -> Table:
         found: dict[str, Quantity] = {}
         for m in (TOP1, TOP5):
             pair = {
-                f"{role}/{m.name}": s.measured(m, role, fraction=fraction)
+                f"{role}/{m.name}": s.measured_on_part(m, role, fraction)
                 for role in ("DeiT-S", "ConViT-S")
             }
             pair = as_printed("convit/table-2", percent(fraction), pair)
@@ -132,8 +132,8 @@ def table_2(s: Scale) -> Table:
     return Table(
         tuple(Row(percent(fraction), of) for fraction, of in cells.items()),
         columns,
-        about="A fraction of each class's training images, the number of images shown unchanged. "
-        "The gap is ConViT's gain in per cent of DeiT's accuracy.",
+        about="A fraction of each class's training images, the number of images shown unchanged"
+        f"{s.about_length}. The gap is ConViT's gain in per cent of DeiT's accuracy.",
         claims=claims_at("§3, p. 6, Table 2", claims),
     )
 

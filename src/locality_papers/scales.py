@@ -186,6 +186,17 @@ class Scale:
         except UserError as error:
             return absent(str(error))
 
+    def measured_on_part(self, measure: Measure, role: str, fraction: float) -> Quantity:
+        """`measured` with a part of the training images; on all of them `full_length` counts."""
+        longer = self.lasting(role, self.full_length) if fraction == 1 else {}
+        return self.measured(measure, role, fraction=fraction, **longer)
+
+    @property
+    def about_length(self) -> str:
+        """What `full_length` says, for tables of `measured_on_part`."""
+        times = self.full_length
+        return f", {times:g} times as many with all of them" if times != 1 else ""
+
     def counted(self, role: str, **choices: Any) -> dict[str, Quantity]:
         """Millions of parameters and billions of multiply-accumulates of a role's model."""
 

@@ -90,8 +90,8 @@ def baselines(s: Scale) -> Table:
         rows_of(cells),
         columns,
         about="Not in the papers. Top-1 with parts of the training images, at equal numbers of "
-        f"steps{_longer(s)}, and equal settings unless the scale says otherwise. The baselines see "
-        "the same images at 32 pixels at most and have no setting that was tuned.",
+        f"steps{s.about_length}, and equal settings unless the scale says otherwise. The baselines "
+        "see the same images at 32 pixels at most and have no setting that was tuned.",
         claims=tuple(
             Claim(
                 f"{column} of the data: {label} is above {other}",
@@ -105,21 +105,11 @@ def baselines(s: Scale) -> Table:
     )
 
 
-def _longer(s: Scale) -> str:
-    return f", {s.full_length:g} times as many with all of them" if s.full_length != 1 else ""
-
-
 def _by_fraction(s: Scale) -> dict[str, dict[float, Quantity]]:
     """Top-1 of every model and baseline: label → fraction of the training images → number."""
 
     def of(measure: Measure, role: str) -> dict[float, Quantity]:
-        longer = s.lasting(role, s.full_length)
-        return {
-            fraction: s.measured(
-                measure, role, fraction=fraction, **(longer if fraction == 1 else {})
-            )
-            for fraction in s.fractions
-        }
+        return {fraction: s.measured_on_part(measure, role, fraction) for fraction in s.fractions}
 
     models = {label: of(TOP1, role) for label, role in _MODELS.items()}
     return models | {label: of(measure, _MODELS["ConViT"]) for label, measure in PIXELS.items()}
