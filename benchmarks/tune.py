@@ -8,6 +8,8 @@
         --models convit_nano deit_nano --output photographs.csv
     python benchmarks/tune.py --images photographs --trials 14 13 17 3 11 5 \\
         --models timm/test_resnet --output photographs.csv
+    python benchmarks/tune.py --trials 23 --steps 6000 --affine 10 --seeds 5000 5001 \\
+        --models convit_nano deit_nano --output long.csv
 
 Every trial is a draw of settings by its number, trained once for each model on images that nothing
 else uses: on 70 digits of a quarter (`data.part` (0, 0.25)), evaluated on 381, or on half of it; or
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import csv
 import random
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -73,20 +76,26 @@ def main() -> None:
     parser.add_argument("--trials", type=int, nargs="+", default=range(24))
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--images", choices=IMAGES, default="digits")
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of the trial's own")
+    parser.add_argument("--steps", type=int, help="instead of the recipe's")
+    parser.add_argument("--affine", type=int, help="instead of the trial's")
     options = parser.parse_args()
-    columns = ["model", "trial", "seed", *draw(0), "top1", "seconds"]
+    recipe, fixed, first_seed = IMAGES[options.images]
+    given = {"schedule.steps": options.steps, "augment.affine": options.affine}
+    given = {name: value for name, value in given.items() if value is not None}
+    columns = ["model", "trial", "seed", *(draw(0) | given), "top1", "seconds"]
     done = set()
     if options.output.exists():
         with options.output.open() as file:
-            done = {(row["model"], int(row["trial"])) for row in csv.DictReader(file)}
+            done = {tuple(row.values())[:-2] for row in csv.DictReader(file)}
     else:
         options.output.write_text(",".join(columns) + "\n")
-    recipe, fixed, first_seed = IMAGES[options.images]
     for trial in options.trials:
-        for model in options.models:
-            if (model, trial) in done:
+        for seed, model in product(options.seeds or [first_seed + trial], options.models):
+            settings = draw(trial) | given
+            row = [model, trial, seed, *settings.values()]
+            if tuple("" if value is None else str(value) for value in row) in done:
                 continue
-            seed, settings = first_seed + trial, draw(trial)
             config = adjusted(
                 recipe,
                 fixed
@@ -101,7 +110,7 @@ def main() -> None:
             )
             with TemporaryDirectory() as folder:
                 result = train(config, folder, quiet=True)
-            row = [model, trial, seed, *settings.values(), result["top1"], result["seconds"]]
+            row += [result["top1"], result["seconds"]]
             with options.output.open("a", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerow(row)
             print(*row)
