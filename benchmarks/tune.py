@@ -8,8 +8,8 @@
         --models convit_nano deit_nano --output photographs.csv
     python benchmarks/tune.py --images photographs --trials 14 13 17 3 11 5 \\
         --models timm/test_resnet --output photographs.csv
-    python benchmarks/tune.py --trials 23 --steps 6000 --affine 10 --seeds 5000 5001 \\
-        --models convit_nano deit_nano --output long.csv
+    python benchmarks/tune.py --trials 23 --set schedule.steps=6000 augment.affine=10 \\
+        --models deit_nano --seeds 5000 --output long.csv
 
 Every trial is a draw of settings by its number, trained once for each model on images that nothing
 else uses: on 70 digits of a quarter (`data.part` (0, 0.25)), evaluated on 381, or on half of it; or
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import random
 from itertools import product
 from pathlib import Path
@@ -77,12 +78,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--images", choices=IMAGES, default="digits")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the trial's own")
-    parser.add_argument("--steps", type=int, help="instead of the recipe's")
-    parser.add_argument("--affine", type=int, help="instead of the trial's")
+    parser.add_argument("--set", nargs="+", default=[], help="NAME=VALUE, instead of the trial's")
     options = parser.parse_args()
     recipe, fixed, first_seed = IMAGES[options.images]
-    given = {"schedule.steps": options.steps, "augment.affine": options.affine}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: json.loads(value) for name, value in (each.split("=") for each in options.set)}
     columns = ["model", "trial", "seed", *(draw(0) | given), "top1", "seconds"]
     done = set()
     if options.output.exists():
