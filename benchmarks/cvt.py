@@ -80,7 +80,7 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
     with torch.inference_mode():
         expected = theirs(images)
         differences = [(model(images) - expected).abs().max().item() for model in (ours, fused)]
-    macs = forward_macs(name, img_size) * batch_size
+    macs = macs_computed(name, img_size) * batch_size
 
     x, weight = torch.randn(TOKENS, WIDTH), torch.randn(WIDTH, WIDTH)
     products = Products.of(ours, without_gradient(lambda: fused(images)))
@@ -90,7 +90,7 @@ def measure(name: str, batch_size: int, img_size: int, rounds: int) -> dict[str,
         "ours": inference(ours, images, nullcontext),
         "fused": inference(fused, images, nullcontext),
         "linear": without_gradient(lambda: F.linear(x, weight)),
-        "convolution": without_gradient(lambda: init_from_convolution_(x, weight)),
+        "convolution": without_gradient(lambda: as_convolution(x, weight)),
     }
     speed = interleave(work, images.device, rounds, warmup=2)
     ours_step = training_step(ours.train(), images, nullcontext)
@@ -205,7 +205,7 @@ class Products(TorchDispatchMode):
         return {kind: round(timing.median(kind) * 1e3, 1) for kind in work}
 
 
-def forward_macs(name: str, img_size: int) -> int:
+def macs_computed(name: str, img_size: int) -> int:
     """Multiply-accumulates that `forward` really does for one image."""
     with torch.device("meta"):
         model: nn.Module = build(name, img_size=img_size).eval()
@@ -215,7 +215,7 @@ def forward_macs(name: str, img_size: int) -> int:
     return counter.get_total_flops() // 2
 
 
-def init_from_convolution_(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def as_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product of `F.linear(x, weight)` as a 1×1 convolution, channels last."""
     return F.conv2d(x[None, None].permute(0, 3, 1, 2), weight[:, :, None, None])
 

@@ -27,7 +27,7 @@ from locality_papers.measures import (
     computed,
     measured,
 )
-from locality_papers.scales import Scale
+from locality_papers.scales import PAPERS_MODELS, Scale
 from locality_papers.specs import (
     Claims,
     Column,
@@ -96,7 +96,7 @@ def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
         cells = s.counted(row)
         return cells | {name: s.measured(m, row, seeds=seeds) for name, m in accuracies.items()}
     if row.startswith("CvT"):
-        cells = built(published.MODELS[row.partition("↑")[0]], 384)
+        cells = built(PAPERS_MODELS[row.partition("↑")[0]], 384)
         return cells | {name: fine_tuned(s, row, m) for name, m in accuracies.items()}
     if not s.comparable:
         reason = f"other people's model, trained on ImageNet; scale '{s.name}' has none"
@@ -184,7 +184,7 @@ def tuned(s: Scale, start: Run, target: str) -> Run:
 def fine_tuned(s: Scale, row: str, measure: Measure) -> Quantity:
     """A measure of a fine-tuned row of Table 3, such as "CvT-13↑384 22k"."""
     role, _, rest = row.partition("↑")
-    if not s.transfer or role not in s.models:
+    if not s.comparable or role not in s.models:
         return absent(f"scale '{s.name}' has no images of 384 pixels to fine-tune on")
     large = rest.endswith("22k")
     starts = [pretrained(s, role, seed) for seed in s.seeds] if large else s.runs(role)
@@ -203,7 +203,7 @@ def table_4(s: Scale) -> Table:
             return absent(
                 "pre-trained by others on data of their own, and never published fine-tuned"
             )
-        if not s.transfer:
+        if not s.comparable:
             return absent(f"scale '{s.name}' has nothing larger to pre-train on")
         starts = (pretrained(s, role, seed) for seed in s.seeds)
         return measured((tuned(s, start, target) for start in starts), TOP1)

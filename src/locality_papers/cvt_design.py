@@ -14,7 +14,7 @@ from locality.training.config import ModelConfig
 from locality_papers import diagrams, published
 from locality_papers.convit_maps import skeleton
 from locality_papers.measures import TOP1, Quantity, combined, computed
-from locality_papers.scales import Scale, counted
+from locality_papers.scales import PAPERS_MODELS, Scale, counted
 from locality_papers.specs import (
     Cells,
     Claims,
@@ -54,7 +54,7 @@ def table_1(s: Scale) -> Table:
         "grids": Column("token grids", "", 0),
     }
     rows = (
-        Row(row, {m: computed(partial(_need, published.MODELS[row], m)) for m in columns})
+        Row(row, {m: computed(partial(_need, PAPERS_MODELS[row], m)) for m in columns})
         for row in ("DeiT-S", "ConViT-S", "CvT-13")
     )
     about = "Read off the paper's models as they are built here."
@@ -80,7 +80,7 @@ def table_2(s: Scale) -> Table:
     """Counted on the models as built; needs no run and no data."""
     rows = published.rows("cvt/table-2")
     return Table(
-        tuple(Row(row, built(published.MODELS[row])) for row in rows),
+        tuple(Row(row, built(PAPERS_MODELS[row])) for row in rows),
         standard_columns("parameters") | {"flops": Column("GMACs", "G", 2)},
         about="The paper's own models at 224 pixels, whatever the scale.",
     )

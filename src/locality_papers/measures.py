@@ -83,14 +83,16 @@ class Measure:
 def cached_value(path: Path, name: str, take: Callable[[], Any]) -> Any:
     """The value that a file keeps under a name; taken, and kept, if it does not yet."""
 
-    def known() -> dict[str, Any]:
+    def read() -> dict[str, Any]:
         return read_json(path) if path.exists() else {}
 
-    if name not in known():
+    known = read()
+    if name not in known:
         value = take()
         # Read again: another value may have been added meanwhile.
-        write_atomic(path, json.dumps(known() | {name: value}, allow_nan=False) + "\n")
-    return known()[name]
+        known = read() | {name: value}
+        write_atomic(path, json.dumps(known, allow_nan=False) + "\n")
+    return known[name]
 
 
 @dataclass(frozen=True)
@@ -357,8 +359,16 @@ PARAMETERS = of_result("parameters", per=1e6, unit="M")
 """In millions."""
 
 
+def _evaluations(run: Run) -> list[dict[str, float]]:
+    """The rows of metrics.csv."""
+    rows = RecordedRun(run.folder, {}).curve
+    if not rows:
+        raise UserError(f"{run.folder} has no evaluations in metrics.csv")
+    return rows
+
+
 def _read_curve(run: Run) -> dict[str, list[float]]:
-    curve = RecordedRun(run.folder, {}).curve
+    curve = _evaluations(run)
     return {"x": [row["epoch"] for row in curve], "y": [row["top1"] for row in curve]}
 
 
@@ -394,7 +404,7 @@ def top1_at(name: str, when: Callable[[ScheduleConfig], float]) -> Measure:
 
     def read(run: Run) -> float:
         schedule = run.config.schedule
-        curve = RecordedRun(run.folder, {}).curve
+        curve = _evaluations(run)
         places = [row[schedule.unit.removesuffix("s")] for row in curve]
         return curve[_first_from(when(schedule), places)]["top1"]
 

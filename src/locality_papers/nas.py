@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import combinations, starmap
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from locality.training.resolved_run import meta_model
 from locality_papers.measures import (
     PARAMETERS,
     TOP1,
+    Empty,
     Failures,
     Measure,
     Quantity,
@@ -107,14 +109,15 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _between_seeds(candidates: Sequence[Quantity]) -> Quantity:
-    """Kendall's τ between the accuracies that each seed and the next one give candidates."""
+    """Kendall's τ between the accuracies that two seeds give candidates, for every two seeds."""
 
     def evaluate(failures: Failures) -> Values:
         found = [each.evaluate(failures).by_seed for each in candidates]
         seeds = sorted(set.intersection(*map(set, found)))
+        if len(seeds) < 2:
+            raise Empty("needs two seeds")
         orders = [[each[seed] for each in found] for seed in seeds]
-        pairs = zip(seeds, orders, orders[1:] + orders[:1], strict=True)
-        return Values({seed: kendall(one, other) for seed, one, other in pairs})
+        return Values(dict(enumerate(starmap(kendall, combinations(orders, 2)))))
 
     return Quantity(evaluate, "", tuple(pair for each in candidates for pair in each.measures))
 
@@ -170,8 +173,10 @@ def nas(s: Scale) -> Table:
     evolution, random = (
         measured(searches, of_result("best", way)) for way in ("evolution", "random")
     )
+    top1_of_ranked = of_result("top1")  # only its order counts, which has no slope by images
     candidates = [
-        measured((scratch(number, seed) for seed in s.few_seeds), TOP1) for number in ranked
+        measured((scratch(number, seed) for seed in s.few_seeds), top1_of_ranked)
+        for number in ranked
     ]
     inside = measured(searches[: len(s.few_seeds)], _supernet_top1(ranked))
     agreement = combined(lambda one, *others: kendall(one, others), inside, *candidates, unit="")

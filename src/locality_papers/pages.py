@@ -11,7 +11,6 @@ experiment → what does not reproduce, and the most likely reason.
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 import re
@@ -22,10 +21,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
 from markupsafe import Markup
 
 from locality.errors import UserError
+from locality.files import read_json, read_yaml
 from locality.templates import render, write_page
 from locality_papers import records
 from locality_papers.records import Record
@@ -253,7 +252,7 @@ def read_records(folder: Path) -> list[Record]:
     Raises:
         UserError: if there are none.
     """
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    found = [read_json(path) for path in folder.glob("*.json")]
     if not found:
         raise UserError(f"{folder} holds no results; `locality reproduce all` writes them")
     return sorted(found, key=lambda record: papers_order(record["name"]))
@@ -277,7 +276,7 @@ def results_page(folders: Sequence[Path], place: Path, kind: str) -> str:
         every += found
         abouts[found[0]["scale"]] = found[0]["scale_about"]
         path = folder / "remarks.yaml"
-        said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        said = read_yaml(path) if path.exists() else {}
         if unknown := sorted(set(said) - {record["name"] for record in found}):
             raise UserError(f"{path} has remarks on {', '.join(unknown)}, which has no results")
         link = Path(os.path.relpath(folder, place)).as_posix() + "/"

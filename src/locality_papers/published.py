@@ -68,8 +68,6 @@ def as_computed(place: str, value: float) -> Published:
     return Published(place, "", "", round(value, 2), protocol, COMPUTED)
 
 
-MODELS: dict[str, str] = _FILE["models"]
-"""The papers' names of models, and ours."""
 PEERS: dict[str, str] = _FILE["peers"]
 """Other people's models in CvT's Table 3 → timm's name of their public weights, if it has them."""
 

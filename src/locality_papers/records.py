@@ -18,7 +18,13 @@ from typing import Any
 
 from locality import __version__
 from locality.analysis.runs import RecordedRun
-from locality.analysis.statistics import Estimate, mean_curve, two_sided_p, two_sided_t
+from locality.analysis.statistics import (
+    Estimate,
+    holm_levels,
+    mean_curve,
+    two_sided_p,
+    two_sided_t,
+)
 from locality.runner.runs import Run
 from locality_papers import published
 from locality_papers.measures import Empty, Failures, Quantity, Untestable, Values, why_missing
@@ -364,14 +370,9 @@ def corrected(claims: Sequence[Record]) -> list[str]:
     m are one paper's claims at one scale, or our own questions at it; claims that need no seeds
     are not among them.
     """
-    verdicts = [judge(claim) for claim in claims]
-    tested = [n for n, claim in enumerate(claims) if not is_exact(claim)]
-    p_values = {n: p_value(claims[n]) for n in tested}
-    left = len(tested)
-    for n in sorted(tested, key=p_values.__getitem__):
-        verdicts[n] = judge(claims[n], LEVEL / left)
-        left -= verdicts[n] != UNDECIDED  # after the first that is not, the level stays
-    return verdicts
+    tested = [claim for claim in claims if not is_exact(claim)]
+    levels = iter(holm_levels([p_value(claim) for claim in tested], LEVEL))
+    return [judge(claim, LEVEL if is_exact(claim) else next(levels)) for claim in claims]
 
 
 def is_exact(claim: Record) -> bool:

@@ -56,9 +56,8 @@ class Scale:
             weights if `teacher_is_public`.
         snapshots: copies of the weights that baseline runs on all data keep for figures over
             epochs.
-        transfer: whether models are pre-trained on a larger set and fine-tuned (CvT Table 4).
-        transfer_classes: elsewhere, the first classes that they are pre-trained on, to be
-            fine-tuned on the others; 0 for none.
+        transfer_classes: where accuracies are not comparable, the first classes that models are
+            pre-trained on, to be fine-tuned on the others (CvT Table 4); 0 for none.
     """
 
     name: str
@@ -79,7 +78,6 @@ class Scale:
     splits_by_seed: bool = False
     snapshots: int = 20
     comparable: bool = False
-    transfer: bool = False
     transfer_classes: int = 0
     root: Path = Path("runs")
     data: Mapping[str, str] = field(default_factory=dict)
@@ -252,6 +250,9 @@ SCALES: dict[str, Scale] = {
     for name, values in read_yaml(Path(__file__).with_name("scales.yaml")).items()
 }
 """Those of `scales.yaml`, by name."""
+
+PAPERS_MODELS = {role: name for role, (name, _) in SCALES["imagenet"].models.items()}
+"""The papers' names of models, and ours."""
 
 
 def get_scale(name: str, root: Path, data: Mapping[str, str] | None = None) -> Scale:

@@ -16,6 +16,7 @@ from locality import __version__
 from locality.analysis.baselines import advice
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at, group, read_runs
 from locality.analysis.statistics import Estimate, estimate, holm, paired_difference
+from locality.data.folder import place_name
 from locality.errors import UserError, one_line
 from locality.figures import charts
 from locality.report.page import FILTERS, format_estimate, format_share, join_names
@@ -248,7 +249,7 @@ def build_comparison(
         "locality.report",
         "comparison.html",
         FILTERS,
-        title=f"Which model for {Path(groups[0].runs[0].config['data']['root']).name}?",
+        title=f"Which model for {place_name(groups[0].runs[0].config['data']['root'])}?",
         said=said,
         baselines=baselines_at(groups, 1.0),
         remarks=[
@@ -267,6 +268,7 @@ def build_comparison(
         evaluated=len(found[0].right),
         pairs=list(zip(pairs, decided, strict=True)),
         classes=_classes(found),
+        max_classes=_MAX_CLASSES,
         accuracy=charts.chart(charts.draw_accuracy, groups),
         learning=charts.chart(charts.draw_learning, groups, 1.0) if drawn else None,
         fractions=sorted({part for one in groups for part in one.fractions}),

@@ -190,10 +190,8 @@ def breakable(name: str) -> Markup:
 
 
 def _images(comparison: BaselinePair) -> str:
-    """ "5% of the training images (67)"; "all 1,348 training images"."""
-    if comparison.fraction == 1:
-        return f"all {comparison.images:,} training images"
-    return f"{charts.percent(comparison.fraction)} of the training images ({comparison.images:,})"
+    """ "5% of the training images (67)"; "all training images (1,348)"."""
+    return f"{charts.subset_label(comparison.fraction)} ({comparison.images:,})"
 
 
 def pair_sentence(comparison: BaselinePair) -> str:
