@@ -113,7 +113,11 @@ def _find_lr(config: RunConfig, folder: Path) -> None:
 
 
 def finetune(arguments: Sequence[str]) -> None:
-    """`train` with the recipe for custom datasets that starts from weights."""
+    """Train a model on a folder of images or a labels.csv from weights: --from WEIGHTS, short for
+    --model.weights, takes a run folder, a file, a public name, or timm/NAME. Learning rates,
+    augmentation and length are chosen for the images; the other options are those of
+    `locality train`.
+    """
     train(["--recipe", "finetune", *with_aliases(arguments, {"--from": "--model.weights"})])
 
 
@@ -139,10 +143,10 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
         raise UserError(
             f"recipe '{name}' is asked for and {files[-1]} is of '{labelled}'; give one"
         )
-    parser = Parser(
-        name if name == "finetune" else "train",
-        f"{train.__doc__} Recipes: {', '.join(RECIPES)}.",
-        "[RECIPE | IMAGES]",
+    parser = (
+        Parser("finetune", finetune.__doc__, "IMAGES")
+        if name == "finetune"
+        else Parser("train", f"{train.__doc__} Recipes: {', '.join(RECIPES)}.", "[RECIPE | IMAGES]")
     )
     parser.add("--config", None, "YAML file with settings, such as the config.yaml of a run")
     parser.add("--output", None, "run folder; runs/… unless given")
