@@ -32,8 +32,8 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--list", False, "every table and figure, and its state")
     parser.add("--dry_run", False, "runs, images, MACs, hours; no start")
     parser.add("--finished", False, "write what finished runs give; no start")
-    scales = "digits, digits-tuned, fashion, fashion14, cifar100, imagenet100, imagenet"
-    parser.add("--scale", "digits", scales)
+    scales = read_yaml(_HERE / "scales.yaml")
+    parser.add("--scale", "digits", ", ".join(scales))
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
     parser.add("--seeds", None, "runs of every cell; the scale's unless given", int | None)
@@ -66,7 +66,7 @@ def reproduce(arguments: Sequence[str]) -> None:
         raise UserError("say what to reproduce; `locality reproduce --list` has every name")
     if options.name not in (None, *(names := [*experiment_names(), "all"])):
         raise unknown("experiment", options.name, names)
-    lookup("scale", options.scale, read_yaml(_HERE / "scales.yaml"))
+    lookup("scale", options.scale, scales)
     from locality_papers import reproduce as study
 
     if options.list:
