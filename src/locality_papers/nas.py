@@ -108,7 +108,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     return float((signs[0] * signs[1]).sum() / scale) if scale else 0.0
 
 
-def _between_seeds(candidates: Sequence[Quantity]) -> Quantity:
+def between_seeds(candidates: Sequence[Quantity]) -> Quantity:
     """Kendall's τ between the accuracies that two seeds give candidates, for every two seeds."""
 
     def evaluate(failures: Failures) -> Values:
@@ -195,7 +195,7 @@ def nas(s: Scale) -> Table:
         "best by evolution": {"held_out": evolution},
         "best by random": {"held_out": random},
         "supernet and from scratch": {"tau": agreement},
-        "two seeds from scratch": {"tau": _between_seeds(candidates)},
+        "two seeds from scratch": {"tau": between_seeds(candidates)},
     }
     rows = rows_of(cells)
     return Table(rows, columns, about=about, claims=claims_at("", claims))

@@ -11,6 +11,9 @@ import pytest
 from locality.errors import UserError
 from locality.runner.executors import execute
 from locality_papers.measures import (
+    BEST_TOP1,
+    LEARNING_CURVE,
+    TOP1_EARLY,
     Empty,
     Measure,
     Quantity,
@@ -82,6 +85,14 @@ def test_a_measure_that_cannot_be_taken_leaves_its_reason(finished):
 
     with pytest.raises(Empty, match=r"^no such part$"):
         measured(finished["deit_nano"], Measure("x", refuse)).evaluate({})
+
+
+def test_a_run_without_its_evaluations_leaves_its_reason(finished):
+    for run in finished["deit_nano"]:
+        (run.folder / "metrics.csv").unlink()
+        for measure in (BEST_TOP1, LEARNING_CURVE, TOP1_EARLY):
+            with pytest.raises(Empty, match=r"has no evaluations in metrics\.csv"):
+                measured([run], measure).evaluate({})
 
 
 def test_differences_are_taken_seed_by_seed():

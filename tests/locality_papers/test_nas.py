@@ -1,10 +1,11 @@
-"""Kendall's rank correlation."""
+"""Kendall's rank correlation, and that of accuracies between seeds."""
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from locality_papers.nas import kendall
+from locality_papers.measures import Empty, Quantity, Values
+from locality_papers.nas import between_seeds, kendall
 
 
 def test_rank_correlation_is_scipys():
@@ -15,3 +16,14 @@ def test_rank_correlation_is_scipys():
         assert kendall(one, other) == pytest.approx(0.0 if np.isnan(expected) else expected)
     assert kendall([1, 2, 3], [4, 5, 6]) == 1 and kendall([1, 2, 3], [3, 2, 1]) == -1
     assert kendall([1, 1], [1, 2]) == 0
+
+
+def test_every_two_seeds_are_compared_once():
+    def candidate(*top1):
+        return Quantity(lambda _: Values(dict(enumerate(top1))))
+
+    found = between_seeds([candidate(1, 1, 3), candidate(2, 2, 2), candidate(3, 3, 1)])
+    assert list(found.evaluate({}).by_seed.values()) == [1, -1, -1]
+    assert list(between_seeds([candidate(1, 2), candidate(2, 1)]).evaluate({}).by_seed) == [0]
+    with pytest.raises(Empty, match="two seeds"):
+        between_seeds([candidate(1), candidate(2)]).evaluate({})
