@@ -92,8 +92,14 @@ def _draw_panel(axes: Axes, panel: Record) -> None:
 
 
 def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]) -> None:
-    """One legend beside panels with equal series; else one in each. Points have names anyway."""
+    """One legend beside panels with equal series, below a single panel of many; else one in each.
+
+    Points have names anyway.
+    """
     found = [axes.get_legend_handles_labels() for axes in grid]
+    if len(found) == 1 and len(found[0][1]) > 5 and not panels[0]["scatter"]:
+        figure.legend(*found[0], loc="outside lower center", ncols=3, fontsize=6.5, handlelength=1.6)
+        return
     if len(found) > 1 and all(labels == found[0][1] for _, labels in found):
         figure.legend(*found[0], loc="outside right center", fontsize=7.5, handlelength=1.6)
         return
