@@ -4,7 +4,7 @@ usage: rank.py REPORTS HOW ARGUMENTS. HOW is "end", or "error", "SIGTERM", "SIGI
 what comes to the last process at its fourth step; "SIGKILL 0" comes to the first, and "machine" to
 the last and to the launcher that started it. Each process
 writes REPORTS/rank-N.json when all that Python does at exit is done: its exit code, threads and
-shared memory, and the exit codes of the processes it has started. One that hangs says where.
+shared memory, and the exit codes of the processes it has started. SIGABRT makes it say where it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ HOW, _, RANK = sys.argv[2].partition(" ")
 STARTED: list[subprocess.Popen[bytes]] = []
 # A library's own, which only ends with the process.
 LIBRARIES = {"jemalloc_bg_thd"}
-HANGS_AFTER_SECONDS = 150
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
@@ -35,7 +34,6 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def tell(outcome: dict[str, Any]) -> None:
-    faulthandler.cancel_dump_traceback_later()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     # Fabric's observer of its processes sleeps until the end.
     idle = sum(thread.name == "child-process-observer" for thread in threading.enumerate())
@@ -51,7 +49,7 @@ def tell(outcome: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(HANGS_AFTER_SECONDS)
+    faulthandler.enable()
     outcome: dict[str, Any] = {"code": None}
     # What is registered first is called last.
     atexit.register(tell, outcome)

@@ -36,8 +36,13 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
         _, errors = process.communicate(timeout=180)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"{process.args} has not ended:\n{process.communicate()[1]}")
+        os.killpg(process.pid, signal.SIGABRT)  # they say where they are, and end
+        try:
+            _, errors = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            _, errors = process.communicate()
+        pytest.fail(f"{process.args} has not ended:\n{errors}")
     return process.returncode, errors
 
 

@@ -98,7 +98,9 @@ def _draw_legends(figure: Figure, grid: Sequence[Axes], panels: Sequence[Record]
     """
     found = [axes.get_legend_handles_labels() for axes in grid]
     if len(found) == 1 and len(found[0][1]) > 5 and not panels[0]["scatter"]:
-        figure.legend(*found[0], loc="outside lower center", ncols=3, fontsize=6.5, handlelength=1.6)
+        figure.legend(
+            *found[0], loc="outside lower center", ncols=3, fontsize=6.5, handlelength=1.6
+        )
         return
     if len(found) > 1 and all(labels == found[0][1] for _, labels in found):
         figure.legend(*found[0], loc="outside right center", fontsize=7.5, handlelength=1.6)
