@@ -110,13 +110,14 @@ def bounded(
     *,
     above: bool = False,
     below: bool = False,
+    role: str = "",
 ) -> Any:
     """A dataclass's field with bounds that `settings` checks; as `integer` or `number` has them.
 
-    Its default may be `dataclasses.MISSING`.
+    Its default may be `dataclasses.MISSING`; its role is one of `locality.settings.Role`.
     """
     bounds = {"low": low, "high": high, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata=bounds)
+    return dataclasses.field(default=default, metadata={"bounds": bounds, "role": role})
 
 
 def settings(config: Any, group: str = "") -> None:
@@ -134,12 +135,12 @@ def settings(config: Any, group: str = "") -> None:
         choices = [each for each in (hint, *types) if typing.get_origin(each) is Literal]
         if choices:
             one_of(name, value, typing.get_args(choices[0]))
-        elif field.metadata:
+        elif bounds := field.metadata.get("bounds"):
             for each in value if isinstance(value, tuple) else (value,):
                 if int in types:
-                    integer(name, each, field.metadata["low"], field.metadata["high"])
+                    integer(name, each, bounds["low"], bounds["high"])
                 else:
-                    number(name, each, **field.metadata)
+                    number(name, each, **bounds)
 
 
 def integer(setting: str, value: object, low: int, high: float = math.inf) -> None:

@@ -20,6 +20,18 @@ from locality.files import parse_yaml
 
 T = TypeVar("T")
 
+Role = Literal["how", "label", "sample", "incidental", "run", "interface", "training"]
+"""The role of a setting, in its field's metadata; most have none.
+
+    how         how a run is computed: may change on resuming, not part of its identity
+    label       for people, not part of a run's identity
+    sample      which images and random numbers: runs of one group differ in it
+    incidental  what a run writes, and rounding: runs of one group may differ in it
+    run         the folder of another run, which its name identifies wherever it lies
+    interface   of a model: sizes of inputs and outputs, to which weights can be adapted
+    training    of a model: has no effect on what its trained weights compute
+"""
+
 
 class Setting(NamedTuple):
     """A setting of a configuration.
@@ -48,6 +60,20 @@ def settings_of(cls: type, prefix: str = "") -> dict[str, Setting]:
         else:
             found[f"{prefix}{name}"] = Setting(hint, texts.get(name, ""))
     return found
+
+
+def setting(default: Any, role: Role) -> Any:
+    """A dataclass's field with a role."""
+    return dataclasses.field(default=default, metadata={"role": role})
+
+
+def with_role(cls: type, *roles: Role) -> frozenset[str]:
+    """The settings of a configuration dataclass that have one of these roles, by dotted name."""
+    found = {field.name for field in dataclasses.fields(cls) if field.metadata.get("role") in roles}
+    for name, hint in type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            found |= {f"{name}.{inner}" for inner in with_role(typing.cast(type, hint), *roles)}
+    return frozenset(found)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
 from locality.errors import UserError
-from locality_papers.recorded import import_runs
+from locality.runner.runs import content_folder
+from locality.settings import from_yaml
+from locality.training import RunConfig
+from locality_papers.recorded import import_runs, read_runs
 from locality_papers.reproduce import reproduce
 
 
@@ -41,3 +45,13 @@ def test_recorded_runs_give_a_clone_the_same_table(tiny_scale, tmp_path, here):
     file.write_bytes(gzip.compress(b'{"run": "../other", "files": {}}'))
     with pytest.raises(UserError, match=r"'\.\./other', which is not the name of a folder"):
         import_runs(file, clone.root)
+
+
+RECORDED = sorted((Path(__file__).parents[2] / "results").glob("*.runs.jsonl.gz"))
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.name)
+def test_recorded_runs_are_found_under_their_names(file):
+    for name, files in read_runs(file).items():
+        config = from_yaml(RunConfig, files["config.yaml"])
+        assert content_folder(file, config).name == name

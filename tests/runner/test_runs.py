@@ -8,9 +8,10 @@ import pytest
 
 from locality import settings
 from locality.errors import UserError
+from locality.files import parse_yaml
 from locality.runner import runs
 from locality.runner.runs import Run, content_folder, digest, with_needs
-from locality.training import replace, train
+from locality.training import RunConfig, recipe, replace, train
 
 
 def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, tiny_config):
@@ -28,13 +29,50 @@ def test_folders_are_shared_by_runs_that_do_the_same_and_by_no_others(tmp_path, 
     assert digest(config, "another.package:task") != digest(config)
 
 
-def test_a_setting_that_has_its_default_names_no_folder(tiny_config, monkeypatch):
-    before = digest(tiny_config())
-    # As a later version would, with one more setting.
-    known, defaults = runs.flatten, runs._defaults()
-    monkeypatch.setattr(runs, "flatten", lambda values: known(values) | {"data.new": 0})
-    monkeypatch.setattr(runs, "_defaults", lambda: defaults | {"data.new": 0})
-    assert digest(tiny_config()) == before
+def test_the_default_of_every_setting_that_identifies_a_run_is_frozen():
+    counted = settings.flatten(settings.to_dict(RunConfig()))
+    assert runs._INTRODUCED.keys() == counted.keys() - runs._NO_NUMBER
+
+
+IDENTITIES = """\
+089e8d7e2242 defaults
+55c725499254 digits
+3647d747d97f fashion_mnist
+eaf30235bfd7 convit_cifar
+a6d5297a6f18 cvt_cifar
+ccf1e2d531a2 deit_300
+3cebdc2960f3 deit_300_plus
+5e77bf6d13f2 distill_hard
+f759c22d22ec subset
+f8db07a61059 imagenet100
+21b1675a4f1d cifar100_224
+c67e870485d0 cvt_300
+741056824581 cvt_22k
+ebcc292482aa finetune_384
+1531f08e067d photos
+af2298977da0 finetune
+dee63658120c digits {seed: 7, data.fraction: 0.05}
+9916f97bce1f digits {model.name: deit_nano, data.part: [0.25, 1.0]}
+d860d424dedc digits {model.overrides.locality_strength: 2.0}
+0e21d8502e88 digits {model.overrides.locality_strength: 1.0, model.overrides.gating_init: 0}
+85ebc798db96 digits {model.name: cvt_nano, model.overrides.kv_stride: 1}
+2540da3ea3fc digits {model.name: cvt_nano, model.overrides.mlp_ratio: [2.0, 4.0, 4.0]}
+61db7485cd80 digits {model.name: timm/resnet18, model.overrides.drop_rate: 0.1}
+ebb1ca8c5c48 digits {model.weights: runs/digits/a, optim.layer_decay: 0.75}
+f796cf5d1773 digits {objective.teacher: runs/digits/a, objective.distillation: soft}
+55c725499254 digits {engine.devices: 2, engine.accumulate: 2, data.workers: 4, recipe: other}
+25a66db93c4e digits {schedule.eval_every: 75, schedule.snapshot_every: 100, engine.compile: true}
+4d974b5b6649 digits {data.fold: [0, 5], data.split_seed: 3, data.subset_seed: 2}
+4035f3f34d50 fashion_mnist {model.patch_size: 2, optim.betas: [0.9, 0.95], optim.eps: 1.0e-7}
+1c5bd9b382d9 photos {data.root: images, schedule.patience: 500, augment.mixup: 0.2}
+"""
+
+
+@pytest.mark.parametrize("row", IDENTITIES.splitlines())
+def test_the_identity_of_a_configuration_never_changes(row):
+    identity, name, *changes = row.split(" ", 2)
+    config = RunConfig() if name == "defaults" else recipe(name)
+    assert digest(replace(config, parse_yaml("".join(changes) or "{}", ""))) == identity
 
 
 def test_where_a_needed_run_lies_does_not_matter_but_which_it_is_does(tiny_config):

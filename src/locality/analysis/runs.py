@@ -20,23 +20,13 @@ from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.errors import UserError, wrap_errors
 from locality.files import read_json, read_rows, read_yaml
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
-from locality.settings import flatten
+from locality.settings import flatten, with_role
+from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import MAY_CHANGE, run_folders
+from locality.training.same_run import run_folders
 
 # Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
-IGNORED_SETTINGS = MAY_CHANGE | {
-    "seed",
-    "recipe",
-    "data.fraction",
-    "data.subset_seed",
-    "data.split_seed",
-    "data.fold",
-    "engine.compile",
-    "schedule.eval_every",
-    "schedule.save_every",
-    "schedule.snapshot_every",
-}
+_NOT_OF_GROUP = with_role(RunConfig, "how", "label", "incidental", "sample")
 
 # The entries that are read from a run's files, which anyone may have edited.
 _CONFIG = {"model": {"name": str}, "data": {"dataset": str, "fraction": float}, "seed": int}
@@ -122,7 +112,7 @@ class RecordedRun:
     def settings(self) -> dict[str, Any]:
         """The settings that its result depends on, except seed and data, by dotted name."""
         flat = flatten(self.config)
-        return {name: value for name, value in flat.items() if name not in IGNORED_SETTINGS}
+        return {name: value for name, value in flat.items() if name not in _NOT_OF_GROUP}
 
 
 def _numbers(table: Path) -> list[dict[str, float]]:
@@ -317,7 +307,7 @@ class BaselinePair:
 
     def other_changed_settings(self) -> list[str]:
         """Settings other than the model's in which runs of one seed differ, by dotted name."""
-        incidental = IGNORED_SETTINGS - {"data.subset_seed", "data.split_seed"}  # which images
+        incidental = with_role(RunConfig, "how", "label", "incidental")
         first, second = ({run.seed: flatten(run.config) for run in runs} for runs in self.runs)
         pairs = [[first[seed], second[seed]] for seed in first if seed in second]
         names = dict.fromkeys(name for pair in pairs for name in differing_settings(pair))

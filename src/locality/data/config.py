@@ -10,6 +10,7 @@ from typing import Any, Literal
 from locality import checks
 from locality.errors import UserError
 from locality.files import read_yaml
+from locality.settings import setting
 
 # Pillow refuses images with more pixels than this as decompression bombs, or warns about them.
 PIXEL_LIMIT = 89_478_485
@@ -94,30 +95,30 @@ class DataConfig:
     """
 
     dataset: str = "digits"
-    root: str | None = None
-    download: bool = False
+    root: str | None = setting(None, "how")
+    download: bool = setting(False, "how")
     part: tuple[float, float] = (0.0, 1.0)
-    fraction: float = checks.bounded(1.0, 0, 1, above=True)
+    fraction: float = checks.bounded(1.0, 0, 1, above=True, role="sample")
     subset: Literal["balanced", "sorted"] = "balanced"
     train_part: tuple[float, float] = (0.0, 1.0)
     val_part: tuple[float, float] | None = None
-    fold: tuple[int, int] | None = None
+    fold: tuple[int, int] | None = setting(None, "sample")
     first_classes: int | None = checks.bounded(None, 1)
     skip_classes: int = checks.bounded(0, 0)
-    subset_seed: int | None = checks.bounded(None, 0)
+    subset_seed: int | None = checks.bounded(None, 0, role="sample")
     val_fraction: float = checks.bounded(0.25, 0, 1, above=True, below=True)
-    split_seed: int = checks.bounded(0, 0)
-    on_bad_image: Literal["auto", "error", "skip"] = "auto"
-    on_changed_images: Literal["error", "resume"] = "error"
-    max_bad_images: int = checks.bounded(100, 0)
+    split_seed: int = checks.bounded(0, 0, role="sample")
+    on_bad_image: Literal["auto", "error", "skip"] = setting("auto", "how")
+    on_changed_images: Literal["error", "resume"] = setting("error", "how")
+    max_bad_images: int = checks.bounded(100, 0, role="how")
     max_pixels: int = checks.bounded(PIXEL_LIMIT, 1, PIXEL_LIMIT)
     exif: bool = False
-    real_labels: str | None = None
+    real_labels: str | None = setting(None, "how")
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
-    cache_gb: float = checks.bounded(10.0, 0)
-    workers: int = checks.bounded(0, 0)
+    cache_gb: float = checks.bounded(10.0, 0, role="how")
+    workers: int = checks.bounded(0, 0, role="how")
 
     REMOVED = (("crops", "exact"), ("difficulty", None))
 
@@ -284,16 +285,16 @@ def _range(setting: str, value: tuple[float, float], high: float) -> None:
 
 def _policy(text: str) -> None:
     # timm asserts, or returns without a word, on most mistakes in these strings.
-    first, *settings = text.split("-")
+    first, *parts = text.split("-")
     if first not in ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a"):
         raise UserError(
             f"auto_augment is '{text}'; give one of timm's policies, such as "
             "'rand-m9-mstd0.5-inc1', 'augmix-m3-w3', 'original', 'v0' or '3a'"
         )
-    for setting in settings:
-        name = setting.rstrip("0123456789.")
-        if not name.isalpha() or (name == setting and first in ("rand", "augmix")):
+    for part in parts:
+        name = part.rstrip("0123456789.")
+        if not name.isalpha() or (name == part and first in ("rand", "augmix")):
             raise UserError(
-                f"auto_augment is '{text}', where '{setting}' is not a setting; "
+                f"auto_augment is '{text}', where '{part}' is not a setting; "
                 "write a name and a number, such as m9, mstd0.5, inc1"
             )

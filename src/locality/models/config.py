@@ -17,17 +17,10 @@ from locality.layers.grid import (
     hidden_width,
     projected_grid,
 )
-from locality.settings import from_dict
+from locality.settings import from_dict, setting, with_role
 
 T = TypeVar("T")
 
-# Fields in which models of one architecture may differ: input and output sizes, and what only
-# training uses.
-INTERFACE = ("img_size", "in_chans", "num_classes")
-_TRAINING = (
-    *("locality_strength", "conv_init", "gating_init", "freeze_gating", "freeze_gpsa"),
-    *("drop_rate", "proj_drop_rate", "drop_path_rate", "init"),
-)
 Initialisation = Literal["default", "conv", "mimetic", "impulse", "trained_conv"]
 PositionalAttention = Literal["gpsa", "psa", "conv"]
 Activation = Literal["quick_gelu", "gelu"]
@@ -35,8 +28,9 @@ Activation = Literal["quick_gelu", "gelu"]
 
 def weight_signature(config: Any) -> dict[str, Any]:
     """The fields of a configuration that decide what its weights compute."""
+    left_out = with_role(type(config), "interface", "training")
     names = (field.name for field in dataclasses.fields(config))
-    return {name: getattr(config, name) for name in names if name not in INTERFACE + _TRAINING}
+    return {name: getattr(config, name) for name in names if name not in left_out}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +61,14 @@ class Architecture:
     stem: ClassVar[str]
     classifier: ClassVar[str] = "head"
 
-    img_size: int | tuple[int, int] = 224
-    in_chans: int = checks.bounded(3, 1, 1024)
-    num_classes: int = checks.bounded(1000, 0, 1_000_000)
+    img_size: int | tuple[int, int] = setting(224, "interface")
+    in_chans: int = checks.bounded(3, 1, 1024, role="interface")
+    num_classes: int = checks.bounded(1000, 0, 1_000_000, role="interface")
     global_pool: Literal["token", "avg", ""] = "token"
     class_token: bool | None = None
-    drop_rate: float = checks.bounded(0.0, 0, 1, below=True)
-    proj_drop_rate: float = checks.bounded(0.0, 0, 1, below=True)
-    init: Initialisation = "default"
+    drop_rate: float = checks.bounded(0.0, 0, 1, below=True, role="training")
+    proj_drop_rate: float = checks.bounded(0.0, 0, 1, below=True, role="training")
+    init: Initialisation = setting("default", "training")  # noqa: RUF009 (a field)
 
     def __post_init__(self) -> None:
         if isinstance(self.img_size, list):  # lists come from YAML and JSON
@@ -177,14 +171,14 @@ class ViTConfig(Architecture):
     qkv_bias: bool = False
     gpsa_layers: int = 0
     positional_attention: PositionalAttention = "gpsa"
-    locality_strength: float = checks.bounded(1.0, 0, above=True)
-    conv_init: bool = True
-    gating_init: float = checks.bounded(1.0)
-    freeze_gating: bool = False
-    freeze_gpsa: bool = False
+    locality_strength: float = checks.bounded(1.0, 0, above=True, role="training")
+    conv_init: bool = setting(True, "training")
+    gating_init: float = checks.bounded(1.0, role="training")
+    freeze_gating: bool = setting(False, "training")
+    freeze_gpsa: bool = setting(False, "training")
     use_pos_embed: bool = True
     embed_class_token: bool = False
-    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True)
+    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True, role="training")
 
     family = "vit"
     title = "a DeiT or ConViT"
@@ -313,7 +307,7 @@ class StageConfig:
     kv_padding: int | None = None
     qkv_bias: bool = True
     use_pos_embed: bool = False
-    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True)
+    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True, role="training")
 
     def __post_init__(self) -> None:
         for name in _PER_BLOCK:

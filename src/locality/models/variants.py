@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from locality.errors import UserError, lookup, near
-from locality.models.config import INTERFACE, CvTConfig, StageConfig, ViTConfig, signature_diff
+from locality.models.config import CvTConfig, StageConfig, ViTConfig, signature_diff
+from locality.settings import with_role
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def identify(config: Any) -> tuple[str | None, Any]:
     """
     for name, row in VARIANTS.items():
         if type(row.config) is type(config) and not signature_diff(row.config, config):
-            fields = {field: getattr(config, field) for field in INTERFACE}
+            interface = with_role(type(config), "interface")
+            fields = {field: getattr(config, field) for field in interface}
             return name, dataclasses.replace(row.config, **fields)
     return None, config

@@ -7,20 +7,23 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from locality.checkpoints.registry import is_run_folder
+from locality.files import read_yaml
 from locality.machine import processors
-from locality.settings import flatten, to_dict
+from locality.settings import flatten, to_dict, with_role
 from locality.training.config import RunConfig, read_config
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import MAY_CHANGE, PATHS, changed_settings
+from locality.training.same_run import changed_settings
 
 TRAIN = "locality.training:train"
+_RUNS = with_role(RunConfig, "run")
 # Settings that change no number of a run.
-_LABELS = {"recipe"} | MAY_CHANGE
+_NO_NUMBER = with_role(RunConfig, "how", "label")
+# The default of every other setting when it was introduced; see there.
+_INTRODUCED = flatten(read_yaml(Path(__file__).with_name("introduced.yaml")))
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Run:
         if self.task != TRAIN:
             return True  # a task may complete the configuration it is given
         changed = changed_settings(read_config(self.folder), self.config, _same_name)
-        return all(name in _LABELS for name, *_ in changed)
+        return all(name in _NO_NUMBER for name, *_ in changed)
 
     def is_started(self) -> bool:
         """Whether there is a run to resume."""
@@ -83,22 +86,16 @@ class Outcome:
 def digest(config: RunConfig, task: str = TRAIN) -> str:
     """Twelve hexadecimal digits that identify what a run computes.
 
-    Labels and `MAY_CHANGE` do not count, and a setting counts only where it differs from its
-    default, so that a new setting changes no existing folder.
+    A setting counts only where it differs from its default when it was introduced, so that a new
+    setting changes no existing folder, and another default does.
     """
-    default = _defaults()
     values = {
-        name: _folder_name(value) if name in PATHS else value
+        name: _folder_name(value) if name in _RUNS else value
         for name, value in flatten(to_dict(config)).items()
-        if name not in _LABELS and (name not in default or value != default[name])
+        if name not in _NO_NUMBER and (name not in _INTRODUCED or value != _INTRODUCED[name])
     }
     text = json.dumps([task, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return flatten(to_dict(RunConfig()))
 
 
 def _same_name(old: str | None, new: str | None) -> bool:

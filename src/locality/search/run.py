@@ -50,7 +50,6 @@ from locality.training.devices import create_fabric
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
-from locality.training.same_run import MAY_CHANGE
 from locality.training.speed import format_duration
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
@@ -127,7 +126,8 @@ class Search:
         self.place.lock.acquire()
         if file.exists():
             found = settings.differences(read_search(self.path), self.config)
-            changed = [name for name, *_ in found if name.removeprefix("run.") not in MAY_CHANGE]
+            how = settings.with_role(SearchConfig, "how")
+            changed = [name for name, *_ in found if name not in how]
             if changed:
                 raise UserError(
                     f"{self.path} holds a search with other settings ({', '.join(changed)}); give "

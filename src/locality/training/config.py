@@ -14,6 +14,7 @@ from locality import checks, settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
 from locality.files import read_text
+from locality.settings import setting
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
@@ -34,7 +35,7 @@ class ModelConfig:
     name: str = "convit_nano"
     img_size: int | None = checks.bounded(None, 1)
     patch_size: int | None = checks.bounded(None, 1)
-    weights: str | None = None
+    weights: str | None = setting(None, "run")
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,9 +124,9 @@ class ScheduleConfig:
     warmup_lr: float = checks.bounded(1e-6, 0)
     cooldown: float = checks.bounded(0.0, 0)
     min_lr: float = checks.bounded(1e-5, 0)
-    eval_every: float = checks.bounded(150.0, 0, above=True)
-    save_every: float | None = checks.bounded(None, 0, above=True)
-    snapshot_every: float | None = checks.bounded(None, 0, above=True)
+    eval_every: float = checks.bounded(150.0, 0, above=True, role="incidental")
+    save_every: float | None = checks.bounded(None, 0, above=True, role="incidental")
+    snapshot_every: float | None = checks.bounded(None, 0, above=True, role="incidental")
     patience: float | None = checks.bounded(None, 0, above=True)
 
     def __post_init__(self) -> None:
@@ -185,8 +186,8 @@ class ObjectiveConfig:
 
     label_smoothing: float = checks.bounded(0.0, 0, 1, below=True)
     class_weights: bool = False
-    teacher: str | None = None
-    teacher_weights: str | None = None
+    teacher: str | None = setting(None, "run")
+    teacher_weights: str | None = setting(None, "run")
     teacher_share: float = checks.bounded(0.5, 0, 1, above=True)
     distillation: Literal["hard", "soft"] = "hard"
     temperature: float = checks.bounded(3.0, 0, above=True)
@@ -230,21 +231,21 @@ class EngineConfig:
     """
 
     batch_size: int = checks.bounded(64, 1)
-    accumulate: int = checks.bounded(1, 1)
+    accumulate: int = checks.bounded(1, 1, role="how")
     precision: Precision = "auto"
     ema_decay: float | None = checks.bounded(None, 0, 1, below=True)
     ema_warmup: bool = False
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    devices: int = checks.bounded(0, 0)
-    num_nodes: int = checks.bounded(1, 1)
-    strategy: Literal["auto", "ddp", "ddp_spawn", "ddp_fork"] = "auto"
-    grad_checkpointing: bool = False
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "how")
+    devices: int = checks.bounded(0, 0, role="how")
+    num_nodes: int = checks.bounded(1, 1, role="how")
+    strategy: Literal["auto", "ddp", "ddp_spawn", "ddp_fork"] = setting("auto", "how")
+    grad_checkpointing: bool = setting(False, "how")
     channels_last: bool = False
-    compile: bool = False
+    compile: bool = setting(False, "incidental")
     deterministic: bool = False
     max_bad_losses: int = checks.bounded(0, 0)
-    tensorboard: bool = True
-    tracker: Literal["wandb", "mlflow"] | None = None
+    tensorboard: bool = setting(True, "how")
+    tracker: Literal["wandb", "mlflow"] | None = setting(None, "how")
 
     def on_one_device(self) -> EngineConfig:
         """The same in one process."""
@@ -279,8 +280,8 @@ class RunConfig:
         seed: decides initial weights, order, augmentation, dropout: everything random.
     """
 
-    recipe: str = ""
-    seed: int = checks.bounded(0, 0, 2**63 - 1)
+    recipe: str = setting("", "label")
+    seed: int = checks.bounded(0, 0, 2**63 - 1, role="sample")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     input: Preprocessing = field(default_factory=Preprocessing)

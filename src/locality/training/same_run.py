@@ -13,34 +13,6 @@ from locality.checkpoints.registry import is_run_folder
 from locality.errors import UserError, some
 from locality.training.config import RunConfig, read_config
 
-# Settings that a run may be resumed with others of. Another number of devices or accumulation steps
-# changes the rounding of sums.
-MAY_CHANGE = frozenset(
-    {
-        "data.workers",
-        "data.root",
-        "data.download",
-        "data.cache_gb",
-        "data.real_labels",
-        # Damaged images may only be found during the run.
-        "data.on_bad_image",
-        "data.max_bad_images",
-        "data.on_changed_images",
-        "engine.accelerator",
-        "engine.devices",
-        "engine.num_nodes",
-        "engine.strategy",
-        "engine.accumulate",
-        "engine.grad_checkpointing",
-        "engine.tensorboard",
-        "engine.tracker",
-    }
-)
-
-
-# Settings that may name other run folders.
-PATHS = ("model.weights", "objective.teacher", "objective.teacher_weights")
-
 
 def check_folder(folder: Path, config: RunConfig) -> None:
     """Check that a folder is free or belongs to this configuration; changes nothing.
@@ -94,9 +66,9 @@ def _children(folder: Path) -> Sequence[Path]:
 
 
 def computation_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that change what a run computes, as plain values: all but `MAY_CHANGE`."""
+    """The settings that change what a run computes, as plain values."""
     values = settings.to_dict(config)
-    for name in MAY_CHANGE:
+    for name in settings.with_role(RunConfig, "how"):
         group, _, setting = name.partition(".")
         del values[group][setting]
     return values
@@ -105,10 +77,11 @@ def computation_settings(config: RunConfig) -> dict[str, Any]:
 def changed_settings(
     before: RunConfig, now: RunConfig, same_folder: Callable[[Any, Any], bool]
 ) -> list[tuple[str, Any, Any]]:
+    how, runs = settings.with_role(RunConfig, "how"), settings.with_role(RunConfig, "run")
     return [
         (name, old, new)
         for name, old, new in settings.differences(before, now)
-        if name not in MAY_CHANGE and not (name in PATHS and same_folder(old, new))
+        if name not in how and not (name in runs and same_folder(old, new))
     ]
 
 
