@@ -18,12 +18,18 @@ import numpy as np
 from PIL import Image
 
 from locality.data.sources import DataSplits, ImageSource
-from locality.runner.costs import forward_macs, image_counts
 from locality.training import replace
 from locality.training.config import ModelConfig, RunConfig
+from locality.training.cost import (
+    DryRun,
+    Speed,
+    format_bytes,
+    format_duration,
+    forward_macs,
+    image_counts,
+)
 from locality.training.recipes import cvt_22k, cvt_300, deit_300, deit_300_plus, finetune_384
 from locality.training.resolved_run import ResolvedRun
-from locality.training.speed import DryRun, Speed, format_bytes, format_duration
 
 RESULTS = Path(__file__).parent / "results"
 GPU, GPUS = "nvidia-h100-80gb-hbm3-2026-11-23", 8
@@ -122,7 +128,7 @@ def row(config: RunConfig) -> dict[str, str]:
     return {
         "recipe": f"`{config.recipe}`",
         "model": f"`{config.model.name}`",
-        "operations": f"{dry.operations / 1e18:.3g}·10¹⁸",
+        "operations": f"{dry.cost.operations(run.plan.images) / 1e18:.3g}·10¹⁸",
         "of peak": f"{100 * share:.1f}%",
         "time": format_duration(3600 * dry.hours),
         "cores to read": f"{dry.speed.cores:,}",

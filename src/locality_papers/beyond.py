@@ -26,8 +26,8 @@ from locality.errors import UserError
 from locality.figures.charts import percent
 from locality.layers import ImageAttention
 from locality.layers.conv_init import window_offsets
-from locality.runner.costs import image_counts
 from locality.runner.runs import Run
+from locality.training.cost import image_counts
 from locality_papers.measures import (
     TOP1,
     Measure,

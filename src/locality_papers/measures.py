@@ -27,9 +27,9 @@ from locality.checkpoints import load, open_model
 from locality.data.config import DATASETS
 from locality.errors import UserError
 from locality.files import read_json, write_atomic
-from locality.runner.costs import image_counts
 from locality.runner.runs import Run
 from locality.training.config import RunConfig, ScheduleConfig
+from locality.training.cost import image_counts
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
 from locality.training.optim import make_plan

@@ -17,7 +17,7 @@ from locality.files import read_json, write_atomic
 from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
-from locality.training.speed import format_duration
+from locality.training.cost import format_duration
 from locality_papers import (  # noqa: F401 (they register)
     beyond,
     convit_attention,

@@ -19,11 +19,11 @@ from locality.data.config import DATASETS
 from locality.errors import UserError, lookup
 from locality.files import read_yaml
 from locality.models import variant
-from locality.runner.costs import forward_macs, image_counts, parameters
 from locality.runner.runs import TRAIN, Run, content_folder
 from locality.settings import from_dict
 from locality.training import RunConfig, recipe, replace
 from locality.training.config import ModelConfig
+from locality.training.cost import forward_macs, image_counts, parameters
 from locality_papers.measures import Measure, Quantity, absent, computed, measured
 
 _recipe = cache(recipe)  # thousands of runs ask for the same few

@@ -15,8 +15,8 @@ from locality.analysis.baselines import (
 from locality.data.config import DATASETS
 from locality.errors import require
 from locality.figures.charts import percent
-from locality.runner.costs import image_counts
 from locality.runner.runs import Run
+from locality.training.cost import image_counts
 from locality_papers.measures import TOP1, Measure, Quantity, measured, over
 from locality_papers.scales import Scale
 from locality_papers.specs import (

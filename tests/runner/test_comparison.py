@@ -25,9 +25,8 @@ from locality.runner.comparison import (
 )
 from locality.runner.executors import run_all
 from locality.settings import differences
-from locality.training import tuner
+from locality.training.cost import Speed
 from locality.training.run_folder import RunFolder
-from locality.training.speed import Speed
 
 MODELS = ("convit_nano", "timm/test_resnet")
 
@@ -51,7 +50,7 @@ def asked(photos, **changes):
 
 
 def test_models_differ_in_nothing_but_the_model(photos, tmp_path):
-    first, second = plan(asked(photos), tmp_path / "out", jobs=2).configs.values()
+    first, second = plan(asked(photos), tmp_path / "out", jobs=2).values()
     changed = {name for name, *_ in differences(first, second)}
     assert changed == {"model.name", "model.patch_size"}
     assert (first.model.img_size, first.model.patch_size, second.model.img_size) == (32, 4, 32)
@@ -65,7 +64,7 @@ def machine(monkeypatch):
     def measured(seen):
         return Speed(1e-3, 3 * seen.macs * machine["mac"], 0, True)
 
-    monkeypatch.setattr(tuner, "measure_speed", measured)
+    monkeypatch.setattr("locality.training.autofit.measure_speed", measured)
     monkeypatch.setattr(comparison, "processors", lambda: 2)
     monkeypatch.setattr(comparison, "perf_counter", lambda: 0.0)
     return machine
@@ -74,11 +73,10 @@ def machine(monkeypatch):
 def test_a_budget_is_shared_alike_and_kept_as_it_was_planned(photos, tmp_path, machine):
     short = asked(photos, minutes=0.6, steps=None)
     begun = plan(short, tmp_path / "out", jobs=2)
-    assert begun.spec == short and not begun.said
-    steps = {model: config.schedule.steps for model, config in begun.configs.items()}
+    steps = {model: config.schedule.steps for model, config in begun.items()}
     assert steps["timm/test_resnet"] != steps["convit_nano"] > 1
-    assert begun.configs["convit_nano"].schedule.patience is None
-    runs = comparison_runs(short, begun.configs, tmp_path / "out")
+    assert begun["convit_nano"].schedule.patience is None
+    runs = comparison_runs(short, begun, tmp_path / "out")
     assert len({run.folder for run in runs}) == len(runs) == short.count == 8
     machine["mac"] = 1e-12
     assert plan(short, tmp_path / "out", jobs=1) == begun
@@ -89,43 +87,26 @@ def test_a_budget_is_shared_alike_and_kept_as_it_was_planned(photos, tmp_path, m
 
 def test_a_comparison_that_teaches_nothing_is_refused_with_what_would_do(photos, tmp_path, machine):
     machine["mac"] = 1e-8
-    with pytest.raises(UserError, match="8 runs would see each image fewer than 10 times") as said:
-        plan(asked(photos, minutes=1, steps=None), tmp_path / "none", jobs=2)
+    models = (*MODELS, "deit_nano")
+    short = asked(photos, models=models, minutes=1, steps=None)
+    with pytest.raises(UserError, match=f"{short.count} runs .* fewer than 10 times") as said:
+        plan(short, tmp_path / "none", jobs=2)
     assert not (tmp_path / "none").exists()
-    minutes = [int(found) for found in re.findall(r"--minutes (\d+)", str(said.value))]
-    for enough in minutes:
-        found = plan(asked(photos, minutes=enough, steps=None), tmp_path / str(enough), jobs=2)
-        passes = [
-            config.schedule.steps * config.engine.batch_size / 18
-            for config in found.configs.values()
-        ]
-        assert min(passes) >= 10
-
-
-def test_a_short_comparison_is_of_smaller_models_and_then_of_less(photos, tmp_path, machine):
-    free = {"models": comparison.SCRATCH, "seeds": 3, "fractions": (0.5, 1.0), "steps": None}
-    free |= {"reducible": ("models", "fractions", "seeds")}
-    found = {}
-    for minutes in (600, 2, 0.42, 0.3):
-        folder = tmp_path / str(minutes)
-        found[minutes] = plan(asked(photos, **free, minutes=minutes), folder, jobs=2)
-        again = plan(asked(photos, **free, minutes=minutes), folder, jobs=2)
-        assert again == found[minutes]
-    models = {minutes: found[minutes].spec.models[0] for minutes in found}
-    assert models == {600: "convit_micro", 2: "convit_nano", 0.42: "convit_nano",
-                      0.3: "convit_nano"}  # fmt: skip
-    assert found[2].spec.fractions == (0.5, 1.0) and "models convit_nano" in found[2].said
-    assert found[0.42].spec.fractions == (1.0,)
-    less = found[0.3].spec
-    assert less.seeds == 2 and len(less.models) < 4 and "2 seeds" in found[0.3].said
-    with pytest.raises(UserError, match="--fractions 1, 2 --seeds and 2 --models"):
-        plan(asked(photos, **free, minutes=0.01), tmp_path / "none", jobs=2)
+    enough, less = (int(found) for found in re.findall(r"--minutes (\d+)", str(said.value)))
+    assert less < enough
+    (fewer,) = re.findall(r"--models (\S+) --seeds 2", str(said.value))
+    for changes in (
+        {"models": models, "minutes": enough},
+        {"models": tuple(fewer.split(",")), "minutes": less, "fractions": (1.0,)},
+    ):
+        found = plan(asked(photos, steps=None, **changes), tmp_path / str(changes), jobs=2)
+        assert min(c.schedule.steps * c.engine.batch_size / 18 for c in found.values()) >= 10
 
 
 @pytest.mark.slow
 def test_folds_evaluate_every_image_once(photos, tmp_path, here):
     folds = asked(photos, folds=2, fractions=(1.0,))
-    runs = comparison_runs(folds, plan(folds, tmp_path, jobs=1).configs, tmp_path)
+    runs = comparison_runs(folds, plan(folds, tmp_path, jobs=1), tmp_path)
     outcomes = run_all(runs, executor=here, quiet=True)
     assert [outcome.error for outcome in outcomes] == [None] * 4
     for model in range(2):
@@ -152,7 +133,7 @@ def test_weights_that_cannot_be_had_are_left_out(tiny_config, tmp_path, photos):
     assert "nothing is left out: there is no file" in missing[0]
     train_and_tidy(tiny_config(seed=1), tmp_path / "other" / "donor")
     tuned = asked(photos, models=(*found, str(tmp_path / "other" / "donor")), pretrained=True)
-    configs = plan(tuned, tmp_path / "out", jobs=1).configs
+    configs = plan(tuned, tmp_path / "out", jobs=1)
     assert {config.model.weights for config in configs.values()} == set(tuned.models)
     assert {config.recipe for config in configs.values()} == {"finetune"}
     runs = comparison_runs(tuned, configs, tmp_path / "out")

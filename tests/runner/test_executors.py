@@ -27,7 +27,7 @@ from locality.runner.executors import (
 )
 from locality.runner.runs import Outcome, Run
 from locality.training import load_run
-from locality.training.speed import format_duration
+from locality.training.cost import format_duration
 
 
 @pytest.fixture

@@ -14,17 +14,18 @@ from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.files import read_rows
-from locality.training import RunFolder, tuner
+from locality.training import RunFolder
+from locality.training.autofit import MIN_EPOCHS, MIXUP_MIN_IMAGES, autofit
+from locality.training.cost import Cost, Speed, measure_speed
 from locality.training.evaluation import evaluate_run
 from locality.training.model import settings_from_weights
 from locality.training.recipes import adjusted
 from locality.training.resolved_run import ResolvedRun
-from locality.training.speed import Speed, measure_speed
-from locality.training.tuner import MIXUP_MIN_IMAGES, autofit
 
 from .conftest import tiny, train
 
 PER_MAC = 1e-11
+PLANNER = "locality.training.autofit"
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,8 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         workers = resolved.config.data.workers
         return Speed(machine["loading"], 3 * resolved.macs * machine["mac"], workers, True)
 
-    monkeypatch.setattr(tuner, "measure_speed", measured)
-    monkeypatch.setattr(tuner, "perf_counter", lambda: 0.0)  # nothing is measured, in no time
+    monkeypatch.setattr(f"{PLANNER}.measure_speed", measured)
+    monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: 0.0)  # nothing is measured, in no time
     return machine
 
 
@@ -87,12 +88,12 @@ def test_the_time_is_for_the_choice_and_the_baselines_too(
     root = given(photographs(tmp_path / "photos", 32))
     quick = autofit("photos", root, 1)
     clock = iter(range(0, 1000, 5))
-    monkeypatch.setattr(tuner, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: next(clock))
     slow = autofit("photos", root, 1)
     assert slow.passes < 0.9 * quick.passes
     assert 45 < slow.seconds < 75
-    monkeypatch.setattr(tuner, "baseline_seconds", lambda found: 20.0)
-    monkeypatch.setattr(tuner, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(Cost, "baselines", 20.0)
+    monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: 0.0)
     assert autofit("photos", root, 1).passes < 0.75 * quick.passes
 
 
@@ -110,7 +111,7 @@ def test_a_run_that_cannot_learn_is_refused_with_the_time_that_would_do(
     ) as said:
         autofit(recipe, root, 0.2)
     enough = int(re.search(r"--minutes (\d+)", str(said.value))[1])  # type: ignore[index]
-    assert autofit(recipe, root, enough).passes >= tuner.MIN_EPOCHS
+    assert autofit(recipe, root, enough).passes >= MIN_EPOCHS
     with pytest.raises(UserError, match="less than once"):
         autofit(recipe, root, 0.001)
 
@@ -179,7 +180,10 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(
 
 def test_what_is_decoded_once_takes_time_once(tmp_path: Path, monkeypatch) -> None:
     def measured(decoding: float) -> float:
-        monkeypatch.setattr(tuner, "measure_speed", lambda _: Speed(1e-4, 1e-3, 0, True, decoding))
+        monkeypatch.setattr(
+            f"{PLANNER}.measure_speed",
+            lambda _: Speed(1e-4, 1e-3, 0, True, decoding),
+        )
         return autofit("photos", root, 1).passes
 
     root = given(photographs(tmp_path / "images", per_class=400, side=40))
@@ -218,7 +222,7 @@ def test_many_images_are_mixed_in_fine_tuning(
     root = photographs(tmp_path / "photos", 20)
     donor = tmp_path / "donor"
     train(tiny(), donor)
-    monkeypatch.setattr(tuner, "MIXUP_MIN_IMAGES", 24)
+    monkeypatch.setattr(f"{PLANNER}.MIXUP_MIN_IMAGES", 24)
     config = autofit("finetune", given(root) | settings_from_weights(str(donor)), 0.1).config
     assert MIXUP_MIN_IMAGES > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
 

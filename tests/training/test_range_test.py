@@ -11,7 +11,7 @@ import pytest
 from locality.cli import main
 from locality.files import read_rows
 from locality.training.loop import Loop
-from locality.training.tuner import HIGHEST, LOWEST, STEPS, RangeTest, lr_find
+from locality.training.range_test import HIGHEST, LOWEST, STEPS, RangeTest, lr_find
 
 from .conftest import TINY_MODEL, tiny
 

@@ -16,13 +16,13 @@ from locality.files import CsvTable
 from locality.machine import commit
 from locality.models import build
 from locality.training import devices, dry_run, recipe, replace
+from locality.training.cost import Speed
 from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loggers import ProgressBar
 from locality.training.loop import seed_pass
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
-from locality.training.speed import Speed
 from locality.training.state import TrainState
 
 from .conftest import tiny, train
@@ -188,7 +188,9 @@ def test_an_accelerator_that_is_not_there_is_refused() -> None:
 def test_a_dry_run_counts_and_touches_nothing(tmp_path: Path) -> None:
     run = dry_run(tiny(), tmp_path / "run", images_per_second=1000)
     assert not (tmp_path / "run").exists()
-    assert run.hours == pytest.approx(8 * 16 / 1000 / 3600)
+    # Evaluating an image costs a third of training on it.
+    images = 8 * 16 + run.run.plan.evaluations * len(run.run.splits.val) / 3
+    assert run.hours == pytest.approx(images / 1000 / 3600)
     text = str(run)
     for words in ("parameters", "GMACs", "8 steps of 16 images", "activations", "MB", "h)"):
         assert words in text

@@ -61,8 +61,8 @@ def report(arguments: Sequence[str]) -> int:
 def compare(arguments: Sequence[str]) -> int:
     """Train several models on your images, alike in recipe and budget, over seeds or folds and
     on parts of the images, and write a page that says which is most accurate, and how sure that
-    is. The same command resumes. From scratch: convit_mini, deit_mini, cvt_mini and a ResNet of
-    timm's, unless --models names others.
+    is. The same command resumes. From scratch: convit_nano, deit_nano, cvt_nano and a small ResNet
+    of timm's, unless --models names others.
 
     Returns:
         1 if a run failed.
@@ -75,9 +75,9 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add("--steps", None, "of every run, in the place of --minutes", int | None)
     parser.add("--seeds", None, "runs of each model and part; 3 unless given", int | None)
     parser.add("--folds", None, "in the place of --seeds: evaluate on each of k parts", int | None)
-    text = "of the training images, with commas; 0.25,0.5,1 unless given"
+    text = "of the training images, with commas; 1 unless given"
     parser.add("--fractions", None, text)
-    parser.add("--img_size", None, "pixels, from scratch; 64 or 32 unless given", int | None)
+    parser.add("--img_size", None, "pixels, from scratch; 32 unless given", int | None)
     parser.add("--output", None, "folder for runs and page; runs/compare/… unless given")
     parser.add("--jobs", 2, "runs at a time")
     parser.add("--threads", None, "threads per run", int | None)
@@ -108,20 +108,15 @@ def compare(arguments: Sequence[str]) -> int:
         names, missing = comparison.available(names or comparison.PRETRAINED)
         for sentence in missing:
             say(sentence)
-    chosen["reducible"] = tuple(
-        name for name in ("models", "fractions", "seeds") if name not in given
-    )
     asked = comparison.ComparisonSpec(data, tuple(names or comparison.SCRATCH), **chosen)
     length = f"{asked.minutes:g}min" if asked.minutes else f"{asked.steps}steps"
     kind = "-pretrained" if asked.pretrained else ""
     folder = Path(options.output or f"runs/compare/{place_name(options.images)}{kind}-{length}")
     keep = not options.dry_run
-    planned = comparison.plan(asked, folder, options.jobs, options.threads, keep)
-    if planned.said:
-        say(planned.said)
-    runs = comparison.comparison_runs(planned.spec, planned.configs, folder)
+    configs = comparison.plan(asked, folder, options.jobs, options.threads, keep)
+    runs = comparison.comparison_runs(asked, configs, folder)
     if options.dry_run or not options.quiet:
-        print(comparison.summary(planned.spec, runs, options.jobs, options.threads))
+        print(comparison.summary(asked, runs, options.jobs, options.threads))
     if options.dry_run:
         return 0
     page = comparison_page.LivePage(folder / "comparison.html", runs)

@@ -22,7 +22,7 @@ from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted
 from locality.training.same_run import check_folder
 
 if TYPE_CHECKING:
-    from locality.training.tuner import AutoFit
+    from locality.training.autofit import AutoFit
 
 ONLY_FOR_IMAGES = "is for a custom dataset: locality train FOLDER"
 
@@ -107,8 +107,8 @@ def resolve(
     if config.model.weights is None or "model.name" in given:
         check_names(config.model)
     check_places(config, folder)
+    from locality.training.autofit import autofit
     from locality.training.model import settings_from_weights
-    from locality.training.tuner import autofit
 
     if config.model.weights is not None and "model.name" not in given:
         given = settings_from_weights(config.model.weights) | given

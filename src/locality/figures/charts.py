@@ -26,7 +26,7 @@ from locality.figures.style import (
 )
 
 if TYPE_CHECKING:
-    from locality.training.tuner import RangeTest
+    from locality.training.range_test import RangeTest
 
 PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside each other elsewhere
 

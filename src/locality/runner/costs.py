@@ -1,29 +1,23 @@
-"""Costs of runs: images, multiply-accumulates and hours on this machine."""
+"""Costs of many runs: images, multiply-accumulates and time on this machine."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from locality.data import open_data
-from locality.data.config import DATASETS, DataConfig
 from locality.errors import UserError
-from locality.layers.cpu import arithmetic_threads
-from locality.models import count_macs, count_parameters
 from locality.runner.runs import Run, threads_per_run, with_needs
-from locality.training.config import ModelConfig, RunConfig
-from locality.training.model import meta_model
+from locality.training.cost import (
+    STEP_FORWARDS,
+    Cost,
+    Speed,
+    format_duration,
+    forward_macs,
+    image_counts,
+    training_speed,
+)
 from locality.training.optim import make_plan
-from locality.training.speed import format_duration, time_steps, timing_batch_size
-
-# Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
-_IMAGENET_22K = (14_197_122, 70_986, 21_841)
-# A training step costs a forward pass, and twice as much for the gradients.
-_STEP_FORWARDS = 3
 
 
 @dataclass(frozen=True)
@@ -61,85 +55,18 @@ def _cost(run: Run, threads: int) -> RunCost:
     result = run.result() if run.is_finished() else None
     if result and {"steps", "macs", "seconds"} <= set(result):
         images = result["steps"] * config.engine.batch_size
-        return RunCost(images, _STEP_FORWARDS * result["macs"] * images, result["seconds"])
+        return RunCost(images, STEP_FORWARDS * result["macs"] * images, result["seconds"])
     try:
         training, validation, classes = image_counts(config)
-        images = make_plan(config, training).images
-        macs = _STEP_FORWARDS * forward_macs(config.model, classes)
-        evaluations = math.ceil(config.schedule.length / config.schedule.eval_every)
-        passes = images + evaluations * validation / _STEP_FORWARDS
-        seconds = macs * passes / training_speed(config, classes, threads)
-        return RunCost(images, macs * images, seconds)
+        plan = make_plan(config, training)
+        macs = forward_macs(config.model, classes)
+        computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
+        speed = Speed(0, computing, 0, on_processor=True)  # these images are small
+        cost = Cost(training, validation, classes, macs, speed)
+        seconds = cost.seconds(plan.images, plan.evaluations)
+        return RunCost(plan.images, STEP_FORWARDS * macs * plan.images, seconds)
     except (UserError, OSError) as error:
         return RunCost(0, 0, 0, str(error))
-
-
-# By the name of a network and CPU threads.
-_SPEEDS: dict[tuple[str, int], float] = {}
-
-
-def training_speed(config: RunConfig, classes: int, threads: int) -> float:
-    """Multiply-accumulates per second of training, from a few steps on random images."""
-    named = config.model.name, threads
-    if named not in _SPEEDS:
-        macs = _STEP_FORWARDS * forward_macs(config.model, classes)
-        images = timing_batch_size(config.engine.batch_size, macs)
-        with arithmetic_threads(threads):
-            # The fastest step is the one least disturbed by other processes.
-            fastest = min(time_steps(RunConfig(model=config.model), classes, images))
-        _SPEEDS[named] = macs * images / fastest
-    return _SPEEDS[named]
-
-
-def image_counts(config: RunConfig) -> tuple[int, int, int]:
-    """The number of training images, validation images and classes of a run.
-
-    A dataset of known size is not opened.
-
-    Raises:
-        UserError: if the dataset has no known size and cannot be opened.
-    """
-    data = config.data
-    known = DATASETS[data.dataset].get("images")
-    known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
-    if known is not None:
-        images, evaluated, classes = known
-        kept = min(data.first_classes or classes, classes) - data.skip_classes
-        share = kept / classes * (data.part[1] - data.part[0])
-        if data.val_part is not None:
-            evaluated = images * (data.val_part[1] - data.val_part[0])
-        elif data.fold is not None:
-            evaluated = images / data.fold[1]
-        return round(images * share * data.train_share), round(evaluated * share), kept
-    return _opened(data, config.seed)
-
-
-@cache
-def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
-    splits = open_data(data, seed)
-    return len(splits.train), len(splits.val), len(splits.classes)
-
-
-def parameters(model: ModelConfig, classes: int) -> int:
-    """The number of parameters of a model."""
-    return _size(model, classes)[0]
-
-
-def forward_macs(model: ModelConfig, classes: int) -> int:
-    """Multiply-accumulates of one image's forward pass."""
-    return _size(model, classes)[1]
-
-
-_SIZES: dict[str, tuple[int, int]] = {}
-
-
-def _size(model: ModelConfig, classes: int) -> tuple[int, int]:
-    architecture = dataclasses.replace(model, weights=None)
-    named = repr((architecture, classes))
-    if named not in _SIZES:
-        network = meta_model(RunConfig(model=architecture), classes)
-        _SIZES[named] = count_parameters(network), count_macs(network)
-    return _SIZES[named]
 
 
 class Workload:

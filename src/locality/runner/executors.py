@@ -31,9 +31,9 @@ from locality.errors import Interrupted, ProcessKilled, UserError, lookup, one_l
 from locality.files import read_rows
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig
+from locality.training.cost import format_duration
 from locality.training.devices import launched_externally
 from locality.training.run_folder import RunFolder
-from locality.training.speed import format_duration
 
 _POLL_SECONDS = 0.2
 _BAR_SECONDS = 2.0

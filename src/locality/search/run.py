@@ -39,18 +39,17 @@ from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import CsvTable, atomic_file, read_rows, write_atomic
 from locality.models import ImageClassifier, variant
-from locality.runner.costs import image_counts, training_speed
 from locality.search import supernet
 from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
 from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 from locality.settings import replace
 from locality.templates import render
 from locality.training import RunFolder, train
+from locality.training.cost import format_duration, image_counts, training_speed
 from locality.training.devices import create_fabric
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
-from locality.training.speed import format_duration
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
 _DROPPED, _PRUNING = 0.25, 64

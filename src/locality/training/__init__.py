@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from locality.training.config import OptimConfig as OptimConfig
     from locality.training.config import RunConfig as RunConfig
     from locality.training.config import ScheduleConfig as ScheduleConfig
+    from locality.training.cost import DryRun as DryRun
+    from locality.training.cost import dry_run as dry_run
     from locality.training.engine import train as train
     from locality.training.evaluation import evaluate as evaluate
     from locality.training.evaluation import evaluate_opened as evaluate_opened
     from locality.training.evaluation import evaluate_run as evaluate_run
     from locality.training.model import initial_model as initial_model
     from locality.training.model import load_run as load_run
+    from locality.training.range_test import lr_find as lr_find
     from locality.training.recipes import RECIPES as RECIPES
     from locality.training.recipes import recipe as recipe
     from locality.training.run_folder import RunFolder as RunFolder
-    from locality.training.speed import DryRun as DryRun
-    from locality.training.speed import dry_run as dry_run
-    from locality.training.tuner import lr_find as lr_find
 
 __all__, __getattr__ = lazily(__name__, __file__)

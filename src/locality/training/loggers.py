@@ -16,8 +16,8 @@ from lightning_fabric.loggers import TensorBoardLogger
 from locality.errors import printable, wrap_errors
 from locality.settings import flatten, to_dict
 from locality.training.config import RunConfig
+from locality.training.cost import format_duration
 from locality.training.run_folder import RunFolder
-from locality.training.speed import format_duration
 
 _SECONDS_BETWEEN_LINES = 30.0
 # The median step time of so many steps leaves out the first ones, which allocate and compile.

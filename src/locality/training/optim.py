@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,11 @@ class Plan:
     def evaluates(self, step: int) -> bool:
         """Whether the model is evaluated after `step` updates."""
         return self.due(step, self.schedule.eval_every)
+
+    @property
+    def evaluations(self) -> int:
+        """How many there are in the whole run."""
+        return math.ceil(self.schedule.length / self.schedule.eval_every)
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is written after `step` updates."""

@@ -448,7 +448,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 
 
 CUSTOM_DATA_RECIPES = ("photos", "finetune")
-"""Recipes whose other settings `training.tuner.autofit` chooses for the images and the machine."""
+"""Recipes whose other settings `autofit` chooses for the images and the machine."""
 
 
 def recipe(name: str, **choices: Any) -> RunConfig:

@@ -15,11 +15,11 @@ from safetensors.torch import save
 from locality.errors import UserError
 from locality.files import CsvTable, atomic_file, csv_text, write_atomic
 from locality.models import ImageClassifier
+from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
 from locality.training.loggers import MEDIAN_STEPS, ProgressBar, open_trackers
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
-from locality.training.speed import format_duration
 from locality.training.state import TrainState
 
 # One row per evaluation. metrics.csv is reproducible; what differs between runs is in timing.csv.

@@ -1,9 +1,7 @@
-"""Settings found by measuring: size and length for the images and the machine, the learning rate.
+"""Model size, image size and length of a run on custom images, chosen for images, machine and time.
 
-The recipes `photos` and `finetune` say how to train. Model size, image size and length depend on
-the images and the machine. What `autofit` chooses becomes part of the run's configuration, so that
-the run can be repeated and resumed on machines of any speed. `lr_find` is the learning-rate range
-test (Smith, 2017) that fastai and Lightning call so.
+The recipes `photos` and `finetune` say how to train. What `autofit` chooses becomes part of the
+run's configuration, so that the run can be repeated and resumed on machines of any speed.
 """
 
 from __future__ import annotations
@@ -21,18 +19,12 @@ import numpy as np
 from locality import checks, machine
 from locality.data import DataSplits, open_data
 from locality.data.sources import BadImage, ImageSource
-from locality.errors import NonFiniteLoss, UserError
-from locality.models import count_macs
+from locality.errors import UserError
 from locality.training.config import RunConfig
-from locality.training.devices import create_fabric, launched_externally
-from locality.training.loop import Loop
-from locality.training.model import initialize_model, meta_model
-from locality.training.processes import SignalHandler
+from locality.training.cost import Cost, format_duration, forward_macs, measure_speed
+from locality.training.devices import launched_externally
 from locality.training.recipes import adjusted, is_small
-from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
-from locality.training.speed import Speed, format_duration, measure_speed
-from locality.training.state import Components, TrainState
 
 # Models to train from scratch, by cost, with the image sizes that they are for and their patches:
 # grids of 8×8 patches, the last of 14×14. On 448 photographs of clothes of 28 pixels cvt_nano is
@@ -58,13 +50,7 @@ _MAX_EPOCHS_FINETUNED = 50
 _MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
 # Fine-tuning on fewer images does without mixup and cutmix.
 MIXUP_MIN_IMAGES = 5000
-# Share of the time for saving, and for steps that take longer in a run than alone (12% on two
-# cores).
-_RESERVE = 0.15
 _SAMPLED_IMAGES = 32
-# Baselines are computed on so many images at most, of so many numbers each, at this speed.
-_BASELINE_IMAGES, _BASELINE_PIXELS, _BASELINE_MACS = 20_000, 3072, 1e10
-_REGRESSION_STEPS = 200
 SLACK = 1.2
 """A refusal names a time that also does where the machine is this much slower."""
 
@@ -93,84 +79,60 @@ class AutoFit:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run on custom images whose length is open, and its speed on this machine.
+    """A run on custom images whose length is open, and what it costs on this machine.
 
     Attributes:
         name: its recipe.
         changes: its settings by dotted name, those of the schedule aside.
         run: with any length.
-        speed: as measured.
+        cost: by the speed that was measured.
     """
 
     name: str
     changes: Mapping[str, Any]
     run: ResolvedRun
-    speed: Speed
-
-    @property
-    def images(self) -> int:
-        """To train on."""
-        return len(self.run.splits.train)
+    cost: Cost
 
     @property
     def most_images(self) -> int:
         """A run sees no more images than this."""
         if self.name == "finetune":
-            return _MAX_EPOCHS_FINETUNED * self.images
-        return max(_MAX_EPOCHS * self.images, _MAX_IMAGES)
+            return _MAX_EPOCHS_FINETUNED * self.cost.train
+        return max(_MAX_EPOCHS * self.cost.train, _MAX_IMAGES)
 
     def slower(self, config: RunConfig) -> Measured:
         """The same with another model, as fast per multiply-accumulate."""
-        macs = count_macs(meta_model(config, len(self.run.splits.classes)))
-        computing = self.speed.computing * macs / self.run.macs
-        return replace(self, speed=replace(self.speed, computing=computing))
+        macs, speed = forward_macs(config.model, self.cost.classes), self.cost.speed
+        speed = replace(speed, computing=speed.computing * macs / self.cost.macs)
+        return replace(self, cost=replace(self.cost, macs=macs, speed=speed))
 
-    def affordable_images(self, seconds: float) -> float:
-        """How many images can be trained on in this time."""
-        left = (1 - _RESERVE) * seconds - self._evaluation_seconds(seconds)
-        return (left - self._decoding_seconds) / self.speed.training
-
-    def affordable_passes(self, seconds: float) -> float:
+    def passes(self, seconds: float) -> float:
         """How often each image can be trained on in this time."""
-        return max(0.0, self.affordable_images(seconds)) / self.images
+        return self.cost.images(seconds, self._evaluations(seconds)) / self.cost.train
 
-    def seconds_for(self, passes: float) -> float:
+    def seconds(self, passes: float) -> float:
         """A time that is enough to train so often on each image."""
         # With more time there may be more evaluations, in this share of it at most.
-        images = passes * self.images * self.speed.training + self._decoding_seconds
-        first = len(self.run.splits.val) * (self.speed.first_loading + self.speed.evaluating)
-        return (images + first) / (1 - _RESERVE - _EVALUATION_SHARE)
+        return self.cost.seconds(passes * self.cost.train, 1) / (1 - _EVALUATION_SHARE)
 
     def fit(self, seconds: float) -> AutoFit:
         """The run that takes this time; of one step where that is too little."""
-        batch = self.run.config.engine.batch_size
-        steps = round(min(self.affordable_images(seconds), self.most_images) / batch)
+        batch, evaluations = self.run.config.engine.batch_size, self._evaluations(seconds)
+        steps = round(min(self.cost.images(seconds, evaluations), self.most_images) / batch)
         steps = max(1, steps)
-        every = math.ceil(steps / self._num_evaluations(seconds))
+        every = math.ceil(steps / evaluations)
         length = {"schedule.steps": steps, "schedule.warmup": steps // 10}
         length |= {"schedule.eval_every": every}
         # The best weights are kept; fine-tuning also ends where they do not get better.
         length |= {"schedule.patience": 3 * every if self.name == "finetune" else steps}
-        took = steps * batch * self.speed.training + self._decoding_seconds
-        took += self._evaluation_seconds(seconds)
         config = adjusted(self.name, length | dict(self.changes))
-        passes = steps * batch / self.images
-        return AutoFit(config, 1 / self.speed.training, took / (1 - _RESERVE), passes)
+        took = self.cost.seconds(steps * batch, evaluations)
+        return AutoFit(config, 1 / self.cost.speed.training, took, steps * batch / self.cost.train)
 
-    @property
-    def _decoding_seconds(self) -> float:
-        """What the first pass over the training images takes more than others."""
-        return self.images * self.speed.first_extra
-
-    def _num_evaluations(self, seconds: float) -> int:
+    def _evaluations(self, seconds: float) -> int:
         """How many evaluations the time allows."""
-        each = len(self.run.splits.val) * self.speed.evaluating
-        return int(min(max(_EVALUATION_SHARE * seconds / each, 1), _MAX_EVALUATIONS))
-
-    def _evaluation_seconds(self, seconds: float) -> float:
-        """Seconds for decoding and evaluating the validation images."""
-        times = self._num_evaluations(seconds)
-        return len(self.run.splits.val) * (self.speed.first_loading + times * self.speed.evaluating)
+        affordable = _EVALUATION_SHARE * seconds / self.cost.evaluation
+        return int(min(max(affordable, 1), _MAX_EVALUATIONS))
 
 
 def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = None) -> Measured:
@@ -194,7 +156,7 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
     if speed.loading > speed.computing / 4:
         changes = {"data.workers": min(machine.processors(), 8)} | dict(changes)
     workers = adjusted(name, changes).data.workers * run.world_size
-    return Measured(name, changes, run, replace(speed, workers=workers))
+    return Measured(name, changes, run, Cost.of(run, replace(speed, workers=workers)))
 
 
 def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
@@ -232,23 +194,23 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
 
     def left() -> float:
         """Seconds of the time that remain for training and evaluation."""
-        beside = opening + baseline_seconds(found)
+        beside = opening + found.cost.baselines
         return 60 * minutes - (perf_counter() - started) - beside
 
     for other in larger:
         slower = first.slower(adjusted(name, at(other)))
         needed = max(_LARGER_EPOCHS * images, _LARGER_IMAGES)
-        if slower.affordable_images(left()) < needed:
+        if slower.passes(left()) * images < needed:
             break
         size, why = other, f"the largest that has the time to learn in {minutes:g} minutes here"
     if size != smallest:
         found = measured(name, at(size), splits)
     remaining = left()
-    if found.affordable_passes(remaining) < MIN_EPOCHS:
+    if found.passes(remaining) < MIN_EPOCHS:
         raise UserError(_too_short(found, minutes, remaining))
     fitting = found.fit(remaining)
     seconds = fitting.seconds + 60 * minutes - remaining
-    run, speed = found.run, found.speed
+    run, speed = found.run, found.cost.speed
     height, width = run.img_size
     by_workers = f" by each of {speed.workers} processes" if speed.workers else ""
     if speed.decoding > speed.loading:
@@ -304,24 +266,16 @@ def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, A
     return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes]
 
 
-def baseline_seconds(found: Measured) -> float:
-    """About how long the baselines on pixels take, which are printed after the run."""
-    splits = found.run.splits
-    train, val = (min(len(of), _BASELINE_IMAGES) for of in (splits.train, splits.val))
-    macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * len(splits.classes))
-    return (train + val) * found.speed.first_loading + macs / _BASELINE_MACS
-
-
 def _too_short(found: Measured, minutes: float, remaining: float) -> str:
     """Why so short a run is refused, of which this many seconds remain, and what would do."""
     beside = 60 * minutes - remaining
-    enough = SLACK * (found.seconds_for(MIN_EPOCHS) + beside) / 60
+    enough = SLACK * (found.seconds(MIN_EPOCHS) + beside) / 60
     height, width = found.run.img_size
-    passes = found.affordable_passes(remaining)
+    passes = found.passes(remaining)
     often = "less than once" if passes < 1 else f"{passes:.2g} times"
     return (
         f"in {minutes:g} minutes {found.run.config.model.name} at {height}×{width} would see each "
-        f"of {found.images:,} images {often} on this machine, and learns nothing in fewer than "
+        f"of {found.cost.train:,} images {often} on this machine, and learns nothing in fewer than "
         f"{MIN_EPOCHS}; give --minutes {math.ceil(enough)}, or a smaller model or --model.img_size"
     )
 
@@ -351,83 +305,3 @@ def median_shorter_side(source: ImageSource) -> int:
     if not sides:
         raise UserError(f"none of the first images can be read, such as {source.describe(0)}")
     return round(statistics.median(sides))
-
-
-STEPS = 200
-LOWEST, HIGHEST = 1e-6, 1.0
-"""Of `optim.lr`, from the first step to the last."""
-
-_SMOOTHING = 0.9
-_NEAR, _DIVERGED = 1.01, 4.0  # times the least loss
-
-
-@dataclass(frozen=True)
-class RangeTest:
-    """The loss of steps at rising learning rates.
-
-    Attributes:
-        rates: `optim.lr` of each step.
-        losses: of each step's images, before its update.
-        smoothed: the moving average of them.
-    """
-
-    rates: list[float]
-    losses: list[float]
-    smoothed: list[float]
-
-    @property
-    def suggested(self) -> float:
-        """A tenth of the highest rate at which the smoothed loss was least, or near it.
-
-        This is fastai's `minimum`; "near" keeps it from following the noise of a loss that has
-        hardly fallen.
-        """
-        least = _NEAR * min(self.smoothed)
-        return self.rates[max(np.flatnonzero(np.array(self.smoothed) <= least))] / 10
-
-
-def lr_find(config: RunConfig) -> RangeTest:
-    """Train as `config` says while the learning rate rises exponentially, and keep no weights.
-
-    Ends after `STEPS` steps, or when the loss diverges. On one device.
-
-    Raises:
-        UserError: if the run cannot work as configured, or has several processes.
-        NonFiniteLoss: if the first loss is not finite.
-    """
-    engine = replace(config.engine.on_one_device(), max_bad_losses=0)
-    config = replace(config, engine=engine)
-    run = ResolvedRun(config)
-    run.plan = replace(run.plan, steps=STEPS)
-    fabric = create_fabric(config.engine)
-    if fabric.world_size > 1:
-        raise UserError("a learning-rate range test is one process; start it without a launcher")
-    run.check_memory()
-    fabric.launch()
-    model, _ = initialize_model(config, len(run.splits.classes))
-    parts, state = Components(fabric, run, model), TrainState()
-    rates = np.geomspace(LOWEST, HIGHEST, STEPS)
-    scaled = rates * config.optim.peak_lr(config.engine.batch_size) / config.optim.lr
-
-    def set_rate(step: int) -> None:
-        for group in parts.optimizer.param_groups:
-            group["lr"] = scaled[step].item() * group.get("lr_scale", 1.0)
-
-    parts.schedule = set_rate
-    loop = Loop(fabric, run, parts, Recorder(None, run, state), SignalHandler(), state)
-    batches = loop.train_batches()
-    losses: list[float] = []
-    smoothed: list[float] = []
-    average = 0.0
-    while state.step < STEPS and (not losses or smoothed[-1] <= _DIVERGED * min(smoothed)):
-        before = state.loss_sum
-        try:
-            loop.train_step(batches)
-        except NonFiniteLoss:
-            if not losses:
-                raise
-            break
-        losses.append((state.loss_sum - before) / run.plan.batch_size)
-        average += (1 - _SMOOTHING) * (losses[-1] - average)
-        smoothed.append(average / (1 - _SMOOTHING**state.step))
-    return RangeTest(rates[: len(losses)].tolist(), losses, smoothed)

@@ -1,20 +1,27 @@
-"""The speed of training on this machine, and a dry run: what a run will cost at that speed.
+"""The cost of a run: images, operations, seconds and bytes.
 
-Real batches are loaded and steps made on random images."""
+A dry run, the plan of a run for so many minutes, a comparison and the study all ask here. Speeds
+are measured on this machine, on real batches and on steps with random images.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from locality import checks, machine
-from locality.data import BatchLoader, train_loader
-from locality.training.config import RunConfig
+from locality.data import BatchLoader, open_data, train_loader
+from locality.data.config import DATASETS, DataConfig
+from locality.layers.cpu import arithmetic_threads
+from locality.models import count_macs, count_parameters
+from locality.training.config import ModelConfig, RunConfig
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.model import meta_model
 from locality.training.optim import create_optimizer
@@ -22,6 +29,16 @@ from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.same_run import check_folder
 
+STEP_FORWARDS = 3
+"""A training step costs a forward pass, and twice as much for the gradients."""
+
+# Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
+_IMAGENET_22K = (14_197_122, 70_986, 21_841)
+# Steps take longer in a run than alone (12% on two cores), and a run also saves.
+_IN_A_RUN = 1.18
+# Baselines are computed on so many images at most, of so many numbers each, at this speed.
+_BASELINE_IMAGES, _BASELINE_PIXELS, _BASELINE_MACS = 20_000, 3072, 1e10
+_REGRESSION_STEPS = 200
 # Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
 _TIMING_MACS = 2e10
 _TIMING_STEPS = 3
@@ -36,7 +53,7 @@ class Speed:
     Attributes:
         loading: to read, decode and augment it in one process; only to augment it if what was
             decoded and resized is kept.
-        computing: to train on it, over all devices.
+        computing: to train on it in a run, over all devices.
         workers: loading processes of the run.
         on_processor: whether the model computes on the CPU, whose cores loading shares.
         decoding: what the first time takes beyond `loading`, in every process.
@@ -56,7 +73,7 @@ class Speed:
     @property
     def evaluating(self) -> float:
         """To load and evaluate it: a forward pass costs a third of a step."""
-        return self._together(self.computing / 3)
+        return self._together(self.computing / STEP_FORWARDS)
 
     @property
     def first_loading(self) -> float:
@@ -112,11 +129,11 @@ def measure_speed(run: ResolvedRun, images_per_second: float | None = None) -> S
     """
     config = run.config
     if images_per_second is None:
-        images = timing_batch_size(run.micro_batch, 3 * run.macs)
+        images = timing_batch_size(run.micro_batch, STEP_FORWARDS * run.macs)
         steps = time_steps(
             config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
         )
-        images_per_second = images * run.world_size * len(steps) / sum(steps)
+        images_per_second = images * run.world_size * len(steps) / sum(steps) / _IN_A_RUN
     loader = train_loader(
         run.splits.train,
         config.augment,
@@ -184,6 +201,130 @@ def time_steps(
     return durations[1:]
 
 
+# By the name of a network and CPU threads.
+_SPEEDS: dict[tuple[str, int], float] = {}
+
+
+def training_speed(config: RunConfig, classes: int, threads: int) -> float:
+    """Multiply-accumulates per second of training, from a few steps on random images.
+
+    Networks of one name are assumed to be as fast per multiply-accumulate.
+    """
+    named = config.model.name, threads
+    if named not in _SPEEDS:
+        macs = STEP_FORWARDS * forward_macs(config.model, classes)
+        images = timing_batch_size(config.engine.batch_size, macs)
+        with arithmetic_threads(threads):
+            # The fastest step is the one least disturbed by other processes.
+            fastest = min(time_steps(RunConfig(model=config.model), classes, images))
+        _SPEEDS[named] = macs * images / fastest
+    return _SPEEDS[named]
+
+
+def image_counts(config: RunConfig) -> tuple[int, int, int]:
+    """The number of training images, validation images and classes of a run.
+
+    A dataset of known size is not opened.
+
+    Raises:
+        UserError: if the dataset has no known size and cannot be opened.
+    """
+    data = config.data
+    known = DATASETS[data.dataset].get("images")
+    known = _IMAGENET_22K if config.recipe == "cvt_22k" else known
+    if known is not None:
+        images, evaluated, classes = known
+        kept = min(data.first_classes or classes, classes) - data.skip_classes
+        share = kept / classes * (data.part[1] - data.part[0])
+        if data.val_part is not None:
+            evaluated = images * (data.val_part[1] - data.val_part[0])
+        elif data.fold is not None:
+            evaluated = images / data.fold[1]
+        return round(images * share * data.train_share), round(evaluated * share), kept
+    return _opened(data, config.seed)
+
+
+@cache
+def _opened(data: DataConfig, seed: int) -> tuple[int, int, int]:
+    splits = open_data(data, seed)
+    return len(splits.train), len(splits.val), len(splits.classes)
+
+
+def parameters(model: ModelConfig, classes: int) -> int:
+    """The number of parameters of a model."""
+    return _size(model, classes)[0]
+
+
+def forward_macs(model: ModelConfig, classes: int) -> int:
+    """Multiply-accumulates of one image's forward pass."""
+    return _size(model, classes)[1]
+
+
+_SIZES: dict[str, tuple[int, int]] = {}
+
+
+def _size(model: ModelConfig, classes: int) -> tuple[int, int]:
+    architecture = dataclasses.replace(model, weights=None)
+    named = repr((architecture, classes))
+    if named not in _SIZES:
+        network = meta_model(RunConfig(model=architecture), classes)
+        _SIZES[named] = count_parameters(network), count_macs(network)
+    return _SIZES[named]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What it costs to train a model on a dataset.
+
+    Attributes:
+        train, val, classes: images to train and to evaluate on, and their classes.
+        macs: multiply-accumulates of one image's forward pass.
+        speed: seconds per image.
+    """
+
+    train: int
+    val: int
+    classes: int
+    macs: int
+    speed: Speed
+
+    @classmethod
+    def of(cls, run: ResolvedRun, speed: Speed) -> Cost:
+        """The cost of a run whose data are open."""
+        splits = run.splits
+        counts = len(splits.train), len(splits.val), len(splits.classes)
+        return cls(*counts, run.macs, speed)
+
+    def operations(self, images: float) -> float:
+        """To train on `images`, two per multiply-accumulate."""
+        return 2 * STEP_FORWARDS * self.macs * images
+
+    def seconds(self, images: float, evaluations: float) -> float:
+        """To train on `images` and to evaluate so often."""
+        training = images * self.speed.training + self.train * self.speed.first_extra
+        return training + self._evaluating(evaluations)
+
+    def images(self, seconds: float, evaluations: float) -> float:
+        """How many images there is time to train on beside so many evaluations."""
+        left = seconds - self._evaluating(evaluations) - self.train * self.speed.first_extra
+        return max(0.0, left / self.speed.training)
+
+    @property
+    def evaluation(self) -> float:
+        """Seconds of one evaluation."""
+        return self.val * self.speed.evaluating
+
+    @property
+    def baselines(self) -> float:
+        """Seconds of the baselines on pixels, about."""
+        train, val = (min(images, _BASELINE_IMAGES) for images in (self.train, self.val))
+        macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * self.classes)
+        return (train + val) * self.speed.first_loading + macs / _BASELINE_MACS
+
+    def _evaluating(self, evaluations: float) -> float:
+        return self.val * self.speed.first_loading + evaluations * self.evaluation
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration: "19 s", "4 min", "2.5 h", "12 d"."""
     for unit, length in (("d", 86400), ("h", 3600)):
@@ -215,19 +356,21 @@ class DryRun:
     file_bytes: int = 0
 
     @property
+    def cost(self) -> Cost:
+        """The cost of the run; a speed that is given includes waiting for images."""
+        if self.images_per_second is None:
+            return Cost.of(self.run, self.speed)
+        return Cost.of(self.run, Speed(0, 1 / self.images_per_second, 0, self.speed.on_processor))
+
+    @property
     def rate(self) -> float:
-        """Images per second over all processes, waiting for images included if measured here."""
-        return self.images_per_second or 1 / self.speed.training
+        """Images per second over all processes."""
+        return 1 / self.cost.speed.training
 
     @property
     def hours(self) -> float:
-        """Training time without evaluations."""
-        return self.run.plan.images / self.rate / 3600
-
-    @property
-    def operations(self) -> int:
-        """Of training: three forward passes, two operations per multiply-accumulate."""
-        return 6 * self.run.macs * self.run.plan.images
+        """Training and evaluating."""
+        return self.cost.seconds(self.run.plan.images, self.run.plan.evaluations) / 3600
 
     @property
     def step_seconds(self) -> float:
@@ -255,7 +398,7 @@ class DryRun:
             f"memory  {format_bytes(sum(memory.values()))} per process: "
             f"{', '.join(f'{what} {format_bytes(count)}' for what, count in memory.items())}\n"
             f"disk    {format_bytes(run.checkpoint_bytes)} per checkpoint{files}\n"
-            f"cost    {self.operations:.3g} operations\n"
+            f"cost    {self.cost.operations(run.plan.images):.3g} operations\n"
             f"{wire if self.wire_bytes else ''}"
             f"time    {format_duration(3600 * self.hours)} at {self.rate:.4g} images/s{here} "
             f"({self.hours:.3g} h)\n"
