@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 
@@ -100,6 +101,69 @@ def test_any_layout_opens_without_being_told(held, suffix, tmp_path, assert_bitw
     images = torch.randn(2, model.in_chans, 64, 64)
     with torch.no_grad():
         assert torch.equal(rebuilt(images), model(images))
+
+
+WRAPPERS = ("module", "_orig_mod", "model", "net", "backbone", "student")
+WRAPPED = [
+    ".".join(parts) + "." for many in (1, 2, 3) for parts in itertools.permutations(WRAPPERS, many)
+]
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_what_wrappers_put_before_names_is_taken_off(suffix, held, tmp_path, caplog):
+    key_map, model, state = held
+    path, like = tmp_path / f"weights{suffix}", model.config if key_map == "locality" else None
+    expected = None
+    for prefix in ("", *WRAPPED):
+        named = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+        if prefix:
+            named["criterion.weight"] = torch.ones(3)
+        if suffix == ".pth":
+            torch.save({"epoch": 3, "state_dict": named}, path)
+        else:
+            save_file(named, path)
+        caplog.clear()
+        found = read(path, like=like).state
+        expected = expected or found
+        assert found.keys() == expected.keys(), prefix
+        assert all(torch.equal(found[name], expected[name]) for name in found), prefix
+        assert ("left out: criterion.weight" in caplog.text) == bool(prefix)
+
+
+def test_the_entry_is_chosen_wherever_weights_are_given(tmp_path, capsys):
+    model = build("convit_nano", num_classes=3)
+    state = KEY_MAPS["convit"].from_native(model.state_dict(), model.config)
+    average = {name: 0.5 * tensor for name, tensor in state.items()}
+    path = tmp_path / "both.pth.tar"
+    torch.save({"state_dict": state, "state_dict_ema": average, "epoch": 3}, path)
+    given = {"weights": path, "num_classes": 3}
+    with pytest.raises(UserError, match="state_dict, state_dict_ema"):
+        locality.create_model("convit_nano", **given)
+    made = locality.create_model("convit_nano", entry="state_dict_ema", **given)
+    torch.testing.assert_close(made.head.weight, 0.5 * model.head.weight)
+    words = ["train", "digits", "--model", "convit_nano", "--model.weights", str(path)]
+    words += ["--schedule.steps", "2", "--schedule.warmup", "0", "--quiet"]
+    words += ["--output", str(tmp_path / "run")]
+    assert main(words) == 2
+    assert "state_dict, state_dict_ema" in capsys.readouterr().err
+    assert main([*words, "--entry", "state_dict_ema"]) == 0
+    assert main(["train", "digits", "--model.entry", "ema", "--dry_run"]) == 2
+    assert "model.weights is not" in capsys.readouterr().err
+
+
+def test_two_models_in_one_state_dict_are_an_error_until_one_is_named(held, tmp_path):
+    key_map, model, state = held
+    like = model.config if key_map == "locality" else None
+    both = {f"student.net.{name}": tensor for name, tensor in state.items()}
+    both |= {f"teacher.{name}": 2 * tensor for name, tensor in state.items()}
+    torch.save(both, tmp_path / "both.pth")
+    with pytest.raises(UserError, match=r"several state dicts \(student\.net, teacher\).*--entry"):
+        read(tmp_path / "both.pth", like=like)
+    torch.save(state, tmp_path / "one.pth")
+    one = read(tmp_path / "one.pth", like=like).state
+    for entry in ("student", "student.net"):
+        found = read(tmp_path / "both.pth", like=like, entry=entry).state
+        assert all(torch.equal(found[name], one[name]) for name in one)
 
 
 def test_folders_of_the_hub_are_read_too(tmp_path, assert_bitwise):

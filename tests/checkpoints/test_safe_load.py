@@ -113,22 +113,26 @@ def test_the_content_decides_not_the_name(tmp_path):
     assert_same(read_state(tmp_path / "b.safetensors")[0])
 
 
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_the_names_that_training_wrappers_add_are_taken_off(tmp_path, wrapper):
-    torch.save({f"{wrapper}{name}": tensor for name, tensor in STATE.items()}, tmp_path / "a.pt")
-    assert_same(read_state(tmp_path / "a.pt")[0])
-
-
 def test_several_state_dicts_are_an_error_until_one_is_named(tmp_path):
     path = tmp_path / "checkpoint.pth"
     other = {name: tensor + 1 for name, tensor in STATE.items()}
     torch.save({"epoch": 3, "model": STATE, "model_ema": other}, path)
-    with pytest.raises(UserError, match=r"model, model_ema.*name one as the entry"):
+    with pytest.raises(UserError, match=r"model, model_ema.*--entry NAME"):
         read_state(path)
     assert_same(read_state(path, entry="model")[0])
     assert torch.equal(read_state(path, entry="model_ema")[0]["weight"], other["weight"])
-    with pytest.raises(UserError, match="no state dict 'ema'"):
+    with pytest.raises(UserError, match="no state dict 'ema'; it has: model, model_ema"):
         read_state(path, entry="ema")
+
+
+def test_an_entry_may_be_the_first_part_of_the_names(tmp_path):
+    both = {f"{part}.{name}": STATE[name] for part in ("student", "teacher") for name in STATE}
+    save_file({name: tensor.clone() for name, tensor in both.items()}, tmp_path / "a.safetensors")
+    torch.save({"epoch": 3, "state_dict": both}, tmp_path / "a.pth")
+    for file in ("a.safetensors", "a.pth"):
+        assert_same(read_state(tmp_path / file, entry="student")[0])
+        with pytest.raises(UserError, match="no state dict 'ema'"):
+            read_state(tmp_path / file, entry="ema")
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])

@@ -41,6 +41,8 @@ BAD = {
     "objective.distillation": ["medium"],
     "objective.temperature": [0],
     "objective.teacher_weights": ["file.pth"],  # without a teacher
+    "objective.teacher_entry": ["ema"],
+    "model.entry": ["ema"],  # without weights
     "engine.batch_size": [0, 2.0],
     "engine.accumulate": [0, 3],  # 3 does not divide 64
     "engine.devices": [-1, 7],

@@ -177,3 +177,19 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:
         check_teacher(ObjectiveConfig(teacher=str(tmp_path / "none")))
     with pytest.raises(UserError, match="no file"):
         check_teacher(ObjectiveConfig(teacher="regnety_160", teacher_weights="nowhere.pth"))
+
+
+def test_a_teachers_state_dict_is_chosen_by_its_entry(tmp_path: Path) -> None:
+    model = timm.create_model("test_vit", num_classes=10)
+    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    average = {name: 0.5 * tensor for name, tensor in state.items()}
+    file = str(tmp_path / "teacher.pth")
+    torch.save({"state_dict": state, "state_dict_ema": average}, file)
+    with pytest.raises(UserError, match="state_dict, state_dict_ema"):
+        load_teacher(ObjectiveConfig(teacher="test_vit", teacher_weights=file), Preprocessing(), 10)
+    config = ObjectiveConfig(
+        teacher="test_vit", teacher_weights=file, teacher_entry="state_dict_ema"
+    )
+    loaded = load_teacher(config, Preprocessing(), 10).model.state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(loaded[name], 0.5 * tensor)

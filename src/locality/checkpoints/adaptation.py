@@ -25,7 +25,7 @@ State = dict[str, Tensor]
 _log = logging.getLogger("locality")
 
 
-def load_weights(model: ImageClassifier, what: Path | str) -> list[str]:
+def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = None) -> list[str]:
     """Load weights into a model that may differ at its ends.
 
     Position embeddings are resampled bicubically to the model's image size (relative encodings need
@@ -41,7 +41,7 @@ def load_weights(model: ImageClassifier, what: Path | str) -> list[str]:
 
     Args:
         model: the model; nothing in it changes unless everything fits.
-        what: as `locality.load` takes it.
+        what, entry: as `locality.load` takes them.
 
     Returns:
         what was changed to make them fit, in sentences.
@@ -51,7 +51,7 @@ def load_weights(model: ImageClassifier, what: Path | str) -> list[str]:
         UserError: if the weights are damaged or do not fit, naming `what` and the cause.
     """
     target = model.config
-    checkpoint = read(what, like=target)
+    checkpoint = read(what, entry=entry, like=target)
     with prefix_errors(what):
         check_config_class(type(checkpoint.config), target)
         changes = []

@@ -219,6 +219,7 @@ def create_model(
     pretrained: bool = False,
     weights: Path | str | None = None,
     *,
+    entry: str | None = None,
     num_classes: int | None = None,
     in_chans: int | None = None,
     img_size: int | tuple[int, int] | None = None,
@@ -238,6 +239,7 @@ def create_model(
             weights have it, image size included.
         pretrained: load the public weights of that name; without a tag, the model's first.
         weights: a file or folder to load from instead, of any format.
+        entry: which state dict to take, where `weights` has several.
         num_classes, in_chans, img_size, patch_size: the model's own unless given.
         features_only: give what timm's models give then: images → a list of feature maps
             (B, C, H, W), with `feature_info`, instead of a classifier.
@@ -254,6 +256,8 @@ def create_model(
     """
     if pretrained and weights is not None:
         raise UserError("give either pretrained=True or weights=PATH, not both")
+    if entry is not None and weights is None:
+        raise UserError("entry chooses among the state dicts of weights; give weights=PATH with it")
     row = source(name) if pretrained or "." in name else None
     if row is not None:
         img_size = row.preprocessing.img_size if img_size is None else img_size
@@ -267,7 +271,7 @@ def create_model(
         **overrides,
     )
     if weights is not None:
-        load_weights(model, weights)
+        load_weights(model, weights, entry)
     if features_only:
         return FeatureGetterNet(model, out_indices=3 if out_indices is None else out_indices)
     if out_indices is not None:

@@ -14,7 +14,7 @@ projections alone it cannot run, and transformers' can with neither.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid
 # Where no gates tell the number of heads: the width of all published DeiTs' and CvTs', and of a
 # ConViT's without gates.
 _HEAD_DIM, _CONVIT_HEAD_DIM = 64, 48
+# Of which a state dict may be that of: a student and its teacher, say.
+_MOST_MODELS = 10
 
 _RENAMES = (
     (r"^patch_embed\.", "patch_embed.proj."),
@@ -347,6 +349,47 @@ TRANSFORMERS = _Transformers(
 
 KEY_MAPS = {row.name: row for row in (NATIVE, CONVIT, DEIT, MICROSOFT, TRANSFORMERS)}
 """Every key map that weights may come in, by name."""
+
+
+_STEMS = {
+    row.rename(f"{config.stem}.weight")
+    for row in KEY_MAPS.values()
+    for config in ([row.holds] if row.holds else [ViTConfig, CvTConfig])
+}
+
+
+def find_models(state: State, stems: Collection[str] = _STEMS) -> dict[str, dict[str, Tensor]]:
+    """The models in a state dict, by what wrappers put before the names of each.
+
+    A wrapper (`module.`, `_orig_mod.`, `model.`, whatever a Lightning module calls its network) is
+    known by the name behind it of the tensor that reads the image.
+
+    Args:
+        state: the state dict.
+        stems: names that this tensor may have.
+
+    Returns:
+        prefix, without its last dot → the tensors under it, without it; a state dict in which no
+        model is known, as it is, under "".
+    """
+    prefixes = {
+        name.removesuffix(stem)
+        for name in state
+        for stem in stems
+        if f".{name}".endswith(f".{stem}")
+    }
+    outermost: list[str] = []
+    for prefix in sorted(prefixes):  # what begins with a prefix follows it
+        if not outermost or not prefix.startswith(outermost[-1]):
+            outermost.append(prefix)
+    return {
+        prefix.rstrip("."): {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state.items()
+            if name.startswith(prefix)
+        }
+        for prefix in (outermost or [""])[:_MOST_MODELS]
+    }
 
 
 def detect_key_map(state: State) -> KeyMap:

@@ -77,10 +77,15 @@ def count_blocks(state: State, prefix: str) -> int:
     """
     pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
     found = {int(match[1]) for name in state if (match := pattern.match(name))}
-    if not found or found != set(range(len(found))):
+    if not found:
+        raise UserError(
+            f"these weights have no tensors {prefix}0.…, from which the architecture is inferred"
+        )
+    if found != set(range(len(found))):
         numbers = some(map(str, sorted(found)), quote="")
         raise UserError(
-            f"these weights have the blocks {numbers}; they have to be numbered from 0 without gaps"
+            f"these weights have the blocks {prefix}{{{numbers}}}, which have to be numbered from 0 "
+            f"without gaps; tensors are missing"
         )
     return len(found)
 

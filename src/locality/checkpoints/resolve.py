@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from locality.checkpoints.foreign import detect_key_map
+from torch import Tensor
+
+from locality.checkpoints.foreign import detect_key_map, find_models
 from locality.checkpoints.format import (
     CONFIG,
     FORMAT,
@@ -25,9 +27,9 @@ from locality.checkpoints.hub import download_snapshot, locate_weights
 from locality.checkpoints.key_map import format_settings, override_config
 from locality.checkpoints.registry import WEIGHT_FILES, check_no_entry, detect_kind, source
 from locality.checkpoints.run_state import load_best_state, read_class_names
-from locality.checkpoints.safe_load import read_state
+from locality.checkpoints.safe_load import read_state, several_entries
 from locality.data.config import Preprocessing
-from locality.errors import UserError, prefix_errors, require, wrap_errors
+from locality.errors import UserError, prefix_errors, require, some, wrap_errors
 from locality.files import open_file, read_json, read_yaml
 from locality.models import factory
 from locality.models.config import signature_diff
@@ -136,7 +138,9 @@ def _from_weights(
         path = next(path / file for file in WEIGHT_FILES if (path / file).exists())
     state, metadata = read_state(path, entry)
     if FORMAT in metadata:
+        check_no_entry(path, entry)
         return parse_description(metadata[FORMAT], state, path)
+    state = _unwrap(state, path, like)
     if isinstance(like, factory.TimmConfig):
         return _from_timm_state(state, like)
     shapes = "its tensors are named as those of a model, but have other shapes"
@@ -159,6 +163,21 @@ def _from_weights(
     return Checkpoint(config, ours, name, key_map=key_map.name)
 
 
+def _unwrap(state: dict[str, Tensor], path: Path, like: Any) -> dict[str, Tensor]:
+    """The tensors of the one model in a state dict, under the names that it gives them."""
+    if isinstance(like, factory.TimmConfig):
+        models = find_models(state, [f"{like.stem}.weight".removeprefix("model.")])
+    else:
+        models = find_models(state)
+    if len(models) > 1:
+        raise several_entries(path, models)
+    ((prefix, model),) = models.items()
+    if len(model) < len(state):
+        others = [name for name in state if not name.startswith(f"{prefix}.")]
+        _log.warning(f"{path}: tensors beside {prefix} are left out: {some(others, quote='')}")
+    return model
+
+
 def _from_public(name: str) -> Checkpoint:
     row = source(name)
     like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
@@ -168,8 +187,7 @@ def _from_public(name: str) -> Checkpoint:
 
 def _from_timm_state(state: Mapping[str, Any], like: factory.TimmConfig) -> Checkpoint:
     """A state dict of timm's own model, for a model like this."""
-    if not all(name.startswith("model.") for name in state):
-        state = {f"model.{name}": tensor for name, tensor in state.items()}
+    state = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in state.items()}
     ends: dict[str, Any] = {"num_classes": len(state.get(f"{like.classifier}.weight", ()))}
     if (stem := state.get(f"{like.stem}.weight")) is not None:
         ends["in_chans"] = stem.shape[1]

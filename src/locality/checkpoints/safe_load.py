@@ -20,7 +20,7 @@ import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -28,7 +28,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from locality.checkpoints.registry import check_no_entry
 from locality.errors import UserError, one_line, some, wrap_errors
 from locality.files import open_file
 
@@ -44,8 +43,6 @@ ALLOWED_CLASSES: tuple[Any, ...] = (
 """The classes that a pickle may name beside torch's own tensors and containers, with the name it
 may give them where that is not their own."""
 
-# Training wrappers add these in front of every name.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 _NAMED_GLOBAL = re.compile(r"GLOBAL (\S+)")
 # What torch would call on the file's word, and what takes as much memory as the file says.
 _UNSAFE_GLOBALS = ("bytearray", "Tensor")
@@ -68,7 +65,8 @@ def read_state(
     Args:
         path: the file. Its content decides what it is, not its name.
         entry: which state dict to take, where a training checkpoint holds several ("model",
-            "model_ema"); the only one unless given.
+            "model_ema"), or the first part of the names to take ("student"); the only one
+            unless given.
 
     Returns:
         the state dict, and the text fields in the header of a safetensors file.
@@ -80,18 +78,13 @@ def read_state(
     """
     path = Path(path)
     if is_safetensors(path):
-        check_no_entry(path, entry)
-        return read_safetensors(path)
+        state, metadata = read_safetensors(path)
+        return _select_state_dict(state, entry, path), metadata
     with open_file(path) as file:
         state = _select_state_dict(unpickle(file, path), entry, path)
-    if not state:
-        raise UserError(f"{path} holds no tensors")
     for name, tensor in state.items():
         if not _has_all_data(tensor):
             raise UserError(f"{path}: the file does not hold all numbers of the tensor {name}")
-    for wrapper in _WRAPPER_PREFIXES:
-        if all(name.startswith(wrapper) for name in state):
-            state = {name.removeprefix(wrapper): tensor for name, tensor in state.items()}
     return state, {}
 
 
@@ -240,23 +233,38 @@ def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str,
     """The one state dict in what a file holds."""
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds a {type(content).__name__}, not a state dict")
+    if not content:
+        raise UserError(f"{path} holds no tensors")
     found = {str(name): value for name, value in content.items() if _is_state_dict(value)}
-    if entry is not None:
-        if entry not in found:
-            held = ", ".join(found) or "none"
-            raise UserError(f"{path} has no state dict '{entry}'; it has: {held}")
-        return dict(found[entry])
     if _is_state_dict(content):
-        return {str(name): tensor for name, tensor in content.items()}
-    if not found:
+        found = {"": content}
+    elif not found:
         raise UserError(
             f"{path} holds no state dict; its entries are: {some(map(str, content), quote='')}"
         )
-    if len(found) > 1:
-        raise UserError(
-            f"{path} holds several state dicts ({', '.join(found)}); name one as the entry to read"
-        )
-    return dict(next(iter(found.values())))
+    if entry is None and len(found) > 1:
+        raise several_entries(path, found)
+    chosen = found[entry] if entry in found else next(iter(found.values()))
+    state = {str(name): tensor for name, tensor in chosen.items()}
+    if entry is None or entry in found:
+        return state
+    inside = {
+        name.removeprefix(f"{entry}."): tensor
+        for name, tensor in state.items()
+        if name.startswith(f"{entry}.")
+    }
+    if len(found) > 1 or not inside:
+        held = ", ".join(filter(None, found)) or "one, without a name; leave the entry out"
+        raise UserError(f"{path} has no state dict '{entry}'; it has: {held}")
+    return inside
+
+
+def several_entries(path: Path, entries: Iterable[str]) -> UserError:
+    """The error for a file with several state dicts, of which none was chosen."""
+    return UserError(
+        f"{path} holds several state dicts ({', '.join(entries)}); choose one with --entry NAME "
+        f"(entry= in Python)"
+    )
 
 
 def _is_state_dict(value: Any) -> bool:

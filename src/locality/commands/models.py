@@ -145,7 +145,9 @@ def transform(arguments: Sequence[str]) -> None:
 
     about: dict[str, Any] = {}
     if options.random or options.weights is not None:
-        before = locality.create_model(options.model, weights=options.weights).eval()
+        before = locality.create_model(
+            options.model, weights=options.weights, entry=options.entry
+        ).eval()
     else:
         opened = open_given(options.model, options)
         before = opened.module()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality.checkpoints.registry import detect_kind, is_run_folder, missing
+from locality.checkpoints.registry import check_no_entry, detect_kind, is_run_folder, missing
 from locality.commands.parsing import say
 from locality.data.folder import TABLE, check_root, place_name
 from locality.errors import UserError
@@ -111,7 +111,7 @@ def resolve(
     from locality.training.model import settings_from_weights
 
     if config.model.weights is not None and "model.name" not in given:
-        given = settings_from_weights(config.model.weights) | given
+        given = settings_from_weights(config.model.weights, config.model.entry) | given
     if length:
         config = adjusted(name, given)
         return config, Path(output or default_folder(config)), None
@@ -185,7 +185,8 @@ def check_places(config: RunConfig, folder: Path) -> None:
         FileNotFoundError, UserError: naming what was given.
     """
     if config.model.weights is not None and not is_run_folder(folder):
-        detect_kind(config.model.weights)
+        if detect_kind(config.model.weights) != "path":
+            check_no_entry(config.model.weights, config.model.entry)
     check_root(config.data)
     check_folder(folder, config)
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())

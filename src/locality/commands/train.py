@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from locality.trained import TrainedRun
 
 # What people type most, in short.
-ALIASES = {"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"}
+ALIASES = {
+    **{"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"},
+    "--entry": "--model.entry",
+}
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -38,7 +41,8 @@ def train(arguments: Sequence[str]) -> None:
     and settings are chosen for the images and this machine; `locality finetune IMAGES --from
     WEIGHTS` starts from weights, with the same options. Otherwise the recipe (default: digits)
     gives every value; change any of them by name, or several with --config FILE.yaml. --model,
-    --data and --fraction are short for --model.name, --data.dataset and --data.fraction.
+    --data, --fraction and --entry are short for --model.name, --data.dataset, --data.fraction and
+    --model.entry.
     """
     config, options = read_run(arguments)
     if options.print_config:

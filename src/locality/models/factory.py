@@ -44,12 +44,12 @@ class TimmConfig:
     """
 
     name: str
-    num_classes: int = checks.bounded(1000, 0)
-    in_chans: int = checks.bounded(3, 0)
-    img_size: int | tuple[int, int] = checks.bounded(224, 1)
+    num_classes: int = checks.bounded(1000, 0, role="interface")
+    in_chans: int = checks.bounded(3, 0, role="interface")
+    img_size: int | tuple[int, int] = checks.bounded(224, 1, role="interface")
     gpsa: str | int = ""
-    locality_strength: float = checks.bounded(STRENGTH, 0, above=True)
-    gating_init: float = checks.bounded(GATING, 0, above=True)
+    locality_strength: float = checks.bounded(STRENGTH, 0, above=True, role="training")
+    gating_init: float = checks.bounded(GATING, 0, above=True, role="training")
     settings: tuple[tuple[str, Scalar], ...] = ()
 
     has_class_token = False  # in the features of the wrapped model

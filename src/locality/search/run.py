@@ -104,7 +104,7 @@ class Search:
             weights = self._after_warm_up()
             candidates = Candidates(self.space, None, self.config.limits)
             for number, run in enumerate(rounds, 1):
-                run = replace(run, {"model.weights": str(weights)})
+                run = replace(run, {"model.weights": str(weights), "model.entry": None})
                 weights = self.path / f"round-{number}"
                 objective = partial(supernet.Sandwich, options=candidates.options)
                 splits = self.easiest(run.data.fraction)
@@ -247,7 +247,7 @@ class Search:
             **self._costs(number),
         }
         if self.writes:
-            chosen = replace(self.config.run, found | {"model.weights": None})
+            chosen = replace(self.config.run, found | {"model.weights": None, "model.entry": None})
             write_atomic(self.path / "chosen.yaml", settings.to_yaml(chosen))
             save(
                 self._calibrated(number),

@@ -29,6 +29,7 @@ class ModelConfig:
         patch_size: side of a patch in pixels; None takes the model's own.
         weights: what to start from: a run folder, weights in any format, or the name of public
             ones; None draws fresh weights from the seed. A classifier for other classes is new.
+        entry: which state dict of `weights`, where a file has several.
         overrides: other fields of the architecture by name, such as `locality_strength: 2`.
     """
 
@@ -36,10 +37,13 @@ class ModelConfig:
     img_size: int | None = checks.bounded(None, 1)
     patch_size: int | None = checks.bounded(None, 1)
     weights: str | None = setting(None, "run")
+    entry: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.settings(self, "model.")
+        if self.entry is not None and self.weights is None:
+            raise UserError("model.entry is set but model.weights is not")
         for name in ("img_size", "patch_size", "num_classes", "in_chans"):
             if name in self.overrides:
                 raise UserError(
@@ -174,10 +178,11 @@ class ObjectiveConfig:
         label_smoothing: fraction of the target spread evenly over all classes.
         class_weights: weigh an image's loss by the mean size of a class over the size of its own,
             so that rare classes count as much as common ones.
-        teacher: distil from this model: a run folder, or a timm name (its pretrained weights), or
+        teacher: distil from this model: a run folder, weights, a timm name (pretrained weights), or
             "local-dir:FOLDER" and "hf-hub:REPOSITORY" as timm writes them; None trains on labels
             alone.
         teacher_weights: a local file with the timm teacher's weights, instead of a download.
+        teacher_entry: which state dict of `teacher_weights`, or of `teacher`, where it has several.
         teacher_share: weight of the teacher's term; the labels' has the rest.
         distillation: "hard" trains on the teacher's most likely class (ConViT appendix B), "soft"
             on its probabilities at `temperature`.
@@ -188,6 +193,7 @@ class ObjectiveConfig:
     class_weights: bool = False
     teacher: str | None = setting(None, "run")
     teacher_weights: str | None = setting(None, "run")
+    teacher_entry: str | None = None
     teacher_share: float = checks.bounded(0.5, 0, 1, above=True)
     distillation: Literal["hard", "soft"] = "hard"
     temperature: float = checks.bounded(3.0, 0, above=True)
@@ -196,8 +202,9 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         checks.settings(self, "objective.")
-        if self.teacher_weights is not None and self.teacher is None:
-            raise UserError("objective.teacher_weights is set but objective.teacher is not")
+        for name in ("teacher_weights", "teacher_entry"):
+            if getattr(self, name) is not None and self.teacher is None:
+                raise UserError(f"objective.{name} is set but objective.teacher is not")
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
 
 
-def settings_from_weights(weights: str) -> dict[str, Any]:
+def settings_from_weights(weights: str, entry: str | None) -> dict[str, Any]:
     """The settings of a run that starts from weights: architecture and preprocessing.
 
     Args:
-        weights: as `checkpoints.read` takes them.
+        weights, entry: as `checkpoints.read` takes them.
 
     Raises:
         UserError, FileNotFoundError: as `read`, or if the architecture has no name.
     """
-    found = read(weights)
+    found = read(weights, entry=entry)
     if found.name is None:
         raise UserError(
             f"{weights} holds an architecture that is not in the table of models; give the nearest "
@@ -93,7 +93,7 @@ def initialize_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifi
             )
         return model, []
     with prefix_errors("model.weights"):
-        return model, load_weights(model, weights)
+        return model, load_weights(model, weights, config.model.entry)
 
 
 def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:

@@ -16,9 +16,11 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from locality.checkpoints import open_model
+from locality.checkpoints.resolve import read
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.errors import UserError, unknown
 from locality.models import ImageClassifier
+from locality.models.factory import TimmConfig
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype
 
@@ -173,7 +175,7 @@ def check_teacher(config: ObjectiveConfig) -> None:
         return
     if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():
         raise UserError(f"objective.teacher_weights: there is no file {config.teacher_weights}")
-    if Path(config.teacher).is_dir() or timm.is_model(config.teacher.partition(".")[0]):
+    if Path(config.teacher).exists() or timm.is_model(config.teacher.partition(".")[0]):
         return
     # timm's prefixes for a repository on the hub or a folder.
     source, _, place = config.teacher.partition(":")
@@ -185,22 +187,23 @@ def check_teacher(config: ObjectiveConfig) -> None:
 
 
 def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: int) -> Teacher:
-    """The teacher that a configuration names: a run folder's model or timm's.
+    """The teacher that a configuration names: a run folder's model, that of weights, or timm's.
 
     Raises:
         UserError: if there is none of that name, or it has another number of classes.
     """
     assert config.teacher is not None
     model: nn.Module
-    if Path(config.teacher).is_dir():
-        opened = open_model(config.teacher)
+    if Path(config.teacher).exists():
+        opened = open_model(config.teacher, entry=config.teacher_entry)
         model, own = opened.module(), opened.preprocessing
     else:
-        model = timm.create_model(
-            config.teacher,
-            pretrained=config.teacher_weights is None,
-            checkpoint_path=config.teacher_weights or "",
-        )
+        if config.teacher_weights is None:
+            model = timm.create_model(config.teacher, pretrained=True)
+        else:
+            like = TimmConfig.named(config.teacher)
+            held: Any = read(config.teacher_weights, entry=config.teacher_entry, like=like).build()
+            model = held.model
         wanted = timm.data.resolve_model_data_config(model)
         own = Preprocessing(
             tuple(wanted["input_size"][-2:]), tuple(wanted["mean"]), tuple(wanted["std"])
