@@ -84,8 +84,8 @@ def count_blocks(state: State, prefix: str) -> int:
     if found != set(range(len(found))):
         numbers = some(map(str, sorted(found)), quote="")
         raise UserError(
-            f"these weights have the blocks {prefix}{{{numbers}}}, which have to be numbered from 0 "
-            f"without gaps; tensors are missing"
+            f"these weights have the blocks {numbers} of {prefix}…, which have to be numbered from "
+            f"0 without gaps; tensors are missing"
         )
     return len(found)
 

@@ -184,9 +184,9 @@ def check_places(config: RunConfig, folder: Path) -> None:
     Raises:
         FileNotFoundError, UserError: naming what was given.
     """
-    if config.model.weights is not None and not is_run_folder(folder):
-        if detect_kind(config.model.weights) != "path":
-            check_no_entry(config.model.weights, config.model.entry)
+    weights = None if is_run_folder(folder) else config.model.weights
+    if weights is not None and detect_kind(weights) != "path":
+        check_no_entry(weights, config.model.entry)
     check_root(config.data)
     check_folder(folder, config)
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 # What people type most, in short.
 ALIASES = {
-    **{"--model": "--model.name", "--data": "--data.dataset", "--fraction": "--data.fraction"},
+    "--model": "--model.name",
     "--entry": "--model.entry",
+    "--data": "--data.dataset",
+    "--fraction": "--data.fraction",
 }
 
 

@@ -23,7 +23,7 @@ from locality.layers.cpu import arithmetic_threads
 from locality.models import count_macs, count_parameters
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.devices import autocast, resolve_accelerator
-from locality.training.model import meta_model
+from locality.training.model import initialize_model, meta_model
 from locality.training.optim import create_optimizer
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
@@ -422,9 +422,12 @@ def dry_run(
     if images_per_second is not None:
         checks.number("images_per_second", images_per_second, 0, above=True)
     run_folder = None if folder is None else RunFolder(folder)
-    run = ResolvedRun(config, resumes=run_folder is not None and run_folder.has_progress())
+    resumes = run_folder is not None and run_folder.has_progress()
+    run = ResolvedRun(config, resumes=resumes)
     if run_folder is not None:
         check_folder(run_folder.path, config)
     run.check_memory()
+    if config.model.weights is not None and not resumes:
+        initialize_model(config, len(run.splits.classes))
     speed = measure_speed(run, images_per_second)
     return DryRun(run, speed, images_per_second, run.splits.file_bytes())

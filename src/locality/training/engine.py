@@ -25,6 +25,7 @@ from locality.data.sources import ImageFingerprint
 from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
+from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.devices import create_fabric
 from locality.training.loop import Loop
@@ -141,12 +142,12 @@ def _train(
             print(f"run {folder.path} is finished: top-1 {shared['top1']:.2f}%")
         return shared
     name, fingerprint, notes = shared
-    run, checkpoint = opened or _open_on_others(config, folder, name, splits)
+    run, checkpoint, initial = opened or _open_on_others(config, folder, name, splits)
     classes = len(run.splits.classes)
     with SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
         if checkpoint is None:
-            model, changes = initialize_model(config, classes)
+            model, changes = initial or initialize_model(config, classes)
             notes += changes
         else:
             model = build_model(config, classes)
@@ -178,7 +179,8 @@ def _on_rank0(fabric: Fabric, work: Callable[[], tuple[Any, T | None]]) -> tuple
     return fabric.broadcast(shared), opened
 
 
-_Opened = tuple[ResolvedRun, dict[str, Any] | None]
+_Initial = tuple[ImageClassifier, list[str]]
+_Opened = tuple[ResolvedRun, dict[str, Any] | None, _Initial | None]
 
 
 def _open_on_rank0(
@@ -188,14 +190,19 @@ def _open_on_rank0(
 
     Returns:
         for every rank the result of a finished run, or the name of the checkpoint to resume ("" for
-        none), the fingerprint of the images and notes; for rank 0 the run and the checkpoint.
+        none), the fingerprint of the images and notes; for rank 0 the run, the checkpoint and, of a
+        run that starts from weights, what `initialize_model` gave.
 
     Raises:
         UserError: if the run cannot work as configured, or cannot go on with its images.
         DamagedCheckpoint: if there are checkpoints and none is whole.
     """
-    run = ResolvedRun(config, splits, resumes=folder.has_progress())
+    resumes = folder.has_progress()
+    run = ResolvedRun(config, splits, resumes)
     run.check_memory()
+    initial = None
+    if config.model.weights is not None and not resumes:
+        initial = initialize_model(config, len(run.splits.classes))
     folder.prepare(config)
     result = folder.result()
     if result is not None:
@@ -216,7 +223,7 @@ def _open_on_rank0(
     folder.write_json(folder.classes_file, splits.classes)
     counts = np.bincount(splits.train.labels, minlength=len(splits.classes)).tolist()
     folder.write_json(folder.counts_file, dict(zip(splits.classes, counts, strict=True)))
-    return (name, record.fingerprint, notes), (run, checkpoint)
+    return (name, record.fingerprint, notes), (run, checkpoint, initial)
 
 
 def _open_on_others(
@@ -225,7 +232,7 @@ def _open_on_others(
     """Open the run and its checkpoint on another rank, after rank 0 has checked them."""
     folder.lock.join()
     run = ResolvedRun(config, splits, resumes=folder.has_progress())
-    return run, read_checkpoint(folder.checkpoints.path / name) if name else None
+    return run, read_checkpoint(folder.checkpoints.path / name) if name else None, None
 
 
 def _check_images(
