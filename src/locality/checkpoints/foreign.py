@@ -354,7 +354,8 @@ KEY_MAPS = {row.name: row for row in (NATIVE, CONVIT, DEIT, MICROSOFT, TRANSFORM
 _STEMS = {
     row.rename(f"{config.stem}.weight")
     for row in KEY_MAPS.values()
-    for config in ([row.holds] if row.holds else [ViTConfig, CvTConfig])
+    for config in (ViTConfig, CvTConfig)
+    if row.holds in (config, None)
 }
 
 

@@ -17,7 +17,7 @@ from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
 
 
-def settings_from_weights(weights: str, entry: str | None) -> dict[str, Any]:
+def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, Any]:
     """The settings of a run that starts from weights: architecture and preprocessing.
 
     Args:
