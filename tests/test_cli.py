@@ -52,6 +52,43 @@ def test_a_reader_that_has_seen_enough():
     assert done.stdout.startswith("usage:") and not done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("--help >&-", 0, ""),
+        ("--help 2>&-", 0, "usage:"),
+        ("--help <&- >&- 2>&-", 0, ""),
+        ("--help >/dev/full", 2, "No space left"),
+        ("trian >&-", 2, "unknown command"),
+        ("trian 2>&-", 2, ""),
+        ("trian 2>/dev/full", 2, ""),
+        ("trian 2>&1 >&- | cat", 2, "unknown command"),
+        ("recipes digits 2>&1 | true", 141, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(command, code, said):
+    script = f"set -o pipefail; {sys.executable} -m locality {command}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_file_never_takes_the_place_of_a_closed_stream(tmp_path):
+    script = "import os, sys; from locality.cli import main; main(['--version']); print(os.dup(0))"
+    done = subprocess.run(
+        ["bash", "-c", f'{sys.executable} -c "{script}" 2>&-'], capture_output=True, text=True
+    )
+    assert int(done.stdout.splitlines()[-1]) > 2
+
+
+def test_a_terminal_that_is_not_utf8(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = run("recipes", "cvt_300")
+    assert done.returncode == 0 and done.stdout.isascii(), done.stderr
+    assert run("trian\u00e9").stderr.startswith("locality: unknown command 'trian\\xe9'")
+
+
 def test_completion_offers_commands_and_options():
     script = subprocess.run(
         [sys.executable, "-m", "locality", "--completion"], capture_output=True, text=True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -56,24 +57,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     137 a process of it was killed, resumable · 141 nobody read the output any longer.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _open_streams()
+    try:
+        code = _answer(given)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output, such as `head`, has seen enough.
+        code = 141
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(f"locality: output cannot be written: {one_line(error)}", file=sys.stderr)
+        code = 2
+    # Python would flush once more.
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
+
+
+def _open_streams() -> None:
+    """Have what was closed open, since files would take its place, and any text be printable."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _answer(given: list[str]) -> int:
+    """The exit code of a command; what stopped it is said."""
     try:
         with contextlib.redirect_stdout(_Printable(sys.stdout)):
-            try:
-                return _run(given) or 0
-            finally:
-                sys.stdout.flush()
+            return _run(given) or 0
     except BrokenPipeError:
-        # Whoever read the output, such as `head`, has seen enough. Python would flush once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except RunFailed as error:
-        print(f"locality: {one_line(error)}", file=sys.stderr)
-        return error.exit_code
-    except USER_ERRORS as error:
-        if os.environ.get("LOCALITY_TRACEBACK"):
+        raise
+    except (RunFailed, MemoryError, *USER_ERRORS) as error:
+        if os.environ.get("LOCALITY_TRACEBACK") and not isinstance(error, RunFailed):
             raise
         print(f"locality: {one_line(error)}", file=sys.stderr)
-        return 2
+        return getattr(error, "exit_code", 1 if isinstance(error, MemoryError) else 2)
     except KeyboardInterrupt:
         return 130
 

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -27,6 +29,8 @@ _DEEPEST = 50
 _MOST_VALUES = 1_000_000
 # Decoders and file systems let go of Python's lock; network file systems answer many at once.
 _THREADS = 16
+# The bytes of a file in which its mark has to be.
+_MARKED = 4096
 _AT_ONCE = 100
 
 T = TypeVar("T")
@@ -195,9 +199,18 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
     The temporary file lies in the same folder, since renaming is atomic only within one file
     system; it is flushed to disk before the rename and the folder after it, so that the new
     content survives a power cut as soon as the block has been left. On an error the temporary
-    file is removed and `path` stays as it was.
+    file is removed and `path` stays as it was. A link stays one: the file it points to is written.
+    Devices and pipes are written to.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with tempfile.TemporaryFile() as file:
+            yield file
+            file.seek(0)
+            with open(path, "wb") as target:
+                shutil.copyfileobj(file, target)
+        return
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with open(temporary, "x+b") as file:
@@ -223,6 +236,42 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_output(
+    path: Path | str, data: bytes | str, mark: bytes = b"", overwrite: bool = False
+) -> None:
+    """Write a file that somebody named, as `write_atomic`, if `check_output` agrees."""
+    check_output(path, mark, overwrite)
+    write_atomic(path, data)
+
+
+def check_output(path: Path | str | None, mark: bytes = b"", overwrite: bool = False) -> None:
+    """Refuse to write a file in the place of one that is not this command's, or of a folder.
+
+    Args:
+        path: None is where nothing is written.
+        mark: what the beginning of every file of this command holds; without one, no file with
+            content is replaced.
+        overwrite: replace any file.
+
+    Raises:
+        OSError: if what is there cannot be read.
+        UserError: if it has to stay.
+    """
+    if path is None:
+        return
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the name of a file")
+    if path.is_file() and path.stat().st_size and not overwrite:
+        with open_file(path) as file:
+            start = file.read(_MARKED)
+        if not mark or mark not in start:
+            raise UserError(
+                f"{path} is there already{', and not of this kind' * bool(mark)}; give another "
+                f"name, or --overwrite (overwrite=True) to replace it"
+            )
 
 
 def check_new_folder(folder: Path) -> None:

@@ -85,3 +85,9 @@ def _git(*arguments: str) -> str:
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     answer = subprocess.run(["git", *arguments], cwd=_HERE.parent, **how)
     return answer.stdout.strip()
+
+
+def is_main_process() -> bool:
+    """Whether this process is rank 0 of those that torchrun, srun or Fabric started, or alone."""
+    ranks = ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK")
+    return all(os.environ.get(rank, "0") == "0" for rank in ranks)

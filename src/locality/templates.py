@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from locality.files import write_atomic
+from locality.files import write_output
+
+PAGE_MARK = b'<meta name="generator" content="locality'
+"""What the pages of every command begin with, by which they may be replaced."""
 
 
 def render(
@@ -39,9 +42,13 @@ def _environment(package: str, escaped: bool) -> Any:
     )
 
 
-def write_page(path: Path | str, text: str) -> Path:
-    """Write a page, atomically, and make its folder; the page's path."""
+def write_page(path: Path | str, text: str, overwrite: bool = False) -> Path:
+    """Write a page, atomically, and make its folder; the page's path.
+
+    Raises:
+        UserError: if something else stands there, and is not to be overwritten.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text)
+    write_output(path, text, PAGE_MARK, overwrite)
     return path

@@ -24,8 +24,8 @@ from typing import Any
 from markupsafe import Markup
 
 from locality.errors import UserError
-from locality.files import read_json, read_yaml
-from locality.templates import render, write_page
+from locality.files import read_json, read_yaml, write_atomic
+from locality.templates import render
 from locality_papers import records
 from locality_papers.records import Record
 from locality_papers.specs import papers_order
@@ -329,9 +329,9 @@ def _hardware(made: Record) -> list[str]:
 
 def write_pages(record: Record, target: Path) -> None:
     """Write one record as `target`.md, .csv and .html."""
-    write_page(target.with_suffix(".md"), page("md", record))
-    write_page(target.with_suffix(".csv"), to_csv(record))
-    write_page(target.with_suffix(".html"), page("html", record))
+    write_atomic(target.with_suffix(".md"), page("md", record))
+    write_atomic(target.with_suffix(".csv"), to_csv(record))
+    write_atomic(target.with_suffix(".html"), page("html", record))
 
 
 def write_all(root: Path) -> None:
@@ -349,7 +349,7 @@ def write_all(root: Path) -> None:
         for record in read_records(folder):
             write_pages(record, folder / record["name"].replace("/", "-"))
     for path in (root / "docs" / "results.md", results / "index.html"):
-        write_page(path, results_page(folders, path.parent, path.suffix[1:]))
+        write_atomic(path, results_page(folders, path.parent, path.suffix[1:]))
 
 
 if __name__ == "__main__":

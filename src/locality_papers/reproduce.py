@@ -13,7 +13,7 @@ from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
-from locality.files import read_json, write_atomic
+from locality.files import check_output, read_json, write_atomic
 from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
@@ -127,6 +127,9 @@ def reproduce(
         plan = Workload(wanted, jobs, threads)
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
         return []
+    folder = Path(out) / chosen.name
+    for item in items:
+        _check_files(folder, item)
     if recorded is not None and Path(recorded).exists():
         import_runs(Path(recorded), chosen.root)
     failures, ready = ({}, []) if finished_only else _split_by_data(chosen, wanted)
@@ -136,7 +139,6 @@ def reproduce(
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
     outcomes = run_all(ready, jobs, executor, threads, quiet, _measure_when_done(specs.values()))
     failures |= {each.run.folder: each.error for each in outcomes if each.error is not None}
-    folder = Path(out) / chosen.name
     folder.mkdir(parents=True, exist_ok=True)
     records = [write_experiment(item, specs[item.name], chosen, failures, folder) for item in items]
     if recorded is not None:
@@ -183,6 +185,19 @@ def _measure_when_done(specs: Iterable[Spec]) -> Callable[[Outcome], None]:
     return take
 
 
+def _record_file(folder: Path, item: Experiment) -> Path:
+    return folder / f"{item.name.replace('/', '-')}.json"
+
+
+def _check_files(folder: Path, item: Experiment) -> None:
+    """Refuse to write an experiment's files in the place of other files."""
+    path = _record_file(folder, item)
+    check_output(path, b'{\n "name": "')
+    if not path.exists():
+        for suffix in (".md", ".csv", ".html", ".png"):
+            check_output(path.with_suffix(suffix))
+
+
 def write_experiment(
     item: Experiment, spec: Spec, scale: Scale, failures: Failures, folder: Path
 ) -> Record:
@@ -195,8 +210,8 @@ def write_experiment(
     Returns:
         the record, which is also what the .json file holds.
     """
-    target = folder / item.name.replace("/", "-")
-    path = target.with_suffix(".json")
+    path = _record_file(folder, item)
+    target = path.with_suffix("")
     earlier = read_json(path).get("looks", ()) if path.exists() else ()
     record = make_record(item, spec, scale, failures, earlier)
     if isinstance(spec, Figure):

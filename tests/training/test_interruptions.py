@@ -165,6 +165,15 @@ def test_bad_losses_can_be_skipped_up_to_a_number(
         train(tiny(engine__max_bad_losses=2), tmp_path / "other")
 
 
+def test_a_loss_of_validation_that_is_not_finite_is_no_result(tmp_path: Path) -> None:
+    config = tiny(engine__max_bad_losses=100, optim__lr=1e30)
+    with pytest.raises(NonFiniteLoss, match="validation images is nan after step"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "result.json").exists()
+    with pytest.raises(NonFiniteLoss, match="validation images"):
+        train(config, tmp_path / "run")
+
+
 def test_a_skipped_update_changes_nothing_but_the_count(
     tmp_path: Path, bad_loss: Callable[..., None]
 ) -> None:

@@ -40,20 +40,22 @@ def write_explorer(
     images: Sequence[Image.Image],
     output: Path | str,
     names: Sequence[str] | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write the explorer of some models on some images.
 
     Args:
         output: the HTML file to write; its folder is created.
+        overwrite: replace a file that is not a page of ours.
         subjects, images, names: as for `explorer_page`.
 
     Returns:
         the path of the file.
 
     Raises:
-        UserError: as `explorer_page`.
+        UserError: as `explorer_page` and `write_page`.
     """
-    return write_page(output, explorer_page(subjects, images, names))
+    return write_page(output, explorer_page(subjects, images, names), overwrite)
 
 
 def explorer_page(

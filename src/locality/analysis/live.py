@@ -41,20 +41,22 @@ def write_live(
     output: Path | str,
     labels: Sequence[str] = (),
     digits: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Write the live page of some models.
 
     Args:
         output: the HTML file to write; its folder is created.
+        overwrite: replace a file that is not a page of ours.
         subjects, images, labels, digits: as for `live_page`.
 
     Returns:
         the path of the file.
 
     Raises:
-        UserError: as `live_page`.
+        UserError: as `live_page` and `write_page`.
     """
-    return write_page(output, live_page(subjects, images, labels, digits))
+    return write_page(output, live_page(subjects, images, labels, digits), overwrite)
 
 
 def live_page(

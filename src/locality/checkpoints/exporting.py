@@ -123,6 +123,7 @@ def export(
     *,
     preprocessing: Preprocessing | None = None,
     classes: Sequence[str] | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write a model as a graph that runs without this library, for any batch size.
 
@@ -136,6 +137,7 @@ def export(
         path: the file, ending in .onnx or .pt2.
         format: "onnx", or "torch-export" for `torch.export.load`.
         preprocessing, classes: stored in the file, so that `open_model` knows them.
+        overwrite: replace the file if it is there.
 
     Returns:
         the path.
@@ -147,7 +149,7 @@ def export(
             line that installs it.
     """
     path = Path(path)
-    check_export_path(path, format)
+    check_export_path(path, format, overwrite)
     if format == "onnx":
         require("exporting to ONNX", "locality[export]", "onnx", "onnxscript")
     checkpoint = Checkpoint.of(model, preprocessing, classes)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, near, unknown
-from locality.files import check_parent, read_yaml
+from locality.files import check_output, check_parent, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
@@ -168,18 +168,20 @@ def check_target(target: Path, to: str, overwrite: bool) -> None:
             f"the format '{to}' is written as one file, ending in .safetensors, .pth, .pt or .bin, "
             f"not {target}"
         )
-    if target.exists() and not overwrite:
+    if target.suffix:
+        check_output(target, overwrite=overwrite)
+    elif target.exists() and not overwrite:
         raise UserError(
             f"{target} is there already; give another name, or --overwrite (overwrite=True)"
         )
 
 
-def check_export_path(path: Path, format: str) -> None:
+def check_export_path(path: Path, format: str, overwrite: bool) -> None:
     """Refuse a file that `export` could not write.
 
     Raises:
-        UserError: for an unknown format, an ending that does not fit, or a folder that is not
-            there.
+        UserError: for an unknown format, an ending that does not fit, a folder that is not there,
+            or a file that is and is not to be overwritten.
     """
     if format not in EXPORT_SUFFIXES:
         raise unknown("export format", format, EXPORT_SUFFIXES)
@@ -188,3 +190,4 @@ def check_export_path(path: Path, format: str) -> None:
             f"a file of format '{format}' has to end in {EXPORT_SUFFIXES[format]}, not {path}"
         )
     check_parent(path)
+    check_output(path, overwrite=overwrite)

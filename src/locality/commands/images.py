@@ -26,7 +26,8 @@ from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig
 from locality.data.folder import check_root, image_files, read_image
 from locality.errors import UserError, lookup, one_line, printable, require, unknown
-from locality.files import check_new_folder, check_parent, csv_text, write_atomic
+from locality.files import check_new_folder, check_output, check_parent, csv_text, write_output
+from locality.templates import PAGE_MARK
 from locality.training.config import read_config
 from locality.training.same_run import run_folders
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from locality.figures.style import Figure
 
 _AT_ONCE = 32
+# How the tables of `predict` and `eval` begin.
+_PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _IMAGES = "files or folders; a run's own unless given"
 
@@ -58,11 +61,13 @@ def predict(arguments: Sequence[str]) -> int:
         "print a table: path, prediction, probability of every class; FILE.csv after it is written"
     )
     parser.add("--csv", False, text)
+    parser.add_overwrite()
     output, words = _table_file(arguments)
     options = parser.read(words)
     if options.csv:
         parser.refuse("top json", "does nothing beside --csv")
     check_parent(output)
+    check_output(output, _PREDICTED, options.overwrite)
 
     files = list(image_files(options.images))
     classifier = open_given(options.model, options)
@@ -81,7 +86,7 @@ def predict(arguments: Sequence[str]) -> int:
         if output is None:
             print(table, end="")
         else:
-            write_atomic(output, table)
+            write_output(output, table, _PREDICTED, options.overwrite)
             print(Path(output).absolute())
         return code
     listed = []
@@ -181,6 +186,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--json", False, "print JSON")
     parser.add("--predictions", None, "write a CSV: path, label, prediction, probabilities")
+    parser.add_overwrite()
     parser.add_settings(DataConfig(), "data.")
     words = with_aliases(arguments, {"--data": "--data.dataset"})
     options = parser.read(words)
@@ -191,6 +197,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
     is_run = check_given(what, options) == "run"
     check_parent(options.predictions)
+    check_output(options.predictions, _EVALUATED, options.overwrite)
 
     given = parser.settings
     chosen, seed = DataConfig(), 0
@@ -227,7 +234,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     if options.predictions:
         rows = ((splits.val.describe(i), splits.classes[k], each) for i, k, each in seen)
         classes = opened.classes or splits.classes
-        write_atomic(options.predictions, predictions_csv(["path", "label"], classes, rows))
+        written = predictions_csv(["path", "label"], classes, rows)
+        write_output(options.predictions, written, _EVALUATED, options.overwrite)
     if options.json:
         print(json.dumps(result))
         return
@@ -251,10 +259,13 @@ def explore(arguments: Sequence[str]) -> int:
     parser.add("--count", None, "how many images at most, 8 or live 20 unless given", int | None)
     parser.add("--live", False, "a page that computes small DeiT and ConViT itself")
     parser.add("--output", None, "the file to write; explorer.html in the run unless given")
+    parser.add_overwrite()
     options = parser.read(arguments)
+    output = options.output or page_in(options.models, "explorer.html")
 
     for model in options.models:
         check_given(model, options)
+    check_output(output, PAGE_MARK, options.overwrite)
     first = options.models[0]
     shown, code = _shown(options.images, first, options.count or (20 if options.live else 8))
     from locality.analysis.explorer import write_explorer
@@ -262,14 +273,13 @@ def explore(arguments: Sequence[str]) -> int:
 
     subjects = [open_given(model, options) for model in options.models]
     names, images = [name for name, _ in shown], [image for _, image in shown]
-    output = options.output or page_in(options.models, "explorer.html")
     if options.live:
         # Files have names, and a run's own images have classes.
         labels = names if options.images is None else ()
         digits = is_run_folder(first) and read_config(Path(first)).data.dataset == "digits"
-        page = write_live(subjects, images, output, labels, digits)
+        page = write_live(subjects, images, output, labels, digits, options.overwrite)
     else:
-        page = write_explorer(subjects, images, output, names)
+        page = write_explorer(subjects, images, output, names, options.overwrite)
     print(page.absolute())
     return code
 
@@ -324,6 +334,7 @@ def figure(arguments: Sequence[str]) -> int:
     where = "where to look from, as fractions of height and width"
     parser.add("--place", (0.5, 0.5), where, tuple[float, float])
     parser.add("--output", None, "path without suffix; the name unless given")
+    parser.add_overwrite()
     options = parser.read(arguments)
     chosen = lookup("figure", options.name, FIGURES)
     takes = chosen.takes
@@ -336,12 +347,14 @@ def figure(arguments: Sequence[str]) -> int:
             check_given(source, options)
     elif takes == "runs":
         run_folders(options.sources)
-    drawn, code = _draw(chosen, options)
-    from locality.figures.style import save
+    from locality.figures.style import FORMS, save
 
     output = Path(options.output or options.name)
+    for suffix, (mark, _) in FORMS.items():
+        check_output(output.with_suffix(suffix), mark, options.overwrite)
+    drawn, code = _draw(chosen, options)
     output.parent.mkdir(parents=True, exist_ok=True)
-    for path in save(drawn, output):
+    for path in save(drawn, output, overwrite=options.overwrite):
         print(path)
     return code
 

@@ -25,7 +25,7 @@ from locality.commands.parsing import (
 )
 from locality.data.folder import image_files
 from locality.errors import UserError, lookup, one_line, unknown
-from locality.files import check_parent, write_atomic
+from locality.files import check_new_folder, check_output, check_parent, write_output
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
 from locality.settings import from_dict
 
@@ -104,7 +104,7 @@ def convert(arguments: Sequence[str]) -> None:
     parser.add_model("source")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
     parser.add("--to", "locality", f"one of: {', '.join(KEY_MAP_NAMES)}")
-    parser.add("--overwrite", False, "replace the target")
+    parser.add_overwrite()
     options = parser.read(with_aliases(arguments, {"--model": "--variant"}))
     check_given(options.source, options)
     check_target(Path(options.target), options.to, options.overwrite)
@@ -133,12 +133,15 @@ def transform(arguments: Sequence[str]) -> None:
     parser.add("--layers", "stage4", "a stage, names with commas, the last n, or all")
     parser.add("--alpha", None, "α of the layers, 7 unless given, or exact", _ALPHA)
     parser.add("--gating", None, "λ of the layers' gates, above 0; 1 unless given", float | None)
+    parser.add_overwrite()
     options = parser.read(arguments)
     if not options.model.startswith(PREFIX):
         parser.refuse("weights random", "is for a network by its name, timm/NAME")
         check_given(options.model, options)
     elif options.weights is not None:
         parser.refuse("random", "does nothing beside --weights")
+    if not options.overwrite:
+        check_new_folder(Path(options.output))
 
     import locality
     from locality.models.initialisations import select_convolutions
@@ -182,9 +185,10 @@ def export(arguments: Sequence[str]) -> None:
         "linear layers in eight bits; a folder of images to say what that loses and gains, best "
         "with a folder per class",
     )
+    parser.add_overwrite()
     options = parser.read(arguments)
 
-    check_export_path(Path(options.output), options.format)
+    check_export_path(Path(options.output), options.format, options.overwrite)
     check_given(options.model, options)
     if options.int8 is not None:
         if options.format != "onnx":
@@ -192,6 +196,7 @@ def export(arguments: Sequence[str]) -> None:
         next(iter(image_files([options.int8])))  # or says that there is none
     opened = open_given(options.model, options)
     settings: Any = {"preprocessing": opened.preprocessing, "classes": opened.classes}
+    settings["overwrite"] = options.overwrite
     if options.int8 is None:
         print(checkpoints.export(opened.module(), options.output, options.format, **settings))
         return
@@ -215,6 +220,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     parser.add("--loader", False, "measure the reading of images instead, beside timm's loader")
     every = "measure ConViT, DeiT and CvT in three sizes; write a record into the current folder"
     parser.add("--all", False, every)
+    parser.add_overwrite()
     options = parser.read(arguments)
     if bool(options.models) + options.loader + options.all != 1:
         raise UserError("give the models to measure, or --loader or --all alone")
@@ -226,6 +232,7 @@ def benchmark(arguments: Sequence[str]) -> None:
         parser.refuse("against output", "does nothing beside --all")
     config = from_dict(BenchmarkConfig, (ALL_SETTINGS if options.all else {}) | parser.settings)
     check_parent(options.output)
+    check_output(options.output, _MEASURED, options.overwrite)
 
     for name in options.models:
         if name not in VARIANTS:
@@ -233,7 +240,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     if options.loader:
         from locality.benchmark.loading import run_loading
 
-        _show([run_loading(config)], options.output)
+        _show([run_loading(config)], options)
         return
     if options.all:
         _measure_all(config, options)
@@ -248,9 +255,11 @@ def benchmark(arguments: Sequence[str]) -> None:
 
         with one_process_each() as pool:
             results = list(pool.map(measure, options.models))
-    _show(results, options.output)
+    _show(results, options)
 
 
+# How the file of `--output` begins.
+_MEASURED = b'[\n  {\n    "model": "'
 _NOT_LOADING = "against img_sizes batch_size precisions modes tasks threads device memory"
 
 
@@ -268,7 +277,7 @@ def _measure_all(config: BenchmarkConfig, options: Any) -> None:
                 except (RuntimeError, ImportError, UserError) as error:
                     say(f"{name} was not measured: {one_line(error)}")
                     continue
-                _show([result], None)
+                _show([result])
                 measured.setdefault(f"Beside {against}", []).append(result)
                 written = write_record(Path(), measured)
     if not measured:
@@ -276,15 +285,16 @@ def _measure_all(config: BenchmarkConfig, options: Any) -> None:
     print(f"\nwritten to {written} and {written.with_suffix('.json')}")
 
 
-def _show(results: list[dict[str, Any]], output: str | None) -> None:
+def _show(results: list[dict[str, Any]], options: Any = None) -> None:
     from locality.benchmark.run import to_table
 
     for result in results:
         header, cells = to_table(result)
         print(f"\n{result['model']} on {_describe(result['machine'])}\n")
         print(table(cells, header))
-    if output:
-        write_atomic(output, json.dumps(results, indent=2) + "\n")
+    if options and options.output:
+        content = json.dumps(results, indent=2) + "\n"
+        write_output(options.output, content, _MEASURED, options.overwrite)
 
 
 def _measure(name: str, config: BenchmarkConfig, options: Any) -> dict[str, Any]:

@@ -103,6 +103,12 @@ class Parser(argparse.ArgumentParser):
         text = "a setting of the model, where the weights do not tell it: kv_stride=1"
         self.add("--set", [], text, str, action="append", metavar="NAME=VALUE")
 
+    def add_overwrite(self) -> None:
+        """Add the option to replace a file that the command did not write."""
+        self.add(
+            "--overwrite", False, "replace what is there, even if this command did not write it"
+        )
+
     def read(self, arguments: Sequence[str]) -> Namespace:
         """The options in `arguments`.
 

@@ -10,7 +10,9 @@ from locality.commands.parsing import Parser, say
 from locality.commands.resolve import images_at, page_in
 from locality.data.folder import place_name
 from locality.errors import UserError, one_line, wrap_errors
+from locality.files import check_output
 from locality.models.variants import PREFIX, variant
+from locality.templates import PAGE_MARK
 from locality.training.same_run import run_folders
 
 
@@ -26,10 +28,13 @@ def report(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", help="run folders, or folders that hold them")
     parser.add("--output", None, "the file to write; report.html in the folder unless given")
     parser.add("--record", False, "measure unmeasured runs first")
+    parser.add_overwrite()
     options = parser.read(arguments)
+    output = options.output or page_in(options.runs, "report.html")
     for given in map(Path, options.runs):
         if not given.exists():
             raise missing(given)
+    check_output(output, PAGE_MARK, options.overwrite)
 
     found = run_folders(options.runs)
     from locality.analysis.runs import read_runs
@@ -53,8 +58,7 @@ def report(arguments: Sequence[str]) -> int:
 
         for sentence in record_missing(finished):
             say(sentence)
-    output = options.output or page_in(options.runs, "report.html")
-    print(build_report([*finished, *unfinished], output).absolute())
+    print(build_report([*finished, *unfinished], output, options.overwrite).absolute())
     return 1 if bad else 0
 
 
@@ -112,6 +116,8 @@ def compare(arguments: Sequence[str]) -> int:
     length = f"{asked.minutes:g}min" if asked.minutes else f"{asked.steps}steps"
     kind = "-pretrained" if asked.pretrained else ""
     folder = Path(options.output or f"runs/compare/{place_name(options.images)}{kind}-{length}")
+    output = folder / "comparison.html"
+    check_output(output, PAGE_MARK)
     keep = not options.dry_run
     configs = comparison.plan(asked, folder, options.jobs, options.threads, keep)
     runs = comparison.comparison_runs(asked, configs, folder)
@@ -119,7 +125,7 @@ def compare(arguments: Sequence[str]) -> int:
         print(comparison.summary(asked, runs, options.jobs, options.threads))
     if options.dry_run:
         return 0
-    page = comparison_page.LivePage(folder / "comparison.html", runs)
+    page = comparison_page.LivePage(output, runs)
     outcomes = run_all(
         runs, options.jobs, options.executor, options.threads, options.quiet, page.after
     )

@@ -21,8 +21,10 @@ from locality.commands.resolve import (
     what_to_train,
 )
 from locality.errors import UserError
-from locality.files import csv_text, write_atomic
+from locality.files import check_output, csv_text, write_atomic
+from locality.machine import is_main_process
 from locality.settings import flatten, replace, to_yaml
+from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, read_config
 from locality.training.recipes import RECIPES, adjusted, describe, recipe
 
@@ -54,7 +56,8 @@ def train(arguments: Sequence[str]) -> None:
     check_names(config.model)
     check_places(config, folder)
 
-    if options.fit is not None and not options.quiet:
+    first = is_main_process()
+    if options.fit is not None and not options.quiet and first:
         print(options.fit, file=sys.stderr)
     if options.lr_find:
         _find_lr(config, folder)
@@ -68,7 +71,7 @@ def train(arguments: Sequence[str]) -> None:
 
         check_observable(config)
     _train(config, folder, options.quiet, options.fit)
-    if options.record:
+    if options.record and first:
         record(folder)
 
 
@@ -86,22 +89,24 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
     )
 
     known: dict[str, Any] = {}
+    if not is_main_process():
+        training.train(config, folder, quiet=quiet)
+        return
     if fit is not None and not quiet:
         say(f"to beat, on the same pixels: {listed(expected_baselines(config, known))}")
     result = training.train(config, folder, quiet=quiet)
-    if result:  # on rank 0
-        record_baselines([folder], known)
-        if not quiet:
-            if (best := result.get("best_step", result["steps"])) < result["steps"]:
-                say(
-                    f"{folder} is opened with the weights of step {best}, the best of its "
-                    f"evaluations, which flatters them; those of step {result['steps']} lie "
-                    f"beside them, in checkpoints/last.ckpt"
-                )
-            baselines = read_baselines(folder)
-            say(f"baselines on the same pixels: {listed(baselines)}")
-            if warning := advice(config.model.name, result["top1"], baselines):
-                say(warning)
+    record_baselines([folder], known)
+    if not quiet:
+        if (best := result.get("best_step", result["steps"])) < result["steps"]:
+            say(
+                f"{folder} is opened with the weights of step {best}, the best of its "
+                f"evaluations, which flatters them; those of step {result['steps']} lie "
+                f"beside them, in checkpoints/last.ckpt"
+            )
+        baselines = read_baselines(folder)
+        say(f"baselines on the same pixels: {listed(baselines)}")
+        if warning := advice(config.model.name, result["top1"], baselines):
+            say(warning)
 
 
 def _find_lr(config: RunConfig, folder: Path) -> None:
@@ -114,7 +119,7 @@ def _find_lr(config: RunConfig, folder: Path) -> None:
     write_atomic(folder / "lr_find.csv", csv_text([("lr", "loss", "smoothed"), *rows]))
     figure = charts.chart(charts.draw_lr_find, found)
     assert figure is not None
-    chart, _ = style.save(figure, folder / "lr_find")
+    chart, _ = style.save(figure, folder / "lr_find", overwrite=True)
     print(f"suggested: --optim.lr {found.suggested:.2g}; see {chart}")
 
 
@@ -298,6 +303,7 @@ def demo(arguments: Sequence[str]) -> int | None:
     from locality.runner.runs import Run
 
     root = Path(options.output)
+    check_output(root / "report.html", PAGE_MARK)
     models = ["convit_nano", "deit_nano", *(["cvt_nano"] if options.cvt else [])]
     length = {} if options.steps is None else {"schedule.steps": options.steps}
     runs = []

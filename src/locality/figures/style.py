@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from locality.files import write_atomic
+from locality.files import write_output
 
 # Wong's palette (Nature Methods 8, 441), told apart under every common colour blindness. Families
 # keep their colour in every figure, and their marker, for those who print in grey.
@@ -53,17 +53,28 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path | str, dpi: int = 160) -> list[Path]:
+FORMS: dict[str, tuple[bytes, dict[str, Any]]] = {
+    ".png": (b"Software\0locality", {"dpi": 160, "metadata": {"Software": "locality"}}),
+    ".svg": (b"<dc:title>locality<", {"metadata": {"Date": None, "Creator": "locality"}}),
+}
+"""The files of a figure: by suffix, what marks them as ours and how they are written."""
+
+
+def save(figure: Figure, path: Path | str, overwrite: bool = False) -> list[Path]:
     """Write a figure as PNG and SVG, next to each other, whatever suffix `path` has.
 
     Returns:
         the two paths.
+
+    Raises:
+        UserError: if there is a file that `save` did not write, and is not to be overwritten.
     """
     path = Path(path)
     written = []
-    for suffix, options in ((".png", {"dpi": dpi}), (".svg", {"metadata": {"Date": None}})):
+    for suffix, (mark, options) in FORMS.items():
         target = path.with_suffix(suffix)
-        write_atomic(target, figure_bytes(figure, suffix[1:], **options))
+        content = figure_bytes(figure, suffix[1:], **options)
+        write_output(target, content, mark, overwrite)
         written.append(target)
     return written
 

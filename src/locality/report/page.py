@@ -45,19 +45,23 @@ _MAX_CLASSES = 20
 """In the confusion matrix, which has to be readable on a phone, and in the table."""
 
 
-def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
+def build_report(
+    run_folders: Iterable[Path | str], output: Path | str, overwrite: bool = False
+) -> Path:
     """Write a self-contained HTML report of finished runs. Recomputes nothing.
 
     Args:
         run_folders: folders of runs, or folders that hold such folders.
         output: the file to write; its folder is created.
+        overwrite: replace a file that is not a page of ours.
 
     Returns:
         the path of the report.
 
     Raises:
         FileNotFoundError: if a folder does not exist.
-        UserError: if no run has finished, or what a folder holds cannot be read.
+        UserError: if no run has finished, what a folder holds cannot be read, or something else
+            stands at `output`.
     """
     given = read_runs(run_folders)
     unfinished = [run for run in given if not run.is_finished]
@@ -66,7 +70,8 @@ def build_report(run_folders: Iterable[Path | str], output: Path | str) -> Path:
         waiting = f" ({len(unfinished)} have started)" if unfinished else ""
         raise UserError(f"none of these runs has finished{waiting}; there is nothing to report")
     content = _content(groups) | {"unfinished": unfinished, "version": __version__}
-    return write_page(output, render("locality.report", "report.html", FILTERS, **content))
+    page = render("locality.report", "report.html", FILTERS, **content)
+    return write_page(output, page, overwrite)
 
 
 def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:

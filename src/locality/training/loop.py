@@ -257,15 +257,21 @@ class Loop:
                 f"({state.bad_losses} of {allowed} allowed)"
             )
             return
-        rate = self.parts.optimizer.param_groups[0]["lr"]
         skipped = f" after {state.bad_losses} skipped updates" if allowed else ""
         kept = "there is no checkpoint yet"
         if self._saved >= 0:
             kept = f"the last good checkpoint is that of step {self._saved}"
-        raise NonFiniteLoss(
-            f"{reason} in step {state.step + 1} at learning rate {rate:.3g}{skipped}; "
-            f"the update was not made, and {kept}. Lower optim.lr, set "
-            f"optim.clip_grad, or allow engine.max_bad_losses, in a new run folder"
+        raise self._diverged(
+            f"{reason} in step {state.step + 1}",
+            f"{skipped}; the update was not made, and {kept}",
+            ", or allow engine.max_bad_losses",
+        )
+
+    def _diverged(self, what: str, more: str = "", also: str = "") -> NonFiniteLoss:
+        rate = self.parts.optimizer.param_groups[0]["lr"]
+        return NonFiniteLoss(
+            f"{what} at learning rate {rate:.3g}{more}. Lower optim.lr, set optim.clip_grad{also}, "
+            f"in a new run folder"
         )
 
     def _evaluate(self) -> None:
@@ -287,6 +293,9 @@ class Loop:
                 memory_format=self.memory_format,
                 on_batch=collector,
             )
+        if not math.isfinite(found["loss"]):
+            reason = f"the loss on {found['n']} validation images is {found['loss']}"
+            raise self._diverged(f"{reason} after step {state.step}")
         self.collectives.all_reduce(collector.table)
         row = {
             "step": state.step,
