@@ -179,11 +179,69 @@ def test_an_unreadable_exif_record_turns_nothing():
 
 def test_whatever_pillow_raises_while_converting_is_the_images_fault(monkeypatch):
     def fail(*_, **__):
-        raise ZeroDivisionError  # as rational numbers in EXIF records have caused
+        raise ZeroDivisionError
 
-    monkeypatch.setattr(ImageOps, "exif_transpose", fail)
+    monkeypatch.setattr(Image.Image, "transpose", fail)
     with pytest.raises(BadImage, match=r"damaged .ZeroDivisionError"):
-        decode(encoded(NOISE), Decoding(exif=True))
+        decode(encoded(NOISE, exif=b"Exif\0\0" + tiff_block([TURNED])), Decoding(exif=True))
+
+
+def directory(fields, start):
+    """A TIFF directory that stands at `start`, with its values behind it.
+
+    Each field is its tag, type, count and value, or instead of that an offset.
+    """
+    place, entries, values = start + 2 + 12 * len(fields) + 4, b"", b""
+    for tag, kind, count, value in fields:
+        if isinstance(value, int):
+            value = struct.pack("<L", value)
+        elif len(value) > 4:
+            value, values = struct.pack("<L", place + len(values)), values + value
+        entries += struct.pack("<HHL", tag, kind, count) + value.ljust(4, b"\0")
+    return struct.pack("<H", len(fields)) + entries + bytes(4) + values
+
+
+def tiff_block(fields):
+    return b"II*\0" + struct.pack("<L", 8) + directory(fields, 8)
+
+
+TURNED = (0x112, 3, 1, struct.pack("<H", 6))
+SCENE = np.random.default_rng(0).integers(0, 256, (9, 14, 3), dtype=np.uint8)
+SCENE_TAGS = [
+    *((256, 3, 1, b"\x0e\0"), (257, 3, 1, b"\x09\0"), (258, 3, 3, b"\x08\0" * 3)),
+    *((262, 3, 1, b"\2\0"), (273, 4, 1, b"\x08\0"), (277, 3, 1, b"\3\0")),
+    *((278, 3, 1, b"\x09\0"), (279, 4, 1, struct.pack("<L", SCENE.size))),
+]
+
+
+def with_fields(kind, fields):
+    """The scene with an EXIF record of these fields."""
+    if kind == "TIFF":
+        head = b"II*\0" + struct.pack("<L", 8 + SCENE.size) + SCENE.tobytes()
+        return head + directory(sorted(SCENE_TAGS + fields), len(head))
+    options = {"lossless": True} if kind == "WEBP" else {}
+    record = b"Exif\0\0" + tiff_block(sorted(fields))
+    return encoded(Image.fromarray(SCENE), kind, exif=record, **options)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_odd_exif_fields_change_nothing(kind):
+    random = np.random.default_rng(0)
+    widths = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
+    tags = [*(0x10E, 0x10F, 0x11A, 0x128, 0x13B, 0x14A, 0x2BC, 0x8298, 0x8769, 0x8825, 0xA005)]
+    wanted = Image.open(io.BytesIO(with_fields(kind, [TURNED])))
+    wanted = np.asarray(ImageOps.exif_transpose(wanted).convert("RGB"))
+    assert wanted.shape == (14, 9, 3)
+    for _ in range(100):
+        tag, type_ = int(random.choice(tags)), int(random.choice([*widths]))
+        count = int(random.integers(0, 5))
+        size = widths[type_] * count
+        value = [bytes(size), b"\xff" * size, random.bytes(size)][random.integers(3)]
+        if kind != "TIFF" and not random.integers(4):  # Pillow opens no such TIFF
+            value = 100_000
+        odd = (tag, type_, count, value)
+        found = pixels(with_fields(kind, [odd, TURNED]), exif=True)
+        assert np.array_equal(found, wanted), odd
 
 
 def test_the_name_does_not_matter():

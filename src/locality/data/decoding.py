@@ -7,7 +7,8 @@
 - Of 16-bit grey the upper byte is kept, as Pillow does with 16-bit colour; its own conversion of
   16-bit grey clips, and turns nearly everything white.
 - 32-bit grey has no defined white and is refused.
-- Of several frames or pages the first is used. EXIF orientation is ignored unless asked for.
+- Of several frames or pages the first is used. EXIF orientation is ignored unless asked for; that
+  of TIFF belongs to the image itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import errno
 import io
 import os
+import struct
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from functools import cache, partial
 from typing import IO, Any, cast
 
 import numpy as np
-from PIL import Image, ImageFile, ImageOps, JpegImagePlugin
+from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffTags
 
 from locality import files
 from locality.data.config import DEFAULT_DECODING, Decoding
@@ -52,6 +54,20 @@ _SLOW = {"bmp_rle": "run lengths", "ppm_plain": "text"}
 _MAX_SLOW_PIXELS = 10_000_000
 # Without Pillow's warnings about large images and odd metadata; both are dealt with here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
+_TURNS = dict(
+    enumerate(
+        (
+            Image.Transpose.FLIP_LEFT_RIGHT,
+            Image.Transpose.ROTATE_180,
+            Image.Transpose.FLIP_TOP_BOTTOM,
+            Image.Transpose.TRANSPOSE,
+            Image.Transpose.ROTATE_270,
+            Image.Transpose.TRANSVERSE,
+            Image.Transpose.ROTATE_90,
+        ),
+        start=2,
+    )
+)
 # The machine's troubles, not the file's: skipping images for them would make runs differ.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
 
@@ -109,6 +125,14 @@ def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     with _quiet():
         image = _open_image(io.BytesIO(data), decoding)
         _check_cost(image, data)
+        if image.format == "TIFF":
+            # Pillow would follow these while it loads, wherever they lead.
+            with contextlib.suppress(Exception):
+                if not isinstance(image.info.get("xmp"), bytes):
+                    image.info.pop("xmp", None)
+                fields = image.getexif()
+                for pointer in TiffTags.TAGS_V2_GROUPS:
+                    fields.pop(pointer, None)
         with _as_bad_image():
             image.load()
         if image.format == "PNG":
@@ -149,7 +173,8 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
             ) from error
         except Image.UnidentifiedImageError as error:
             raise BadImage("the file is not an image of a known format") from error
-    if image.width * image.height > decoding.max_pixels:
+    # Pillow holds as much as two pixels beside each row.
+    if max(image.width, 3) * image.height > decoding.max_pixels:
         raise BadImage(
             f"the image has {image.width} × {image.height} pixels, more than the "
             f"{decoding.max_pixels:,} that are allowed"
@@ -228,8 +253,8 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
         BadImage: grey in 32 bits, or a damaged palette or EXIF record.
     """
     with _as_bad_image():
-        if decoding.exif:
-            ImageOps.exif_transpose(image, in_place=True)
+        if decoding.exif and (turn := _TURNS.get(_orientation(image))) is not None:
+            image = image.transpose(turn)
         if image.mode == "RGB" and "transparency" not in image.info:
             return image
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
@@ -242,6 +267,28 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))
         return image.convert("RGB")
+
+
+def _orientation(image: Image.Image) -> Any:
+    """The EXIF orientation, whatever else the record holds; None where there is none.
+
+    Pillow gives up on a record at the first field that it cannot find, and its `exif_transpose`
+    where it cannot write one back.
+    """
+    record = image.info.get("exif") or b""
+    record = record.removeprefix(b"Exif\0\0") if isinstance(record, bytes) else b""
+    order = "<" if record.startswith(b"II") else ">"
+    with contextlib.suppress(struct.error):
+        (place,) = struct.unpack_from(order + "L", record, 4)
+        (fields,) = struct.unpack_from(order + "H", record, place)
+        for field in range(place + 2, place + 2 + 12 * fields, 12):
+            tag, kind, count = struct.unpack_from(order + "HHL", record, field)
+            if tag == ExifTags.Base.Orientation and (kind, count) == (TiffTags.SHORT, 1):
+                return struct.unpack_from(order + "H", record, field + 8)[0]
+    # Elsewhere, such as in XMP.
+    with contextlib.suppress(Exception):
+        return image.getexif().get(ExifTags.Base.Orientation)
+    return None
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from timm.data.transforms import MaybePILToTensor
 from torchvision import transforms
 
 from locality.data.config import AugmentConfig, Preprocessing
+from locality.data.resizing import resize_and_crop
 
 # Of Pillow's images in RGB.
 _PIXEL_BYTES, _OBJECT_BYTES = 4, 1024
@@ -127,15 +128,8 @@ def eval_transform(preprocessing: Preprocessing) -> ImageTransform:
     """The fixed transform of evaluation: resize and cut the centre, or squash, by `crop_mode`."""
     size = preprocessing.size
     resized = tuple(math.floor(side / preprocessing.crop_pct) for side in size)
-    pipeline = create_transform(
-        size,
-        is_training=False,
-        interpolation=preprocessing.interpolation,
-        crop_pct=preprocessing.crop_pct,
-        crop_mode=preprocessing.crop_mode,
-        normalize=False,
-    )
-    return ImageTransform(size, pipeline.transforms[:-1], on_tensors=resized == size)
+    step = partial(resize_and_crop, preprocessing=preprocessing)
+    return ImageTransform(size, [step], on_tensors=resized == size)
 
 
 def create_erasing(augment: AugmentConfig) -> RandomErasing | None:

@@ -1,0 +1,77 @@
+"""The evaluation crop: timm's pixels, and no more memory for thin images than for others."""
+
+import contextlib
+import resource
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from timm.data import create_transform
+
+from locality.data import AugmentConfig, Preprocessing
+from locality.data.preprocessing import eval_transform, train_transform
+from locality.data.resizing import resize_and_crop
+
+
+def timms(image, preprocessing):
+    transform = create_transform(
+        preprocessing.size,
+        interpolation=preprocessing.interpolation,
+        crop_pct=preprocessing.crop_pct,
+        crop_mode=preprocessing.crop_mode,
+        normalize=False,
+    )
+    return transform(image).permute(1, 2, 0).numpy()
+
+
+def noise(width, height):
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+@contextlib.contextmanager
+def limited_memory(more):
+    """Of this process, in bytes beyond what it has."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    held = psutil.Process().memory_info().data
+    resource.setrlimit(resource.RLIMIT_DATA, (held + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (31, 47), (90, 13), (9, 70)])
+@pytest.mark.parametrize("size", [8, 9, (8, 12), (16, 12)])
+@pytest.mark.parametrize("mode", ["center", "squash"])
+@pytest.mark.parametrize(("filter_", "crop_pct"), [("bicubic", 0.875), ("nearest", 1.0)])
+def test_pixels_are_timms(shape, size, mode, filter_, crop_pct):
+    preprocessing = Preprocessing(size, interpolation=filter_, crop_pct=crop_pct, crop_mode=mode)
+    image = noise(*shape)
+    assert np.array_equal(resize_and_crop(image, preprocessing), timms(image, preprocessing))
+
+
+@pytest.mark.parametrize("shape", [(1, 400), (301, 1), (3, 500), (700, 2)])
+@pytest.mark.parametrize("mode", ["center", "squash"])
+def test_of_thin_images_the_same_part_is_seen(shape, mode):
+    preprocessing = Preprocessing(16, crop_mode=mode, interpolation="bilinear")
+    image = noise(*shape)
+    found = np.asarray(resize_and_crop(image, preprocessing)).astype(int)
+    difference = np.abs(found - timms(image, preprocessing))
+    assert difference.max() <= (2 if mode == "squash" or 1 in shape else 25)
+
+
+@pytest.mark.parametrize("shape", [(1, 5_000_000), (5_000_000, 1), (2, 1_000_000)])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        eval_transform(Preprocessing(384)),
+        eval_transform(Preprocessing((384, 192), crop_mode="squash")),
+        train_transform(AugmentConfig(), Preprocessing(384)),
+        train_transform(AugmentConfig(crop="pad"), Preprocessing(384)),
+    ],
+)
+def test_thin_images_cost_no_more_than_others(shape, transform):
+    with limited_memory(500_000_000):
+        assert tuple(transform(Image.new("RGB", shape, "red"))[:, 50, 50]) == (255, 0, 0)
