@@ -1,20 +1,20 @@
-"""Random search over the recipes for small images: the same settings for ConViT, DeiT and CvT.
+"""Random search over the recipes for small images: the same settings for every model.
 
-    python benchmarks/tune.py --output tuning.csv
-    python benchmarks/tune.py --models timm/test_resnet --output tuning-cnn.csv
-    python benchmarks/tune.py --images digits-half --trials 20 6 12 23 17 \\
-        --models convit_nano deit_nano --output half.csv
-    python benchmarks/tune.py --images photographs --trials 17 23 20 6 11 16 \\
-        --models convit_nano deit_nano --output photographs.csv
-    python benchmarks/tune.py --images photographs --trials 14 13 17 3 11 5 \\
-        --models timm/test_resnet --output photographs.csv
-    python benchmarks/tune.py --trials 23 --set schedule.steps=6000 augment.affine=10 \\
-        --models deit_nano --seeds 5000 --output long.csv
+    python benchmarks/tune.py --output digits.csv
+    python benchmarks/tune.py --images digits-half --output half.csv
+    python benchmarks/tune.py --images photographs --trials 1 2 3 --output photographs.csv
+    python benchmarks/tune.py --models timm/test_resnet timm/cct_2 --output peers.csv
 
 Every trial is a draw of settings by its number, trained once for each model on images that nothing
 else uses: on 70 digits of a quarter (`data.part` (0, 0.25)), evaluated on 381, or on half of it; or
-on 500 photographs of clothes for twice as many steps, evaluated on 3,000 others. Rows that the
-table has already are left alone, so that the search can be stopped and goes on.
+on 500 photographs of clothes, evaluated on 3,000 others. All trials have the same images and the
+same seed. Rows that the table has already are left alone, so that the search can be stopped and
+goes on.
+
+Rule, fixed on 2026-11-25 before the first run: the recipe takes the trial with the highest mean
+top-1 over ConViT, DeiT and CvT and both numbers of digits, each weighing the same. That of
+photographs is the one with the highest mean over the three among the eight that are best on digits.
+A CNN and CCT are each given their own best, by their mean over the same images.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from typing import Any
 from locality.training import train
 from locality.training.recipes import adjusted
 
-MODELS = ("convit_nano", "deit_nano", "cvt_pico")
-DIGITS = {"data.part": (0.0, 0.25)}
+MODELS = ("convit_nano", "deit_nano", "cvt_nano")
+DIGITS = {"data.part": (0.0, 0.25), "schedule.steps": 750, "schedule.eval_every": 750}
 PHOTOGRAPHS = {
     "data.train_part": (0.5, 0.6),
     "data.val_part": (0.6, 0.65),
     "data.fraction": 1 / 12,
-    "schedule.steps": 3000,
-    "schedule.warmup": 200,
-    "schedule.eval_every": 3000,
+    "schedule.steps": 1000,
+    "schedule.warmup": 100,
+    "schedule.eval_every": 1000,
 }
-# Images → recipe, its settings, and the seed of trial 0.
+# Images → recipe, its settings, and the seed.
 IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
     "digits": ("digits", DIGITS | {"data.val_fraction": 0.85}, 1000),
     "digits-half": ("digits", DIGITS | {"data.val_fraction": 0.5}, 2000),
@@ -51,23 +51,30 @@ IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
 OWN: dict[tuple[str, str], dict[str, Any]] = {
     ("photographs", "convit_nano"): {"model.overrides": {"depth": 5, "gpsa_layers": 3}},
     ("photographs", "deit_nano"): {"model.overrides": {"depth": 5}},
+    ("photographs", "cvt_nano"): {
+        "model.patch_size": None,
+        "model.overrides": {"embed_stride": [2, 2, 1]},
+    },
     ("digits", "timm/test_resnet"): {"model.img_size": 32},
+    ("digits-half", "timm/test_resnet"): {"model.img_size": 32},
     ("photographs", "timm/test_resnet"): {"model.patch_size": None},
+    ("photographs", "timm/cct_2"): {"model.patch_size": None},
 }
 
 
-def draw(trial: int) -> dict[str, float | None]:
+def draw(trial: int) -> dict[str, float | str | None]:
     """The settings of a trial; rate and decay are uniform in their logarithm."""
     rng = random.Random(trial)
     return {
-        "optim.lr": round(5e-4 * 8 ** rng.random(), 6),
+        "optim.name": "adamuon",
+        "optim.lr": round(5e-4 * 16 ** rng.random(), 6),
         "optim.weight_decay": round(0.01 * 30 ** rng.random(), 4),
-        "augment.affine": rng.choice([0, 5, 10, 15, 20, 25]),
-        "augment.mixup": rng.choice([0, 0.2, 0.4, 0.8]),
-        "augment.cutmix": rng.choice([0, 0, 0.5, 1.0]),
-        "objective.label_smoothing": rng.choice([0, 0.1, 0.2]),
+        "augment.affine": rng.choice([0, 5, 10, 15]),
+        "augment.mixup": rng.choice([0, 0.2, 0.4]),
+        "augment.cutmix": rng.choice([0, 0.5]),
+        "objective.label_smoothing": rng.choice([0, 0.1]),
         "augment.random_erasing": rng.choice([0, 0, 0.25]),
-        "engine.ema_decay": rng.choice([None, None, 0.99]),
+        "engine.ema_decay": rng.choice([None, 0.99, 0.995]),
     }
 
 
@@ -77,10 +84,10 @@ def main() -> None:
     parser.add_argument("--trials", type=int, nargs="+", default=range(24))
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--images", choices=IMAGES, default="digits")
-    parser.add_argument("--seeds", type=int, nargs="+", help="instead of the trial's own")
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of the usual one")
     parser.add_argument("--set", nargs="+", default=[], help="NAME=VALUE, instead of the trial's")
     options = parser.parse_args()
-    recipe, fixed, first_seed = IMAGES[options.images]
+    recipe, fixed, usual_seed = IMAGES[options.images]
     given = {name: json.loads(value) for name, value in (each.split("=") for each in options.set)}
     columns = ["model", "trial", "seed", *(draw(0) | given), "top1", "seconds"]
     done = set()
@@ -90,7 +97,7 @@ def main() -> None:
     else:
         options.output.write_text(",".join(columns) + "\n")
     for trial in options.trials:
-        for seed, model in product(options.seeds or [first_seed + trial], options.models):
+        for seed, model in product(options.seeds or [usual_seed], options.models):
             settings = draw(trial) | given
             row = [model, trial, seed, *settings.values()]
             if tuple("" if value is None else str(value) for value in row) in done:

@@ -14,6 +14,7 @@ from torch import nn
 
 from locality.errors import UserError, unknown
 from locality.training.config import OptimConfig, RunConfig, ScheduleConfig
+from locality.training.muon import Muon, is_matrix
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ def make_plan(config: RunConfig, train_images: int) -> Plan:
     )
 
 
+_MUON = ("muon", "adamuon")
+
+
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Parameter groups with and without weight decay, and with their own learning rates.
 
@@ -117,11 +121,20 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     positional vectors v_pos. `position_lr_factor` scales the learning rate of v_pos and λ (timm's
     `lr_scale`), `layer_decay` ^ (layers above it) that of each layer, by timm's count of layers.
     Every trainable parameter is in exactly one group; frozen ones are in none.
+
+    Of "muon" and "adamuon" the groups say with `use_muon` which these update (`is_matrix`, with
+    weight decay): attention and MLP weights, kernels of convolutions, the classifier. AdamW updates
+    all others at the same rate: biases, norms, λ, v_pos, class token, position embeddings and
+    depthwise kernels.
     """
     no_decay: set[str] = getattr(model, "no_weight_decay", set)()
     layers: dict[str, int] = model.layer_ids() if config.layer_decay < 1 else {}  # type: ignore[operator]
     top = max(layers.values(), default=0)
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
+    muon = config.name in _MUON
+    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {
+        (1.0, True, muon): [],
+        (1.0, False, False): [],
+    }
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -130,11 +143,13 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         undecayed |= own == "v_pos" and not config.decay_positions
         factor = config.position_lr_factor if own in ("v_pos", "gating") else 1.0
         factor *= config.layer_decay ** (top - layers.get(name, top))
-        groups.setdefault((factor, not undecayed), []).append(parameter)
+        matrix = muon and not undecayed and is_matrix(parameter)
+        groups.setdefault((factor, not undecayed, matrix), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": config.weight_decay * decayed}
         | ({} if factor == 1 else {"lr_scale": factor})
-        for (factor, decayed), parameters in groups.items()
+        | ({"use_muon": matrix} if muon else {})
+        for (factor, decayed, matrix), parameters in groups.items()
         if parameters
     ]
 
@@ -174,6 +189,15 @@ def create_optimizer(
     # For small models on a CPU an unfused optimiser takes as long as the backward pass.
     if device.type in ("cpu", "cuda") and _has_fused(config.name):
         extra["fused"] = True
+    if config.name in _MUON:
+        return Muon(
+            groups,
+            lr=config.peak_lr(batch_size),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            algo=config.name,
+            **extra,
+        )
     return create_optimizer_v2(
         groups,
         opt=config.name,
