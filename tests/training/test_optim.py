@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
+import timm.optim.muon
 import torch
 
 from locality.errors import UserError
@@ -22,11 +24,12 @@ from locality.training.optim import (
 )
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamuon"])
 @pytest.mark.parametrize("name", ["convit_nano", "deit_nano", "cvt_13"])
-def test_every_parameter_is_in_exactly_one_group(name: str) -> None:
+def test_every_parameter_is_in_exactly_one_group(name: str, optimizer: str) -> None:
     with torch.device("meta"):
         model = build(name)
-    groups = parameter_groups(model, OptimConfig())
+    groups = parameter_groups(model, OptimConfig(optimizer))
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
 
@@ -117,6 +120,41 @@ def test_fused_and_plain_updates_agree() -> None:
             optimizer.step()
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["convit_nano", "cvt_nano", "timm/test_resnet"])
+def test_muon_updates_weights_of_layers_and_adamw_the_rest(name: str) -> None:
+    model = build(name)
+    groups = parameter_groups(model, OptimConfig("adamuon", position_lr_factor=10))
+    chosen = {id(p) for group in groups if group["use_muon"] for p in group["params"]}
+    for parameter_name, parameter in model.named_parameters():
+        layer = model.get_submodule(parameter_name.rpartition(".")[0])
+        depthwise = getattr(layer, "groups", 1) > 1
+        matrix = isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)) and not depthwise
+        expected = matrix and parameter.ndim > 1 and not parameter_name.endswith("v_pos")
+        assert (id(parameter) in chosen) == expected, parameter_name
+
+
+@pytest.mark.parametrize("algo", ["muon", "adamuon"])
+@pytest.mark.parametrize("name", ["convit_nano", "cvt_nano", "timm/test_resnet"])
+def test_muon_is_that_of_timm(name: str, algo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = timm.optim.muon
+    exact = partial(reference.zeropower_via_newtonschulz, dtype=torch.float32)
+    monkeypatch.setattr(reference, "zeropower_via_newtonschulz", exact)
+    torch.manual_seed(0)
+    one, other = build(name), build(name)
+    other.load_state_dict(one.state_dict())
+    config = OptimConfig(algo, lr=1e-3, weight_decay=0.1)
+    ours = create_optimizer(one, config, 64)
+    theirs = reference.Muon(parameter_groups(other, config), lr=1e-3, momentum=0.9, algo=algo)
+    for optimizer, model in ((ours, one), (theirs, other)):
+        for step in range(4):
+            for number, parameter in enumerate(model.parameters()):
+                torch.manual_seed(10 * number + step)
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_an_optimiser_or_setting_that_timm_lacks_is_refused() -> None:

@@ -49,7 +49,12 @@ def test_resuming_after_any_step_is_exact(
     assert_same_run(tmp_path / "run", whole)
 
 
-SOME = {"augment.repeats": 3}, {"augment.mixup": 0.8}, {"engine.precision": "bf16-mixed"}
+SOME = (
+    {"augment.repeats": 3},
+    {"augment.mixup": 0.8},
+    {"engine.precision": "bf16-mixed"},
+    {"optim.name": "adamuon", "optim.position_lr_factor": 10},
+)
 COMBINATIONS = [
     {"engine.accumulate": accumulate, "data.workers": 0, **random}
     for accumulate, random in itertools.product((1, 4), ({}, *SOME))
@@ -59,7 +64,7 @@ COMBINATIONS = [
 ]
 
 # Everything at once, with a worker and without.
-FAST = COMBINATIONS[-3:-1]
+FAST = [*COMBINATIONS[-3:-1], {"engine.accumulate": 1, "data.workers": 0, **SOME[-1]}]
 
 
 @pytest.mark.parametrize(

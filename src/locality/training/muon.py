@@ -1,9 +1,9 @@
-"""timm's Muon and AdaMuon with one orthogonalisation for all matrices of a shape."""
+"""timm's Muon and AdaMuon, faster: one orthogonalisation for all matrices of a shape."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 
 import timm.optim.muon as reference
 import torch
@@ -12,29 +12,34 @@ from torch.optim.adamw import adamw
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """timm's rule for what Muon may update: matrices, and convolution kernels flattened to them.
+    """timm's rule for what Muon may update: matrices, and kernels flattened to (out, in·h·w).
 
-    Vectors, depthwise kernels, embeddings (1, N, C) and what has fewer than 4 rows or columns, such
-    as v_pos, are not.
+    Excludes vectors, depthwise kernels, embeddings (1, N, C) and whatever has fewer than four rows
+    or columns, such as v_pos.
     """
     return bool(reference._is_suitable_for_muon(parameter))
 
 
 class Muon(reference.Muon):
-    """timm's Muon and AdaMuon, the same update and state, in less time.
+    """timm's Muon and AdaMuon: the same update and state in less time.
 
-    Matrices of one shape are orthogonalised in one product: in bfloat16 on GPUs, as timm does
-    everywhere, and in their own precision elsewhere, since most CPUs emulate bfloat16. Groups with
-    `use_muon=False` are updated by torch's fused AdamW.
+    Matrices of one shape are orthogonalised in one product: in bfloat16 on CUDA, as timm does
+    everywhere, and in their own precision elsewhere, since most CPUs emulate bfloat16.
+
+    Args:
+        groups: each says with `use_muon` whether Muon or AdamW updates it.
+        fused: use torch's fused AdamW.
+        settings: of timm's class.
     """
+
+    def __init__(self, groups: list[dict[str, Any]], fused: bool = False, **settings: Any) -> None:
+        super().__init__([{"fused": fused} | group for group in groups], **settings)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Update every parameter that has a gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not group["use_muon"]:
@@ -42,31 +47,32 @@ class Muon(reference.Muon):
                 continue
             shapes = defaultdict(list)
             for parameter in parameters:
-                # The update of a transposed matrix is the transposed update.
+                # Transposed matrices are orthogonalised to the same, transposed.
                 shapes[tuple(sorted(parameter.flatten(1).shape))].append(parameter)
             for same in shapes.values():
                 self._muon(same, group)
         return loss
 
-    def _moments(self, parameters: list[Tensor], names: tuple[str, ...]) -> list[list[Tensor]]:
+    def _moments(self, parameters: list[Tensor], *names: str) -> list[list[Tensor]]:
         for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state |= {name: torch.zeros_like(parameter) for name in names}
-                state["step"] = torch.zeros((), device=parameter.device)
-        return [[self.state[p][name] for p in parameters] for name in (*names, "step")]
+            if not self.state[parameter]:
+                self.state[parameter] |= {name: torch.zeros_like(parameter) for name in names}
+        return [[self.state[p][name] for p in parameters] for name in names]
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        means, squares, steps = self._moments(parameters, ("exp_avg", "exp_avg_sq"))
+        means, squares = self._moments(parameters, "exp_avg", "exp_avg_sq")
+        for p in parameters:
+            if "step" not in self.state[p]:
+                self.state[p]["step"] = torch.zeros((), device=p.device if group["fused"] else None)
         beta1, beta2 = group["betas"]
         adamw(
             parameters,
-            [parameter.grad for parameter in parameters],
+            [p.grad for p in parameters],  # type: ignore[misc]
             means,
             squares,
             [],
-            steps,
-            fused=parameters[0].device.type in ("cpu", "cuda"),
+            [self.state[p]["step"] for p in parameters],
+            fused=group["fused"],
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -77,43 +83,43 @@ class Muon(reference.Muon):
         )
 
     def _muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update matrices of the same shape, (m, n) or (n, m)."""
-        adaptive, lr, eps = group["algo"] == "adamuon", group["lr"], group["eps"]
-        names = ("momentum_buffer", "exp_avg_sq") if adaptive else ("momentum_buffer",)
-        momenta, *rest = self._moments(parameters, names)
-        grads = [parameter.grad for parameter in parameters]
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        """Update matrices of one shape, each as it is or transposed."""
+        lr, eps, adaptive = group["lr"], group["eps"], group["algo"] == "adamuon"
+        momenta, *squares = self._moments(parameters, "momentum_buffer", *["exp_avg_sq"] * adaptive)
+        torch._foreach_lerp_(
+            momenta, [cast(Tensor, p.grad) for p in parameters], 1 - group["momentum"]
+        )
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        updates = _orthogonalized(momenta, group)
-        if not adaptive:
-            rows, columns = parameters[0].flatten(1).shape
-            torch._foreach_add_(parameters, updates, alpha=-lr * 0.2 * max(rows, columns) ** 0.5)
-            return
-        squares, beta2 = rest[0], group["betas"][1]
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, updates, updates, 1 - beta2)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, eps)
-        torch._foreach_div_(updates, roots)
-        norms = torch._foreach_norm(updates)
-        torch._foreach_add_(norms, eps)
-        torch._foreach_div_(updates, norms)
-        torch._foreach_add_(parameters, updates, alpha=-lr * 0.2 * parameters[0].numel() ** 0.5)
+        updates = _orthogonalised(momenta, group)
+        if adaptive:
+            beta2 = group["betas"][1]
+            torch._foreach_mul_(squares[0], beta2)
+            torch._foreach_addcmul_(squares[0], updates, updates, 1 - beta2)
+            roots = torch._foreach_sqrt(squares[0])
+            torch._foreach_add_(roots, eps)
+            torch._foreach_div_(updates, roots)
+            norms = torch._foreach_norm(updates)
+            torch._foreach_add_(norms, eps)
+            torch._foreach_div_(updates, norms)
+            size = parameters[0].numel()
+        else:
+            size = max(parameters[0].flatten(1).shape)
+        # An orthogonal matrix times 0.2 √(longer side) has the root mean square of Adam's updates.
+        torch._foreach_add_(parameters, updates, alpha=-lr * 0.2 * size**0.5)
 
 
-def _orthogonalized(matrices: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    """The nearest orthogonal matrices, by timm's Newton-Schulz iteration over all at once."""
-    tall = [m.shape[0] > m[0].numel() for m in matrices]
-    flat = [m.flatten(1) for m in matrices]
-    stacked = torch.stack([m.mT if t else m for m, t in zip(flat, tall, strict=True)])
+def _orthogonalised(matrices: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """U Vᵀ of each matrix U S Vᵀ, nearly, by timm's Newton-Schulz iteration over all at once."""
+    flat = [matrix.flatten(1) for matrix in matrices]
+    wide = torch.stack([m.mT if m.shape[0] > m.shape[1] else m for m in flat])
     found = reference.zeropower_via_newtonschulz(
-        stacked,
+        wide,
         group["ns_steps"],
         reference.resolve_ns_coefficients(group["ns_coefficients"], reference._COEFFICIENTS),
         eps=group["eps"],
-        dtype=torch.bfloat16 if stacked.is_cuda else stacked.dtype,
-    ).to(stacked.dtype)
+        dtype=torch.bfloat16 if wide.is_cuda else wide.dtype,
+    ).to(wide.dtype)
     return [
-        (new.mT if t else new).reshape(old.shape)
-        for new, t, old in zip(found, tall, matrices, strict=True)
+        (new if new.shape == old.shape else new.mT).reshape(matrix.shape)
+        for new, old, matrix in zip(found, flat, matrices, strict=True)
     ]

@@ -1,0 +1,71 @@
+"""Processor time of an optimiser's step beside that of forward and backward: AdamW, Muon, AdaMuon.
+
+    python benchmarks/optimizers.py --output benchmarks/results/optimizers.json
+
+`timm` is timm's own AdaMuon, which orthogonalises in bfloat16 on every device. Each round takes one
+step with every optimiser, in turn; the medians are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import timm.optim.muon
+import torch
+import torch.nn.functional as F
+
+from locality.files import write_atomic
+from locality.machine import describe_environment
+from locality.models import build
+from locality.training import OptimConfig
+from locality.training.optim import create_optimizer, parameter_groups
+
+BATCHES = {"convit_nano": 64, "convit_micro": 64, "convit_tiny": 64}
+
+
+def measure(name: str, batch: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of processor time by what takes them."""
+    model = build(name)
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        each: create_optimizer(model, OptimConfig(each), batch)
+        for each in ("adamw", "muon", "adamuon")
+    }
+    groups = parameter_groups(model, OptimConfig("adamuon"))
+    optimizers["timm"] = timm.optim.muon.Muon(groups, lr=1e-3, algo="adamuon")
+    images = torch.randn(batch, 3, *model.img_size)
+    labels = torch.arange(batch) % model.num_classes
+    taken: dict[str, list[float]] = {}
+    for _ in range(rounds + 1):
+        started = time.process_time()
+        F.cross_entropy(model(images), labels).backward()
+        taken.setdefault("forward and backward", []).append(time.process_time() - started)
+        for each, optimizer in optimizers.items():
+            started = time.process_time()
+            optimizer.step()
+            taken.setdefault(each, []).append(time.process_time() - started)
+        model.zero_grad()
+    return {what: 1000 * statistics.median(times[1:]) for what, times in taken.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {name: measure(name, batch, options.rounds) for name, batch in BATCHES.items()}
+    for name, times in found.items():
+        whole = times["forward and backward"]
+        shares = ", ".join(f"{each} {ms:.1f} ({ms / whole:.2f})" for each, ms in times.items())
+        print(f"{name}: {shares}")
+    if options.output:
+        record = {"environment": describe_environment(), "milliseconds": found, "batch": BATCHES}
+        write_atomic(options.output, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
