@@ -19,9 +19,9 @@ from timm.models import (
 from torch import Tensor
 
 from locality.checkpoints.adaptation import resample_pos_embeds
+from locality.checkpoints.beside import PREPROCESSING_KEYS
 from locality.checkpoints.foreign import detect_key_map
 from locality.checkpoints.registry import SOURCES, Source
-from locality.checkpoints.resolve import PREPROCESSING_KEYS
 from locality.data.config import Preprocessing
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig

@@ -33,6 +33,7 @@ from locality.benchmark.measure import (
     training_step,
 )
 from locality.checkpoints import KEY_MAPS
+from locality.checkpoints.beside import TIMM_NAMES
 from locality.errors import UserError, require
 from locality.files import write_atomic
 from locality.machine import commit, processor_name
@@ -40,10 +41,6 @@ from locality.models import ImageClassifier, StageConfig, ViTConfig, build
 from locality.models.factory import TimmModel
 from locality.training.devices import autocast
 from locality.training.resolved_run import saved_activations
-
-_TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "base")} | {
-    f"deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")
-}
 
 # What two programs may differ by that compute the same logits in another order.
 TOLERANCE = {"fp32": 2e-5, "bf16": 0.1}
@@ -130,9 +127,9 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
             f"timm has no {model.variant}; measure the CvT models with --against transformers"
         )
     found: dict[str, nn.Module] = {}
-    if model.variant in _TIMM_NAMES:
+    if model.variant in TIMM_NAMES:
         peer = timm.create_model(
-            _TIMM_NAMES[model.variant], img_size=model.img_size, num_classes=model.num_classes
+            TIMM_NAMES[model.variant], img_size=model.img_size, num_classes=model.num_classes
         )
         key_map = KEY_MAPS["convit" if config.gpsa_layers else "deit"]
         peer.load_state_dict(key_map.from_native(model.state_dict(), config))

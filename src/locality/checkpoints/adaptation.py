@@ -67,7 +67,7 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
         for adapt in (_classifier, _channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, NATIVE.title)
-        if checkpoint.key_map == NATIVE.name:
+        if checkpoint.described:
             for name, (theirs, ours) in signature_diff(checkpoint.config, target).items():
                 raise UserError(
                     f"these weights were made with {name}={theirs!r} and mean something else with "

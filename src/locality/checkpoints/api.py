@@ -5,6 +5,7 @@ A `Classifier` is a model with what is needed to classify images: preprocessing 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from locality.data.preprocessing import eval_transform, normalise
 from locality.errors import NonFiniteLogits, UserError, prefix_errors
 from locality.models import factory
 from locality.models.base import ImageClassifier
+
+_log = logging.getLogger("locality")
 
 # How Pillow calls images of so many channels.
 _MODES = {1: "L", 3: "RGB"}
@@ -181,6 +184,11 @@ def open_model(
         return _open_graph(Path(what))
     checkpoint = read(what, variant, entry, settings)
     name = Path(what).name if is_run_folder(what) else checkpoint.name
+    if checkpoint.preprocessing is None:
+        _log.warning(
+            f"{what} does not say how images are prepared: ImageNet's mean and deviation, bicubic "
+            f"resizing and a crop of 0.875 are assumed"
+        )
     with prefix_errors(what):
         return Classifier.of(
             checkpoint.build(),

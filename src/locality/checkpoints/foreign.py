@@ -138,8 +138,7 @@ class _ConViT(_ViT):
         unspecified = {} if config.use_pos_embed else {"img_size": config.img_size}
         if not config.gpsa_layers:
             unspecified = super().unspecified(config)
-        pool = config.global_pool
-        return unspecified if pool == "token" else unspecified | {"global_pool": pool}
+        return unspecified | {"global_pool": config.global_pool}
 
     def to_native(self, state: State, config: ViTConfig) -> dict[str, Tensor]:
         self.require(config)

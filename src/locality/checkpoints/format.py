@@ -58,6 +58,7 @@ class Checkpoint:
         classes: the names of its classes in the order of the logits, or None.
         key_map: the name of the key map that the file had.
         figures: what was measured of it, for the model card, such as a run's `result.json`.
+        described: whether its source says what shapes do not tell.
     """
 
     config: Any
@@ -67,6 +68,7 @@ class Checkpoint:
     classes: tuple[str, ...] | None = None
     key_map: str = "locality"
     figures: Mapping[str, Any] | None = None
+    described: bool = True
 
     def __post_init__(self) -> None:
         check_classes(self.classes, self.config.num_classes)

@@ -14,17 +14,22 @@ from typing import Any
 
 from torch import Tensor
 
-from locality.checkpoints.foreign import detect_key_map, find_models
+from locality.checkpoints.beside import PREPROCESSING_KEYS, Described, read_described
+from locality.checkpoints.foreign import KEY_MAPS, detect_key_map, find_models
 from locality.checkpoints.format import (
     CONFIG,
     FORMAT,
-    WEIGHTS,
     Checkpoint,
     parse_description,
     read_folder,
 )
 from locality.checkpoints.hub import download_snapshot, locate_weights
-from locality.checkpoints.key_map import format_settings, override_config
+from locality.checkpoints.key_map import (
+    check_keys,
+    format_settings,
+    meta_state_dict,
+    override_config,
+)
 from locality.checkpoints.registry import WEIGHT_FILES, check_no_entry, detect_kind, source
 from locality.checkpoints.run_state import load_best_state, read_class_names
 from locality.checkpoints.safe_load import read_state, several_entries
@@ -34,7 +39,7 @@ from locality.files import open_file, read_json, read_yaml
 from locality.models import factory
 from locality.models.config import signature_diff
 from locality.models.factory import published
-from locality.models.variants import identify
+from locality.models.variants import PREFIX, identify
 from locality.settings import from_dict
 
 _log = logging.getLogger("locality")
@@ -118,29 +123,38 @@ def _from_run(folder: Path) -> Checkpoint:
     return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
 
 
-PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-"""The fields of `Preprocessing` that timm's configurations have under the same names."""
-
-
 def _from_weights(
-    path: Path, like: Any, entry: str | None, settings: Mapping[str, Any]
+    path: Path, like: Any, entry: str | None, settings: Mapping[str, Any], alone: bool = False
 ) -> Checkpoint:
     """The weights of any known format in a file or folder, recognised by their names.
 
-    What they do not specify is assumed to be as in the published models, and logged.
+    What neither they nor a config.json beside them specify is assumed to be as in the published
+    models, and logged.
+
+    Args:
+        path, like, entry, settings: as for `read`.
+        alone: do not read what lies beside them.
     """
-    folder = path.parent if path.name == WEIGHTS else path
-    description = folder / CONFIG
-    if description.exists() and read_json(description).get("format") == FORMAT:
-        check_no_entry(path, entry)
-        return read_folder(folder)
+    folder = path.parent if path.name in WEIGHT_FILES else path
+    description, described = folder / CONFIG, None
+    if description.exists() and not alone:
+        content = read_json(description)
+        if content.get("format") == FORMAT:
+            check_no_entry(path, entry)
+            return read_folder(folder)
+        with prefix_errors(description), wrap_errors("it is damaged", Exception):
+            described = read_described(folder, content)
+        if described is None:
+            _log.warning(f"{description} is neither ours nor timm's nor transformers': not read")
     if path.is_dir():
         path = next(path / file for file in WEIGHT_FILES if (path / file).exists())
     state, metadata = read_state(path, entry)
     if FORMAT in metadata:
         check_no_entry(path, entry)
         return parse_description(metadata[FORMAT], state, path)
-    state = _unwrap(state, path, like)
+    state = _unwrap(state, path, like if described is None else described.config)
+    if described is not None:
+        return _as_described(described, state, path, settings)
     if isinstance(like, factory.TimmConfig):
         return _from_timm_state(state, like)
     shapes = "its tensors are named as those of a model, but have other shapes"
@@ -160,7 +174,28 @@ def _from_weights(
             f"{path}: these weights do not specify {format_settings(assumed)}, which are "
             f"assumed here; if they differ, give --set NAME=VALUE, or settings={{...}} in Python"
         )
-    return Checkpoint(config, ours, name, key_map=key_map.name)
+    return Checkpoint(config, ours, name, key_map=key_map.name, described=False)
+
+
+def _as_described(
+    described: Described, state: dict[str, Tensor], path: Path, settings: Mapping[str, Any]
+) -> Checkpoint:
+    """The weights of timm's or transformers' as the config.json beside them describes them.
+
+    Raises:
+        UserError: if they are not of such a model.
+    """
+    with prefix_errors(f"{path}, as {CONFIG} beside it describes it"):
+        config = override_config(described.config, settings) if settings else described.config
+        if isinstance(config, factory.TimmConfig):
+            name = PREFIX + config.name
+            ours = {f"model.{key}": tensor for key, tensor in state.items()}
+            check_keys(ours, meta_state_dict(config), "timm's")
+        else:
+            ours = KEY_MAPS[described.key_map].to_native(state, config)
+            name, config = identify(config)
+        beside = described.preprocessing, described.classes, described.key_map
+        return Checkpoint(config, ours, name, *beside)
 
 
 def _unwrap(state: dict[str, Tensor], path: Path, like: Any) -> dict[str, Tensor]:
@@ -181,7 +216,7 @@ def _unwrap(state: dict[str, Tensor], path: Path, like: Any) -> dict[str, Tensor
 def _from_public(name: str) -> Checkpoint:
     row = source(name)
     like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
-    checkpoint = _from_weights(locate_weights(row), like, None, {})
+    checkpoint = _from_weights(locate_weights(row), like, None, {}, alone=True)
     return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
 
 

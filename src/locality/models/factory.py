@@ -65,6 +65,10 @@ class TimmConfig:
         if not timm.is_model(self.name):
             raise unknown("model", PREFIX + self.name, [PREFIX + n for n in timm.list_models()])
         checks.settings(self)
+        for name, value in self.settings:
+            # As of our own models: a file may ask for any number of blocks.
+            if isinstance(value, int) and not isinstance(value, bool):
+                checks.integer(name, value, 0, 512 if name == "depth" else 32_768)
 
     @property
     def classifier(self) -> str:

@@ -1,0 +1,249 @@
+"""What timm and transformers write beside weights: architecture, preprocessing, class names.
+
+A folder of timm's `save_for_hf` has a config.json with the arguments of a model that timm builds by
+name. One of transformers' `save_pretrained` has a config.json of its own for each kind of model, of
+which CvT's is read, and preprocessing in a file beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+
+from locality import checks
+from locality.data.config import Preprocessing
+from locality.errors import UserError, prefix_errors
+from locality.files import read_json
+from locality.models.config import CvTConfig, StageConfig
+from locality.models.factory import TimmConfig
+from locality.models.variants import VARIANTS
+from locality.settings import from_dict
+
+PREPROCESSOR = "preprocessor_config.json"
+PREPROCESSING_KEYS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+"""The fields of `Preprocessing` that timm's configurations have under the same names."""
+
+TIMM_NAMES = {f"convit_{size}": f"convit_{size}" for size in ("tiny", "small", "base")} | {
+    f"deit_{size}": f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")
+}
+"""Our names of models → timm's of the same architecture."""
+
+_OURS = {theirs: ours for ours, theirs in TIMM_NAMES.items()} | {
+    "deit_base_patch16_384": "deit_base"
+}
+# timm's arguments → our fields.
+_SAME = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias", "global_pool")
+_CONVIT = {name: name for name in (*_SAME, "use_pos_embed", "locality_strength")} | {
+    "local_up_to_layer": "gpsa_layers"
+}
+_DEIT = {name: name for name in (*_SAME, "class_token")}
+_ONLY_IN_TRAINING = {
+    *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
+    *("drop_path_rate", "weight_init", "dynamic_img_size", "strict_img_size"),
+}
+
+# transformers' settings of CvT, a list with one value per stage → our fields.
+_STAGES = {
+    **{name: name for name in ("embed_dim", "num_heads", "depth", "mlp_ratio", "qkv_bias")},
+    "patch_sizes": "embed_kernel",
+    "patch_stride": "embed_stride",
+    "patch_padding": "embed_padding",
+    "kernel_qkv": "projection_kernel",
+    "stride_kv": "kv_stride",
+    "padding_kv": "kv_padding",
+}
+# By the number that Pillow gives it.
+_RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+# From this size on ConvNeXT's processor, which is CvT's too, keeps all of an image.
+_CONVNEXT_SQUASHES = 384
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a folder says of the weights in it.
+
+    Attributes:
+        config: the complete architecture, ours or a `TimmConfig`.
+        preprocessing: of its images, or None if it does not say.
+        classes: the names of its classes, or None if they have none.
+        key_map: the name of the key map of the weights; "timm" where they are under timm's names.
+    """
+
+    config: Any
+    preprocessing: Preprocessing | None
+    classes: tuple[str, ...] | None
+    key_map: str
+
+
+def read_described(folder: Path, content: Mapping[str, Any]) -> Described | None:
+    """What the config.json of timm or transformers in a folder says.
+
+    Args:
+        folder: with the weights.
+        content: of its config.json.
+
+    Returns:
+        None if the file is neither's.
+
+    Raises:
+        UserError: if it describes a model that is not read, or is wrong.
+    """
+    if isinstance(content.get("architecture"), str):
+        return _timm(content)
+    if "model_type" in content:
+        return _transformers(folder, content)
+    return None
+
+
+def _timm(content: Mapping[str, Any]) -> Described:
+    shape = {"num_classes?": int, "model_args?": dict, "pretrained_cfg?": dict, "global_pool?": str}
+    checks.shaped("it", content, shape)
+    name = content["architecture"].partition(".")[0]
+    data = {**(content.get("pretrained_cfg") or {})}
+    args = {"num_classes": content.get("num_classes"), **(content.get("model_args") or {})}
+    args = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in args.items()
+        if value is not None
+    }
+    given = data.get("input_size")
+    if given is not None:
+        checks.shaped("input_size", given, [int])
+        args = {"img_size": tuple(given[1:]), "in_chans": given[0]} | args
+    fields = {key: data[key] for key in PREPROCESSING_KEYS if data.get(key) is not None}
+    if given is not None or fields:
+        fields["img_size"] = args["img_size"] if given is None else given[1:]
+        prepared: Preprocessing | None = from_dict(Preprocessing, fields)
+    else:
+        prepared = None
+    if (config := _ours(name, args, content.get("global_pool"))) is None:
+        if not timm.is_model(name):
+            raise UserError(f"timm has no architecture '{name}'")
+        config = TimmConfig.named(name).with_overrides(**args)
+    labels = content.get("label_names") or data.get("label_names")
+    gated = getattr(config, "gpsa_layers", 0)
+    key_map = "timm" if isinstance(config, TimmConfig) else "convit" if gated else "deit"
+    return Described(config, prepared, _names(labels, config.num_classes), key_map)
+
+
+def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
+    """Our configuration of timm's model with these arguments; None if there is none."""
+    if name not in _OURS:
+        return None
+    base = VARIANTS[_OURS[name]].config
+    table = _CONVIT if base.gpsa_layers else _DEIT
+    ends = {"num_classes", "in_chans", "img_size"}
+    fields = {ours: args[theirs] for theirs, ours in table.items() if theirs in args}
+    fields |= {end: args[end] for end in ends & args.keys()}
+    fields.setdefault("global_pool", pool or "token")
+    others = args.keys() - table.keys() - ends - _ONLY_IN_TRAINING
+    unlike = {other for other in others if args[other]} - {"no_embed_class"}
+    if table is _CONVIT:
+        if "embed_dim" in fields:  # of a head
+            fields["embed_dim"] *= fields.get("num_heads", base.num_heads)
+        depth = fields.get("depth", base.depth)
+        fields["gpsa_layers"] = min(fields.get("gpsa_layers", base.gpsa_layers), depth)
+        if fields["gpsa_layers"] == depth:
+            fields["class_token"] = False
+    else:
+        token = fields.get("class_token", True)
+        fields["embed_class_token"] = token and not args.get("no_embed_class", False)
+        if fields["global_pool"] == "avg" and args.get("fc_norm") is not False:
+            return None  # which normalises the mean, and not what it is of
+    return None if unlike else base.with_overrides(**fields)
+
+
+def _transformers(folder: Path, content: Mapping[str, Any]) -> Described:
+    if content["model_type"] != "cvt":
+        raise UserError(
+            f"it describes a '{content['model_type']}' of transformers, of which only 'cvt' is read"
+        )
+    checks.shaped(
+        "it", content, {**dict.fromkeys((*_STAGES, "cls_token"), list), "id2label?": dict}
+    )
+    kernels = content["kernel_qkv"]
+    only = {
+        "qkv_projection_method": ["dw_bn"] * len(kernels),  # their code runs with no other
+        "stride_q": [1] * len(kernels),
+        "padding_q": [kernel // 2 for kernel in kernels],
+        "cls_token": [False] * (len(kernels) - 1) + [True],
+    }
+    for name, value in only.items():
+        if content.get(name, value) != value:
+            raise UserError(
+                f"{name} is {content[name]!r}, and of transformers' CvTs only {value} is read"
+            )
+    rows = zip(*(content[theirs] for theirs in _STAGES), strict=True)
+    labels = content.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # its default is left out
+    prepared = _preprocessor(folder / PREPROCESSOR)
+    config = CvTConfig(
+        tuple(
+            from_dict(StageConfig, dict(zip(_STAGES.values(), row, strict=True))) for row in rows
+        ),
+        num_classes=len(labels),
+        in_chans=content.get("num_channels", 3),
+        img_size=224 if prepared is None else prepared.size,
+        activation="gelu",
+    )
+    return Described(config, prepared, _names(labels, len(labels)), "cvt-transformers")
+
+
+def _preprocessor(path: Path) -> Preprocessing | None:
+    """The preprocessing of transformers' image processor, if the file is there."""
+    if not path.exists():
+        return None
+    given = read_json(path)
+    with prefix_errors(path):
+        shape = {"image_mean": [float], "image_std": [float], "resample": int}
+        checks.shaped("it", given, shape | {"crop_pct?": float, "rescale_factor?": float})
+        rescales = math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6)
+        if not (given.get("do_resize", True) and given.get("do_rescale", True) and rescales):
+            raise UserError("it does not resize images or scale them to 0 … 1, as all do here")
+        size, (edge, _) = given.get("size"), _sides(given.get("size"))
+        convnext = "ConvNext" in str(given.get("image_processor_type"))
+        mode, wanted = "squash", _sides(given["crop_size"] if given.get("do_center_crop") else size)
+        if convnext and edge < _CONVNEXT_SQUASHES:
+            mode, edge = "center", int(edge / (given.get("crop_pct") or 224 / 256))
+        elif not convnext and isinstance(size, dict) and "shortest_edge" in size:
+            mode = "center"
+            if not given.get("do_center_crop"):
+                raise UserError("it leaves images of different sizes, for want of do_center_crop")
+        share = wanted[0] / edge
+        if math.floor(wanted[0] / share) < edge:
+            share = math.nextafter(share, 0)
+        normalises = given.get("do_normalize", True)
+        fields = {
+            "img_size": wanted,
+            "mean": given["image_mean"] if normalises else (0.0,) * 3,
+            "std": given["image_std"] if normalises else (1.0,) * 3,
+            "interpolation": dict(enumerate(_RESAMPLE)).get(given["resample"], given["resample"]),
+            "crop_pct": share,
+            "crop_mode": mode,
+        }
+        return from_dict(Preprocessing, fields)
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    """(height, width) of a size as transformers' image processors have them."""
+    given = size if isinstance(size, dict) else {"shortest_edge": size}
+    height, width = (given.get(side, given.get("shortest_edge")) for side in ("height", "width"))
+    checks.image_size((height, width))
+    return height, width
+
+
+def _names(labels: Any, count: int) -> tuple[str, ...] | None:
+    """The names of `count` classes; of those without one, the number. None if none has one."""
+    if not labels:
+        return None
+    if isinstance(labels, list):
+        return tuple(map(str, labels))
+    named = {int(index): str(name) for index, name in labels.items()}
+    if max(named) >= count:
+        raise UserError(f"it names class {max(named)}, and there are {count} classes from 0")
+    names = tuple(named.get(index, str(index)) for index in range(count))
+    return None if names == tuple(f"LABEL_{index}" for index in range(count)) else names
