@@ -231,7 +231,8 @@ def _preprocessor(path: Path) -> Preprocessing | None:
 def _sides(size: Any) -> tuple[int, int]:
     """(height, width) of a size as transformers' image processors have them."""
     given = size if isinstance(size, dict) else {"shortest_edge": size}
-    height, width = (given.get(side, given.get("shortest_edge")) for side in ("height", "width"))
+    edge: Any = given.get("shortest_edge")
+    height, width = given.get("height", edge), given.get("width", edge)
     checks.image_size((height, width))
     return height, width
 

@@ -187,6 +187,7 @@ def _as_described(
     """
     with prefix_errors(f"{path}, as {CONFIG} beside it describes it"):
         config = override_config(described.config, settings) if settings else described.config
+        name: str | None
         if isinstance(config, factory.TimmConfig):
             name = PREFIX + config.name
             ours = {f"model.{key}": tensor for key, tensor in state.items()}
