@@ -1,6 +1,11 @@
 """Tables of images: rows that name a file and its class."""
 
+import codecs
+import itertools
 import os
+import random
+import time
+import unicodedata
 
 import numpy as np
 import pytest
@@ -50,16 +55,163 @@ def test_columns_are_chosen_by_number_or_name(cells):
     [
         ("", "has no rows"),
         ("file,class\n", "names no image"),
-        ("a.png", "unknown column of .* '2'"),
+        ("a.png", "single column"),
+        ("file,class\nimages/cell00.png,1,\n", "line 2 of .* too many columns"),
+        ("file,class\nimages/cell00.png,1\n,2\n", "line 3"),
+        ("file,class\nimages/cell00.png,1\nimages/cell01.png,\n", "line 3 .*no class"),
+        ('file,class\nimages/cell00.png,"1\nimages/cell01.png,2\n', "line 2 .*quotation"),
+        ('file,class\nimages/cell00.png,"1\nimages/cell01.png,"2\n', "line 2 .*quotation"),
+        ('file,class\nimages/cell00.png,"1\nimages/cell01.png,2"\n', "line 2 .*quotation"),
+        ('file,class\nimages/cell00.png,1"\nimages/cell01.png,2\n', "line 2 .*quotation"),
+        ("images/cell00.png,1\nimages/cell01.png,b\udcff\n", "line 2 .*UTF-8"),
+        ("images/cell00.png,1\nimages/cell\udcff.png,b\n", "line 2 .*UTF-8"),
+        ("images/cell00.png,1\nPK\0\n", "not text"),
+        ("file,a,b\nimages/cell00.png,1,1\n", "line 2 .*'a', 'b'"),
+        ("file,a,b\nimages/cell00.png,1,0\nimages/cell01.png,0,0\n", "line 3 .*no class"),
+        ("images/cell00.png,1,0\nimages/cell01.png,0,1\n", "label_column 2"),
+        ("file,age,breed\nimages/cell00.png,1,0\nimages/cell01.png,2,1\n", "label_column 2"),
+        ("file,mask,class\n" + "images/cell00.png,images/cell01.png,1\n", "image_column 1"),
+        ("file,split\nimages/cell00.png,train\nimages/cell01.png,val\n", "no column of classes"),
         ("images/gone.png,1", "names 'images/gone.png', which is not in"),
         ("images/cell00.png,1\nimages/cell01.png", "too few columns: 'images/cell01.png'"),
         ("images/cell00.png,1\nimages/cell00.png,2", "names 'images/cell00.png' more than once"),
     ],
 )
 def test_a_table_that_cannot_be_used(cells, text, said):
-    (cells / "labels.csv").write_text(text)
+    (cells / "labels.csv").write_bytes(os.fsencode(text))
     with pytest.raises(UserError, match=said):
         opened(cells)
+
+
+def pairs(splits):
+    """Images and classes of both parts."""
+    return {
+        os.path.basename(part.describe(i)): splits.classes[part.labels[i]]
+        for part in (splits.train, splits.val)
+        for i in range(len(part))
+    }
+
+
+TWELVE = {f"{name}{i}.png": name for name in ("cat", "dog") for i in range(6)}
+
+
+@pytest.fixture
+def twelve(tmp_path, image_file):
+    for number, name in enumerate(TWELVE):
+        image_file(tmp_path / name, seed=number, size=(4, 4))
+    return tmp_path
+
+
+def dialects():
+    """How a table may be written: separator, encoding, heading, quotes, line ends, padding."""
+    marks = [",", ";", "\t", "|", " ", "sep=;"]
+    encodings = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"]
+    headings = [None, "image{}label", "FILENAME{}Class", " Image {} LABEL "]
+    quotes, ends, padding = ["", '"'], ["\n", "\r\n", "\r"], ["", "  "]
+    choices = list(itertools.product(marks, encodings, headings, quotes, ends, padding))
+    return random.Random(0).sample(choices, 60)
+
+
+@pytest.mark.parametrize(("mark", "encoding", "heading", "quote", "end", "pad"), dialects())
+def test_dialects(twelve, mark, encoding, heading, quote, end, pad, caplog):
+    before, mark = ([mark], mark[-1]) if mark.startswith("sep") else ([], mark)
+    rows = [] if heading is None else [heading.format(mark)]
+    rows += [f"{quote}{name}{quote}{mark}{quote}{label}{quote}" for name, label in TWELVE.items()]
+    text = end.join([*before, *(row + pad for row in rows), "", ""])
+    data = text.encode(encoding)
+    if encoding == "utf-16-le":
+        data = codecs.BOM_UTF16_LE + data
+    (twelve / "labels.csv").write_bytes(data)
+    assert pairs(opened(twelve)) == TWELVE
+    names = ["1", "2"] if heading is None else [f"'{name.strip()}'" for name in heading.split("{}")]
+    assert all(f"column {name}" in caplog.text for name in names)
+
+
+@pytest.mark.parametrize(
+    ("written", "renamed"),
+    [
+        (str.upper, None),
+        ("./{}".format, None),
+        (lambda name: name[:-4], None),
+        (" {} ".format, None),
+        (lambda name: "cat0.heic" if name == "cat0.png" else name, "cat0.heic"),
+        (lambda name: "cat0" if name == "cat0.png" else name, "cat0"),
+    ],
+)
+def test_names_are_matched_to_files(twelve, written, renamed):
+    rows = [f"{written(name)},{label}" for name, label in TWELVE.items()]
+    if renamed:
+        (twelve / "cat0.png").rename(twelve / renamed)
+    (twelve / "labels.csv").write_text("\n".join(rows))
+    found = pairs(opened(twelve))
+    assert len(found) == 12 and {found[name] for name in found if name[:3] == "cat"} == {"cat"}
+    assert found.pop(renamed or "cat0.png") == "cat"
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_names_in_other_forms_of_unicode_and_backslashes(tmp_path, image_file, form):
+    names = {f"bär{i}.png": f"Bär{i % 2}" for i in range(4)}
+    for name in names:
+        image_file(tmp_path / "Töpfe" / unicodedata.normalize("NFC", name))
+    rows = [unicodedata.normalize(form, f"töpfe\\{a},{b}") for a, b in names.items()]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    assert pairs(opened(tmp_path, val_fraction=0.5)) == names
+
+
+@pytest.mark.parametrize("first", ["cat9.png", "cat9.heic", "cat9"])
+def test_a_first_row_whose_image_is_missing_is_no_heading(twelve, first):
+    rows = [f"{first},cat", *(f"{name},{label}" for name, label in TWELVE.items())]
+    (twelve / "labels.csv").write_text("\n".join(rows))
+    assert pairs(opened(twelve)) == TWELVE | {first: "cat"}
+
+
+@pytest.mark.parametrize("numbers", [("0", "1"), ("0.0", "1.0")])
+def test_a_column_for_each_class(twelve, numbers, caplog):
+    rows = [
+        f"{name},{numbers[label == 'cat']},{numbers[label == 'dog']},{numbers[0]}"
+        for name, label in TWELVE.items()
+    ]
+    (twelve / "labels.csv").write_text("\n".join(["image,cat,dog,fox", *rows]))
+    assert pairs(opened(twelve)) == TWELVE
+    assert "'cat'" in caplog.text and "'fox'" in caplog.text
+
+
+@pytest.mark.parametrize("table", ["split before", "split behind", "no heading", "folders"])
+def test_a_column_of_parts_splits(twelve, table, caplog):
+    parts = {
+        name: ("Train", "train", "TRAIN", "val", "test", "train")[int(name[3])] for name in TWELVE
+    }
+    rows = [f"{name},{parts[name]},{label}" for name, label in TWELVE.items()]
+    if table == "split behind":
+        rows = ["image,kind,subset"] + [f"{n},{k},{parts[n]}" for n, k in TWELVE.items()]
+    elif table == "split before":
+        rows.insert(0, "image,split,label")
+    elif table == "folders":
+        for name, part in parts.items():
+            (twelve / part).mkdir(exist_ok=True)
+            (twelve / name).rename(twelve / part / name)
+        rows = [f"{parts[name]}/{name},{label}" for name, label in TWELVE.items()]
+    (twelve / "labels.csv").write_text("\n".join(rows))
+    splits = opened(twelve)
+    assert {name[3] for name in pairs(splits)} == {"0", "1", "2", "3", "5"}
+    assert len(splits.train) == 8 and len(splits.val) == 2
+    assert "2 of test" in caplog.text
+
+
+def test_index_and_other_columns_are_not_the_class(twelve, caplog):
+    rows = [f"{i},{name},{i / 2},{label}" for i, (name, label) in enumerate(TWELVE.items())]
+    (twelve / "labels.csv").write_text("\n".join([",file,age,label", *rows]))
+    assert pairs(opened(twelve)) == TWELVE
+    assert "not used: column '', column 'age'" in caplog.text
+
+
+def test_a_table_of_missing_images_is_refused_at_once(twelve):
+    with open(twelve / "labels.csv", "w") as table:
+        table.writelines(f"images/a{number}.png,{number % 7}\n" for number in range(300_000))
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"images/a0\.png.* 100 more"):
+        opened(twelve)
+    assert time.monotonic() - began < 2
 
 
 def test_a_table_that_is_not_there(tmp_path):

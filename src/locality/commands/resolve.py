@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from locality.checkpoints.registry import check_no_entry, detect_kind, is_run_folder, missing
 from locality.commands.parsing import say
-from locality.data.folder import TABLE, check_root, place_name
+from locality.data.folder import check_root, place_name
+from locality.data.table import has_table
 from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
 from locality.settings import differences, replace, typed
@@ -53,7 +54,7 @@ def images_at(path: Path) -> dict[str, Any]:
     """The settings of a custom dataset: a table of them, or a folder."""
     if not path.exists():
         raise missing(path)
-    table = path.is_file() or (path / TABLE).is_file()
+    table = path.is_file() or has_table(path)
     return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
 
 

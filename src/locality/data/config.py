@@ -84,9 +84,9 @@ class DataConfig:
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
             were measured without.
         real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
-        image_column: column with the images; needed for `arrow` if several could be it, and for
-            `table`, by name or number, if it is not the first.
-        label_column: the same for labels; of a `table` the second.
+        image_column: column with the images of an `arrow` dataset or, by name or number from 1, of
+            a `table`; needed if several could be it.
+        label_column: the same for labels.
         allow_outside: read images that a `table` or an `arrow` dataset names outside of its folder.
             Off by default: such a dataset could name any file of this machine.
         cache_gb: gigabytes of shards in object storage that are kept on this machine's disk, of

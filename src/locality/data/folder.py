@@ -8,15 +8,13 @@ sorted class names number the classes once, and a file is itself or an error.
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
 import logging
 import os
-import stat
-from collections import Counter
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +24,7 @@ from PIL import Image
 from locality.data.config import DATASETS, DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, read_bytes
 from locality.data.sources import BadImage, ImageSource
-from locality.errors import UserError, printable, some, unknown, wrap_errors
-from locality.files import in_threads, read_text
+from locality.errors import UserError, printable, some, wrap_errors
 
 _log = logging.getLogger("locality")
 
@@ -38,7 +35,14 @@ IMAGE_SUFFIXES = frozenset(
         *("tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif"),
     )
 )
-VAL_NAMES = ("val", "validation", "valid", "test")
+# A name says one thing: "train", "Validation", "test_images", "images-train", "training set".
+_PART = re.compile(
+    r"(?:(?:images?|imgs?|data)[\W_]*)?"
+    r"(train(?:ing)?|val(?:id(?:ation)?)?|dev(?:elopment)?|test(?:ing)?)"
+    r"(?:[\W_]*(?:images?|imgs?|data|set|split))*[\W_\d]*"
+)
+_PARTS = {"tr": "train", "va": "val", "de": "dev", "te": "test"}
+_EXAMPLES = 3  # of class folders that are looked into
 
 
 class FileSource(ImageSource):
@@ -121,7 +125,7 @@ def list_folder(root: Path | str) -> Listing:
     or back to a folder above. A link to nothing counts as a file, one that cannot be read.
     """
     root = Path(root)
-    folders, files, others = _entries(root)
+    folders, files, others = list_entries(root)
     listing = Listing(root, folders, [], files)
     _note(listing, others)
     for name in folders:
@@ -129,30 +133,69 @@ def list_folder(root: Path | str) -> Listing:
     return listing
 
 
+def part_of(name: str) -> str | None:
+    """The part of a dataset that a name such as "Training" or "test_images" speaks of, if any."""
+    found = _PART.fullmatch(name.casefold())
+    return _PARTS[found[1][:2]] if found else None
+
+
+def train_and_val(names: Iterable[str]) -> dict[str, str]:
+    """Which of some names is that of images to train on, and which of those to evaluate on.
+
+    Images of "test" are evaluated on where there are no others. Without training images neither
+    is there.
+    """
+    found = {part_of(name): name for name in names}
+    if "train" not in found:
+        return {}
+    val = [found[part] for part in ("val", "dev", "test") if part in found]
+    return {"train": found["train"]} | ({"val": val[0]} if val else {})
+
+
 def find_splits(root: Path | str | None) -> dict[str, Path]:
     """The folders of training and validation images by name; of "all" where they are to be divided.
 
-    Tells a folder with train/ and val/ from one that holds the class folders itself.
+    Tells a folder with train/ and val/, by these names or others, from one that holds the class
+    folders itself.
 
     Raises:
         UserError: it does not exist, or has train/ but nothing to evaluate on.
     """
     root = require_folder(root)
-    train = root / "train"
-    # A class may be called "train", too; it holds images, not folders.
-    if not train.is_dir() or not _entries(train)[0]:
-        if train.is_dir() and any((root / name).is_dir() for name in VAL_NAMES):
-            raise no_images_error(train)
-        if not _entries(root)[0]:
-            raise no_images_error(root)
+    folders = list_entries(root)[0]
+    if not folders:
+        raise no_images_error(root)
+    parts = [name for name in folders if part_of(name)]
+    picked = train_and_val(parts)
+    if not picked:
+        if len(parts) == len(folders):
+            raise UserError(f"'{root}' has {some(parts)} but no folder train")
+        for name in folders[:_EXAMPLES]:
+            if len(inside := train_and_val(list_entries(root / name)[0])) > 1:
+                each = " and ".join(f"{root / part / name}" for part in inside.values())
+                raise UserError(
+                    f"'{root / name}' has folders {some(inside.values())}; expected these above "
+                    f"the classes: {each}"
+                )
         return {"all": root}
-    for name in VAL_NAMES:
-        if (root / name).is_dir():
-            return {"train": train, "val": root / name}
-    raise UserError(
-        f"'{root}' has a folder train but no val; add one, or give '{train}' as the folder "
-        "to have a part of it set aside"
-    )
+    train = root / picked["train"]
+    # A class may be called "train", too; it holds images, not folders.
+    has_classes = bool(list_entries(train)[0])
+    if "val" not in picked and not has_classes:
+        return {"all": root}
+    if "val" not in picked:
+        raise UserError(
+            f"'{root}' has a folder {train.name} but no val; add one, or give '{train}' as the "
+            f"folder to have a part of it set aside"
+        )
+    if not has_classes:
+        raise no_images_error(train)
+    for part, name in picked.items():
+        if len(same := [other for other in parts if part_of(other) == part_of(name)]) > 1:
+            raise UserError(f"'{root}' has {some(same)}; keep one folder for {part}")
+    if unused := [name for name in folders if name not in picked.values()]:
+        log_once(f"'{root}': {some(picked.values())} are used, {some(unused)} not")
+    return {part: root / name for part, name in picked.items()}
 
 
 def open_splits(
@@ -183,6 +226,12 @@ def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource |
     """
     classes, sources = open_splits(find_splits(config.root), config.decoding)
     return classes, sources[0], sources[1] if len(sources) > 1 else None
+
+
+@cache
+def log_once(sentence: str) -> None:
+    """Log what was found in a dataset, which a command may open several times."""
+    _log.warning("%s", printable(sentence))
 
 
 def is_inside(folder: Path | str, path: str) -> bool:
@@ -302,7 +351,7 @@ def _images(
     if identity in above:
         listing.loops.append(relative)
         return
-    folders, files, others = _entries(folder)
+    folders, files, others = list_entries(folder)
     for name in files:
         path = os.path.join(relative, name)
         if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
@@ -320,8 +369,8 @@ def _note(listing: Listing, others: Iterable[str]) -> None:
         (listing.ignored if exists else listing.loops).append(path)
 
 
-def _entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Names of folders, of files, and of what is neither, without dot names.
+def list_entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Names of folders, of files, and of what is neither, without those of systems' own.
 
     Neither are pipes, sockets and links that lead to themselves.
     """
@@ -352,107 +401,3 @@ def _is_symlink_loop(entry: os.DirEntry[str]) -> bool:
 def _inode(folder: Path) -> tuple[int, int]:
     status = folder.stat()
     return status.st_dev, status.st_ino
-
-
-TABLE = "labels.csv"
-
-_MAX_TABLE_BYTES = 1 << 30
-
-
-def open_table(config: DataConfig) -> tuple[list[str], FileSource, None]:
-    """Classes, sorted, and images of a table: a text file whose rows name an image and its class.
-
-    Columns are divided by commas, semicolons, tabs or spaces. They are chosen by number, from 1,
-    or by their names in the first row, which is a heading if its image is none by name.
-
-    Args:
-        config: its root is the file, or a folder with a `labels.csv`; images lie relative to it.
-            Its columns are the first and the second unless given.
-
-    Raises:
-        UserError: there is no such table, column or image, or a row names none or one again.
-    """
-    path = Path(config.root or "").expanduser()
-    path = path / TABLE if path.is_dir() else path
-    if not path.exists():
-        raise UserError(f"there is no table of images '{path}'; give it, or its folder, as root")
-    rows = _rows(path)
-    columns = [
-        _column(path, rows[0], given)
-        for given in (config.image_column or "1", config.label_column or "2")
-    ]
-    if Path(rows[0][columns[0]]).suffix.lower() not in IMAGE_SUFFIXES:
-        rows = rows[1:]
-    short = next((number for number, row in enumerate(rows) if len(row) <= max(columns)), None)
-    if short is not None:
-        raise UserError(f"'{path}' has a row of too few columns: {' '.join(rows[short])!r}")
-    images, labels = ([row[column].strip() for row in rows] for column in columns)
-    _check_paths(path, images, config.allow_outside)
-    if again := [image for image, times in Counter(images).items() if times > 1]:
-        raise UserError(f"'{path}' names {some(again)} more than once")
-    if not images or not (path.parent / images[0]).exists():
-        named = f"names '{images[0]}', which is not" if images else "names no image"
-        raise UserError(f"'{path}' {named} in '{path.parent}'")
-    classes = _sort_labels(set(labels))
-    numbers = {label: number for number, label in enumerate(classes)}
-    chosen = [numbers[label] for label in labels]
-    return classes, FileSource(path.parent, images, chosen, config.decoding), None
-
-
-def _check_paths(table: Path, images: list[str], allow_outside: bool) -> None:
-    """The images of a table have to lie beside it or below, and to be files.
-
-    Those that are missing are damaged images, and dealt with as such.
-
-    Raises:
-        UserError: naming those that do not.
-    """
-    if not allow_outside and (
-        out := [name for name in images if not is_inside(table.parent, name)]
-    ):
-        raise UserError(
-            f"'{table}' names {some(out)}, outside of '{table.parent}'; set data.allow_outside to "
-            f"true if images there are to be read"
-        )
-    strange = in_threads(_is_special_file, (table.parent / name for name in images))
-    if found := [name for name, is_none in zip(images, strange, strict=True) if is_none]:
-        raise UserError(f"'{table}' names {some(found)}, no file but a folder, device or pipe")
-
-
-def _is_special_file(path: Path) -> bool:
-    try:
-        return not stat.S_ISREG(path.stat().st_mode)
-    except (OSError, ValueError):
-        return False
-
-
-def _rows(path: Path) -> list[list[str]]:
-    # Names may hold line breaks, within quotation marks.
-    lines = io.StringIO(read_text(path, _MAX_TABLE_BYTES), newline="")
-    first = next((line for line in lines if line.strip()), None)
-    if first is None:
-        raise UserError(f"'{path}' has no rows")
-    lines.seek(0)
-    mark = next((mark for mark in ",;\t" if mark in first), None)
-    if mark is None:
-        return [line.split() for line in lines if line.strip()]
-    with wrap_errors(f"{path} is not CSV", csv.Error):
-        rows = csv.reader(lines, delimiter=mark)
-        return [row for row in rows if any(cell.strip() for cell in row)]
-
-
-def _column(path: Path, first: list[str], given: str) -> int:
-    """The number, from 0, of a column given by its number from 1 or its name."""
-    numbers = [str(number + 1) for number in range(len(first))]
-    for known in (numbers, first):
-        if given in known:
-            return known.index(given)
-    raise unknown(f"column of '{path}'", given, [*first, *numbers])
-
-
-def _sort_labels(labels: Iterable[str]) -> list[str]:
-    """Numbers by their value, other labels by the alphabet."""
-    try:
-        return sorted(labels, key=float)
-    except ValueError:
-        return sorted(labels)

@@ -1,0 +1,465 @@
+"""A table of images: a text file whose rows name an image and its class.
+
+Tables come from spreadsheets, pandas and other people's scripts. What is taken from one, its
+columns above all, is logged; what has no single meaning is refused with its line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from locality.data.config import DataConfig
+from locality.data.folder import (
+    IMAGE_SUFFIXES,
+    FileSource,
+    find_splits,
+    is_inside,
+    list_entries,
+    log_once,
+    part_of,
+    train_and_val,
+)
+from locality.errors import UserError, some, unknown, wrap_errors
+from locality.files import open_file
+
+TABLE = "labels.csv"
+
+_MAX_TABLE_BYTES = 1 << 30
+_MAX_LINE = 1 << 20
+_MARKS = ",;\t| "
+# Rows that show how a table is written.
+_SAMPLE = 100
+_LABELS = ("label", "labels", "class", "classes", "target", "category", "cls")
+_INDICES = ("", "index", "unnamed: 0")
+_NO, _YES = ("0", "0.0"), ("1", "1.0")
+
+
+def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
+    """Classes, sorted, training and validation images of a table; None where they are to be split.
+
+    Columns are separated by commas, semicolons, tabs, bars or spaces. Images are in the column
+    whose cells are files; classes in the one whose heading says so, or the only other one, or one
+    column each. Images are split by a column of "train" and "val", or by folders so called.
+
+    Args:
+        config: its root is the file, or a folder with a `labels.csv`; images lie relative to it.
+            Its columns, by name or by number from 1, are found unless given.
+
+    Raises:
+        UserError: no such table, column or image, or a row that does not say which image or class.
+    """
+    path = Path(config.root or "").expanduser()
+    path = path / TABLE if path.is_dir() else path
+    if not path.exists():
+        raise UserError(f"there is no table of images '{path}'; give it, or its folder, as root")
+    table = _Table(path, config)
+    lines, rows = table.read(config)
+    images = [row[table.images] for row in rows]
+    splits = table.split_column(rows)
+    chosen = table.label_columns(config.label_column, rows, splits)
+    labels = [table.label(line, row, chosen) for line, row in zip(lines, rows, strict=True)]
+    said = some(map(table.called, chosen), quote="")
+    parts = [None if splits is None else part_of(row[splits]) for row in rows]
+    by = f"; they are split by {table.called(splits)}" if splits is not None else ""
+    if splits is None and all(parts := [_folder_part(image) for image in images]):
+        by = "; they are split by their folders"
+    picked = train_and_val(filter(None, parts))
+    if "val" in picked and (left := Counter(p for p in parts if p not in picked.values())):
+        by += ", not used: " + ", ".join(f"{count:,} of {part}" for part, count in left.items())
+    unused = [n for n in range(table.width) if n not in (table.images, splits, *chosen)]
+    if others := some(map(table.called, unused), quote=""):
+        by += f"; not used: {others}"
+    log_once(f"'{path}': images are named by {table.called(table.images)}, classes by {said}{by}")
+    classes = _sort_labels(set(labels))
+    numbers = {label: number for number, label in enumerate(classes)}
+
+    def source(part: str | None) -> FileSource:
+        kept = [n for n, own in enumerate(parts) if part is None or own == part]
+        named, own = [images[n] for n in kept], [numbers[labels[n]] for n in kept]
+        return FileSource(path.parent, named, own, config.decoding)
+
+    if "val" in picked:
+        return classes, source("train"), source(picked["val"])
+    return classes, source(None), None
+
+
+def has_table(folder: Path) -> bool:
+    """Whether a folder's images are those of its `labels.csv`, not those of its class folders."""
+    path = folder / TABLE
+    if not path.is_file():
+        return False
+    if len(list_entries(folder)[0]) < 2:
+        return True
+    if "val" in find_splits(folder):
+        why = "there are folders of images to train and to evaluate on"
+    elif not _Table(path, DataConfig("table", str(path))).found:
+        why = "it names no image there is, and there are class folders"
+    else:
+        return True
+    log_once(f"'{path}' is not used: {why}; to use it, give it in place of '{folder}'")
+    return False
+
+
+class _Table:
+    """How a table is written, from its first rows.
+
+    Attributes:
+        path: the file.
+        width: how many columns it has.
+        heading: names of its columns; empty without.
+        images: number, from 0, of the column of images.
+        found: how many of the first rows name a file there.
+    """
+
+    def __init__(self, path: Path, config: DataConfig) -> None:
+        self.path, self.files = path, _Files(path.parent)
+        lines = list(islice(_lines(path), _SAMPLE))
+        said = re.fullmatch(r'"?sep=(.)"?\s*', lines[0], re.IGNORECASE) if lines else None
+        self._skipped = 1 if said else 0
+        self._mark = said.group(1) if said else _separator(lines)
+        rows = [row for _, row in self._parse(lines, whole=False)]
+        if not rows:
+            raise UserError(f"'{path}' has no rows")
+        self.heading, self.width = rows[0], len(rows[0])
+        if self.width == 1:
+            raise UserError(
+                f"'{path}' has a single column; expected an image and its class in each row, "
+                f"separated by a comma, and found {rows[0][0]!r}"
+            )
+        given = [name for name in (config.image_column, config.label_column) if name is not None]
+        named = [name for name in given if self.column(name) + 1 != _number(name)]
+        rows = [row for row in rows if len(row) == self.width]
+        self.images, find, self.found = self._image_column(config.image_column, rows)
+        # Unless a column is given by name, a first row is data if its image is a file or called
+        # like one, or if a later row repeats one of its cells.
+        first, later = rows[0], list(zip(*rows[1:], strict=True)) or [()] * self.width
+        suffix = _suffix(first[self.images])
+        if not named and (
+            find(first[self.images]) is not None
+            or suffix in IMAGE_SUFFIXES
+            or (suffix and all(suffix == _suffix(cell) for cell in later[self.images]))
+            or any(cell and cell in cells for cell, cells in zip(first, later, strict=True))
+        ):
+            self.heading = []
+
+    def column(self, given: str) -> int:
+        """The number, from 0, of a column given by its name or by its number from 1.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        names = [name.casefold() for name in self.heading]
+        if names.count(given.strip().casefold()) == 1:
+            return names.index(given.strip().casefold())
+        if 1 <= _number(given) <= self.width:
+            return _number(given) - 1
+        numbers = map(str, range(1, self.width + 1))
+        raise unknown(f"column of '{self.path}'", given, [*self.heading, *numbers])
+
+    def called(self, number: int) -> str:
+        """A column in words."""
+        return f"column '{self.heading[number]}'" if self.heading else f"column {number + 1}"
+
+    def read(self, config: DataConfig) -> tuple[list[int], list[list[str]]]:
+        """The lines of all rows and their cells, images as their files are called.
+
+        Raises:
+            UserError: naming the line of a row that is not like the others, whose image was
+                named before, lies elsewhere or is no file; or for too many that are missing.
+        """
+        kept: dict[str, str] = {}  # few texts are in most cells
+        seen: dict[str, int] = {}
+        missing: list[str] = []
+        other: list[str] = []
+        lines, rows = [], []
+        for line, row in self._parse(_lines(self.path)):
+            if self.heading and not seen and row == self.heading:
+                continue
+            where = f"line {line} of '{self.path}'"
+            if self._mark == " " and len(row) > 1:  # cells at the end of a line may be empty
+                row += [""] * (self.width - len(row))
+            if len(row) != self.width:
+                many = "few" if len(row) < self.width else "many"
+                raise UserError(
+                    f"{where} has too {many} columns: {' '.join(row)!r} has {len(row)}, and "
+                    f"the first row {self.width}"
+                )
+            if broken := [cell for n, cell in enumerate(row) if n != self.images and "\n" in cell]:
+                raise UserError(
+                    f"{where} begins a cell that ends in another line, {broken[0]!r}; a quotation "
+                    f"mark is missing or one too many"
+                )
+            name = row[self.images]
+            found = self.files.find(name, config.allow_outside, where)
+            if found is None:
+                if "\udc80" <= max(name, default="") <= "\udcff":
+                    raise UserError(f"{where} is not UTF-8; save the table as UTF-8")
+                missing.append(f"'{name}', which is not in '{self.path.parent}' (line {line})")
+                if len(missing) > config.max_bad_images:
+                    break
+            elif found != name:
+                other.append(f"'{name}' is '{found}'")
+            name = name if found is None else found
+            if name in seen:
+                raise UserError(
+                    f"{where} names '{name}' more than once: it is in line {seen[name]}, too"
+                )
+            seen[name] = line
+            lines.append(line)
+            rows.append([kept.setdefault(cell, cell) for cell in row])
+            rows[-1][self.images] = name
+        if not rows:
+            raise UserError(f"'{self.path}' names no image")
+        if len(missing) in (len(rows), config.max_bad_images + 1):
+            more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+            raise UserError(f"'{self.path}' names {missing[0]}{more}")
+        if other:
+            log_once(f"'{self.path}' writes names of files otherwise: {some(other, 2, quote='')}")
+        return lines, rows
+
+    def split_column(self, rows: list[list[str]]) -> int | None:
+        """The column that says which images to train and which to evaluate on, if there is one."""
+        for number in range(self.width):
+            if number != self.images:
+                parts = {part_of(cell) for cell in {row[number] for row in rows}}
+                if None not in parts and (len(parts) > 1 or self._named(number) == "split"):
+                    return number
+        return None
+
+    def label_columns(
+        self, given: str | None, rows: list[list[str]], splits: int | None
+    ) -> list[int]:
+        """The column of classes, or one for each class.
+
+        Raises:
+            UserError: there is none, or no telling which of several.
+        """
+        if given is not None:
+            return [self.column(given)]
+        left = [
+            n
+            for n in range(self.width)
+            if n not in (self.images, splits) and not (self.heading and self._named(n) in _INDICES)
+        ]
+        known = [n for n in left if self._named(n) in _LABELS]
+        if len(known) == 1 or len(left) == 1:
+            return known or left
+        values = {row[n] for row in rows for n in left}
+        one_hot = values <= {*_NO, *_YES} and bool(left)
+        if one_hot and self.heading:
+            return left
+        if not one_hot and left and not self.heading:
+            return left[:1]
+        listed = some(map(self.called, left or [self.images]), quote="")
+        if not left:
+            raise UserError(f"'{self.path}' has no column of classes beside {listed}")
+        raise UserError(
+            f"{listed} of '{self.path}' could be the classes; give the name or number of one, such "
+            f"as --data.label_column {left[0] + 1}"
+        )
+
+    def label(self, line: int, row: list[str], columns: list[int]) -> str:
+        """The class of a row.
+
+        Raises:
+            UserError: it has none, or several, or one that is not text.
+        """
+        where, label = f"line {line} of '{self.path}'", row[columns[0]]
+        if len(columns) > 1:
+            found = [self.heading[n] for n in columns if row[n] in _YES]
+            if len(found) != 1:
+                has = f"the classes {some(found)}" if found else "no class"
+                raise UserError(f"{where} gives '{row[self.images]}' {has}; expected one class")
+            label = found[0]
+        if not label:
+            raise UserError(f"{where} gives '{row[self.images]}' no class")
+        if '"' in label:
+            raise UserError(f"{where} has a quotation mark in its class {label!r}; remove it")
+        if not label.isascii():
+            with wrap_errors(f"{where} is not UTF-8; save the table as UTF-8", UnicodeError):
+                label.encode()
+        return unicodedata.normalize("NFC", label)
+
+    def _named(self, number: int) -> str:
+        return self.heading[number].casefold() if self.heading else ""
+
+    def _image_column(
+        self, given: str | None, rows: list[list[str]]
+    ) -> tuple[int, Callable[[str], str | None], int]:
+        """The column whose cells are files, what finds them, and how many of its cells are."""
+        searched = range(self.width) if given is None else [self.column(given)]
+        for find in (self.files.exact, self.files.near):
+            counts = {n: sum(find(row[n]) is not None for row in rows) for n in searched}
+            most = max(counts.values())
+            best = [n for n in searched if counts[n] == most]
+            if most and len(best) > 1:
+                several = some(map(self.called, best), quote="")
+                raise UserError(
+                    f"{several} of '{self.path}' name images; give one of them, such as "
+                    f"--data.image_column {best[0] + 1}"
+                )
+            if most:
+                return best[0], find, most
+        like = [n for n in searched if _suffix(rows[-1][n]) in IMAGE_SUFFIXES]
+        return (like or searched)[0], self.files.exact, 0
+
+    def _parse(self, lines: Iterable[str], whole: bool = True) -> Iterator[tuple[int, list[str]]]:
+        """Rows with the lines in which they begin; of a part of them up to what cannot be read."""
+        yield from _rows(self.path, lines, self._mark, self._skipped, whole)
+
+
+class _Files:
+    """The files that a table in a folder can name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._listed = cache(self._list)
+        self._by_key = cache(self._index)
+
+    def find(self, name: str, allow_outside: bool, where: str) -> str | None:
+        """The file that a table means by a name; None where there is none.
+
+        Raises:
+            UserError: it is no file, or outside of the table's folder and may not be.
+        """
+        for each in (name, name.replace("\\", "/")):
+            if not allow_outside and not is_inside(self.root, each):
+                raise UserError(
+                    f"{where} names '{name}', outside of '{self.root}'; set data.allow_outside to "
+                    f"true if images there are to be read"
+                )
+            if (found := self.exact(each)) is not None:
+                return found
+            if name and self._exists(each):
+                raise UserError(f"{where} names '{name}', no file but a folder, device or pipe")
+        return self.near(name)
+
+    def exact(self, name: str) -> str | None:
+        """The name itself, if it is that of a file."""
+        folder, last = os.path.split(name)
+        if last in self._listed(folder):
+            return name
+        path = self.root / name
+        # Listings leave out hidden files.
+        return name if last and self._exists(name) and path.is_file() else None
+
+    def near(self, name: str) -> str | None:
+        """The only file that differs in case, accents' encoding or a suffix that is left out."""
+        folder = ""
+        *above, last = name.replace("\\", "/").removeprefix("./").split("/")
+        for part in above:
+            inside = self._by_key(folder, "folders").get(_key(part))
+            if inside is None:
+                return None
+            folder = os.path.join(folder, inside)
+        for kind in ("files", "stems"):
+            if (found := self._by_key(folder, kind).get(_key(last))) is not None:
+                return os.path.join(folder, found)
+        return None
+
+    def _exists(self, name: str) -> bool:
+        try:
+            return (self.root / name).exists()
+        except (OSError, ValueError):  # too long, or with a zero byte
+            return False
+
+    def _list(self, folder: str) -> frozenset[str]:
+        try:
+            return frozenset(list_entries(self.root / folder)[1])
+        except (OSError, ValueError):
+            return frozenset()
+
+    def _index(self, folder: str, kind: str) -> dict[str, str | None]:
+        """What lies in a folder by its `_key`; None where several do."""
+        folders, files, _ = list_entries(self.root / folder)
+        keys: dict[str, str | None] = {}
+        for name in folders if kind == "folders" else files:
+            key = _key(os.path.splitext(name)[0] if kind == "stems" else name)
+            keys[key] = None if key in keys else name
+        return keys
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, with their ends.
+
+    Raises:
+        UserError: it is not text.
+    """
+    with open_file(path, _MAX_TABLE_BYTES) as file:
+        utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        file.seek(0)
+        encoding = "utf-16" if utf16 else "utf-8-sig"
+        errors = "strict" if utf16 else "surrogateescape"
+        text = io.TextIOWrapper(file, encoding, errors, newline="")
+        with wrap_errors(f"'{path}' is not text", UnicodeError):
+            while line := text.readline(_MAX_LINE):
+                if "\0" in line:
+                    raise UserError(f"'{path}' is not text; save the table as CSV, in UTF-8")
+                # Spaces at the end would follow a closing quotation mark.
+                yield re.sub(r" +([\r\n]*)$", r"\1", line)
+
+
+def _rows(
+    path: Path, lines: Iterable[str], mark: str, skipped: int = 0, whole: bool = True
+) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(lines, delimiter=mark, skipinitialspace=True, strict=True)
+    line = 1
+    try:
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            if any(cells) and line > skipped:
+                yield line, cells
+            line = reader.line_num + 1
+    except csv.Error as error:
+        if whole:
+            raise UserError(
+                f"line {line} of '{path}' is not CSV: {error}; a quotation mark may be missing or "
+                f"one too many"
+            ) from error
+
+
+def _separator(lines: list[str]) -> str:
+    """What separates the columns: names of images on one side, and rows that are of one width."""
+
+    def merits(mark: str) -> tuple[int, bool, bool]:
+        rows = [row for _, row in _rows(Path(), lines, mark, whole=False)]
+        widths = Counter(map(len, rows))
+        usual = widths.most_common(1)[0][0] if widths else 0
+        named = [r for r in rows if len(r) == usual > 1 and {*map(_suffix, r)} & IMAGE_SUFFIXES]
+        return len(named), len(widths) == 1 and usual > 1, any(mark in line for line in lines)
+
+    return max(_MARKS, key=merits)
+
+
+def _folder_part(image: str) -> str | None:
+    return next(filter(None, map(part_of, os.path.dirname(image).split("/"))), None)
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def _key(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _sort_labels(labels: Iterable[str]) -> list[str]:
+    """Numbers by their value, other labels by the alphabet."""
+    try:
+        return sorted(labels, key=float)
+    except ValueError:
+        return sorted(labels)
