@@ -8,7 +8,7 @@ import pytest
 
 from locality.data import BadImage, DataConfig, open_data, train_loader
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.data.folder import FileSource, list_folder
+from locality.data.folder import FileSource, list_folder, part_of
 from locality.errors import UserError
 
 
@@ -37,10 +37,54 @@ def test_the_size_of_all_files_is_told_from_some(train_val, monkeypatch):
     assert open_data(DataConfig("digits"), seed=0).file_bytes() == 0
 
 
-@pytest.mark.parametrize("name", ["validation", "valid", "test"])
-def test_other_names_for_val(train_val, name):
-    (train_val / "val").rename(train_val / name)
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        *[("train", name) for name in ("validation", "valid", "test", "dev", "VAL")],
+        ("Train", "Val"),
+        ("training", "Validation"),
+        ("TRAIN", "test_images"),
+        ("train_images", "val_images"),
+        ("Training Set", "Development"),
+        ("images-train", "images-val"),
+        ("trainset", "testset"),
+        ("train2017", "val2017"),
+    ],
+)
+def test_other_names_of_parts(train_val, train, val):
+    (train_val / "train").rename(train_val / train)
+    (train_val / "val").rename(train_val / val)
+    splits = folder(train_val)
+    assert splits.classes == ["ant", "bee", "cat"]
+    assert (len(splits.train), len(splits.val)) == (18, 6)
+
+
+@pytest.mark.parametrize("name", ["trainer", "evaluation", "testament", "valley", "devil", "tra"])
+def test_names_that_speak_of_no_part(name):
+    assert part_of(name) is None
+
+
+def test_unused_parts_are_named(train_val, class_folders, caplog):
+    class_folders(train_val / "test", {"ant": 1})
     assert len(folder(train_val).val) == 6
+    assert "'test'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"Train/a": 2, "train/a": 2, "val/a": 1}, "'Train', 'train'"),
+        ({"train/a": 2, "val/a": 1, "valid/a": 1}, "'val', 'valid'"),
+        ({"val/a": 2, "test/a": 1}, "no folder train"),
+        ({"training": 2, "validation": 1}, "training' holds images itself"),
+        ({"a/train": 2, "a/val": 1, "b/train": 2, "b/val": 1}, "train/a and .*val/a"),
+        ({"a/Training": 2, "a/test": 1}, "Training/a and .*test/a"),
+    ],
+)
+def test_layouts_that_are_refused(tmp_path, class_folders, layout, said):
+    class_folders(tmp_path, layout)
+    with pytest.raises(UserError, match=said):
+        folder(tmp_path)
 
 
 def test_one_folder_is_split_by_seed(tmp_path, class_folders):
