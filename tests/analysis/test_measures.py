@@ -8,6 +8,7 @@ import torch
 from locality.analysis import measures
 from locality.layers.conv_init import attention_centres, kernel_offsets
 from locality.layers.position import positional_attention, relative_encodings
+from locality.models import build
 
 GRIDS = [(14, 14), (7, 11), (1, 5)]
 
@@ -123,6 +124,36 @@ def test_stride_one_keys_have_the_usual_distances():
     same = measures.token_distances((5, 6))
     assert torch.equal(same, measures.token_distances((5, 6), (5, 6), (1, 1)))
     assert torch.allclose(same, relative_encodings((5, 6), torch.float64)[..., 0].sqrt())
+
+
+def test_uniform_attention_of_all_grids_is_one_value_in_the_common_unit():
+    model = build("cvt_nano", num_classes=3, img_size=32).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attn.q.linear.weight", "attn.q.linear.bias")):
+            torch.nn.init.zeros_(parameter)  # all scores are 0
+    layers = measures.measure_model(model, torch.randn(2, 3, 32, 32))["layers"]
+    unit, divisors, everywhere = measures.nonlocality_unit(layers)
+    found = [
+        layer["nonlocality"]["layer_mean"] / divisor
+        for layer, divisor in zip(layers, divisors, strict=True)
+    ]
+    assert len({tuple(layer["grid"]) for layer in layers}) > 1
+    assert found == pytest.approx([everywhere] * len(layers), rel=1e-5) and everywhere == 1
+    assert "uniform" in unit
+    # Half of a stage's queries look one token to the right: half a token on average.
+    grid = (4, 4)
+    local = torch.zeros(1, 1, 16, 16)
+    for query in range(16):
+        local[0, 0, query, query + (query % 2 == 0)] = 1
+    share = measures.nonlocality(local, grid) / measures.uniform_nonlocality({"grid": grid})
+    assert share.item() == pytest.approx(0.5 / measures.token_distances(grid).mean().item())
+
+
+def test_layers_on_one_grid_are_measured_in_patches():
+    layers = [{"grid": [4, 4], "key_grid": [4, 4]}] * 2
+    unit, divisors, everywhere = measures.nonlocality_unit(layers)
+    assert (unit, divisors) == ("patches", [1.0, 1.0])
+    assert everywhere == pytest.approx(measures.token_distances((4, 4)).mean().item())
 
 
 def test_impossible_grids_are_refused():

@@ -189,7 +189,7 @@ def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):
 def measured_while_training(run):
     measures = json.loads((run / "measures.json").read_text())
     layers = [
-        {name: after[name] for name in ("name", "kind", "grid")}
+        {name: after[name] for name in ("name", "kind", "grid", "key_grid")}
         | {
             "nonlocality": [each["nonlocality"]["layer_mean"] for each in (before, after)],
             "gates": after["gates"] and [before["gates"], after["gates"]],

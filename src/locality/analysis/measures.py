@@ -58,10 +58,25 @@ def _token_centres(grid: Grid, stride: Stride) -> Tensor:
     return torch.cartesian_prod(rows, columns).view(-1, 2)
 
 
-def uniform_nonlocality(layers: Sequence[Record]) -> float | None:
-    """The nonlocality of uniform attention; None if the layers have several grids."""
-    grids = {tuple(layer["grid"]) for layer in layers}
-    return float(token_distances(grids.pop()).mean()) if len(grids) == 1 else None
+def uniform_nonlocality(layer: Record) -> float:
+    """The nonlocality of uniform attention on the grids of a layer's record, in query tokens."""
+    grid = layer["grid"]
+    keys = layer.get("key_grid", grid)
+    stride = math.ceil(grid[0] / keys[0]), math.ceil(grid[1] / keys[1])
+    return float(token_distances(grid, keys, stride).mean())
+
+
+def nonlocality_unit(layers: Sequence[Record]) -> tuple[str, list[float], float]:
+    """A unit in which the nonlocality of all layers can be compared.
+
+    Returns:
+        its name; what each layer's nonlocality is to be divided by; what uniform attention then
+        has. Patches where all layers have one grid, else uniform attention itself.
+    """
+    uniform = [uniform_nonlocality(layer) for layer in layers]
+    if len(set(uniform)) > 1:
+        return "of uniform attention's", uniform, 1.0
+    return "patches", [1.0] * len(uniform), uniform[0] if uniform else 1.0
 
 
 def patch_attention(attention: Tensor, prefix_tokens: int) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from locality.analysis.measures import uniform_nonlocality
+from locality.analysis.measures import nonlocality_unit
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at
 from locality.analysis.statistics import estimate, mean_curve
 from locality.figures.style import (
@@ -273,17 +273,24 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
 def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> bool:
     """Nonlocality of every layer before and after training; False where it was not measured."""
     measured = [one for one in groups if _by_layer(one.at(fraction), "after", "nonlocality")]
+    layers = [one.at(fraction)[0].measures["after"]["layers"] for one in measured]
+    unit, divisors, everywhere = nonlocality_unit([layer for each in layers for layer in each])
+    remaining = iter(divisors)
     looks: dict[str, dict[str, Any]] = {
         "before": {"linestyle": "--", "linewidth": 1.2, "markerfacecolor": "none"},
         "after": {"linestyle": "-", "linewidth": 2},
     }
-    for one, own in zip(measured, _group_styles(measured), strict=True):
+    for one, own, each in zip(measured, _group_styles(measured), layers, strict=True):
+        divisors = [next(remaining) for _ in each]
         for stage, look in looks.items():
             values = _by_layer(one.at(fraction), stage, "nonlocality")
             if not values:
                 continue
             # The mean over heads is the layer's; its spread over seeds is the interval.
-            found = [estimate(list(layer.mean(axis=1))) for layer in values.values()]
+            found = [
+                estimate(list(layer.mean(axis=1) / divisor))
+                for layer, divisor in zip(values.values(), divisors, strict=True)
+            ]
             widths = [each.half_width for each in found if each.half_width is not None]
             axes.errorbar(
                 list(values),
@@ -292,14 +299,13 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
                 label=f"{one.label}, {stage} training",
                 **own | {"markersize": 5, "capsize": 2, "elinewidth": 1} | look,
             )
-    seen = [run.measures["after"]["layers"] for one in measured for run in one.at(fraction)[:1]]
-    if seen and (everywhere := uniform_nonlocality(seen[0])) is not None:
+    if measured:
         label = "uniform attention"
         axes.axhline(everywhere, color=FAINT, linestyle=":", linewidth=1.2, label=label)
+        _label_axes(axes, "layer", f"nonlocality ({unit})")
     axes.set_title(subset_label(fraction))
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.locator_params(axis="x", integer=True)
-    _label_axes(axes, "layer", "nonlocality (patches)")
     return bool(measured)
 
 

@@ -17,7 +17,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from locality.analysis.measures import uniform_nonlocality
+from locality.analysis.measures import nonlocality_unit
 from locality.analysis.recording import trajectory
 from locality.analysis.runs import group, read_runs
 from locality.analysis.statistics import mean_curve
@@ -198,18 +198,21 @@ class Line:
         return {"x": found["epochs"], "y": list(self.values(found))}
 
 
-def nonlocality_lines(layers: int, one_grid: bool = True) -> list[Line]:
-    """A line per layer, dark to bright, and, on one grid, one for uniform attention."""
+def nonlocality_lines(layers: int) -> list[Line]:
+    """A line per layer, dark to bright, and one for uniform attention, in `nonlocality_unit`."""
 
     def of(index: int) -> Callable[[Record], Sequence[float]]:
-        return lambda found: found["layers"][index]["nonlocality"]
+        def values(found: Record) -> list[float]:
+            divisor = nonlocality_unit(found["layers"])[1][index]
+            return [value / divisor for value in found["layers"][index]["nonlocality"]]
+
+        return values
 
     def uniform(found: Record) -> list[float]:
-        return [uniform_nonlocality(found["layers"]) or 0.0] * len(found["epochs"])
+        return [nonlocality_unit(found["layers"])[2]] * len(found["epochs"])
 
     lines = [Line(f"layer {n + 1}", f"depth:{n / layers}", of(n)) for n in range(layers)]
-    everywhere = Line("uniform attention", "", uniform, dashed=True, band=False)
-    return [*lines, everywhere] if one_grid else lines
+    return [*lines, Line("uniform attention", "", uniform, dashed=True, band=False)]
 
 
 def gate_lines(layer: int, heads: int) -> list[Line]:
@@ -232,8 +235,8 @@ def nonlocality_panels(measured: Sequence[tuple[str, Sequence[Record]]]) -> list
     panels = []
     for label, seeds in measured:
         layers = seeds[0]["layers"]
-        lines = nonlocality_lines(len(layers), uniform_nonlocality(layers) is not None)
-        panels.append(_over_epochs(label, "nonlocality (patches)", lines, seeds))
+        unit = f"nonlocality ({nonlocality_unit(layers)[0]})"
+        panels.append(_over_epochs(label, unit, nonlocality_lines(len(layers)), seeds))
     means = [value for panel in panels for series in panel["series"] for value in series["mean"]]
     return [panel | {"y_range": (0, 1.05 * max(means, default=1))} for panel in panels]
 
