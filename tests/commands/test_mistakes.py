@@ -187,7 +187,7 @@ VALUES = {
     "int8": "photos", "hosts": "me.example", "title": "mine",
     "place": "[0.5,0.5]", "workers": "1", "family": "cvt", "scale": "digits", "runs": "made",
     "seeds": "1", "fraction": "0.5", "jobs": "1", "threads": "1", "executor": "local", "data": "{}",
-    "dataset": "folder",
+    "dataset": "folder", "grey_bits": "12",
     "alpha": "9", "gating": "1",
     "steps": "4", "weights": "runs/photos", "config": "runs/photos/config.yaml", "resume": "",
     "recipe": "digits", "seed": "1", "images_per_second": "9", "minutes": "1",

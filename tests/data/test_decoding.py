@@ -138,6 +138,45 @@ def test_16_bit_tiff_and_ppm():
     assert pixels(ppm)[0, :, 0].tolist() == HIGH_BYTES
 
 
+@pytest.mark.parametrize("dtype", [">u2", "<u2", "u1"])
+@pytest.mark.parametrize("compression", ["raw", "tiff_adobe_deflate"])
+def test_tiff_whose_zero_is_white(dtype, compression):
+    grey = (RAMP.astype(int) * (257 if "2" in dtype else 1)).astype(dtype)
+    data = encoded(Image.fromarray(grey), "TIFF", compression=compression)
+    order = "<" if data.startswith(b"II") else ">"
+    black, white = (struct.pack(order + "HHLH", 262, 3, 1, value) for value in (1, 0))
+    assert data.count(black) == 1
+    assert np.array_equal(pixels(data)[..., 0], RAMP)
+    assert np.array_equal(pixels(data.replace(black, white))[..., 0], 255 - RAMP)
+
+
+def grey_tiff(content, width, bits, sign=1):
+    fields = [(256, 3, 1, width), (257, 3, 1, 1), (258, 3, 1, bits), (262, 3, 1, 1)]
+    fields += [(273, 4, 1, 8), (277, 3, 1, 1), (279, 4, 1, len(content)), (339, 3, 1, sign)]
+    head = b"II*\0" + struct.pack("<L", 8 + len(content)) + content
+    return head + directory(fields, len(head))
+
+
+def test_signed_tiff():
+    # Negative values are black, as in skimage.util.img_as_ubyte.
+    data = grey_tiff(struct.pack("<5h", -32768, -1, 128, 16384, 32767), 5, 16, sign=2)
+    assert pixels(data)[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+    with pytest.raises(BadImage, match="signed grey in 8 bits"):
+        decode(grey_tiff(bytes(4), 4, 8, sign=2))
+
+
+def test_greys_of_fewer_bits():
+    # The first is packed, 0x012 and 0xFED, and says itself that 4095 is white.
+    assert pixels(grey_tiff(b"\x01\x2f\xed", 2, 12))[0, :, 0].tolist() == [0x01, 0xFE]
+    data = png(4, 1, 16, 0, [struct.pack(">4H", 0, 0x12, 0xFED, 0x1000)])
+    assert pixels(data, grey_bits=12)[0, :, 0].tolist() == [0, 0x01, 0xFE, 255]
+    assert pixels(data, grey_bits=8)[0, :, 0].tolist() == [0, 0x12, 255, 255]
+    assert pixels(data)[0, :, 0].tolist() == [0, 0, 0x0F, 0x10]
+    # So does the header of this one.
+    ppm = b"P5 2 1 4095\n" + struct.pack(">2H", 0x12, 0xFFF)
+    assert pixels(ppm, grey_bits=12)[0, :, 0].tolist() == [1, 255]
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_32_bit_grey_is_refused(dtype):
     data = encoded(Image.fromarray(np.array([[0, 1]], dtype=dtype)), "TIFF")

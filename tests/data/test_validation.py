@@ -1,8 +1,10 @@
 """A folder's faults are all found and said."""
 
+import contextlib
 import os
 import signal
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,3 +141,25 @@ def test_a_killed_process_is_named(train_val, monkeypatch):
         ProcessKilled, match=r"checks images was killed from outside .*starts again"
     ):
         report(train_val, workers=2)
+
+
+@pytest.mark.parametrize(("most", "ok"), [(200, False), (4000, True), (65535, True)])
+def test_unused_bits_are_named(tmp_path, monkeypatch, most, ok):
+    for number in range(8):
+        pixels = np.random.default_rng(number).integers(0, most, (9, 9), dtype=np.uint16)
+        path = tmp_path / ("a", "b")[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    data = DataConfig("folder", root=str(tmp_path), val_fraction=0.5)
+    found, bits = report(tmp_path), most.bit_length()
+    said = "\n".join(found.lines())
+    assert found.ok == ok and (f"--data.grey_bits {bits}" in said) == (bits < 16)
+    with contextlib.nullcontext() if ok else pytest.raises(UserError, match=r"--data\.grey_bits 8"):
+        assert (f"--data.grey_bits {bits}" in verify(open_data(data, 0).val)) == (bits < 16)
+    monkeypatch.setattr(validation, "MAX_DECODED", 1)
+    if not ok:
+        with pytest.raises(UserError, match="nothing can be seen"):
+            verify(open_data(data, 0).val)
+    read = replace(data, grey_bits=bits)
+    assert report(tmp_path, decoding=read.decoding).ok
+    assert "grey_bits" not in verify(open_data(read, 0).val)

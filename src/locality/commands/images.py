@@ -413,6 +413,7 @@ def folders(arguments: Sequence[str]) -> int:
     )
     parser.add("--dataset", None, "folder, or table with a labels.csv, unless given")
     parser.add("--allow_outside", False, "read images outside of the folder of a table")
+    parser.add("--grey_bits", 16, "bits that 16-bit greys use, as --data.grey_bits of the run")
     parser.add("--workers", None, "processes", int | None)
     parser.add("--quiet", False, "no progress bar")
     options = parser.read(arguments)
@@ -423,6 +424,7 @@ def folders(arguments: Sequence[str]) -> int:
     report = data.check(
         options.folder,
         dataset=options.dataset or given or "folder",
+        decoding=data.DataConfig(grey_bits=options.grey_bits).decoding,
         allow_outside=options.allow_outside,
         workers=options.workers,
         progress=not options.quiet,

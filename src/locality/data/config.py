@@ -33,10 +33,12 @@ class Decoding:
     Attributes:
         exif: turn and mirror the image as its EXIF orientation says.
         max_pixels: refuse larger images before they take up memory.
+        grey_bits: as in `DataConfig`.
     """
 
     exif: bool = False
     max_pixels: int = PIXEL_LIMIT
+    grey_bits: int = 16
 
 
 DEFAULT_DECODING = Decoding()
@@ -83,6 +85,7 @@ class DataConfig:
         max_pixels: images with more pixels are treated as files that cannot be decoded.
         exif: turn images as their EXIF orientation says. Off by default: the published accuracies
             were measured without.
+        grey_bits: bits that 16-bit greys use: 12 if 4095 is white, as in files of many cameras.
         real_labels: the ReaL labels' `real.json`, needed by `imagenet_real`.
         image_column: column with the images of an `arrow` dataset or, by name or number from 1, of
             a `table`; needed if several could be it.
@@ -113,6 +116,7 @@ class DataConfig:
     max_bad_images: int = checks.bounded(100, 0, role="how")
     max_pixels: int = checks.bounded(PIXEL_LIMIT, 1, PIXEL_LIMIT)
     exif: bool = False
+    grey_bits: int = checks.bounded(16, 8, 16)
     real_labels: str | None = setting(None, "how")
     image_column: str | None = None
     label_column: str | None = None
@@ -155,7 +159,7 @@ class DataConfig:
     @property
     def decoding(self) -> Decoding:
         """The settings that concern decoding."""
-        return Decoding(self.exif, self.max_pixels)
+        return Decoding(self.exif, self.max_pixels, self.grey_bits)
 
     def on_bad(self, training: bool) -> Literal["error", "skip"]:
         """`on_bad_image` with "auto" resolved: skip while training, stop in evaluation."""

@@ -4,8 +4,9 @@
   the published accuracies were measured that way.
 - Transparent pixels are shown on white, as most viewers do. Their stored colour, which a plain
   conversion would bring out, is arbitrary.
-- Of 16-bit grey the upper byte is kept, as Pillow does with 16-bit colour; its own conversion of
-  16-bit grey clips, and turns nearly everything white.
+- Of 16-bit grey the upper byte is kept, as in scikit-image, OpenCV and Pillow's 16-bit colour;
+  Pillow's own conversion of 16-bit grey clips, and turns nearly everything white. `grey_bits`
+  are those that a camera of fewer bits uses. Of signed TIFF, negative values are black.
 - 32-bit grey has no defined white and is refused.
 - Of several frames or pages the first is used. EXIF orientation is ignored unless asked for; that
   of TIFF belongs to the image itself.
@@ -25,7 +26,7 @@ from functools import cache, partial
 from typing import IO, Any, cast
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffTags
+from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffImagePlugin, TiffTags
 
 from locality import files
 from locality.data.config import DEFAULT_DECODING, Decoding
@@ -67,6 +68,10 @@ _TURNS = dict(
         ),
         start=2,
     )
+)
+# In 16 bits Pillow reads the others of its four kinds of grey.
+TiffImagePlugin.OPEN_INFO.setdefault(
+    (TiffImagePlugin.MM, 0, (1,), 1, (16,), ()), ("I;16B", "I;16B")
 )
 # The machine's troubles, not the file's: skipping images for them would make runs differ.
 _MACHINE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR)
@@ -249,24 +254,39 @@ def _check_png(data: bytes, image: Image.Image) -> None:
 def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """A decoded image in RGB, turned by its EXIF orientation if that is wanted.
 
+    Its `info` has `bits` where it was grey in 16: how many it uses, of how many.
+
     Raises:
-        BadImage: grey in 32 bits, or a damaged palette or EXIF record.
+        BadImage: grey in 32 bits or with a sign in 8, or a damaged palette.
     """
     with _as_bad_image():
-        if decoding.exif and (turn := _TURNS.get(_orientation(image))) is not None:
-            image = image.transpose(turn)
-        if image.mode == "RGB" and "transparency" not in image.info:
-            return image
-        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-            return _from_16_bits(image)
-        if image.mode in ("I", "F"):
-            raise BadImage(
-                "grey in 32 bits has no defined white; convert the image to 8 or 16 bits first"
-            )
-        if image.has_transparency_data:
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image.convert("RGBA"))
-        return image.convert("RGB")
+        turn = _TURNS.get(_orientation(image)) if decoding.exif else None
+        image = _to_rgb(image, decoding)
+        return image if turn is None else image.transpose(turn)
+
+
+def _to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    # What only a TIFF says of its greys.
+    tags = getattr(image, "tag_v2", {})
+    signed = image.mode in ("L", "I") and tags.get(TiffImagePlugin.SAMPLEFORMAT) == (2,)
+    depth = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]
+    if image.mode.startswith("I;16") or (
+        image.mode == "I" and (image.format in ("PNG", "PPM") or (signed and depth == 16))
+    ):
+        return _from_16_bits(image, decoding, min(depth, 15) if signed else depth)
+    if image.mode in ("I", "F") or signed:
+        raise BadImage(
+            f"{'signed ' if signed else ''}grey in {depth} bits has no defined white; convert the "
+            "image to 8 or 16 bits without a sign first"
+        )
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image)
+        return white
+    return image.convert("RGB")
 
 
 def _orientation(image: Image.Image) -> Any:
@@ -306,13 +326,23 @@ def _as_bad_image() -> Iterator[None]:
         raise BadImage(f"the image is damaged ({text})") from error
 
 
-def _from_16_bits(image: Image.Image) -> Image.Image:
-    values = np.asarray(image)
-    grey = (values >> 8).astype(np.uint8)
+def _from_16_bits(image: Image.Image, decoding: Decoding, depth: int) -> Image.Image:
+    """Grey in up to 16 bits → RGB; negative values are black, as in scikit-image."""
+    values = np.maximum(np.asarray(image), 0)
+    # Of PPM, Pillow has scaled to 16 bits what the file calls white.
+    bits = depth if image.format == "PPM" else min(depth, decoding.grey_bits)
+    white = 2**bits - 1
+    used = min(bits, int(values.max()).bit_length())
+    grey = (np.minimum(values, white) >> (bits - 8)).astype(np.uint8)
+    tags = getattr(image, "tag_v2", None)
+    if tags and not tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION, 0):
+        grey = 255 - grey
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         grey[values == transparent] = 255
-    return Image.fromarray(grey).convert("RGB")
+    found = Image.fromarray(grey).convert("RGB")
+    found.info["bits"] = used, bits
+    return found
 
 
 @cache

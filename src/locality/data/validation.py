@@ -57,6 +57,7 @@ class CheckReport:
         loops: links that lead to themselves or back to a folder above them.
         modes: how many images have each colour mode ("RGB", "L", "CMYK", …).
         sizes: distribution of widths and heights; None without any image.
+        bits: how many bits 16-bit greys use, of how many; None without any.
     """
 
     folder: str
@@ -71,6 +72,7 @@ class CheckReport:
     loops: list[str] = field(default_factory=list)
     modes: dict[str, int] = field(default_factory=dict)
     sizes: Sizes | None = None
+    bits: tuple[int, int] | None = None
 
     @property
     def ok(self) -> bool:
@@ -81,6 +83,7 @@ class CheckReport:
             or self.duplicates
             or any(self.empty_classes.values())
             or not any(self.images.values())
+            or _black(self.bits)
         )
 
     def lines(self, most: int = 10) -> list[str]:
@@ -93,6 +96,8 @@ class CheckReport:
                 text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")
             modes = ", ".join(f"{number:,} {mode}" for mode, number in self.modes.items())
             text.append(f"colour modes: {modes}")
+        if unused := _unused_bits(self.bits):
+            text.append(unused)
         if self.class_difference:
             text.append(f"train and val have different classes: {self.class_difference}")
         for part, names in self.empty_classes.items():
@@ -136,6 +141,7 @@ class ImageInfo(NamedTuple):
     height: int
     mode: str
     reason: str | None
+    bits: tuple[int, int] | None = None
 
 
 def check(
@@ -176,6 +182,7 @@ def check(
             root,
             exif=decoding.exif,
             max_pixels=decoding.max_pixels,
+            grey_bits=decoding.grey_bits,
             allow_outside=allow_outside,
         )
         splits = open_data(config, seed=0)
@@ -204,6 +211,7 @@ def check(
                 report.duplicates.append((first["train"][item.digest], path))
     bar.close()
     report.modes = dict(Counter(item.mode for item in good).most_common())
+    report.bits = _most_used(item.bits for item in good)
     if good:
         report.sizes = Sizes(
             _percentiles(item.width for item in good), _percentiles(i.height for i in good)
@@ -245,7 +253,7 @@ def _inspect(path: str, decoding: Decoding) -> ImageInfo:
     except BadImage as error:
         return ImageInfo(b"", 0, 0, "", str(error))
     digest = hashlib.blake2b(data, digest_size=16).digest()
-    return ImageInfo(digest, image.width, image.height, mode, None)
+    return ImageInfo(digest, image.width, image.height, mode, None, image.info.get("bits"))
 
 
 def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo:
@@ -254,7 +262,29 @@ def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo:
     except BadImage as error:
         return ImageInfo(b"", 0, 0, "", str(error))
     digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
-    return ImageInfo(digest, image.width, image.height, image.mode, None)
+    bits = image.info.get("bits")
+    return ImageInfo(digest, image.width, image.height, image.mode, None, bits)
+
+
+def _most_used(bits: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
+    return min(filter(None, bits), key=lambda each: each[1] - each[0], default=None)
+
+
+def _black(bits: tuple[int, int] | None) -> bool:
+    """Whether nothing is left of 16-bit greys in 8 bits."""
+    return bits is not None and 0 < bits[0] <= bits[1] - 8
+
+
+def _unused_bits(bits: tuple[int, int] | None) -> str:
+    """What to do about 16-bit greys that leave more than one bit unused; "" about others."""
+    used, there = bits or (0, 0)
+    if not 0 < used < there - 1:
+        return ""
+    proposed = max(8, used)
+    return (
+        f"16-bit greys use {used} of {there} bits and look {'black' if _black(bits) else 'dark'}; "
+        f"if {2**proposed - 1} is their white, train with --data.grey_bits {proposed}"
+    )
 
 
 def _listed(what: Sequence[str], items: list[str], most: int) -> list[str]:
@@ -285,11 +315,14 @@ def verify(source: ImageSource) -> str:
     if source.pixels is not None:
         return ""
     whole = len(source) <= MAX_DECODED
-    look = source.read if whole else source.check_header
+    bits: list[tuple[int, int] | None] = []
 
     def problem(index: int) -> str | None:
         try:
-            look(index)
+            if whole or index % 100 == 0:
+                bits.append(source.read(index).info.get("bits"))
+            else:
+                source.check_header(index)
         except BadImage as error:
             return str(error)
         return None
@@ -304,9 +337,13 @@ def verify(source: ImageSource) -> str:
             f"({next(iter(bad.values()))}); repair or remove them, or set data.on_bad_image to "
             f"'skip'"
         )
-    if whole:
-        return f"all {len(source):,} validation images can be decoded"
-    return (
-        f"the headers of {len(source):,} validation images are whole; more than "
-        f"{MAX_DECODED:,} are not decoded beforehand"
-    )
+    unused = _unused_bits(used := _most_used(bits))
+    if _black(used):
+        raise UserError(f"nothing can be seen in the validation images: {unused}")
+    done = f"all {len(source):,} validation images can be decoded"
+    if not whole:
+        done = (
+            f"the headers of {len(source):,} validation images are whole; of more than "
+            f"{MAX_DECODED:,} one in a hundred is decoded beforehand"
+        )
+    return f"{done}; {unused}" if unused else done

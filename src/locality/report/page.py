@@ -470,7 +470,9 @@ def _thumbnail(file: Path, run: RecordedRun) -> str | None:
     if not file.resolve().is_relative_to(folder.resolve()):
         return None
     try:
-        image = read_image(file, Decoding(bool(run.config["data"].get("exif"))))
+        stated = run.config["data"]
+        decoding = Decoding(bool(stated.get("exif")), grey_bits=int(stated.get("grey_bits", 16)))
+        image = read_image(file, decoding)
     except UserError:
         return None
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
