@@ -43,7 +43,6 @@ REFERENCE = {
     "training": ["locality.training"],
     "analysis": ["locality.analysis", "locality.analysis.measures"],
     "figures": ["locality.figures"],
-    "search": ["locality.search"],
     "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
     "locality_papers": [
         f"locality_papers.{module}" for module in ("specs", "scales", "measures", "reproduce")

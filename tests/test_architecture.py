@@ -19,7 +19,6 @@ ORDER = [
     "trained",
     "serve",
     "report",
-    "search",
     "runner",
     "figures",
     "analysis",

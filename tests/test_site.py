@@ -25,7 +25,7 @@ PAGES = [
 PACKAGES = [
     "locality",
     *(f"locality.{name}" for name in ("analysis", "checkpoints", "data", "figures", "layers")),
-    *(f"locality.{name}" for name in ("models", "search", "training")),
+    *(f"locality.{name}" for name in ("models", "training")),
 ]
 
 

@@ -23,7 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "models": ("models:architectures", "list the models: sizes, cost, public weights"),
     "recipes": ("train:recipes", "list the training recipes, or show one in full"),
     "train": ("train:train", "train a model, or resume a run"),
-    "search": ("train:search", "search for a CvT's strides and MLP ratios, block by block"),
+    "search": (
+        "locality_papers.commands:search",
+        "search for a CvT's strides and MLP ratios, block by block",
+    ),
     "finetune": ("train:finetune", "fine-tune on a custom dataset, from pretrained weights"),
     "compare": ("reports:compare", "which of several models suits a custom dataset"),
     "eval": ("images:evaluate", "accuracy of a run, a checkpoint or public weights"),

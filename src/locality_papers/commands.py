@@ -1,4 +1,4 @@
-"""`locality reproduce`: a table or figure of either paper by name."""
+"""The study's commands: `locality reproduce`, by name, and `locality search`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from locality.commands.parsing import Parser
+from locality.commands.parsing import Parser, pop_options, with_aliases
+from locality.commands.train import ALIASES
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
+from locality.settings import replace
 
 _HERE = Path(__file__).parent
 
@@ -89,3 +91,37 @@ def reproduce(arguments: Sequence[str]) -> None:
         recorded=options.recorded,
         quiet=options.quiet,
     )
+
+
+def search(arguments: Sequence[str]) -> None:
+    """Train a supernet of all CvTs that differ in the strides and MLP ratios of their blocks,
+    choose one within the limits, and write a page. The name gives every setting, and the training's
+    are those of `locality train`. Stopped, the same command goes on.
+    """
+    from locality_papers.search.config import SEARCHES, named, read_search
+
+    (resumed,), words = pop_options(with_aliases(arguments, ALIASES), "--resume")
+    name = words.pop(0) if words and not words[0].startswith("-") else "digits"
+    config = read_search(resumed[-1]) if resumed else named(name)
+    parser = Parser("search", f"{search.__doc__} Names: {', '.join(SEARCHES)}.", "[NAME]")
+    parser.add("--output", None, "folder; runs/search/… unless given")
+    parser.add("--resume", None, "go on with the search in this folder; takes no settings")
+    parser.add("--dry_run", False, "check everything, print the cost")
+    parser.add("--quiet", False, "print nothing")
+    parser.add_settings(config, skip={"run"})
+    parser.add_settings(config.run, within="run.")
+    options = parser.read(words)
+    if resumed and parser.settings:
+        names = ", ".join(parser.settings)
+        raise UserError(f"--resume takes the search's own settings; leave {names} out")
+    config = replace(config, parser.settings)
+    from locality_papers.search.run import Search, dry_run
+
+    if options.dry_run:
+        print(dry_run(config))
+        return
+    default = f"runs/search/{name}-{config.method}-s{config.run.seed}"
+    folder = resumed[-1] if resumed else options.output or default
+    found = Search(config, folder, options.quiet).run()
+    best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
+    print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")

@@ -13,9 +13,6 @@ import numpy as np
 
 from locality.files import read_json
 from locality.runner.runs import Run
-from locality.search.config import SearchConfig, named, read_search
-from locality.search.run import Search, space_of
-from locality.search.space import Candidates, SearchSpace
 from locality.training import RunConfig, replace, train
 from locality.training.resolved_run import meta_model
 from locality_papers.measures import (
@@ -32,6 +29,9 @@ from locality_papers.measures import (
     of_result,
 )
 from locality_papers.scales import Scale
+from locality_papers.search.config import SearchConfig, named, read_search
+from locality_papers.search.run import Search, space_of
+from locality_papers.search.space import Candidates, SearchSpace
 from locality_papers.specs import (
     Cells,
     Claims,

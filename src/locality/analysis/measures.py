@@ -61,7 +61,7 @@ def _token_centres(grid: Grid, stride: Stride) -> Tensor:
 def uniform_nonlocality(layer: Record) -> float:
     """The nonlocality of uniform attention on the grids of a layer's record, in query tokens."""
     grid = layer["grid"]
-    keys = layer.get("key_grid", grid)
+    keys = layer.get("key_grid") or grid
     stride = math.ceil(grid[0] / keys[0]), math.ceil(grid[1] / keys[1])
     return float(token_distances(grid, keys, stride).mean())
 

@@ -1,4 +1,4 @@
-"""`locality train`, `search`, `recipes` and `demo`; `locality.fit` is `train` in Python."""
+"""`locality train`, `recipes` and `demo`; `locality.fit` is `train` in Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from locality.commands.resolve import (
 from locality.errors import UserError
 from locality.files import check_output, csv_text, write_atomic
 from locality.machine import is_main_process
-from locality.settings import flatten, replace, to_yaml
+from locality.settings import flatten, to_yaml
 from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, read_config
 from locality.training.recipes import RECIPES, adjusted, describe, recipe
@@ -232,40 +232,6 @@ def fit(
     from locality.trained import TrainedRun
 
     return TrainedRun(folder)
-
-
-def search(arguments: Sequence[str]) -> None:
-    """Train a supernet of all CvTs that differ in the strides and MLP ratios of their blocks,
-    choose one within the limits, and write a page. The name gives every setting, and the training's
-    are those of `locality train`. Stopped, the same command goes on.
-    """
-    from locality.search.config import SEARCHES, named, read_search
-
-    (resumed,), words = pop_options(with_aliases(arguments, ALIASES), "--resume")
-    name = words.pop(0) if words and not words[0].startswith("-") else "digits"
-    config = read_search(resumed[-1]) if resumed else named(name)
-    parser = Parser("search", f"{search.__doc__} Names: {', '.join(SEARCHES)}.", "[NAME]")
-    parser.add("--output", None, "folder; runs/search/… unless given")
-    parser.add("--resume", None, "go on with the search in this folder; takes no settings")
-    parser.add("--dry_run", False, "check everything, print the cost")
-    parser.add("--quiet", False, "print nothing")
-    parser.add_settings(config, skip={"run"})
-    parser.add_settings(config.run, within="run.")
-    options = parser.read(words)
-    if resumed and parser.settings:
-        names = ", ".join(parser.settings)
-        raise UserError(f"--resume takes the search's own settings; leave {names} out")
-    config = replace(config, parser.settings)
-    from locality.search.run import Search, dry_run
-
-    if options.dry_run:
-        print(dry_run(config))
-        return
-    default = f"runs/search/{name}-{config.method}-s{config.run.seed}"
-    folder = resumed[-1] if resumed else options.output or default
-    found = Search(config, folder, options.quiet).run()
-    best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
-    print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")
 
 
 def recipes(arguments: Sequence[str]) -> None:

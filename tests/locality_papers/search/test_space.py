@@ -9,7 +9,7 @@ import torch
 from locality.layers.grid import hidden_width
 from locality.models import build, list_models, variant
 from locality.models.config import to_2tuple
-from locality.search import Cost, SearchSpace, cost
+from locality_papers.search import Cost, SearchSpace, cost
 
 CVT_13 = variant("cvt_13").config
 

@@ -23,8 +23,8 @@ from locality.layers.block import Block
 from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
-from locality.search.space import Counts, SearchSpace, check_options
 from locality.training.objective import Objective
+from locality_papers.search.space import Counts, SearchSpace, check_options
 
 RANDOM_CANDIDATES = 2
 """Beside the largest and the smallest, in every step."""

@@ -15,12 +15,12 @@ from locality.checkpoints.run_state import load_best_state
 from locality.cli import main
 from locality.files import read_json, read_rows
 from locality.models import count_macs
-from locality.search.config import named, read_search
-from locality.search.run import Search, dry_run, space_of
-from locality.search.supernet import Sandwich
 from locality.settings import replace
 from locality.training import RunFolder
 from locality.training.loop import Loop
+from locality_papers.search.config import named, read_search
+from locality_papers.search.run import Search, dry_run, space_of
+from locality_papers.search.supernet import Sandwich
 
 TINY = {
     "run.schedule.steps": 10,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from locality.models import variant
-from locality.search import SearchSpace
-from locality.search.space import POPULATION, Candidates, evolve, prune
+from locality_papers.search import SearchSpace
+from locality_papers.search.space import POPULATION, Candidates, evolve, prune
 
 SIX = SearchSpace(variant("cvt_pico").config.with_overrides(depth=(1, 2, 3)))
 

@@ -39,9 +39,6 @@ from locality.figures import charts
 from locality.figures.style import inline_svg
 from locality.files import CsvTable, atomic_file, read_rows, write_atomic
 from locality.models import ImageClassifier, variant
-from locality.search import supernet
-from locality.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
-from locality.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 from locality.settings import replace
 from locality.templates import render
 from locality.training import RunFolder, train
@@ -50,6 +47,9 @@ from locality.training.devices import create_fabric
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
+from locality_papers.search import supernet
+from locality_papers.search.config import ROUNDS, SEARCH_FILE, SearchConfig, read_search
+from locality_papers.search.space import Candidates, Score, Scores, SearchSpace, evolve, prune
 
 # Between rounds da_nas drops this fraction of options, by the accuracy of this many candidates.
 _DROPPED, _PRUNING = 0.25, 64
@@ -268,7 +268,7 @@ class Search:
         paper = SearchSpace(variant("cvt_13").config)
         theirs = paper.choices(paper.index(variant("cvt_13_nas").config))
         return render(
-            "locality.search",
+            "locality_papers.search",
             "search.html",
             result=result,
             config=self.config,

@@ -7,9 +7,15 @@ import torch
 from locality.data import AugmentConfig, DataConfig, Preprocessing, eval_loader, open_data
 from locality.errors import UserError
 from locality.models import build, count_macs, count_parameters, variant
-from locality.search import Cost, SearchSpace
-from locality.search.supernet import Sandwich, Supernet, calibrate, extract, order_hidden_units
 from locality.training import ObjectiveConfig
+from locality_papers.search import Cost, SearchSpace
+from locality_papers.search.supernet import (
+    Sandwich,
+    Supernet,
+    calibrate,
+    extract,
+    order_hidden_units,
+)
 
 
 @pytest.fixture
