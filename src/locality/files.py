@@ -225,9 +225,9 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
 
 
 def write_atomic(path: Path | str, data: bytes | str) -> None:
-    """Write `data` to `path`, atomically and durably (text as UTF-8)."""
+    """Write `data` to `path`, atomically and durably (text as UTF-8, file names as they are)."""
     with atomic_file(path) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        file.write(data.encode(errors="surrogateescape") if isinstance(data, str) else data)
 
 
 def _sync_folder(folder: Path) -> None:

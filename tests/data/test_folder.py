@@ -1,14 +1,18 @@
 """Image folders: classes numbered once, nothing taken that should not be, errors that name."""
 
 import os
+import shutil
 import socket
+import subprocess
+import sys
+import unicodedata
 
 import numpy as np
 import pytest
 
-from locality.data import BadImage, DataConfig, open_data, train_loader
+from locality.data import BadImage, DataConfig, check, open_data, train_loader
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.data.folder import FileSource, list_folder, part_of
+from locality.data.folder import FileSource, image_files, list_folder, part_of
 from locality.errors import UserError
 
 
@@ -179,6 +183,81 @@ def test_dot_names_and_other_files_are_passed_over(train_val, image_file):
     assert list_folder(train_val / "train").ignored == ["readme.md", "ant/notes.txt"]
 
 
+JUNK = (
+    *("Thumbs.db", "thumbs.db", "desktop.ini", ".DS_Store", "._a.png"),
+    *("@eaDir/a.png", "#recycle/a.png", "__MACOSX/a.png", ".ipynb_checkpoints/a.png"),
+)
+
+
+@pytest.mark.parametrize("place", ["train", "train/ant", "."])
+def test_what_systems_leave_is_passed_over(train_val, image_file, place):
+    for name in JUNK:
+        image_file(train_val / place / "a.png").rename(train_val / "other.png")
+        (train_val / place / name).parent.mkdir(exist_ok=True)
+        (train_val / "other.png").rename(train_val / place / name)
+    splits = folder(train_val)
+    assert (splits.classes, len(splits.train)) == (["ant", "bee", "cat"], 18)
+    assert check(train_val, workers=1, progress=False).ignored == []
+    assert len(list(image_files([str(train_val)]))) == 24
+    assert len(list(image_files([str(train_val / "train" / "ant")]))) == 6
+
+
+def test_files_left_out_are_counted_by_suffix(train_val, image_file, caplog):
+    for number in range(12):
+        (train_val / "train" / "ant" / f"{number}.HEIC").write_bytes(b"heic")
+    (train_val / "train" / "bee" / "notes.txt").write_text("x")
+    image_file(train_val / "train" / "beside.png")
+    assert len(folder(train_val).train) == 18
+    assert "14 of 32 files are left out (12 .heic, 1 .png, 1 .txt; " in caplog.text
+    assert "locality[heif]" in caplog.text and "'beside.png'" in caplog.text
+    lines = check(train_val, workers=1, progress=False).lines()
+    assert any("14 files are ignored (12 .heic" in line for line in lines)
+
+
+def test_images_of_unread_formats_alone_are_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.heic").write_bytes(b"heic")
+    for look in (folder, lambda root: list(image_files([str(root)]))):
+        with pytest.raises(UserError, match=r"1 \.heic; pip install 'locality\[heif\]'"):
+            look(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "gztar"])
+def test_archives_come_with_the_command_to_unpack_them(train_val, tmp_path_factory, kind):
+    place = tmp_path_factory.mktemp("archive")
+    archive = shutil.make_archive(str(place / "my photos"), kind, train_val)
+    for dataset in ("folder", "table"):
+        with pytest.raises(UserError, match="is an archive") as error:
+            open_data(DataConfig(dataset, archive), seed=0)
+    command = str(error.value).split("unpack it, ")[1].split(", and give")[0]
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, cwd=place)
+    assert len(folder(place / "my photos").train) == 18
+
+
+def test_class_names_in_other_forms_of_unicode_are_the_same(train_val):
+    for part, form in (("train", "NFC"), ("val", "NFD")):
+        (train_val / part / "ant").rename(train_val / part / unicodedata.normalize(form, "äffin"))
+    splits = folder(train_val)
+    assert splits.classes == ["bee", "cat", "äffin"] and splits.val.labels.tolist().count(2) == 2
+    assert splits.val.read(5).mode == "RGB"
+    assert check(train_val, workers=1, progress=False).ok
+    (train_val / "train" / unicodedata.normalize("NFD", "äffin")).mkdir()
+    with pytest.raises(UserError, match="two folders 'äffin'"):
+        folder(train_val)
+
+
+def test_class_names_that_are_not_text_are_refused(train_val):
+    (train_val / "train" / "ant").rename(train_val / "train" / os.fsdecode(b"\xff"))
+    with pytest.raises(UserError, match="not UTF-8"):
+        folder(train_val)
+
+
+def test_class_names_that_differ_in_case_alone_are_named(tmp_path, class_folders, caplog):
+    class_folders(tmp_path, {"Cat": 4, "cat": 4, "dog": 4})
+    assert len(folder(tmp_path).classes) == 3
+    assert "'Cat', 'cat'" in caplog.text and "'dog'" not in caplog.text
+
+
 def test_capital_suffixes_and_nested_folders(train_val, image_file):
     lower = image_file(train_val / "train" / "ant" / "deeper" / "a.jpeg")
     lower.rename(lower.with_suffix(".JPEG"))
@@ -237,11 +316,13 @@ def test_a_link_to_nothing_is_a_bad_image(train_val):
 def test_what_is_no_file_is_passed_over(train_val, monkeypatch):
     # Opening a pipe would wait for ever. (Sockets' paths must be short.)
     os.mkfifo(train_val / "train" / "ant" / "pipe.png")
+    (train_val / "train" / "ant" / "zero.png").symlink_to("/dev/zero")
     monkeypatch.chdir(train_val / "train" / "ant")
     with socket.socket(socket.AF_UNIX) as unix:
         unix.bind("socket.png")
     listing = list_folder(train_val / "train")
-    assert listing.ignored == ["ant/pipe.png", "ant/socket.png"]
+    assert listing.ignored == ["ant/pipe.png", "ant/socket.png", "ant/zero.png"]
+    assert len(list(image_files(["."]))) == 6
     assert len(folder(train_val).train) == 18
 
 

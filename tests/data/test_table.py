@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from locality.data import DataConfig, check, open_data
+from locality.data.table import has_table
 from locality.errors import UserError
 
 
@@ -196,6 +197,26 @@ def test_a_column_of_parts_splits(twelve, table, caplog):
     assert {name[3] for name in pairs(splits)} == {"0", "1", "2", "3", "5"}
     assert len(splits.train) == 8 and len(splits.val) == 2
     assert "2 of test" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "used"),
+    [
+        ("id,name\n0,a\n1,b\n", False),
+        ("".join(f"a/{n:03d}.png,c{n}\nb/{n:03d}.png,d{n}\n" for n in range(4)), True),
+    ],
+)
+def test_a_table_that_names_no_image_is_passed_over(tmp_path, class_folders, text, used, caplog):
+    class_folders(tmp_path, {"a": 4, "b": 4})
+    (tmp_path / "labels.csv").write_text(text)
+    assert has_table(tmp_path) == used
+    assert ("is not used" in caplog.text) == (not used)
+
+
+def test_a_table_beside_parts_is_passed_over(train_val, caplog):
+    rows = [f"train/{name}/00{n}.png,{name}" for name in ("ant", "bee") for n in range(6)]
+    (train_val / "labels.csv").write_text("\n".join(rows))
+    assert not has_table(train_val) and "is not used" in caplog.text
 
 
 def test_index_and_other_columns_are_not_the_class(twelve, caplog):

@@ -44,6 +44,8 @@ def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None,
         both = word in CUSTOM_DATA_RECIPES and Path(word).is_dir()
         if both or not named:
             given = images_at(Path(word))
+        elif Path(word).is_dir() and not is_run_folder(word):
+            say(f"{word} is a recipe; to train on the folder of that name, write ./{word}")
         recipes = [*recipes, word] if named and not (both and recipes) else recipes or ["photos"]
     if len(set(recipes)) > 1:
         raise UserError(f"recipes {' and '.join(recipes)} are asked for; give one")

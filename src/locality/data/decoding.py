@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import io
 import os
 import struct
@@ -23,6 +24,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import IO, Any, cast
 
 import numpy as np
@@ -35,7 +37,7 @@ from locality.errors import UserError
 
 # Formats by content, whatever the file's name. Not all that Pillow reads: some of the others run
 # programs (EPS), or are no photographs.
-_FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_FORMATS = ("JPEG", "MPO", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF", "HEIF")
 # More than the largest image that is decoded would take uncompressed.
 MAX_FILE_BYTES = 400_000_000
 # Of the seven images in an interlaced PNG: first column and row, steps to the next.
@@ -347,6 +349,8 @@ def _from_16_bits(image: Image.Image, decoding: Decoding, depth: int) -> Image.I
 
 @cache
 def _formats() -> tuple[str, ...]:
-    # JPEG 2000 and AVIF depend on how Pillow was built.
+    # JPEG 2000 and AVIF depend on how Pillow was built, HEIF on an optional package.
     Image.init()
+    if find_spec("pillow_heif"):
+        importlib.import_module("pillow_heif").register_heif_opener()
     return tuple(name for name in _FORMATS if name in Image.OPEN)

@@ -12,9 +12,14 @@ import errno
 import logging
 import os
 import re
+import shlex
+import shutil
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +33,20 @@ from locality.errors import UserError, printable, some, wrap_errors
 
 _log = logging.getLogger("locality")
 
+_HEIF = ("heic", "heif")
 IMAGE_SUFFIXES = frozenset(
     f".{suffix}"
     for suffix in (
         *("jpg", "jpeg", "jpe", "jfif", "png", "bmp", "gif", "webp"),
         *("tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif"),
+        *(_HEIF if find_spec("pillow_heif") else ()),
     )
 )
+# What systems, network drives and programs leave beside files; so are names that start with a dot.
+_JUNK = {
+    *("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"),
+    *("@eadir", "#recycle", "$recycle.bin", "__macosx", "system volume information", "lost+found"),
+}
 # A name says one thing: "train", "Validation", "test_images", "images-train", "training set".
 _PART = re.compile(
     r"(?:(?:images?|imgs?|data)[\W_]*)?"
@@ -123,14 +135,57 @@ def list_folder(root: Path | str) -> Listing:
 
     Names that start with a dot are passed over. Links are followed, unless they lead to themselves
     or back to a folder above. A link to nothing counts as a file, one that cannot be read.
+
+    Raises:
+        UserError: the name of a class is not text, or another's in another form of Unicode.
     """
     root = Path(root)
     folders, files, others = list_entries(root)
-    listing = Listing(root, folders, [], files)
+    named: dict[str, str] = {}
+    for folder in folders:
+        name = class_name(folder, f"the name of the folder '{root / folder}'")
+        if name in named:
+            raise UserError(
+                f"'{root}' has two folders '{name}', which differ in how accents are encoded; "
+                f"put their images into one"
+            )
+        named[name] = folder
+    listing = Listing(root, sorted(named), [], files)
     _note(listing, others)
-    for name in folders:
-        listing.files.append(sorted(_images(root, name, {_inode(root)}, listing)))
+    for name in listing.classes:
+        listing.files.append(sorted(_images(root, named[name], {_inode(root)}, listing)))
     return listing
+
+
+def class_name(text: str, where: str) -> str:
+    """A name as that of a class: with accents in one form (NFC), whatever the system's own.
+
+    Raises:
+        UserError: it is not UTF-8; `where` says what it is.
+    """
+    try:
+        text.encode()
+    except UnicodeError:
+        raise UserError(f"{where} is not UTF-8; write it in UTF-8") from None
+    return unicodedata.normalize("NFC", text)
+
+
+def left_out(paths: Iterable[str]) -> str:
+    """Files that are not read, counted by suffix, and what would read them."""
+    found = Counter(os.path.splitext(path)[1].lower() for path in paths)
+    counts = ", ".join(f"{count:,} {suffix or 'without'}" for suffix, count in found.most_common())
+    if any(f".{suffix}" in found for suffix in _HEIF):
+        counts += "; pip install 'locality[heif]' reads .heic and .heif"
+    return counts
+
+
+def log_names(classes: Iterable[str]) -> None:
+    """Log classes whose names differ in nothing but case, as those of mistakes do."""
+    groups: dict[str, list[str]] = {}
+    for name in classes:
+        groups.setdefault(name.casefold(), []).append(name)
+    if twins := [name for group in groups.values() if len(group) > 1 for name in group]:
+        log_once(f"classes that differ in case alone are different classes: {some(twins)}")
 
 
 def part_of(name: str) -> str | None:
@@ -211,10 +266,19 @@ def open_splits(
         if not any(listing.files):
             raise no_images_error(listing.root)
         if loops := [str(listing.root / path) for path in listing.loops]:
-            _log.warning("links that lead in circles are not followed: %s", printable(some(loops)))
+            log_once(f"links that lead in circles are not followed: {some(loops)}")
+        if ignored := listing.ignored:
+            outside = [p for p in ignored if _is_image(p) and os.sep not in p]
+            beside = f"; images outside of the class folders: {some(outside)}" if outside else ""
+            total = len(ignored) + sum(map(len, listing.files))
+            log_once(
+                f"'{listing.root}': {len(ignored):,} of {total:,} files are left out "
+                f"({left_out(ignored)}){beside}"
+            )
     if difference := class_difference(listings):
         raise UserError(f"train and val have different classes: {difference}")
     classes = next(iter(listings.values())).classes
+    log_names(classes)
     return classes, [listing.source(classes, decoding) for listing in listings.values()]
 
 
@@ -258,13 +322,13 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
     for name in given:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-            inside = inside or sorted(
-                p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES
-            )
+            listing = Listing(path, [], [])
+            inside = [name for name in list_entries(path)[1] if _is_image(name)]
+            inside = inside or list(_images(path, "", set(), listing))
             if not inside:
-                raise UserError(f"there are no images in the folder {path}")
-            yield from inside
+                others = f" ({left_out(listing.ignored)})" if listing.ignored else ""
+                raise UserError(f"there are no images in the folder {path}{others}")
+            yield from sorted(path / name for name in inside)
         elif path.exists():
             yield path
         else:
@@ -306,10 +370,30 @@ def check_root(config: DataConfig) -> None:
             f"{name} has no folder and data.root is '{config.root}'; give data.dataset, such as "
             f"folder, to read that, or leave data.root out"
         )
+    elif name in ("folder", "table") and Path(config.root).is_file():
+        _check_file(Path(config.root), name == "table")
     elif name == "folder":
         find_splits(config.root)
     elif not kind and not (row.get("remote") and "://" in config.root):
         require_folder(config.root)
+
+
+def _check_file(path: Path, table: bool) -> None:
+    """Refuse an archive or an image in place of a folder of images or a table of them."""
+    for kind, suffixes, _ in shutil.get_unpack_formats():
+        for suffix in suffixes:
+            if path.name.lower().endswith(suffix):
+                folder = path.name[: -len(suffix)]
+                module = "zipfile" if kind == "zip" else "tarfile"
+                command = ["python", "-m", module, "-e", str(path), folder]
+                raise UserError(
+                    f"'{path}' is an archive; unpack it, {shlex.join(command)}, and give the "
+                    f"folder {folder}"
+                )
+    if _is_image(path.name):
+        raise UserError(f"'{path}' is not a folder but an image; expected one folder per class")
+    if not table:
+        require_folder(path)
 
 
 def require_folder(root: Path | str | None) -> Path:
@@ -327,18 +411,22 @@ def require_folder(root: Path | str | None) -> Path:
 
 
 def no_images_error(root: Path) -> UserError:
-    if any(path.suffix.lower() in IMAGE_SUFFIXES for path in root.glob("*")):
+    files = list_entries(root)[1]
+    if any(map(_is_image, files)):
         return UserError(
             f"'{root}' holds images itself; expected one folder per class in it (if it is "
             f"one class, give the folder above it)"
         )
-    if any(path.suffix in (".arrow", ".parquet") for path in root.glob("*")):
+    if any(name.endswith((".arrow", ".parquet")) for name in files):
         return UserError(
             f"'{root}' holds tables of images, which data.dataset=arrow reads, with this folder "
             f"as data.root"
         )
+    ignored = list_folder(root).ignored
+    others = f" ({left_out(ignored)})" if ignored else ""
     return UserError(
-        f"no images in '{root}'; expected one folder per class, with files such as .jpg or .png"
+        f"no images in '{root}'{others}; expected one folder per class, with files such as .jpg or "
+        f".png"
     )
 
 
@@ -354,13 +442,17 @@ def _images(
     folders, files, others = list_entries(folder)
     for name in files:
         path = os.path.join(relative, name)
-        if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
+        if _is_image(name):
             yield path
         else:
             listing.ignored.append(path)
     _note(listing, [os.path.join(relative, name) for name in others])
     for name in folders:
         yield from _images(root, os.path.join(relative, name), above | {identity}, listing)
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def _note(listing: Listing, others: Iterable[str]) -> None:
@@ -377,7 +469,7 @@ def list_entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
     folders, files, others = [], [], []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
+            if entry.name.startswith(".") or entry.name.lower() in _JUNK:
                 continue
             if _is_symlink_loop(entry):
                 others.append(entry.name)

@@ -22,9 +22,11 @@ from locality.data.config import DataConfig
 from locality.data.folder import (
     IMAGE_SUFFIXES,
     FileSource,
+    class_name,
     find_splits,
     is_inside,
     list_entries,
+    log_names,
     log_once,
     part_of,
     train_and_val,
@@ -81,6 +83,7 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
         by += f"; not used: {others}"
     log_once(f"'{path}': images are named by {table.called(table.images)}, classes by {said}{by}")
     classes = _sort_labels(set(labels))
+    log_names(classes)
     numbers = {label: number for number, label in enumerate(classes)}
 
     def source(part: str | None) -> FileSource:
@@ -285,10 +288,7 @@ class _Table:
             raise UserError(f"{where} gives '{row[self.images]}' no class")
         if '"' in label:
             raise UserError(f"{where} has a quotation mark in its class {label!r}; remove it")
-        if not label.isascii():
-            with wrap_errors(f"{where} is not UTF-8; save the table as UTF-8", UnicodeError):
-                label.encode()
-        return unicodedata.normalize("NFC", label)
+        return class_name(label, f"the class in {where}")
 
     def _named(self, number: int) -> str:
         return self.heading[number].casefold() if self.heading else ""

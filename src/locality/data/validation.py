@@ -23,7 +23,7 @@ from tqdm import tqdm
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
-from locality.data.folder import class_difference, find_splits, list_folder
+from locality.data.folder import class_difference, find_splits, left_out, list_folder
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import ProcessKilled, UserError, printable, some
 from locality.files import in_threads
@@ -120,7 +120,10 @@ class CheckReport:
         if self.repeated:
             verb = ("file repeats", "files repeat")[self.repeated > 1]
             text.append(f"{self.repeated:,} {verb} an earlier one of the same part")
-        text += _listed(("file is ignored", "files are ignored"), self.ignored, most)
+        kinds = f" ({left_out(self.ignored)})"
+        text += _listed(
+            (f"file is ignored{kinds}", f"files are ignored{kinds}"), self.ignored, most
+        )
         text += _listed(
             (
                 "link leads back to a folder above and is not followed",
