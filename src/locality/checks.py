@@ -141,6 +141,12 @@ def settings(config: Any, group: str = "") -> None:
                     integer(name, each, bounds["low"], bounds["high"])
                 else:
                     number(name, each, **bounds)
+        elif isinstance(value, str):
+            # Runs keep their settings as text.
+            try:
+                value.encode()
+            except UnicodeError:
+                raise UserError(f"{name} is '{value}', which is not UTF-8; rename it") from None
 
 
 def integer(setting: str, value: object, low: int, high: float = math.inf) -> None:

@@ -159,9 +159,10 @@ def read_rows(path: Path | str) -> list[dict[str, str]]:
     """The rows of a CSV file by column; a last line that was not finished is left out.
 
     Raises:
-        OSError, UserError: as `read_text`, and if it is not CSV.
+        OSError, UserError: as `read_bytes`, and if it is not CSV.
     """
-    text = read_text(path)
+    # Cells may be names of files, which need not be UTF-8.
+    text = read_bytes(path).decode(errors="surrogateescape")
     with wrap_errors(f"{path} is not CSV", csv.Error):
         return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
 

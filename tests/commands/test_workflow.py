@@ -309,6 +309,15 @@ def test_predict_names_bad_files_and_classifies_the_others(run, some_bad, capsys
     assert "3 of 100 images could not be read" in captured.err and captured.err.count("\n") == 4
 
 
+def test_names_of_files_that_are_not_text_are_written_as_they_are(run, images, tmp_path):
+    name = os.fsdecode(b"\xe4.png")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / name).write_bytes((images / "0.png").read_bytes())
+    file = tmp_path / "odd.csv"
+    assert main(["predict", str(tmp_path / "odd"), "--model", str(run), "--csv", str(file)]) == 0
+    assert Path(read_rows(file)[0]["path"]).read_bytes() == (images / "0.png").read_bytes()
+
+
 def test_predict_turns_images_as_the_run_did(run, tmp_path, capsys):
     """One whose EXIF orientation says "upside down", and the same pixels turned."""
     shutil.copytree(run, tmp_path / "run")

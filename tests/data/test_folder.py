@@ -246,6 +246,11 @@ def test_class_names_in_other_forms_of_unicode_are_the_same(train_val):
         folder(train_val)
 
 
+def test_a_root_that_is_not_text_is_refused():
+    with pytest.raises(UserError, match=r"root .*not UTF-8"):
+        DataConfig("folder", os.fsdecode(b"\xff"))
+
+
 def test_class_names_that_are_not_text_are_refused(train_val):
     (train_val / "train" / "ant").rename(train_val / "train" / os.fsdecode(b"\xff"))
     with pytest.raises(UserError, match="not UTF-8"):
