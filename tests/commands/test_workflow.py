@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from locality.commands.images import _shown
 from locality.commands.train import read_run
 from locality.data.folder import image_files
 from locality.errors import UserError
+from locality.files import read_rows
 from locality.training import RECIPES, RunConfig, RunFolder, recipe
 
 SHORT = [
