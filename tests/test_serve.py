@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +29,8 @@ from PIL import Image
 import locality
 from locality.checkpoints import open_model, save
 from locality.cli import main
-from locality.data import BadImage
+from locality.data import BadImage, Preprocessing
+from locality.data.sources import TooManyPixels
 
 HTTPException = pytest.importorskip("fastapi").HTTPException
 application = pytest.importorskip("locality.serve.application")
@@ -233,6 +235,28 @@ def test_what_is_no_http_is_refused(process):
         assert status == 400 and "no request of HTTP/1.1" in sentence
 
 
+def test_a_body_that_is_not_http(model, tmp_path):
+    """And a name that is no text, in another server's answers."""
+    config = model / "config.json"
+    other = tmp_path / "saved"
+    shutil.copytree(model, other)
+    (other / "config.json").write_text(config.read_text().replace("digit <b>0</b>", "\\udc80"))
+    words = [sys.executable, "-m", "locality", "serve", str(other), "--port", "0"]
+    with open(tmp_path / "log", "w+") as log, answering(words, stderr=log) as started:
+        for host in (b"x", b"localhost"):
+            for _ in range(5):
+                with connected(started) as connection:
+                    start = b"POST /predict HTTP/1.1\r\nTransfer-Encoding: chunked\r\nHost: "
+                    connection.sendall(start + host + b"\r\n\r\nZZZ\r\n")
+                    assert answers(connection)[0] == 400
+        found = [request(started.address, "POST", "/predict", photo((1, n))) for n in (1, 20_000)]
+        assert [status for status, _ in found] == [200, 200]
+        request_attention = request(started.address, "POST", "/attention", photo((1, 20_000)))
+        assert request_attention[0] == 200
+        log.seek(0)
+        assert "Traceback" not in log.read()
+
+
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_header_that_does_not_end(process, ask, before):
     """Others are answered while a hundred are held, and each is told why it ends."""
@@ -315,17 +339,17 @@ def test_too_many_bytes_at_once(monkeypatch):
 
 
 class TestDecoding:
-    """With something else in the place of the decoder, which the process imports by its name."""
+    """What becomes of the processes that decode."""
 
     @staticmethod
-    def decoded(*data):
+    def run_in_processes(function, *data):
         async def all_of_them():
             processes = anyio.CapacityLimiter(len(data))
             found = {}
 
             async def one(each):
                 try:
-                    found[each] = await decoding.decode(each, processes)
+                    found[each] = await decoding.in_process(function, each, limiter=processes)
                 except Exception as error:
                     found[each] = error
 
@@ -339,16 +363,44 @@ class TestDecoding:
     def test_what_takes_too_long_is_refused(self, monkeypatch):
         before = psutil.Process().children()
         monkeypatch.setattr(decoding, "SECONDS", 5)
-        monkeypatch.setattr(decoding, "_decode", time.sleep)
-        found = self.decoded(0, 1000)
+        found = self.run_in_processes(time.sleep, 0, 1000)
         assert found[0] is None
         assert isinstance(found[1000], BadImage) and "more than 5 seconds" in str(found[1000])
         after = [each for each in psutil.Process().children() if each not in before]
         assert not psutil.wait_procs(after, 30)[1]
 
-    def test_a_process_that_is_killed(self, monkeypatch):
-        monkeypatch.setattr(decoding, "_decode", signal.raise_signal)
-        assert isinstance(self.decoded(signal.SIGKILL)[signal.SIGKILL], anyio.BrokenWorkerProcess)
+    def test_a_process_that_is_killed(self):
+        found = self.run_in_processes(signal.raise_signal, signal.SIGKILL)
+        assert isinstance(found[signal.SIGKILL], anyio.BrokenWorkerProcess)
+
+    def test_small_images_do_not_wait_for_large_ones(self, monkeypatch):
+        monkeypatch.setattr(decoding, "_WAIT_SECONDS", 0.1)
+        small, large = photo(), photo((2000, 2000))
+
+        async def ask():
+            decoder = decoding.Decoder(Preprocessing(32), "L")
+            found = await decoder(large)
+            assert (found.image.mode, found.image.size) == ("L", (32, 32))
+            assert (found.shown.mode, found.shown.size) == ("RGB", (448, 448))
+            async with decoder._places[1]:
+                assert (await decoder(small)).shown.size == (32, 32)
+                with pytest.raises(decoding.Busy, match="too many images at once"):
+                    await decoder(large)
+            with pytest.raises(TooManyPixels):
+                await decoder(bomb())
+
+        run_alone(ask)
+
+    def test_memory_is_lent(self, monkeypatch):
+        monkeypatch.setattr(decoding, "LANES", (decoding.Lane(50_000_000, 30_000_000, 1),))
+
+        async def ask():
+            decoder = decoding.Decoder(Preprocessing(32), "RGB")
+            with pytest.raises(BadImage, match="takes more than 30 MB"):
+                await decoder(photo((5000, 5000)))
+            assert (await decoder(photo())).image.size == (32, 32)
+
+        run_alone(ask)
 
 
 # Whatever it is to do with an image, it says so in a pipe, and then goes on for ever.
@@ -358,7 +410,8 @@ from locality.cli import main
 from locality.serve import application, decoding
 where, what, *words = sys.argv[1:]
 if where == "decoding":
-    decoding._decode = runpy.run_path  # of what is sent
+    run = decoding.in_process
+    decoding.in_process = lambda _, sent, *__, limiter: run(runpy.run_path, sent, limiter=limiter)
 else:
     application.explorer_page = lambda *_: runpy.run_path(what)
 sys.exit(main(words))

@@ -19,11 +19,12 @@ from PIL import Image
 
 from locality import checks
 from locality.analysis.explorer import write_explorer
-from locality.analysis.pictures import data_url, high_resolution_crop, run_images
+from locality.analysis.pictures import data_url, run_images
 from locality.analysis.recording import record_missing
 from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.checkpoints.api import Classifier, open_model
 from locality.data.folder import read_image
+from locality.data.resizing import high_resolution_crop
 from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import figure_bytes
@@ -88,7 +89,7 @@ class TrainedRun:
         (row,) = self.classifier([image])
         return Prediction(
             self.classifier.top_classes(row, top),
-            high_resolution_crop(self.classifier.preprocessing, image),
+            np.asarray(high_resolution_crop(image, self.classifier.preprocessing)),
         )
 
     def report(self, output: Path | str | None = None) -> Page:

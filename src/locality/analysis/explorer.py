@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from locality import __version__
 from locality.analysis.measures import measure_model, positional_vectors
-from locality.analysis.pictures import DECADES, data_url, high_resolution_crop, prepare_sample
+from locality.analysis.pictures import DECADES, data_url, prepare_sample
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
+from locality.data.resizing import high_resolution_crop
 from locality.errors import UserError
 from locality.layers.grid import Window
 from locality.models.variants import family_of
@@ -62,6 +63,7 @@ def explorer_page(
     subjects: Sequence[Classifier],
     images: Sequence[Image.Image],
     names: Sequence[str] | None = None,
+    shown: Sequence[Image.Image] | None = None,
 ) -> str:
     """The page of some models on some images.
 
@@ -69,6 +71,7 @@ def explorer_page(
         subjects: one to four models, shown side by side on the same patch.
         images: shown to every model with its own preprocessing.
         names: of the images.
+        shown: the images in more detail, as `high_resolution_crop` makes them unless given.
 
     Raises:
         UserError: if there is no model or no image, or a model's attention cannot be read.
@@ -79,14 +82,16 @@ def explorer_page(
     observed = [
         _observe(subject, chosen.images) for subject, chosen in zip(subjects, samples, strict=True)
     ]
+    if shown is None:
+        shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
     page = {
         "decades": DECADES,
         "images": [
             {
-                "source": data_url(high_resolution_crop(subjects[0].preprocessing, image)),
+                "source": data_url(np.asarray(picture)),
                 "name": names[index] if names else f"image {index + 1}",
             }
-            for index, image in enumerate(images)
+            for index, picture in enumerate(shown)
         ],
         "models": [about for about, _ in observed],
     }

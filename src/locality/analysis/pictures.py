@@ -36,7 +36,6 @@ from locality.training.run_folder import RunFolder
 
 Array = npt.NDArray[Any]
 
-_MAX_CROP_SIZE = 448
 _MAX_PICTURES_BYTES = 1 << 28
 
 DECADES = 3
@@ -142,16 +141,6 @@ def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample
     transform = eval_transform(subject.preprocessing)
     shown = np.stack([_pixels(transform, image) for image in images])
     return Sample(subject.prepare(images), shown, [""] * len(images), subject.classes or ())
-
-
-def high_resolution_crop(preprocessing: Preprocessing, image: Image.Image) -> npt.NDArray[np.uint8]:
-    """The evaluation crop of an image at a higher resolution: (H, W, 3), at most `_MAX_CROP_SIZE`.
-
-    It shows the part of the image that the model is given, with at least as many pixels.
-    """
-    height, width = preprocessing.size
-    factor = max(1, min(_MAX_CROP_SIZE, *image.size) // max(height, width))
-    return _pixels(eval_transform(preprocessing.at((factor * height, factor * width))), image)
 
 
 def _pixels(transform: Any, image: Image.Image) -> npt.NDArray[np.uint8]:

@@ -28,8 +28,8 @@ from locality.models.base import ImageClassifier
 
 _log = logging.getLogger("locality")
 
-# How Pillow calls images of so many channels.
-_MODES = {1: "L", 3: "RGB"}
+# Pillow's mode by channel count.
+MODES = {1: "L", 3: "RGB"}
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ class Classifier:
             UserError: if it wants neither grey images nor coloured ones.
         """
         channels = len(self.preprocessing.mean)
-        if channels not in _MODES:
+        if channels not in MODES:
             raise UserError(f"{self.name} takes {channels} channels, and pictures have 1 or 3")
         transform = eval_transform(self.preprocessing)
 
         def prepared(image: Image.Image) -> Tensor:
-            return transform(image.convert(_MODES[channels]))
+            return transform(image.convert(MODES[channels]))
 
         # A loop's variable would keep each image while the next one is decoded.
         if not (pixels := list(map(prepared, images))):

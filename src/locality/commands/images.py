@@ -23,7 +23,7 @@ from locality.commands.parsing import (
     with_aliases,
 )
 from locality.commands.resolve import images_at, page_in
-from locality.data.config import DEFAULT_DECODING, DataConfig
+from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image
 from locality.errors import UserError, lookup, one_line, printable, require, unknown
 from locality.files import check_new_folder, check_output, check_parent, csv_text, write_output
@@ -138,6 +138,11 @@ def predictions_csv(
     return csv_text(table)
 
 
+def _decoding_of(model: str) -> Decoding:
+    """A run's images are decoded as in training, other models' by default."""
+    return read_config(Path(model)).data.decoding if is_run_folder(model) else DEFAULT_DECODING
+
+
 def _read_images(
     files: Iterable[Path], model: str, read: list[Path], bad: list[str]
 ) -> Iterator[Image.Image]:
@@ -148,7 +153,7 @@ def _read_images(
         model: as somebody typed it.
         read, bad: are given the files of the images so far, and a sentence on each other.
     """
-    decoding = read_config(Path(model)).data.decoding if is_run_folder(model) else DEFAULT_DECODING
+    decoding = _decoding_of(model)
     for file in files:
         try:
             # In no variable, which would keep it while the next one is decoded.
@@ -313,7 +318,14 @@ def serve(arguments: Sequence[str]) -> None:
     from locality.serve import server
 
     opened = open_given(options.model, options)
-    server.serve(opened, options.host, options.port, options.hosts or (), options.title or "")
+    server.serve(
+        opened,
+        options.host,
+        options.port,
+        options.hosts or (),
+        options.title or "",
+        _decoding_of(options.model),
+    )
 
 
 def figure(arguments: Sequence[str]) -> int:

@@ -32,7 +32,8 @@ from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffImagePlugin, Ti
 
 from locality import files
 from locality.data.config import DEFAULT_DECODING, Decoding
-from locality.data.sources import BadImage
+from locality.data.resizing import convert
+from locality.data.sources import BadImage, TooManyPixels
 from locality.errors import UserError
 
 # Formats by content, whatever the file's name. Not all that Pillow reads: some of the others run
@@ -175,14 +176,14 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
         try:
             image = Image.open(cast(IO[bytes], counted), formats=_formats())
         except Image.DecompressionBombError as error:
-            raise BadImage(
+            raise TooManyPixels(
                 f"the image has more than the {decoding.max_pixels:,} pixels that are allowed"
             ) from error
         except Image.UnidentifiedImageError as error:
             raise BadImage("the file is not an image of a known format") from error
     # Pillow holds as much as two pixels beside each row.
     if max(image.width, 3) * image.height > decoding.max_pixels:
-        raise BadImage(
+        raise TooManyPixels(
             f"the image has {image.width} × {image.height} pixels, more than the "
             f"{decoding.max_pixels:,} that are allowed"
         )
@@ -263,32 +264,26 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
     """
     with _as_bad_image():
         turn = _TURNS.get(_orientation(image)) if decoding.exif else None
-        image = _to_rgb(image, decoding)
+        # What only a TIFF says of its greys.
+        tags = getattr(image, "tag_v2", {})
+        signed = image.mode in ("L", "I") and tags.get(TiffImagePlugin.SAMPLEFORMAT) == (2,)
+        depth = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]
+        if image.mode.startswith("I;16") or (
+            image.mode == "I" and (image.format in ("PNG", "PPM") or (signed and depth == 16))
+        ):
+            image = _from_16_bits(image, decoding, min(depth, 15) if signed else depth)
+        elif image.mode in ("I", "F") or signed:
+            raise BadImage(
+                f"{'signed ' if signed else ''}grey in {depth} bits has no defined white; convert "
+                "the image to 8 or 16 bits without a sign first"
+            )
+        elif image.has_transparency_data:
+            image = convert(image, "RGBA")
+            white = Image.new("RGB", image.size, "white")
+            white.paste(image, mask=image)
+            image = white
+        image = convert(image, "RGB")
         return image if turn is None else image.transpose(turn)
-
-
-def _to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    # What only a TIFF says of its greys.
-    tags = getattr(image, "tag_v2", {})
-    signed = image.mode in ("L", "I") and tags.get(TiffImagePlugin.SAMPLEFORMAT) == (2,)
-    depth = tags.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]
-    if image.mode.startswith("I;16") or (
-        image.mode == "I" and (image.format in ("PNG", "PPM") or (signed and depth == 16))
-    ):
-        return _from_16_bits(image, decoding, min(depth, 15) if signed else depth)
-    if image.mode in ("I", "F") or signed:
-        raise BadImage(
-            f"{'signed ' if signed else ''}grey in {depth} bits has no defined white; convert the "
-            "image to 8 or 16 bits without a sign first"
-        )
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGB", image.size, "white")
-        white.paste(image, mask=image)
-        return white
-    return image.convert("RGB")
 
 
 def _orientation(image: Image.Image) -> Any:
@@ -315,13 +310,13 @@ def _orientation(image: Image.Image) -> Any:
 
 @contextlib.contextmanager
 def _as_bad_image() -> Iterator[None]:
-    """Whatever is raised in the block as a `BadImage`.
+    """Whatever is raised in the block as a `BadImage`, but for a lack of memory.
 
     Decoders of damaged files raise nearly anything: OSError, SyntaxError, struct.error…
     """
     try:
         yield
-    except BadImage:
+    except (BadImage, MemoryError):
         raise
     except Exception as error:
         text = str(error) or type(error).__name__

@@ -10,6 +10,12 @@ from locality.data.config import Preprocessing
 
 # Resized whole, an image of 1 × 20,000 pixels would take gigabytes.
 _MAX_ASPECT = 16
+_MAX_SHOWN = 448
+
+
+def convert(image: Image.Image, mode: str) -> Image.Image:
+    """The image in a mode of Pillow's; itself, not a copy, where it has that mode."""
+    return image if image.mode == mode else image.convert(mode)
 
 
 def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
@@ -34,6 +40,14 @@ def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.I
     image = image.resize((columns, rows), filter_)
     left, top = round((columns - width) / 2), round((rows - height) / 2)
     return image.crop((left, top, left + width, top + height))
+
+
+def high_resolution_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
+    """What `resize_and_crop` leaves of an image, in RGB with more pixels, up to 448 a side."""
+    height, width = preprocessing.size
+    factor = max(1, min(_MAX_SHOWN, *image.size) // max(height, width))
+    larger = preprocessing.at((factor * height, factor * width))
+    return resize_and_crop(convert(image, "RGB"), larger)
 
 
 def _covering(image: Image.Image, rows: int, columns: int) -> tuple[int, int]:

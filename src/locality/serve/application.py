@@ -2,7 +2,7 @@
 
 An image is the body of a request, alone or as the one file of a form, within limits; a request has
 nothing else: no file is named, none is written. A few images at a time are decoded, and one is
-looked at, so that memory does not grow with requests.
+looked at; only what the model takes of it comes to this process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import re
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from email.message import Message
 from functools import partial
 from typing import Any, TypeVar
@@ -21,17 +22,17 @@ import anyio.to_thread
 from anyio import BrokenWorkerProcess
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
-from PIL import Image
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
 
 from locality import __version__
 from locality.analysis.explorer import explorer_page
-from locality.checkpoints.api import Classifier
+from locality.checkpoints.api import MODES, Classifier
+from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.data.sources import BadImage
-from locality.errors import NonFiniteLogits, UserError
-from locality.serve.decoding import decode
+from locality.errors import NonFiniteLogits, UserError, printable
+from locality.serve.decoding import Busy, Crops, Decoder
 from locality.templates import render
 
 MEGABYTES = 20
@@ -43,7 +44,7 @@ _MAX_READ_BYTES = 400_000_000
 _SECONDS = 60
 _MAX_FORM_PARTS = 100
 # Of all requests together. Counting requests instead would let some that send slowly shut out all.
-_MAX_HELD_BYTES = 500_000_000
+_MAX_HELD_BYTES = 100_000_000
 
 
 class RequestBodies:
@@ -59,17 +60,18 @@ class RequestBodies:
         Raises:
             HTTPException: if it is too much, takes too long, or a form has no or several files.
         """
-        kept = bytearray()
+        kept, size = bytearray(), 0
         try:
             await self._read(request, kept)
-            data = bytes(kept)
+            data, size = bytes(kept), len(kept)
+            kept.clear()
             if request.headers.get("content-type", "").startswith("multipart/"):
                 data = _file_of_form(data, request.headers["content-type"])
             if len(data) > MEGABYTES * 1_000_000:
                 raise _too_large()
             yield data
         finally:
-            self._held -= len(kept)
+            self._held -= len(kept) + size
 
     async def drop(self, request: Request) -> None:
         """Read what is sent to its end: a client that still sends does not read the response."""
@@ -129,9 +131,6 @@ def _file_of_form(data: bytes, content_type: str) -> bytes:
     return files[0]
 
 
-# So many images are decoded, or wait with their pixels to be looked at.
-_DECODED = 4
-
 _FILE = {"type": "string", "format": "binary"}
 _IMAGE = {
     "requestBody": {
@@ -166,12 +165,15 @@ class ErrorResponse(BaseModel):
     detail: str
 
 
-def application(classifier: Classifier, title: str = "") -> FastAPI:
+def application(
+    classifier: Classifier, title: str = "", decoding: Decoding = DEFAULT_DECODING
+) -> FastAPI:
     """The page at /, the endpoints /predict and /attention, and their description, /openapi.json.
 
     Args:
         classifier: which answers; a graph has no attention to show.
         title: of the page; the model's name unless given.
+        decoding: as of the model's images; they are turned as they were held in any case.
     """
     refused: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorResponse} for status in (408, 413, 422, 500, 503)
@@ -185,15 +187,21 @@ def application(classifier: Classifier, title: str = "") -> FastAPI:
     )
     page = _page(classifier, title)
     bodies = RequestBodies()
-    places, processes = anyio.Semaphore(_DECODED), anyio.CapacityLimiter(_DECODED)
+    preprocessing = classifier.preprocessing
+    mode = MODES.get(len(preprocessing.mean), "RGB")
+    decode = Decoder(preprocessing, mode, decoding)
+    # Of images that are cut already.
+    looking = replace(classifier, preprocessing=replace(preprocessing, crop_pct=1.0))
     # torch takes all processors for one image as it is.
     one = anyio.CapacityLimiter(1)
 
-    async def answered(request: Request, answer: Callable[[Image.Image], T]) -> T:
-        async with bodies.image(request) as data, places:
+    async def answered(request: Request, answer: Callable[[Crops], T]) -> T:
+        async with bodies.image(request) as data:
             try:
-                image = await decode(data, processes)
-                return await anyio.to_thread.run_sync(partial(answer, image), limiter=one)
+                crops = await decode(data)
+                return await anyio.to_thread.run_sync(partial(answer, crops), limiter=one)
+            except Busy as error:
+                raise HTTPException(503, str(error)) from None
             except NonFiniteLogits as error:
                 raise HTTPException(500, str(error)) from None
             except (BadImage, UserError) as error:
@@ -210,19 +218,22 @@ def application(classifier: Classifier, title: str = "") -> FastAPI:
     async def predict(request: Request) -> Prediction:
         """The five most likely classes of the image in the body."""
 
-        def look(image: Image.Image) -> dict[str, float]:
-            return classifier.top_classes(classifier([image])[0])
+        def look(crops: Crops) -> dict[str, float]:
+            return looking.top_classes(looking([crops.image])[0])
 
         found = await answered(request, look)
-        named = [ClassProbability(name=name, probability=share) for name, share in found.items()]
+        # A name may hold what is no text in UTF-8.
+        named = [ClassProbability(name=printable(name), probability=p) for name, p in found.items()]
         return Prediction(model=classifier.name, classes=named)
 
     @service.post("/attention", openapi_extra=_IMAGE, response_class=HTMLResponse)
     async def attention(request: Request) -> str:
         """A page of the image in the body: attention of every layer and head, and gates."""
-        return await answered(
-            request, lambda image: explorer_page([classifier], [image], ["your image"])
-        )
+
+        def look(crops: Crops) -> str:
+            return explorer_page([looking], [crops.image], ["your image"], [crops.shown])
+
+        return await answered(request, look)
 
     @service.exception_handler(AnyHTTPException)
     async def refuse(request: Request, error: AnyHTTPException) -> JSONResponse:

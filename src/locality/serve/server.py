@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from locality.checkpoints.api import Classifier
+from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.errors import UserError
 from locality.serve.application import application, content_policy
 
@@ -109,6 +110,8 @@ class _Connection(H11Protocol):
         self._refuse(400, "this is no request of HTTP/1.1")
 
     def _refuse(self, status: int, sentence: str) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # what the application answers now goes nowhere
         body = json.dumps({"detail": sentence}).encode()
         headers = [
             *self.server_state.default_headers,
@@ -161,7 +164,12 @@ def _end(code: int) -> NoReturn:
 
 
 def serve(
-    classifier: Classifier, host: str, port: int, hosts: Sequence[str] = (), title: str = ""
+    classifier: Classifier,
+    host: str,
+    port: int,
+    hosts: Sequence[str] = (),
+    title: str = "",
+    decoding: Decoding = DEFAULT_DECODING,
 ) -> NoReturn:
     """Answer until interrupted, and for two seconds more; then end the process.
 
@@ -174,6 +182,7 @@ def serve(
         hosts: names that the page is reached by, beside the machine's own; with "*" all are, and
             other pages may show this one in a frame.
         title: of the page; the model's name unless given.
+        decoding: as of the model's images; they are turned as they were held in any case.
 
     Raises:
         UserError: if the address cannot be listened at, or a host is no name.
@@ -189,7 +198,7 @@ def serve(
     ]
     known = ["localhost", socket.gethostname(), host, *hosts]
     config = uvicorn.Config(
-        HostCheck(application(classifier, title), known),
+        HostCheck(application(classifier, title, decoding), known),
         http=_Connection,
         ws="none",
         log_level="error",
