@@ -45,7 +45,10 @@ MISTAKES = [
     ("train --engine.precision fp8", "precision is fp8; give one of auto, fp32, bf16-mixed"),
     ("train --engine.devices cuda", "engine.devices is cuda; give a whole number"),
     ("train --engine.batch_size 0", "batch_size is 0; give a whole number, at least 1"),
-    ("train --model.img_size big", "model.img_size is big; give a whole number or null"),
+    (
+        "train --model.img_size big",
+        "model.img_size is big; give a whole number or a list of 2 such as [1, 2] or null",
+    ),
     ("train --data.part [0.1]", "data.part is [0.1]; give a list of 2 such as [0.1, 0.2]"),
     ("train --model.overrides.depth", "needs --model.overrides.depth VALUE: other fields"),
     ("train --optim.lr fast", "optim.lr is fast; give a number"),

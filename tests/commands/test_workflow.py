@@ -398,3 +398,22 @@ def test_a_short_run_has_a_short_warm_up(capsys):
     assert main(["train", "--schedule.steps=60", "--print_config"]) == 0
     printed = settings.from_yaml(RunConfig, capsys.readouterr().out)
     assert printed == read_run(["--schedule.steps=60"])[0]
+
+
+def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, capsys):
+    for label in ("cat", "dog"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(8):
+            image = Image.new("RGB", (32, 16), (number * 9, len(label), 7))
+            image.save(tmp_path / "photos" / label / f"{number}.png")
+    photos, runs = str(tmp_path / "photos"), [tmp_path / "first", tmp_path / "second"]
+    words = ["--model", "convit_nano", "--model.img_size", "[16,32]", "--output", str(runs[0])]
+    assert main(["train", photos, *SHORT, *words, "--schedule.eval_every=4"]) == 0
+    assert main(["convert", str(runs[0]), str(tmp_path / "saved")]) == 0
+    words = ["--from", str(tmp_path / "saved"), "--output", str(runs[1])]
+    assert main(["finetune", photos, *SHORT, *words, "--schedule.eval_every=4"]) == 0
+    for run in runs:
+        assert RunFolder(run).config().model.img_size == (16, 32)
+    capsys.readouterr()
+    assert main(["eval", str(runs[1]), "--img_size", "[32,32]"]) == 0
+    assert "on 4 images" in capsys.readouterr().out

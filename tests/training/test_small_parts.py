@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 import torch
 
+import locality
+from locality.data.config import Preprocessing
 from locality.errors import UserError
 from locality.files import CsvTable
 from locality.machine import commit
 from locality.models import build
+from locality.models.config import signature_diff
 from locality.training import devices, dry_run, recipe, replace
 from locality.training.cost import Speed
 from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loggers import ProgressBar
 from locality.training.loop import seed_pass
+from locality.training.model import initialize_model, settings_from_weights
+from locality.training.recipes import adjusted
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
@@ -265,3 +270,26 @@ def test_a_dry_run_refuses_what_training_would_refuse(tmp_path: Path) -> None:
 def test_the_commit_is_that_of_this_checkout() -> None:
     found = commit()
     assert found is None or len(found.rstrip("+")) == 40
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("convit_nano", {"depth": 5, "gpsa_layers": 3}),
+        ("convit_nano", {"global_pool": "avg", "img_size": (16, 32), "patch_size": 4}),
+        ("cvt_nano", {"kv_stride": 1, "depth": (1, 2, 1), "img_size": (12, 16)}),
+        ("timm/test_resnet", {"in_chans": 3}),
+    ],
+)
+def test_a_run_from_a_saved_folder_has_its_architecture(model, changes, tmp_path):
+    torch.manual_seed(0)
+    saved = locality.create_model(model, num_classes=3, **changes)
+    prepared = Preprocessing(saved.config.img_size, (0.1, 0.2, 0.3), crop_pct=0.7)
+    locality.save(saved, tmp_path, preprocessing=prepared, classes=["a", "b", "c"])
+    config = adjusted("finetune", settings_from_weights(str(tmp_path)))
+    started, _ = initialize_model(config, 3)
+    assert not signature_diff(started.config, saved.config)
+    assert started.img_size == saved.img_size
+    assert config.input.mean == prepared.mean and config.input.crop_pct == 0.7
+    images = torch.randn(2, 3, *saved.img_size)
+    torch.testing.assert_close(started.eval()(images), saved.eval()(images))

@@ -42,6 +42,7 @@ _AT_ONCE = 32
 # How the tables of `predict` and `eval` begin.
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _OF_TRAINING = "data.fraction data.subset data.subset_seed"
+_SIZE = int | tuple[int, int] | None
 _IMAGES = "files or folders; a run's own unless given"
 
 
@@ -186,7 +187,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser = Parser("eval", evaluate.__doc__)
     parser.add_model("run", nargs="?", default=None)
     parser.add("--weights", None, "the same, by name")
-    parser.add("--img_size", None, "side in pixels", int | None)
+    parser.add("--img_size", None, "side in pixels, or [height,width]", _SIZE)
     parser.add("--batch_size", 256, "images at once")
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
     parser.add("--json", False, "print JSON")

@@ -26,6 +26,7 @@ from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, replace_convolutions
 from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.models.vit import VisionTransformer
+from locality.settings import to_dict, with_role
 
 Scalar = str | bool | int | float | None
 
@@ -110,7 +111,7 @@ class TimmConfig:
         for name, value in fields.items():
             if not isinstance(value, Scalar):
                 raise UserError(f"{name} is {value!r}; timm's models take plain values here")
-        settings = tuple((dict(self.settings) | fields).items())
+        settings = tuple(sorted((dict(self.settings) | fields).items()))
         return dataclasses.replace(self, settings=settings, **own)
 
 
@@ -222,6 +223,31 @@ def named(name: str, fields: dict[str, Any]) -> Any:
         raise UserError(f"unknown model '{name}'; timm's model of that name is '{PREFIX}{name}'")
     own = TimmConfig.named(name) if name.startswith(PREFIX) else variant(name).config
     return own.with_overrides(**fields)
+
+
+def describe(config: Any, name: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The name and the fields from which `named` makes a configuration, but for its interface.
+
+    Args:
+        config: of any family.
+        name: of the model it was made from; the one that differs least unless given.
+    """
+    plain, interface = to_dict(config), with_role(type(config), "interface")
+
+    def differing(other: Any) -> dict[str, Any]:
+        before = to_dict(other)
+        changed = {n: value for n, value in plain.items() if value != before[n]}
+        return {n: value for n, value in changed.items() if n not in interface}
+
+    if isinstance(config, TimmConfig):
+        fields = differing(TimmConfig.named(config.name))
+        return PREFIX + config.name, fields | dict(fields.pop("settings", ()))
+    rows = VARIANTS if name not in VARIANTS else [name]
+    alike = {
+        n: differing(VARIANTS[n].config) for n in rows if type(VARIANTS[n].config) is type(config)
+    }
+    nearest = min(alike, key=lambda n: len(alike[n]))
+    return nearest, alike[nearest]
 
 
 def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClassifier:

@@ -25,7 +25,8 @@ class ModelConfig:
 
     Attributes:
         name: one of `locality models`, or "timm/" and the name of one of timm's models.
-        img_size: side of the training images in pixels; None takes the model's own.
+        img_size: side of the training images in pixels, or [height, width]; None takes the model's
+            own.
         patch_size: side of a patch in pixels; None takes the model's own.
         weights: what to start from: a run folder, weights in any format, or the name of public
             ones; None draws fresh weights from the seed. A classifier for other classes is new.
@@ -34,7 +35,7 @@ class ModelConfig:
     """
 
     name: str = "convit_nano"
-    img_size: int | None = checks.bounded(None, 1)
+    img_size: int | tuple[int, int] | None = checks.bounded(None, 1)
     patch_size: int | None = checks.bounded(None, 1)
     weights: str | None = setting(None, "run")
     entry: str | None = None

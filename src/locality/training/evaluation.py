@@ -66,7 +66,7 @@ def evaluate_opened(
     data: DataConfig,
     *,
     seed: int = 0,
-    img_size: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
     batch_size: int = 256,
     precision: str = "fp32",
     accelerator: str = "auto",
@@ -79,7 +79,7 @@ def evaluate_opened(
         opened: what `locality.checkpoints.open_model` gives.
         data: with as many classes as the model has.
         seed: of the data's own random splits.
-        img_size: side of the images; None is the model's own.
+        img_size: side of the images, or (height, width); None is the model's own.
         batch_size: images at once.
         precision: as `engine.precision` of a run.
         accelerator: "auto", "cpu", "cuda" or "mps".

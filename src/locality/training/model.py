@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from locality.checkpoints import load, load_weights
-from locality.checkpoints.registry import detect_kind
 from locality.checkpoints.resolve import read
 from locality.errors import UserError, prefix_errors
 from locality.models import ImageClassifier, build
+from locality.models.config import to_2tuple
+from locality.models.factory import describe
 from locality.training.config import RunConfig
 from locality.training.run_folder import RunFolder
 
@@ -24,21 +25,18 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
         weights, entry: as `checkpoints.read` takes them.
 
     Raises:
-        UserError, FileNotFoundError: as `read`, or if the architecture has no name.
+        UserError, FileNotFoundError: as `read`.
     """
     found = read(weights, entry=entry)
-    if found.name is None:
-        raise UserError(
-            f"{weights} holds an architecture that is not in the table of models; give the nearest "
-            f"one as --model, and what differs as --model.overrides"
-        )
-    settings: dict[str, Any] = {"model.weights": weights, "model.name": found.name}
-    if detect_kind(weights) == "run":
-        model = RunFolder(weights).config().model
-        settings |= {"model.patch_size": model.patch_size, "model.overrides": model.overrides}
-    size = found.config.img_size
-    if isinstance(size, int) or len(set(size)) == 1:
-        settings["model.img_size"] = size if isinstance(size, int) else size[0]
+    name, fields = describe(found.config, found.name)
+    height, width = to_2tuple(found.config.img_size)
+    settings: dict[str, Any] = {
+        "model.weights": weights,
+        "model.name": name,
+        "model.img_size": height if height == width else (height, width),
+        "model.patch_size": fields.pop("patch_size", None),
+        **{f"model.overrides.{field}": value for field, value in fields.items()},
+    }
     if found.preprocessing is not None:
         prepared = dataclasses.asdict(found.preprocessing)
         del prepared["img_size"]

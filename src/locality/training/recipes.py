@@ -17,6 +17,7 @@ from typing import Any
 
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError, check_known, lookup
+from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, variant
 from locality.settings import from_dict, replace, to_dict
 from locality.training.config import (
@@ -353,14 +354,16 @@ SMALL_SIDE = 32
 """Pixels up to which `photos` has its recipe for small images."""
 
 
-def is_small(model: str, img_size: int | None) -> bool:
+def is_small(model: str, img_size: int | tuple[int, int] | None) -> bool:
     """Whether `photos` has its recipe for small images; None is the model's own size."""
     if img_size is None and not model.startswith(PREFIX):
         img_size = variant(model).config.img_size
-    return img_size is not None and img_size <= SMALL_SIDE
+    return img_size is not None and max(to_2tuple(img_size)) <= SMALL_SIDE
 
 
-def photos(model: str = "convit_mini", img_size: int | None = None, seed: int = 0) -> RunConfig:
+def photos(
+    model: str = "convit_mini", img_size: int | tuple[int, int] | None = None, seed: int = 0
+) -> RunConfig:
     """A custom dataset of some hundred to some thousand photographs, from scratch in ten minutes.
 
     Each image is seen about a hundred times, so random crops, flips, label smoothing and stochastic
