@@ -239,7 +239,7 @@ def _transfer_of_classes(s: Scale, classes: int) -> Table:
         found: dict[str, tuple[Run, ...]] = {"new classes": (), "digits, more pixels": ()}
         for start in s.runs(role, seeds=s.few_seeds, data__first_classes=classes):
             model, schedule = start.config.model, start.config.schedule
-            assert model.img_size is not None and schedule.steps is not None
+            assert isinstance(model.img_size, int) and schedule.steps is not None
             larger: dict[str, Any] = {
                 "data.dataset": "digits",
                 "data.root": None,
