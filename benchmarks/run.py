@@ -7,22 +7,28 @@ script measures on a processor and, where torch sees one, on a CUDA device.
     python benchmarks/run.py            everything; about 20 minutes on two cores
     python benchmarks/run.py --only bf16 memory
     python benchmarks/run.py --only gpu gpu_large gpu_cvt       in batches for a GPU
+    python benchmarks/run.py --only sizes sizes_cvt             nine models; hours
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from locality.benchmark import BenchmarkConfig
 from locality.benchmark.measure import interleave
-from locality.benchmark.run import one_process_each, run_benchmark, write_record
+from locality.benchmark.run import one_process_each, run_benchmark, to_table
 from locality.files import write_atomic
+from locality.machine import commit
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -60,6 +66,9 @@ PLAN: dict[str, tuple[str, list[str], BenchmarkConfig]] = {
     ),
 }
 _BF16 = BenchmarkConfig(batch_size=64, precisions=("bf16",), modes=("eager", "compiled"))
+_SIZES = BenchmarkConfig(
+    img_sizes=(224, 384, 512), precisions=("fp32", "bf16"), modes=("eager", "compiled")
+)
 GPU_PLAN: dict[str, tuple[str, list[str], BenchmarkConfig]] = {
     "gpu": (
         "The soft bias on a GPU: 224 px, batches of 64, bf16, eager and compiled",
@@ -75,6 +84,16 @@ GPU_PLAN: dict[str, tuple[str, list[str], BenchmarkConfig]] = {
         "CvT on a GPU beside transformers': 224 px, batches of 64, bf16, eager and compiled",
         ["cvt_13", "cvt_21"],
         replace(_BF16, against="transformers"),
+    ),
+    "sizes": (
+        "ConViT and DeiT: 224, 384 and 512 px, fp32 and bf16, eager and compiled",
+        [f"{family}_{size}" for family in ("convit", "deit") for size in ("tiny", "small", "base")],
+        _SIZES,
+    ),
+    "sizes_cvt": (
+        "CvT beside transformers': 224, 384 and 512 px, fp32 and bf16, eager and compiled",
+        ["cvt_13", "cvt_21", "cvt_w24"],
+        replace(_SIZES, against="transformers"),
     ),
 }
 
@@ -102,9 +121,48 @@ def main() -> None:
     if not torch.cuda.is_available():
         rate = also["matmul_gmacs_per_second"] = matmul_rate() / 1e9
         remarks.append(f"A large fp32 `F.linear` runs at {rate:.0f} GMAC/s here.")
-    tables = write_record(RESULTS, measured, options.name, **also)
+    tables = write_record(measured, options.name, **also)
     write_atomic(tables, "\n".join([tables.read_text(), *remarks, ""]))
     print(tables.read_text())
+
+
+def write_record(measured: dict[str, list], name: str | None = None, **also: Any) -> Path:
+    """Write both files; the path of the one with tables.
+
+    Args:
+        measured: results of `run_benchmark` by the question that they answer.
+        name: of the files without ending; device, threads and date unless given.
+        also: more to put into the JSON.
+    """
+    content = {"commit": commit() or "unknown", "measured": measured, **also}
+    machine = next(iter(measured.values()))[0]["machine"]
+    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    path = RESULTS / (name or f"{device}-{machine['threads']}t-{machine['date']}")
+    write_atomic(path.with_name(f"{path.name}.json"), json.dumps(content, indent=1) + "\n")
+    tables = path.with_name(f"{path.name}.md")
+    write_atomic(tables, markdown(content))
+    return tables
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The measurements as tables."""
+    machine = next(iter(content["measured"].values()))[0]["machine"]
+    lines = [
+        f"# {machine['device']}, {machine['date']}",
+        "",
+        f"{machine['threads']} threads, {machine['instructions']}, torch {machine['torch']}, "
+        f"timm {machine['timm']}, commit {content['commit'][:12]}. Contenders take turns in one "
+        "process; *ours is* gives the median over rounds of our speed over theirs, with the middle "
+        "half of the rounds beside it.",
+    ]
+    for question, results in content["measured"].items():
+        lines += ["", f"## {question}"]
+        for result in results:
+            header, cells = to_table(result)
+            rows = [header, ["---"] * len(header), *cells]
+            lines += ["", f"`{result['model']}`", ""]
+            lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def bf16_gain(result: dict) -> str:

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from loader import run_loading
 from torch import nn
 
 from locality.benchmark import BenchmarkConfig
-from locality.benchmark.loading import run_loading
 from locality.benchmark.measure import Timing, interleave, launches, peak_memory
 from locality.benchmark.run import peers, randomise, run_benchmark, to_table
 from locality.cli import main
@@ -129,31 +129,9 @@ def test_the_loader_is_measured(tmp_path):
     json.dumps(result)
 
 
-def test_models_or_the_loader(capsys):
-    for words in (["benchmark"], ["benchmark", "deit_nano", "--loader"]):
-        assert main(words) == 2
-        assert "--loader or --all alone" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_all_models_are_measured_and_recorded(tmp_path, capsys, monkeypatch):
-    """A peer that is missing is named and the others are measured."""
-    models = {"timm": ("deit_nano",), "transformers": ("convit_nano", "cvt_micro")}
-    monkeypatch.setattr("locality.commands.models.ALL", models)
-    monkeypatch.chdir(tmp_path)
-    few = ["--img_sizes", "[8]", "--modes", "[eager]", "--rounds", "1", "--batch_size", "2"]
-    assert main(["benchmark", "--all", "--device", "cpu", *few]) == 0
-    said = capsys.readouterr()
-    assert "convit_nano was not measured" in said.err
-    (record,), (tables,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
-    content = json.loads(record.read_text())
-    assert content["commit"] and list(content["measured"]) == ["Beside timm", "Beside transformers"]
-    (deit,), (cvt,) = content["measured"].values()
-    measured = {(row["task"], row["precision"]) for row in deit["rows"]}
-    assert measured == {(t, p) for t in ("inference", "training") for p in ("fp32", "bf16")}
-    assert cvt["settings"]["against"] == "transformers"
-    text = tables.read_text()
-    assert "## Beside timm" in text and text.count("| training |") and str(tables.name) in said.out
+def test_without_a_model_nothing_is_measured(capsys):
+    assert main(["benchmark"]) == 2
+    assert "locality models" in capsys.readouterr().err
 
 
 def test_models_that_disagree_are_not_timed(monkeypatch):

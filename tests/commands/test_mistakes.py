@@ -165,13 +165,8 @@ WAYS = {
     "convert runs/photos out": "entry",
     "transform runs/photos out": "entry weights random",
     "export runs/photos out.onnx": "entry",
-    "benchmark runs/photos": "entry loader all",
-    "benchmark convit_nano": "variant entry set loader all",
-    "benchmark --loader": (
-        "variant entry set all against img_sizes batch_size precisions modes tasks threads device "
-        "memory"
-    ),
-    "benchmark --all": "variant entry set loader against output",
+    "benchmark runs/photos": "entry",
+    "benchmark convit_nano": "variant entry set",
     "data check photos": "",
     "reproduce all": "json list",
     "reproduce all --finished": "json list dry_run jobs threads executor",

@@ -12,18 +12,6 @@ TASKS = ("inference", "training")
 PRECISIONS = ("fp32", "bf16")
 MODES = ("eager", "compiled")
 
-ALL = {
-    "timm": (
-        *("convit_tiny", "convit_small", "convit_base"),
-        *("deit_tiny", "deit_small", "deit_base"),
-    ),
-    "transformers": ("cvt_13", "cvt_21", "cvt_w24"),
-}
-"""The models that `--all` measures, by the library that they are measured against."""
-
-ALL_SETTINGS = {"img_sizes": (224, 384, 512), "precisions": PRECISIONS, "modes": MODES}
-"""The settings of `--all`, unless given."""
-
 
 @dataclass(frozen=True)
 class BenchmarkConfig:

@@ -6,15 +6,12 @@ import copy
 import dataclasses
 import datetime
 import itertools
-import json
 import math
 import multiprocessing
 import platform
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -35,8 +32,7 @@ from locality.benchmark.measure import (
 from locality.checkpoints import KEY_MAPS
 from locality.checkpoints.beside import TIMM_NAMES
 from locality.errors import UserError, require
-from locality.files import write_atomic
-from locality.machine import commit, processor_name
+from locality.machine import processor_name
 from locality.models import ImageClassifier, StageConfig, ViTConfig, build
 from locality.models.factory import TimmModel
 from locality.training.devices import autocast
@@ -328,47 +324,3 @@ def to_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _shown(value: Any, form: str) -> str:
     return "" if value is None else form.format(value)
-
-
-Measured = dict[str, list[dict[str, Any]]]
-"""Results of `run_benchmark` by the question that they answer."""
-
-
-def write_record(folder: Path, measured: Measured, name: str | None = None, **also: Any) -> Path:
-    """Write both files; the path of the one with tables.
-
-    Args:
-        folder: where to.
-        measured: what was measured.
-        name: of the files without ending; device, threads and date unless given.
-        also: more to put into the JSON.
-    """
-    content = {"commit": commit() or "unknown", "measured": measured, **also}
-    machine = next(iter(measured.values()))[0]["machine"]
-    device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
-    path = folder / (name or f"{device}-{machine['threads']}t-{machine['date']}")
-    write_atomic(path.with_name(f"{path.name}.json"), json.dumps(content, indent=1) + "\n")
-    tables = path.with_name(f"{path.name}.md")
-    write_atomic(tables, markdown(content))
-    return tables
-
-
-def markdown(content: Mapping[str, Any]) -> str:
-    """The measurements as tables."""
-    machine = next(iter(content["measured"].values()))[0]["machine"]
-    lines = [
-        f"# {machine['device']}, {machine['date']}",
-        "",
-        f"{machine['threads']} threads, {machine['instructions']}, torch {machine['torch']}, "
-        f"timm {machine['timm']}, commit {content['commit'][:12]}. Contenders take turns in one "
-        "process; *ours is* gives the median over rounds of our speed over theirs, with the middle "
-        "half of the rounds beside it.",
-    ]
-    for question, results in content["measured"].items():
-        lines += ["", f"## {question}"]
-        for result in results:
-            header, cells = to_table(result)
-            rows = [header, ["---"] * len(header), *cells]
-            lines += ["", f"`{result['model']}`", ""]
-            lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines) + "\n"

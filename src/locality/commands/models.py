@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from locality import checkpoints, models
-from locality.benchmark import ALL, ALL_SETTINGS, BenchmarkConfig
+from locality.benchmark import BenchmarkConfig
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands.parsing import (
     MODEL,
@@ -19,12 +18,11 @@ from locality.commands.parsing import (
     check_given,
     open_given,
     read_settings,
-    say,
     table,
     with_aliases,
 )
 from locality.data.folder import image_files
-from locality.errors import UserError, lookup, one_line, unknown
+from locality.errors import UserError, lookup, unknown
 from locality.files import check_new_folder, check_output, check_parent, write_output
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
 from locality.settings import from_dict
@@ -217,34 +215,19 @@ def benchmark(arguments: Sequence[str]) -> None:
     parser.add_model("models", nargs="*", default=[], help=f"name of an architecture, or {MODEL}")
     parser.add_settings(BenchmarkConfig())
     parser.add("--output", None, "write JSON here as well", str | None)
-    parser.add("--loader", False, "measure the reading of images instead, beside timm's loader")
-    every = "measure ConViT, DeiT and CvT in three sizes; write a record into the current folder"
-    parser.add("--all", False, every)
     parser.add_overwrite()
     options = parser.read(arguments)
-    if bool(options.models) + options.loader + options.all != 1:
-        raise UserError("give the models to measure, or --loader or --all alone")
+    if not options.models:
+        raise UserError("give the models to measure; `locality models` lists them")
     if all(name in VARIANTS for name in options.models):
         parser.refuse("variant entry set", "is for weights, and none are given")
-    if options.loader:
-        parser.refuse(_NOT_LOADING, "does nothing beside --loader")
-    if options.all:
-        parser.refuse("against output", "does nothing beside --all")
-    config = from_dict(BenchmarkConfig, (ALL_SETTINGS if options.all else {}) | parser.settings)
+    config = from_dict(BenchmarkConfig, parser.settings)
     check_parent(options.output)
     check_output(options.output, _MEASURED, options.overwrite)
 
     for name in options.models:
         if name not in VARIANTS:
             check_given(name, options)
-    if options.loader:
-        from locality.benchmark.loading import run_loading
-
-        _show([run_loading(config)], options)
-        return
-    if options.all:
-        _measure_all(config, options)
-        return
     for name in options.models:
         _opened(name, options)  # refused before anything is measured
     measure = partial(_measure, config=config, options=options)
@@ -260,39 +243,16 @@ def benchmark(arguments: Sequence[str]) -> None:
 
 # How the file of `--output` begins.
 _MEASURED = b'[\n  {\n    "model": "'
-_NOT_LOADING = "against img_sizes batch_size precisions modes tasks threads device memory"
 
 
-def _measure_all(config: BenchmarkConfig, options: Any) -> None:
-    """Measure the models of `ALL`, and write what is there after each; name what fails."""
-    from locality.benchmark.run import one_process_each, write_record
-
-    measured: dict[str, list[dict[str, Any]]] = {}
-    with one_process_each() as pool:
-        for against, names in ALL.items():
-            of_this = replace(config, against=against)
-            for name in names:
-                try:
-                    result = pool.submit(_measure, name, of_this, options).result()
-                except (RuntimeError, ImportError, UserError) as error:
-                    say(f"{name} was not measured: {one_line(error)}")
-                    continue
-                _show([result])
-                measured.setdefault(f"Beside {against}", []).append(result)
-                written = write_record(Path(), measured)
-    if not measured:
-        raise UserError("none of the models could be measured")
-    print(f"\nwritten to {written} and {written.with_suffix('.json')}")
-
-
-def _show(results: list[dict[str, Any]], options: Any = None) -> None:
+def _show(results: list[dict[str, Any]], options: Any) -> None:
     from locality.benchmark.run import to_table
 
     for result in results:
         header, cells = to_table(result)
         print(f"\n{result['model']} on {_describe(result['machine'])}\n")
         print(table(cells, header))
-    if options and options.output:
+    if options.output:
         content = json.dumps(results, indent=2) + "\n"
         write_output(options.output, content, _MEASURED, options.overwrite)
 

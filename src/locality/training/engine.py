@@ -19,7 +19,6 @@ from lightning_fabric import Fabric
 from torch.multiprocessing import ProcessExitedException
 
 from locality.checkpoints.run_state import DamagedCheckpoint, read_checkpoint
-from locality.data import DataSplits
 from locality.data.loader import translate_killed_worker
 from locality.data.sources import ImageFingerprint
 from locality.data.validation import verify
@@ -30,7 +29,6 @@ from locality.training.config import RunConfig
 from locality.training.devices import create_fabric
 from locality.training.loop import Loop
 from locality.training.model import build_model, initialize_model
-from locality.training.objective import Objective
 from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
 from locality.training.recorder import Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun
@@ -45,8 +43,6 @@ def train(
     folder: Path | str,
     *,
     quiet: bool = False,
-    splits: DataSplits | None = None,
-    objective: Callable[..., Objective] = Objective,
 ) -> dict[str, Any]:
     """Train as `config` says, in `folder`; resume what is there, or return what was finished.
 
@@ -56,8 +52,6 @@ def train(
         config: the whole run.
         folder: its folder; see `locality.training.run_folder` for what is in it.
         quiet: print nothing.
-        splits: the images, if they are not those that `config.data` names.
-        objective: makes the loss, with the arguments of `Objective`.
 
     Returns:
         the content of result.json.
@@ -71,13 +65,40 @@ def train(
         DamagedCheckpoint: if there are checkpoints and none is whole.
         CheckpointNotSaved: if the disk is full.
     """
-    fabric, run = create_fabric(config.engine), RunFolder(folder)
+    return launch(Training(config, RunFolder(folder), quiet))
+
+
+class Training:
+    """What trains in each process; a subclass may train on other images or by another loss.
+
+    Args:
+        config: the whole run.
+        folder: its folder.
+        quiet: print nothing.
+    """
+
+    def __init__(self, config: RunConfig, folder: RunFolder, quiet: bool = False) -> None:
+        self.config, self.folder, self.quiet = config, folder, quiet
+
+    def resolve(self) -> ResolvedRun:
+        """The run with its images."""
+        return ResolvedRun(self.config, resumes=self.folder.has_progress())
+
+    def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
+        """Its model, optimiser and objective."""
+        return Components(fabric, run, model)
+
+
+def launch(training: Training) -> dict[str, Any]:
+    """Train in all processes of a run; returns and raises as `train`."""
+    engine = training.config.engine
+    fabric = create_fabric(engine)
     peers = Peers(fabric)
-    spawned = config.engine.strategy in ("ddp_spawn", "ddp_fork")
-    work = partial(_train, config, run, quiet, splits, objective)
+    spawned = engine.strategy in ("ddp_spawn", "ddp_fork")
+    work = partial(_train, training)
     try:
         with forward_signals() if spawned else peers.watch():
-            outcome = fabric.launch(partial(_train_on_rank, work, run, peers))
+            outcome = fabric.launch(partial(_train_on_rank, work, training.folder, peers))
     except ProcessExitedException as error:
         if error.exit_code >= 0:
             raise
@@ -126,15 +147,9 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _train(
-    config: RunConfig,
-    folder: RunFolder,
-    quiet: bool,
-    splits: DataSplits | None,
-    objective: Callable[..., Objective],
-    fabric: Fabric,
-) -> dict[str, Any] | Exception:
-    shared, opened = _on_rank0(fabric, partial(_open_on_rank0, config, folder, splits))
+def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
+    config, folder, quiet = training.config, training.folder, training.quiet
+    shared, opened = _on_rank0(fabric, partial(_open_on_rank0, training))
     if isinstance(shared, Exception):
         return shared
     if isinstance(shared, dict):
@@ -142,7 +157,7 @@ def _train(
             print(f"run {folder.path} is finished: top-1 {shared['top1']:.2f}%")
         return shared
     name, fingerprint, notes = shared
-    run, checkpoint, initial = opened or _open_on_others(config, folder, name, splits)
+    run, checkpoint, initial = opened or _open_on_others(training, name)
     classes = len(run.splits.classes)
     with SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
@@ -151,7 +166,7 @@ def _train(
             notes += changes
         else:
             model = build_model(config, classes)
-        parts = Components(fabric, run, model, objective)
+        parts = training.components(fabric, run, model)
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
         written = folder if fabric.is_global_zero else None
         with contextlib.closing(Recorder(written, run, state, quiet)) as recorder:
@@ -183,9 +198,7 @@ _Initial = tuple[ImageClassifier, list[str]]
 _Opened = tuple[ResolvedRun, dict[str, Any] | None, _Initial | None]
 
 
-def _open_on_rank0(
-    config: RunConfig, folder: RunFolder, splits: DataSplits | None
-) -> tuple[Any, _Opened | None]:
+def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     """Check everything and lock the folder.
 
     Returns:
@@ -197,8 +210,9 @@ def _open_on_rank0(
         UserError: if the run cannot work as configured, or cannot go on with its images.
         DamagedCheckpoint: if there are checkpoints and none is whole.
     """
+    config, folder = training.config, training.folder
     resumes = folder.has_progress()
-    run = ResolvedRun(config, splits, resumes)
+    run = training.resolve()
     run.check_memory()
     initial = None
     if config.model.weights is not None and not resumes:
@@ -226,13 +240,11 @@ def _open_on_rank0(
     return (name, record.fingerprint, notes), (run, checkpoint, initial)
 
 
-def _open_on_others(
-    config: RunConfig, folder: RunFolder, name: str, splits: DataSplits | None
-) -> _Opened:
+def _open_on_others(training: Training, name: str) -> _Opened:
     """Open the run and its checkpoint on another rank, after rank 0 has checked them."""
-    folder.lock.join()
-    run = ResolvedRun(config, splits, resumes=folder.has_progress())
-    return run, read_checkpoint(folder.checkpoints.path / name) if name else None, None
+    training.folder.lock.join()
+    run = training.resolve()
+    return run, read_checkpoint(training.folder.checkpoints.path / name) if name else None, None
 
 
 def _check_images(

@@ -19,7 +19,6 @@ from locality.checkpoints import open_model
 from locality.checkpoints.resolve import read
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.errors import UserError, unknown
-from locality.models import ImageClassifier
 from locality.models.factory import TimmConfig
 from locality.training.config import ObjectiveConfig
 from locality.training.devices import accumulation_dtype
@@ -61,14 +60,6 @@ class Objective:
                 num_classes=num_classes,
             )
 
-    def wrap(self, model: ImageClassifier) -> nn.Module:
-        """The module that training calls: images → outputs, of which the loss is computed."""
-        return model
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        """The logits (B, classes) of which the training accuracy is computed."""
-        return outputs
-
     def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Mixup or cutmix, if enabled, drawn from numpy's generator.
 
@@ -81,7 +72,7 @@ class Objective:
         """The mean loss of a batch, a float32 scalar.
 
         Args:
-            outputs: of the module that `wrap` returned; here logits (B, classes).
+            outputs: of the model, logits (B, classes).
             targets, images: as `mix` returned them.
         """
         smoothing = self.config.label_smoothing if targets.ndim == 1 else 0.0
@@ -98,7 +89,7 @@ class Objective:
         After mixing, the class that makes up most of an image counts as correct.
         """
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
-        correct = (self.logits(outputs).argmax(dim=1) == labels).sum()
+        correct = (outputs.argmax(dim=1) == labels).sum()
         dtype = accumulation_dtype(loss.device)
         return torch.stack((loss.detach().to(dtype), correct.to(dtype)))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning_fabric import Fabric
 from timm.utils import ModelEmaV3
+from torch import nn
 from torch.amp import GradScaler
 
 from locality.checkpoints.run_state import DamagedCheckpoint
@@ -50,7 +51,6 @@ class Components:
         fabric: devices and processes.
         run: the run.
         model: its model.
-        objective: makes the loss, with the arguments of `Objective`.
 
     Attributes:
         model: the unwrapped model.
@@ -62,13 +62,9 @@ class Components:
         scaler: the gradient scaler; it only acts in float16.
     """
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        run: ResolvedRun,
-        model: ImageClassifier,
-        objective: Callable[..., Objective] = Objective,
-    ) -> None:
+    objective_class: type[Objective] = Objective
+
+    def __init__(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> None:
         config, engine, classes = run.config, run.config.engine, len(run.splits.classes)
         if engine.channels_last:
             model = model.to(memory_format=torch.channels_last)
@@ -85,14 +81,17 @@ class Components:
                 teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
         if config.objective.class_weights:
             weights = class_weights(run.splits.train.labels, classes).to(fabric.device)
-        self.objective = objective(
+        self.objective = self.objective_class(
             config.objective, config.augment, classes, teacher, run.autocast, weights
         )
-        wrapped: Any = self.objective.wrap(model)
-        wrapped = torch.compile(wrapped) if engine.compile else wrapped
-        self.forward: Any = fabric.setup_module(wrapped)
+        module: Any = self.module()
+        self.forward: Any = fabric.setup_module(torch.compile(module) if engine.compile else module)
         model.train()
         self.scaler = GradScaler(run.device_type, enabled=run.precision == "fp16-mixed")
+
+    def module(self) -> nn.Module:
+        """The module that training calls: images → outputs, of which the loss is computed."""
+        return self.model
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint that `load` reads."""

@@ -44,6 +44,7 @@ from locality.templates import render
 from locality.training import RunFolder, train
 from locality.training.cost import format_duration, image_counts, training_speed
 from locality.training.devices import create_fabric
+from locality.training.engine import launch
 from locality.training.evaluation import evaluate
 from locality.training.model import meta_model
 from locality.training.optim import make_plan
@@ -106,9 +107,9 @@ class Search:
             for number, run in enumerate(rounds, 1):
                 run = replace(run, {"model.weights": str(weights), "model.entry": None})
                 weights = self.path / f"round-{number}"
-                objective = partial(supernet.Sandwich, options=candidates.options)
-                splits = self.easiest(run.data.fraction)
-                train(run, weights, quiet=self.quiet, splits=splits, objective=objective)
+                splits, options = self.easiest(run.data.fraction), candidates.options
+                training = (run, RunFolder(weights), self.quiet, splits, options)
+                launch(supernet.SupernetTraining(*training))
                 self.load_supernet(number)
                 if number < len(rounds):
                     candidates = self._pruned(candidates)

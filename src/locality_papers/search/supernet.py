@@ -15,15 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from locality.data import DataSplits
 from locality.errors import UserError
 from locality.layers.block import Block
 from locality.layers.convolution import BatchNorm
 from locality.layers.grid import hidden_width
 from locality.models import ImageClassifier, build
+from locality.training import RunConfig, RunFolder
+from locality.training.engine import Training
 from locality.training.objective import Objective
+from locality.training.resolved_run import ResolvedRun
+from locality.training.state import Components
 from locality_papers.search.space import Counts, SearchSpace, check_options
 
 RANDOM_CANDIDATES = 2
@@ -170,27 +176,70 @@ class Sandwich(Objective):
 
     In every step the largest candidate learns from the labels, and the smallest and some random
     ones from the predictions of the largest on the same images (Yu et al. 2020, "BigNAS").
-
-    Args:
-        arguments: of `Objective`.
-        options: which of the space's options each block may take; all unless given.
+    Outputs are the logits of several candidates, (candidates, B, classes), the largest first.
     """
 
-    def __init__(self, *arguments: Any, options: Sequence[Sequence[int]] | None = None) -> None:
-        super().__init__(*arguments)
-        self.options = options
-
-    def wrap(self, model: ImageClassifier) -> nn.Module:
-        """The supernet: images → logits of several candidates."""
-        return Supernet(model, SearchSpace(model.config), self.options)
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        """Those of the largest candidate."""
-        return outputs[0]
-
     def loss(self, outputs: Tensor, targets: Tensor, images: Tensor) -> Tensor:
-        """The mean over candidates, (candidates, B, classes) with the largest first."""
+        """The mean over candidates."""
         label_loss = super().loss(outputs[0], targets, images)
         soft_targets = outputs[0].detach().float().softmax(dim=1)
         others = [F.cross_entropy(logits.float(), soft_targets) for logits in outputs[1:]]
         return torch.stack([label_loss, *others]).mean()
+
+    def batch_metrics(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss, and the correct predictions of the largest candidate."""
+        return super().batch_metrics(loss, outputs[0], targets)
+
+
+class SupernetComponents(Components):
+    """Those of a run that trains a supernet.
+
+    Args:
+        fabric, run, model: as for any run.
+        options: which of the space's options each block may take.
+    """
+
+    objective_class = Sandwich
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        run: ResolvedRun,
+        model: ImageClassifier,
+        options: Sequence[Sequence[int]],
+    ) -> None:
+        self.options = options
+        super().__init__(fabric, run, model)
+
+    def module(self) -> nn.Module:
+        """The supernet: images → logits of several candidates."""
+        return Supernet(self.model, SearchSpace(self.model.config), self.options)
+
+
+class SupernetTraining(Training):
+    """The training of a supernet on some of a run's images.
+
+    Args:
+        config, folder, quiet: as for any run.
+        splits: the images.
+        options: which of the space's options each block may take.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        quiet: bool,
+        splits: DataSplits,
+        options: Sequence[Sequence[int]],
+    ) -> None:
+        super().__init__(config, folder, quiet)
+        self.splits, self.options = splits, options
+
+    def resolve(self) -> ResolvedRun:
+        """The run with these images."""
+        return ResolvedRun(self.config, self.splits, resumes=self.folder.has_progress())
+
+    def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
+        """Those of a supernet."""
+        return SupernetComponents(fabric, run, model, self.options)

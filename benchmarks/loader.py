@@ -1,8 +1,13 @@
-"""Images per second and core of the DeiT recipe's loader, beside timm's and torchvision's."""
+"""Images per second and core of the DeiT recipe's loader, beside timm's and torchvision's.
+
+python benchmarks/loader.py --output loader.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Iterable
@@ -19,11 +24,12 @@ from torchvision.transforms import InterpolationMode, v2
 
 from locality.benchmark import BenchmarkConfig
 from locality.benchmark.measure import Work, interleave
-from locality.benchmark.run import machine, timed_rows
+from locality.benchmark.run import machine, timed_rows, to_table
 from locality.data import Preprocessing, train_loader
 from locality.data.config import DEFAULT_DECODING, IMAGENET_MEAN, IMAGENET_STD
 from locality.data.folder import list_folder
 from locality.data.preprocessing import patch_posterize
+from locality.files import write_atomic
 from locality.training.recipes import DEIT_AUGMENT
 
 _SIZE = 224
@@ -136,3 +142,20 @@ def _mixed(batches: Iterable[Any]) -> Work:
             mixup(*pair)
 
     return work
+
+
+def main() -> None:
+    """Measure, print a table and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--output", type=Path, default=None, help="write JSON here as well")
+    options = parser.parse_args()
+    result = run_loading(BenchmarkConfig(rounds=options.rounds))
+    header, cells = to_table(result)
+    print(*map("  ".join, [header, *cells]), sep="\n")
+    if options.output:
+        write_atomic(options.output, json.dumps([result], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
