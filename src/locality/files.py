@@ -24,9 +24,12 @@ from locality.errors import UserError, wrap_errors
 # What is read as text, hundreds of times what this library writes; YAML takes longer to read.
 LARGEST_TEXT = 16 << 20
 LARGEST_YAML = 1 << 20
-# Of JSON and YAML: lists in lists, and values in all, YAML's references counted wherever they lead.
+# Of JSON and YAML: lists in lists, and values in all; of YAML: names in one mapping, since numbers
+# as names may have one hash.
 _DEEPEST = 50
 _MOST_VALUES = 1_000_000
+_MOST_YAML_VALUES = 50_000
+_MOST_NAMES = 1000
 # Decoders and file systems let go of Python's lock; network file systems answer many at once.
 _THREADS = 16
 # The bytes of a file in which its mark has to be.
@@ -41,14 +44,22 @@ _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_SafeLoader):
-    """YAML 1.2's idea of a number: PyYAML takes 1e-3 for text."""
+    """YAML 1.2's idea of a number: PyYAML takes 1e-3 for text, and 1:30 for 90."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own name and form)
+        first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]
+        for first, resolvers in _SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+for _tag, _form in {
+    "int": r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$",
+    "float": r"^[-+]?(([0-9][0-9_]*)?\.[0-9][0-9_]*|[0-9][0-9_]*\.)([eE][-+]?[0-9]+)?$"
+    r"|^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
+}.items():
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(_form), list("-+.0123456789")
+    )
 
 
 def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> IO[bytes]:
@@ -140,19 +151,45 @@ def parse_yaml(text: str, where: str) -> Any:
     """The value that a YAML text holds, read by a safe loader.
 
     Raises:
-        UserError: if it is not YAML, or nested too deeply; `where` says whose text it is.
+        UserError: if it is not YAML, nested too deeply, or of too many values, references counted
+            wherever they lead; `where` says whose text it is.
     """
     with wrap_errors(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
-        # libyaml builds nested values by recursion and has no limit to it: the stack would end.
-        depth = 0
-        for event in yaml.parse(text, _Loader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise _too_deep(where)
-        content = _Loader(text).get_single_data()
-    _check_extent(content, where)
-    return content
+        _check_events(yaml.parse(text, _Loader), where)
+        return _Loader(text).get_single_data()
+
+
+def _check_events(events: Iterable[Any], where: str) -> None:
+    """Check the extent of YAML before anything is built, which has no limits of its own."""
+    anchors: dict[str | None, int] = {}
+    # Of each collection that is open: its anchor, values wherever references lead, direct values.
+    inside: list[list[Any]] = [[None, 0, 0]]
+    count = 0
+    for event in events:
+        size = 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            inside.append([event.anchor, 1, 0])
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size, direct = inside.pop()
+            anchors[anchor] = size
+            if isinstance(event, yaml.MappingEndEvent) and direct > 2 * _MOST_NAMES:
+                raise UserError(f"{where} holds more than {_MOST_NAMES:,} names in one place")
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in anchors:
+                raise UserError(f"{where}: *{event.anchor} refers to itself, or to nothing")
+            size = anchors[event.anchor]
+            count += size
+        elif isinstance(event, yaml.ScalarEvent):
+            size = anchors[event.anchor] = 1
+            count += 1
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise UserError(f"{where}, line {event.start_mark.line + 1}: leave out the tag {tag}")
+        inside[-1][1] += size
+        inside[-1][2] += size > 0
+        if count + len(inside) > _MOST_YAML_VALUES:
+            raise UserError(f"{where} holds more than {_MOST_YAML_VALUES:,} values")
+        if len(inside) > _DEEPEST:
+            raise _too_deep(where)
 
 
 def read_rows(path: Path | str) -> list[dict[str, str]]:

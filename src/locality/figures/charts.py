@@ -11,6 +11,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullFormatter
 
 from locality.analysis.measures import nonlocality_unit
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at
@@ -207,6 +208,8 @@ def draw_lr_find(axes: Axes, found: RangeTest) -> None:
     label = f"suggested: {found.suggested:.2g}"
     axes.axvline(found.suggested, color=CONVIT, linestyle=":", label=label)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     # Where the loss diverges there is nothing to see.
     axes.set_ylim(0.95 * min(found.losses), 1.5 * found.smoothed[0])
     _label_axes(axes, "learning rate (optim.lr)", "training loss")
