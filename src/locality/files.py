@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gzip
 import io
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -192,16 +195,56 @@ def _check_events(events: Iterable[Any], where: str) -> None:
             raise _too_deep(where)
 
 
-def read_rows(path: Path | str) -> list[dict[str, str]]:
+def read_rows(
+    path: Path | str, wanted: Mapping[str, Callable[[str], object]] = {}
+) -> list[dict[str, str]]:
     """The rows of a CSV file by column; a last line that was not finished is left out.
 
+    Args:
+        wanted: columns that have to be there, each with a function that raises an error for a cell
+            which does not belong there.
+
     Raises:
-        OSError, UserError: as `read_bytes`, and if it is not CSV.
+        OSError, UserError: as `read_bytes`, and if it is not CSV, or has other columns or cells.
     """
     # Cells may be names of files, which need not be UTF-8.
     text = read_bytes(path).decode(errors="surrogateescape")
     with wrap_errors(f"{path} is not CSV", csv.Error):
-        return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
+        rows = list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
+    for number, row in enumerate(rows, 1):
+        for column, check in wanted.items():
+            place = f"{path}, row {number}: {column}"
+            if (cell := row.get(column)) is None:
+                raise UserError(f"{place} is missing")
+            with wrap_errors(f"{place} is {cell!r}", LookupError, ValueError, OverflowError):
+                check(cell)
+    return rows
+
+
+def number(cell: str) -> float | None:
+    """The finite number in a cell; None if it is empty.
+
+    Raises:
+        ValueError: if it is another text.
+    """
+    value = float(cell) if cell else None
+    if value is not None and not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return value
+
+
+def gunzip(path: Path | str, what: str, most: int) -> bytes:
+    """The content of a gzip file that holds `what`, at most `most` bytes.
+
+    Raises:
+        OSError: if it cannot be read.
+        UserError: if it is no whole gzip file, or its content is larger.
+    """
+    with wrap_errors(f"{path} is no {what}", EOFError, gzip.BadGzipFile, zlib.error):
+        content = gzip.GzipFile(fileobj=open_file(path, most)).read(most + 1)
+    if len(content) > most:
+        raise UserError(f"{path} inflates to more than {most / 1e6:.0f} MB, the most that is read")
+    return content
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
@@ -338,15 +381,17 @@ class CsvTable:
 
     Args:
         path: the file; it may exist.
-        columns: the first is "step".
+        columns: of numbers, which may be missing; the first is "step".
+        texts: those of the columns that hold text.
 
     Attributes:
         text: the content since `cut`.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], texts: Sequence[str] = ()) -> None:
         self.path = path
         self.columns = columns
+        self._cells = dict.fromkeys(columns, number) | dict.fromkeys(texts, str) | {"step": int}
         self.text = ""
 
     def rows(self, step: int) -> list[dict[str, str]]:
@@ -357,9 +402,7 @@ class CsvTable:
         """
         if not self.path.exists():
             return []
-        wrong = f"{self.path} is not a table of a run's steps"
-        with wrap_errors(wrong, KeyError, TypeError, ValueError):
-            return [row for row in read_rows(self.path) if int(row["step"]) <= step]
+        return [row for row in read_rows(self.path, self._cells) if int(row["step"]) <= step]
 
     def as_text(self, rows: Iterable[Mapping[str, Any]]) -> str:
         """Rows as in the file, without the header."""

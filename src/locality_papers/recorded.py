@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from locality.errors import UserError, wrap_errors
-from locality.files import parse_json, read_bytes, read_text, write_atomic
+from locality.files import LARGEST_TEXT, gunzip, parse_json, read_text, write_atomic
 from locality_papers.measures import MEASURED
 
 FILES = (
@@ -67,9 +66,8 @@ def read_runs(path: Path) -> dict[str, dict[str, str]]:
     Raises:
         UserError: if it is not such a file.
     """
-    reasons = (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError)
-    with wrap_errors(f"{path} is not a file of recorded runs", *reasons):
-        lines = gzip.decompress(read_bytes(path)).decode().splitlines()
+    with wrap_errors(f"{path} is not a file of recorded runs", ValueError, KeyError, TypeError):
+        lines = gunzip(path, "file of recorded runs", 16 * LARGEST_TEXT).decode().splitlines()
         found = [parse_json(line, str(path)) for line in lines]
         runs = {str(each["run"]): dict(each["files"]) for each in found}
     if wrong := [name for name in runs if Path(name).name != name]:

@@ -17,8 +17,9 @@ from locality.analysis.baselines import read_baselines
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
+from locality.checkpoints.registry import read_run_settings
 from locality.errors import UserError, wrap_errors
-from locality.files import read_json, read_rows, read_yaml
+from locality.files import read_json, read_rows
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
 from locality.settings import flatten, with_role
 from locality.training.config import RunConfig
@@ -29,9 +30,12 @@ from locality.training.same_run import run_folders
 _NOT_OF_GROUP = with_role(RunConfig, "how", "label", "incidental", "sample")
 
 # The entries that are read from a run's files, which anyone may have edited.
-_CONFIG = {"model": {"name": str}, "data": {"dataset": str, "fraction": float}, "seed": int}
-_RESULT = dict.fromkeys(("top1", "parameters", "train_images", "val_images"), float)
-_ENVIRONMENT = {"starts?": [dict]}
+_CONFIG = {
+    "model": {"name": str},
+    "data": {"dataset": str, "fraction": float, "root?": str, "fold?": [int]},
+    "engine?": {"batch_size?": int},
+    "seed": int,
+}
 _LAYER = {"name": str, "kind": str, "grid": [int], "gates?": [float]}
 _RECORD = {"images": int, "layers": [_LAYER]}
 _MEASURES = {"before?": _RECORD, "after?": _RECORD}
@@ -77,17 +81,20 @@ class RecordedRun:
     @cached_property
     def result(self) -> dict[str, Any]:
         """Its final numbers (`result.json`)."""
-        return _read_checked(RunFolder(self.folder).result_file, _RESULT)
+        return RunFolder(self.folder).result(whole=True) or {}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Versions, hardware, commit and starts (`environment.json`)."""
-        return _read_checked(RunFolder(self.folder).environment_file, _ENVIRONMENT, {})
+        return RunFolder(self.folder).environment()
 
     @cached_property
     def measures(self) -> dict[str, Any]:
         """What the instruments measured before and after; empty if they did not run."""
-        return _read_checked(self.folder / MEASURES, _MEASURES, {})
+        path = self.folder / MEASURES
+        content = read_json(path) if path.exists() else {}
+        checks.shaped(str(path), content, _MEASURES)
+        return content
 
     @cached_property
     def baselines(self) -> dict[str, float]:
@@ -121,7 +128,7 @@ def _numbers(table: Path) -> list[dict[str, float]]:
     with wrap_errors(f"{table} holds something that is not a number", TypeError, ValueError):
         return [
             {name: float(cell) for name, cell in row.items() if name and cell}
-            for row in read_rows(table)
+            for row in read_rows(table, {"step": int})
         ]
 
 
@@ -133,18 +140,8 @@ def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
         UserError: if there is no run in one of them, or a configuration cannot be read.
     """
     return [
-        RecordedRun(folder, _read_checked(RunFolder(folder).config_file, _CONFIG))
-        for folder in run_folders(folders)
+        RecordedRun(folder, read_run_settings(folder, _CONFIG)) for folder in run_folders(folders)
     ]
-
-
-def _read_checked(path: Path, wanted: Any, missing: Any = None) -> Any:
-    """The checked content of a file; `missing`, if given, where there is no file."""
-    if missing is not None and not path.exists():
-        return missing
-    content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
-    checks.shaped(str(path), content, wanted)
-    return content
 
 
 @dataclass(frozen=True)

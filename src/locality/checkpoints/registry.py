@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from locality import checks
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, near, unknown
 from locality.files import check_output, check_parent, read_yaml
@@ -88,6 +89,24 @@ def source(name: str) -> Source:
 def is_run_folder(path: Path | str) -> bool:
     """Whether a path is a folder with a config.yaml."""
     return (Path(path) / "config.yaml").is_file()
+
+
+def read_run_settings(folder: Path, wanted: dict[str, Any] = {}) -> dict[str, Any]:
+    """What the config.yaml of a run holds, whatever version wrote it.
+
+    Args:
+        wanted: what is read of it, as for `checks.shaped`.
+
+    Raises:
+        UserError: if there is none, or it holds something else.
+    """
+    file = folder / "config.yaml"
+    try:
+        content = read_yaml(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{folder} is not a run folder: it has no config.yaml") from None
+    checks.shaped(str(file), content, wanted)
+    return content
 
 
 def detect_kind(what: Path | str) -> Kind:

@@ -30,12 +30,18 @@ from locality.checkpoints.key_map import (
     meta_state_dict,
     override_config,
 )
-from locality.checkpoints.registry import WEIGHT_FILES, check_no_entry, detect_kind, source
-from locality.checkpoints.run_state import load_best_state, read_class_names
+from locality.checkpoints.registry import (
+    WEIGHT_FILES,
+    check_no_entry,
+    detect_kind,
+    read_run_settings,
+    source,
+)
+from locality.checkpoints.run_state import load_best_state, read_class_names, read_result
 from locality.checkpoints.safe_load import read_state, several_entries
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, require, some, wrap_errors
-from locality.files import open_file, read_json, read_yaml
+from locality.files import open_file, read_json
 from locality.models import factory
 from locality.models.config import signature_diff
 from locality.models.factory import published
@@ -104,22 +110,19 @@ def _from_run(folder: Path) -> Checkpoint:
 
     The averaged weights if the run keeps an average, since those are what it was evaluated by.
     """
-    content, state = read_yaml(folder / "config.yaml"), load_best_state(folder)
-    classes = read_class_names(folder)
-    finished = folder / "result.json"
-    result = read_json(finished) if finished.exists() else {}
+    wanted = {"model": {"name": str, "overrides?": dict}, "input?": dict}
+    content, state = read_run_settings(folder, wanted), load_best_state(folder)
+    classes, result = read_class_names(folder), read_result(folder)
     with prefix_errors(f"run folder {folder}"):
-        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-            raise UserError("its config.yaml names no model")
         model = content["model"]
-        name = str(model.get("name"))
+        name = model["name"]
         fields = {key: model.get(key) for key in ("img_size", "patch_size")}
         fields = {key: value for key, value in fields.items() if value is not None}
         fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})
         config = factory.named(name, fields)
+        given = (content.get("input") or {}) | {"img_size": config.img_size}
+        preprocessing = from_dict(Preprocessing, given, "input")
     weights = state["model"] if state["ema"] is None else state["ema"]
-    given = (content.get("input") or {}) | {"img_size": config.img_size}
-    preprocessing = from_dict(Preprocessing, given, "input")
     return Checkpoint(config, weights, name, preprocessing, tuple(classes), figures=result)
 
 

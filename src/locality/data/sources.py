@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from PIL import Image
 
 from locality.data.config import DataConfig
 from locality.errors import UserError, some, wrap_errors
-from locality.files import in_threads
+from locality.files import gunzip, in_threads, open_file
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +208,7 @@ _OPENING_BYTES = 10_000
 
 _DIGITS = 16  # of a file's digest; a time of modification has fewer
 
-_MAX_TABLE_BYTES = 1 << 28
+_MAX_TABLE_BYTES, _MOST_FILES = 1 << 28, 3_000_000
 
 _SIZED_FILES = 500
 
@@ -254,7 +254,7 @@ class ImageFingerprint:
         Raises:
             UserError: if the file is something else.
         """
-        old, new = _read_table(before), _parse_table(gzip.decompress(self.table).decode())
+        old, new = _read_table(before), _parse_table(gzip.decompress(self.table))
         found = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
             "gone": [name for name in old if name not in new],
@@ -292,24 +292,26 @@ def _status(path: str) -> tuple[int, int]:
 
 def _content(path: str) -> str:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return hashlib.file_digest(file, "sha1").hexdigest()[:_DIGITS]
-    except OSError:
+    except (OSError, UserError):
         return "-"
 
 
-def _parse_table(table: str) -> dict[str, str]:
+def _parse_table(table: bytes) -> dict[str, str]:
     """Size and stamp of every file by its name."""
-    lines = (line.rsplit("\t", 1) for line in table.splitlines())
-    return {name[1:-1]: stamp for stamp, name in lines}
+    found: dict[str, str] = {}
+    for line in io.BytesIO(table):
+        stamp, name = line.decode().rstrip("\n").rsplit("\t", 1)
+        found[name[1:-1]] = stamp
+        if len(found) > _MOST_FILES:
+            raise ValueError(f"it names more than {_MOST_FILES:,} files")
+    return found
 
 
 def _read_table(path: Path) -> dict[str, str]:
-    with (
-        wrap_errors(f"{path} is no record of images", EOFError, OSError, ValueError, zlib.error),
-        gzip.open(path) as file,
-    ):
-        return _parse_table(file.read(_MAX_TABLE_BYTES).decode())
+    with wrap_errors(f"{path} is no record of images", OSError, ValueError):
+        return _parse_table(gunzip(path, "record of images", _MAX_TABLE_BYTES))
 
 
 def duplicates(record: Path) -> list[list[str]] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from locality import __version__, checks
+from locality import __version__
 from locality.analysis.baselines import advice
 from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_url, load_pictures
 from locality.analysis.recording import MAX_MISTAKES, MISTAKES, recorded_trajectory
@@ -31,7 +31,6 @@ from locality.data.sources import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg
-from locality.files import read_json, read_rows
 from locality.settings import flatten
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
@@ -396,7 +395,7 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
         },
         "seconds": run.result.get("seconds"),
         "eval_seconds": sum(row.get("eval_seconds", 0) for row in run.timing),
-        "skipped": read_rows(folder.skipped_file) if folder.skipped_file.exists() else [],
+        "skipped": folder.skipped(),
         "duplicates": duplicates(folder.images_file) if folder.images_file.exists() else None,
         "predictions": None,
         "unread": 0,
@@ -408,9 +407,7 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
 
 def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, Any]:
     rows = predictions.per_class()
-    counts_file = RunFolder(run.folder).counts_file
-    counts = read_json(counts_file) if counts_file.exists() else {}
-    checks.shaped(str(counts_file), list(counts.values()), [int])
+    counts = RunFolder(run.folder).class_counts()
     for name, row in zip(predictions.classes, rows, strict=True):
         row |= {"name": name, "train_images": counts.get(name)}
     errors = [row["images"] + row["called"] - 2 * row["right"] for row in rows]

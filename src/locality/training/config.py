@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from locality import checks, settings
+from locality.checkpoints.registry import read_run_settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError
-from locality.files import read_text
 from locality.settings import setting
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
@@ -271,12 +271,7 @@ def read_config(folder: Path) -> RunConfig:
     Raises:
         UserError: if this is not a run folder, or its configuration cannot be read.
     """
-    file = folder / "config.yaml"
-    try:
-        text = read_text(file)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} is not a run folder: it has no config.yaml") from None
-    return settings.from_yaml(RunConfig, text, str(file))
+    return settings.from_dict(RunConfig, read_run_settings(folder), str(folder / "config.yaml"))
 
 
 @dataclass(frozen=True)

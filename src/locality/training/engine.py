@@ -218,7 +218,7 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     if config.model.weights is not None and not resumes:
         initial = initialize_model(config, len(run.splits.classes))
     folder.prepare(config)
-    result = folder.result()
+    result = folder.result(whole=True)
     if result is not None:
         return result, None
     folder.check_space(run.checkpoint_bytes, best=run.plan.patience is not None)

@@ -30,7 +30,7 @@ from locality.data import (
     open_data,
 )
 from locality.data.loader import translate_killed_worker
-from locality.errors import UserError, wrap_errors
+from locality.errors import UserError, prefix_errors
 from locality.files import csv_text, read_rows, write_atomic
 from locality.models import count_macs
 from locality.training.config import Precision, read_config
@@ -277,8 +277,10 @@ class Predictions:
             f"{path} is not a table of predictions for the classes of its run; delete it, and "
             f"`locality report --record` writes it anew"
         )
-        with wrap_errors(sentence, KeyError, TypeError, ValueError):
-            rows = read_rows(path)
+        cells = {"index": int, "path": str, "confidence": float}
+        cells |= {"label": number.__getitem__, "prediction": number.__getitem__}
+        with prefix_errors(sentence):
+            rows = read_rows(path, cells)
             found = cls(
                 classes,
                 np.array([int(row["index"]) for row in rows], dtype=np.int64),
@@ -288,7 +290,7 @@ class Predictions:
                 np.array([float(row["confidence"]) for row in rows]),
             )
             if not ((found.confidence >= 0) & (found.confidence <= 1)).all():
-                raise ValueError("a confidence is outside 0 to 1")
+                raise UserError("a confidence is outside 0 to 1")
             return found
 
     @property

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 
 from locality.errors import UserError
-from locality.files import CsvTable, atomic_file, csv_text, write_atomic
+from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
 from locality.models import ImageClassifier
 from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
@@ -84,7 +84,7 @@ class Recorder:
         self._timing = CsvTable(folder.timing_file, TIMING)
         self._metrics.cut(state.evaluated)
         if rows := self._timing.cut(state.evaluated):
-            self._timed_seconds = float(rows[-1]["seconds"])
+            self._timed_seconds = number(rows[-1]["seconds"]) or 0.0
         self._trackers = open_trackers(folder, run.config, evaluated)
 
     @property

@@ -34,10 +34,10 @@ from typing import IO, Any
 
 import psutil
 
-from locality import settings
-from locality.checkpoints.run_state import CheckpointFolder, read_class_names
+from locality import checks, settings
+from locality.checkpoints.run_state import CheckpointFolder, read_class_names, read_result
 from locality.errors import UserError
-from locality.files import read_json, write_atomic
+from locality.files import read_json, read_rows, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import Predictions
@@ -139,11 +139,43 @@ class RunFolder:
         """
         return read_config(self.path)
 
-    def result(self) -> dict[str, Any] | None:
-        """The content of result.json, or None while the run is not finished."""
-        if not self.result_file.exists():
-            return None
-        return read_json(self.result_file)
+    def result(self, whole: bool = False) -> dict[str, Any] | None:
+        """The content of result.json, or None while the run is not finished; as `read_result`."""
+        return read_result(self.path, whole)
+
+    def environment(self) -> dict[str, Any]:
+        """The content of environment.json; empty before the run's first start.
+
+        Raises:
+            UserError: if the file is something else.
+        """
+        if not self.environment_file.exists():
+            return {}
+        content = read_json(self.environment_file)
+        checks.shaped(str(self.environment_file), content, {"starts?": [dict]})
+        return content
+
+    def class_counts(self) -> dict[str, int]:
+        """How many images of each class there are to train on; empty if that was not recorded.
+
+        Raises:
+            UserError: if the file is something else.
+        """
+        if not self.counts_file.exists():
+            return {}
+        counts = read_json(self.counts_file)
+        checks.shaped(str(self.counts_file), list(counts.values()), [int])
+        return counts
+
+    def skipped(self) -> list[dict[str, str]]:
+        """The images that could not be read, each with a `reason`.
+
+        Raises:
+            UserError: if the file is something else.
+        """
+        if not self.skipped_file.exists():
+            return []
+        return read_rows(self.skipped_file, {"image": str, "reason": str})
 
     def classes(self) -> list[str]:
         """Class names, in the order of the logits.
@@ -168,9 +200,7 @@ class RunFolder:
 
     def record_start(self, config: RunConfig, step: int, device: str, precision: str) -> None:
         """Add this start to environment.json."""
-        starts = []
-        if self.environment_file.exists():
-            starts = read_json(self.environment_file).get("starts", [])
+        starts = self.environment().get("starts") or []
         environment = describe_environment()
         start: dict[str, Any] = {"step": step}
         start |= {name: environment.pop(name) for name in ("time", "command", "host")}

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from markupsafe import Markup
 from tqdm import tqdm
 
-from locality import settings
+from locality import checks, settings
 from locality.checkpoints import save
 from locality.checkpoints.api import load
 from locality.checkpoints.format import WEIGHTS
@@ -37,7 +37,7 @@ from locality.data.sampling import sorted_fraction
 from locality.errors import UserError
 from locality.figures import charts
 from locality.figures.style import inline_svg
-from locality.files import CsvTable, atomic_file, read_rows, write_atomic
+from locality.files import CsvTable, atomic_file, write_atomic
 from locality.models import ImageClassifier, variant
 from locality.settings import replace
 from locality.templates import render
@@ -85,7 +85,7 @@ class Search:
         fabric = create_fabric(config.run.engine)
         self.device, self.writes = fabric.device, fabric.global_rank == 0
         self.quiet = quiet or not self.writes
-        self.table = CsvTable(self.path / "candidates.csv", _COLUMNS)
+        self.table = CsvTable(self.path / "candidates.csv", _COLUMNS, ("by", "shape"))
         self.known: dict[tuple[int, int], Score] = {}
 
     def run(self) -> dict[str, Any]:
@@ -95,6 +95,7 @@ class Search:
             UserError: if the folder is another search's, and as `train`.
         """
         if (result := self.place.result()) is not None:
+            checks.shaped(str(self.place.result_file), result, {"best": dict, "candidate": int})
             return result
         try:
             if self.writes:
@@ -148,7 +149,7 @@ class Search:
         if self.writes:
             self.table.cut(2**62)
         _barrier()
-        for row in read_rows(self.table.path):
+        for row in self.table.rows(2**62):
             score = float(row["top1"]), -float(row["val_loss"])
             self.known[int(row["round"]), int(row["number"])] = score
 
@@ -262,7 +263,7 @@ class Search:
         return result
 
     def _page(self, result: Mapping[str, Any]) -> str:
-        rows = [row for row in read_rows(self.table.path) if int(row["round"]) == self.round]
+        rows = [row for row in self.table.rows(2**62) if int(row["round"]) == self.round]
         drawn = {
             name: charts.chart(charts.draw_candidates, rows, name, _AXES[name]) for name in _AXES
         }
