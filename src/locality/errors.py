@@ -208,6 +208,8 @@ class ProcessKilled(RunFailed):
         how = f"died of {signal.Signals(self.signum).name}"
         if self.signum == signal.SIGKILL:
             how = "was killed from outside (SIGKILL), most often because memory ran out"
+        elif self.signum == signal.SIGBUS:
+            how = "died of SIGBUS, since shared memory is full (give Docker --shm-size=1g)"
         then = "goes on from the last checkpoint" if self.resumes else "starts again"
         return f"{self.what} {how}; the same command {then}"
 

@@ -1,6 +1,7 @@
 """Batches depend on their position alone."""
 
 import multiprocessing
+import os
 import random
 import signal
 import subprocess
@@ -105,6 +106,21 @@ def test_starting_at_any_step_repeats_what_came_there(digits, augment, workers):
             collect(digits.train, augment, start_step=start, workers=workers), whole[start:]
         )
     assert all_same(collect(digits.train, augment, workers=workers), whole)
+
+
+def test_where_shared_memory_has_no_room_batches_go_through_pipes(digits, monkeypatch):
+    whole = collect(digits.train, PAD)
+    room = os.statvfs_result((4096, 4096, 1, 1, 1, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: room)
+    # Nothing is left to fail: a worker that puts a tensor into shared memory would end.
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", None)
+    assert all_same(collect(digits.train, PAD, workers=2), whole)
+
+
+def test_a_worker_that_cannot_send_ends_the_run(digits, monkeypatch):
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", None)
+    with pytest.raises(ProcessKilled, match="shared memory is full"):
+        collect(digits.train, PAD, workers=2)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ The first tag of a model is what `create_model(model, pretrained=True)` loads.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +92,7 @@ def is_run_folder(path: Path | str) -> bool:
     return (Path(path) / "config.yaml").is_file()
 
 
-def read_run_settings(folder: Path, wanted: dict[str, Any] = {}) -> dict[str, Any]:
+def read_run_settings(folder: Path, wanted: Mapping[str, Any] = {}) -> dict[str, Any]:
     """What the config.yaml of a run holds, whatever version wrote it.
 
     Args:
@@ -105,7 +106,7 @@ def read_run_settings(folder: Path, wanted: dict[str, Any] = {}) -> dict[str, An
         content = read_yaml(file)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is not a run folder: it has no config.yaml") from None
-    checks.shaped(str(file), content, wanted)
+    checks.shaped(str(file), content, dict(wanted))
     return content
 
 

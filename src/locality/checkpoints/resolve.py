@@ -111,7 +111,7 @@ def _from_run(folder: Path) -> Checkpoint:
     The averaged weights if the run keeps an average, since those are what it was evaluated by.
     """
     wanted = {"model": {"name": str, "overrides?": dict}, "input?": dict}
-    content, state = read_run_settings(folder, wanted), load_best_state(folder)
+    state, content = load_best_state(folder), read_run_settings(folder, wanted)
     classes, result = read_class_names(folder), read_result(folder)
     with prefix_errors(f"run folder {folder}"):
         model = content["model"]

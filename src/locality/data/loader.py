@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import multiprocessing.queues
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from locality.errors import ProcessKilled, UserError
 _WORKER = "a process that loads images"
 _KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (.*?)\.")
 _EXIT_SECONDS = 1.0
+_SHARED_MEMORY = "/dev/shm"
 
 _OURS = (signal.SIGINT, signal.SIGTERM)
 # Signals can be held back and looked at; elsewhere workers take them as torch made them.
@@ -73,7 +75,7 @@ class BatchLoader:
             batch_size=None,
             sampler=numbers,
             num_workers=workers,
-            collate_fn=_unchanged,
+            collate_fn=partial(_sendable, workers),
             pin_memory=pin_memory,
             worker_init_fn=_init_worker,
             multiprocessing_context=start_method if workers else None,
@@ -232,8 +234,40 @@ def translate_killed_worker(iterator: Iterator[LoadedBatch] | None = None) -> It
         raise
 
 
-def _unchanged(loaded: Any) -> Any:
+def _sendable(workers: int, loaded: LoadedBatch) -> Any:
+    """What a worker sends: tensors lie in shared memory, unless that has little room.
+
+    Docker gives a container 64 MB of it.
+    """
+    if not workers or loaded.batch is None:
+        return loaded
+    size = loaded.batch.images.nbytes
+    with contextlib.suppress(OSError):  # elsewhere than on Linux
+        memory = os.statvfs(_SHARED_MEMORY)
+        # All workers may send at once, those of other processes of the run too.
+        if memory.f_bavail * memory.f_frsize < 4 * workers * size:
+            return loaded._replace(batch=_ByPipe(loaded.batch))  # type: ignore[arg-type]
     return loaded
+
+
+class _ByPipe:
+    """A batch whose tensors go through the pipe between two processes."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __reduce__(self) -> Any:
+        images, targets, *others = vars(self._batch).values()
+        return _from_arrays, (images.numpy(), targets.numpy(), *others)
+
+
+def _from_arrays(images: Any, targets: Any, *others: Any) -> Batch:
+    return Batch(torch.from_numpy(images), torch.from_numpy(targets), *others)
+
+
+def _end_worker(error: BaseException, item: object) -> None:
+    """What cannot be sent would be waited for without end: shared memory is full."""
+    signal.raise_signal(signal.SIGBUS)
 
 
 @contextlib.contextmanager
@@ -251,6 +285,7 @@ def _block_signals() -> Iterator[None]:
 
 def _init_worker(_: int) -> None:
     torch.set_num_threads(1)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore
     if not _CAN_BLOCK:
         return
     # Ctrl-C and SIGTERM reach whole groups of processes. What follows from them is for the

@@ -284,8 +284,11 @@ def measure_inference(runs: Sequence[Run], folder: Path) -> dict[str, float]:
     """
     path = folder / _SPEED
     wanted = {run.config.model.name: run for run in runs}
-    if path.exists() and wanted.keys() <= read_json(path).keys():
-        return read_json(path)
+    if path.exists():
+        known = read_json(path)
+        checks.shaped(str(path), list(known.values()), [float])
+        if wanted.keys() <= known.keys():
+            return known
     device = torch.device(resolve_accelerator("auto"))
     work = {}
     for name, run in wanted.items():
