@@ -89,6 +89,17 @@ def test_a_terminal_that_is_not_utf8(monkeypatch):
     assert run("trian\u00e9").stderr.startswith("locality: unknown command 'trian\\xe9'")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [500_000, 1_000_000, 2_000_000, 3_600_000])
+def test_a_small_address_space_gets_a_sentence(kilobytes, tmp_path):
+    command = f"ulimit -v {kilobytes}; {sys.executable} -m locality train digits --output run"
+    command += " --schedule.steps 2 --schedule.warmup 0 --schedule.eval_every 2"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr
+    if done.returncode:
+        assert done.stderr.splitlines()[-1].startswith("locality: memory ran out (")
+
+
 def test_completion_offers_commands_and_options():
     script = subprocess.run(
         [sys.executable, "-m", "locality", "--completion"], capture_output=True, text=True

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from locality import __version__
-from locality.errors import RunFailed, one_line, printable, unknown
+from locality.errors import RunFailed, one_line, out_of_memory, printable, unknown
 
 # name → (function, as MODULE:NAME in `locality.commands` or in a package by its whole name; help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -50,7 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 # Errors in what the user gave, or in the files and folders they named.
-USER_ERRORS = (ValueError, OSError, ModuleNotFoundError)
+USER_ERRORS = (ValueError, OSError, ImportError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,11 +98,13 @@ def _answer(given: list[str]) -> int:
             return _run(given) or 0
     except BrokenPipeError:
         raise
-    except (RunFailed, MemoryError, *USER_ERRORS) as error:
-        if os.environ.get("LOCALITY_TRACEBACK") and not isinstance(error, RunFailed):
+    except Exception as error:
+        said = error if isinstance(error, RunFailed) else out_of_memory(error) or error
+        shown = os.environ.get("LOCALITY_TRACEBACK") and not isinstance(error, RunFailed)
+        if shown or not isinstance(said, (RunFailed, *USER_ERRORS)):
             raise
-        print(f"locality: {one_line(error)}", file=sys.stderr)
-        return getattr(error, "exit_code", 1 if isinstance(error, MemoryError) else 2)
+        print(f"locality: {one_line(said)}", file=sys.stderr)
+        return said.exit_code if isinstance(said, RunFailed) else 2
     except KeyboardInterrupt:
         return 130
 

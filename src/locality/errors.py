@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib.util
 import re
 import signal
@@ -175,6 +176,33 @@ def require(purpose: str, install: str, *modules: str) -> None:
     """
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise UserError(f"{purpose} needs {' and '.join(missing)}: pip install '{install}'")
+
+
+class OutOfMemory(RunFailed):
+    """Memory ran out, in this process and where it could be said."""
+
+
+_NO_MEMORY = re.compile(
+    r"(allocate|enough|out of) memory|failed to map segment|can't start new thread", re.I
+)
+
+
+def out_of_memory(error: BaseException) -> OutOfMemory | None:
+    """The error to raise in the place of a library's, if that, or one before it, is for want of
+    memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError) or (
+            cause.errno == errno.ENOMEM
+            if isinstance(cause, OSError)
+            else not isinstance(cause, UserError) and _NO_MEMORY.search(str(cause))
+        ):
+            return OutOfMemory(
+                f"memory ran out ({one_line(cause)}): smaller batches or images need less, and the "
+                f"limit may be the container's or the shell's (ulimit -v)"
+            )
+        cause = None if isinstance(cause, UserError) else cause.__cause__ or cause.__context__
+    return None
 
 
 class NonFiniteLoss(RunFailed):
