@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from locality.analysis.runs import RecordedRun, baseline_pairs, group, read_runs
@@ -75,3 +76,10 @@ def test_names_break_between_their_parts():
 def test_a_loss_near_the_largest_float_is_drawn_without_a_warning():
     figure = charts.chart(lambda axes: axes.plot([0, 1], [2.3, 1e308]))
     assert figure is not None and figure_bytes(figure, "svg")
+
+
+def test_names_are_no_mathematics():
+    names = [r"$\frac{$", "$x$ and $y$", "a_b^c"]
+    figure = charts.chart(charts.draw_confusion, np.eye(3, dtype=np.int64), names)
+    svg = figure_bytes(figure, "svg").decode()
+    assert r">$\frac{$</text>" in svg and "$y$</text>" in svg and "a_b^c</text>" in svg
