@@ -65,7 +65,7 @@ for _tag, _form in {
     )
 
 
-def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> IO[bytes]:
+def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> io.BufferedReader:
     """Open a regular file for reading: a pipe would be waited for, and a device may never end.
 
     Raises:

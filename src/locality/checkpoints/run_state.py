@@ -298,7 +298,9 @@ class CheckpointFolder:
 _RESULT: dict[str, Any] = dict.fromkeys(
     ("top1", "parameters", "train_images", "val_images", "steps"), float
 )
-_ALSO = dict.fromkeys(("top5", "best_step", "macs", "seconds", "images_per_second"), float)
+_ALSO: dict[str, Any] = dict.fromkeys(
+    ("top5", "best_step", "macs", "seconds", "images_per_second"), float
+)
 _ALSO |= {"model": str, "dataset": str}
 
 

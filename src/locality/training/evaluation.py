@@ -277,7 +277,7 @@ class Predictions:
             f"{path} is not a table of predictions for the classes of its run; delete it, and "
             f"`locality report --record` writes it anew"
         )
-        cells = {"index": int, "path": str, "confidence": float}
+        cells: dict[str, Any] = {"index": int, "path": str, "confidence": float}
         cells |= {"label": number.__getitem__, "prediction": number.__getitem__}
         with prefix_errors(sentence):
             rows = read_rows(path, cells)
