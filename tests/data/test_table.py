@@ -32,10 +32,10 @@ def opened(root, **settings):
 
 def test_a_table_without_heading_divided_by_spaces(cells):
     splits = opened(cells)
-    assert splits.classes == ["0.5", "9", "10"]
+    assert splits.classes == ["0.5", "10", "9"]
     assert len(splits.train) == 9 and np.bincount(splits.val.labels).tolist() == [1, 1, 1]
     file = splits.train.describe(0)
-    assert file == str(cells / "images" / "cell00.png") and splits.train.labels[0] == 2
+    assert file == str(cells / "images" / "cell00.png") and splits.train.labels[0] == 1
     same = opened(cells / "labels.csv")
     assert np.array_equal(same.train.labels, splits.train.labels)
 
@@ -46,7 +46,7 @@ def test_columns_are_chosen_by_number_or_name(cells):
     text = "\n".join(f'"{kind}",{value},{path}' for path, value, kind in rows)
     (cells / "own.csv").write_text("kind,defect,file\n" + text)
     splits = opened(cells / "own.csv", image_column="file", label_column="defect")
-    assert splits.classes == ["0.5", "9", "10"] and len(splits.train) == 9
+    assert splits.classes == ["0.5", "10", "9"] and len(splits.train) == 9
     with pytest.raises(UserError, match=r"unknown column of .*'defects'; did you mean defect"):
         opened(cells / "own.csv", image_column="file", label_column="defects")
 

@@ -163,7 +163,7 @@ def test_trained_convolutions_have_to_fit(tmp_path):
         load_weights(made("convit_nano", "trained_conv", **NANO), save(net, tmp_path / "net"))
     config = replace(recipe("digits"), {"model.overrides.init": "trained_conv"})
     with pytest.raises(UserError, match=r"model\.weights"):
-        initialize_model(config, 10)
+        initialize_model(config, "ab")
 
 
 @pytest.mark.parametrize(

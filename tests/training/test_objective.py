@@ -155,7 +155,8 @@ def test_a_timm_teacher_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "teacher.pth"
     torch.save(model.state_dict(), file)
     config = ObjectiveConfig(teacher="convit_tiny", teacher_weights=str(file))
-    loaded = load_teacher(config, Preprocessing(), 1000)
+    loaded, (note,) = load_teacher(config, Preprocessing(), range(1000))
+    assert "no class names" in note
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         expected = model.eval()(images)
@@ -165,9 +166,12 @@ def test_a_timm_teacher_is_read_from_a_file(tmp_path: Path) -> None:
 def test_a_run_can_be_the_teacher(tmp_path: Path) -> None:
     train(tiny(schedule__steps=2), tmp_path / "run")
     config = ObjectiveConfig(teacher=str(tmp_path / "run"))
-    assert load_teacher(config, tiny().input, 10)(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
-    with pytest.raises(UserError, match="same classes"):
-        load_teacher(config, tiny().input, 11)
+    images = torch.randn(2, 3, 8, 8)
+    whole, _ = load_teacher(config, tiny().input, "0123456789")
+    some, notes = load_teacher(config, tiny().input, "719")
+    assert torch.equal(some(images), whole(images)[:, [7, 1, 9]]) and not notes
+    with pytest.raises(UserError, match="only the data has 'ten'"):
+        load_teacher(config, tiny().input, ["0", "ten"])
 
 
 def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> Non
     from locality.training.model import initialize_model
 
     config = tiny(model__weights=str(finished), model__img_size=16)
-    model, notes = initialize_model(config, num_classes=4)
+    model, notes = initialize_model(config, "abcd")
     donor, _ = load_run(finished)
     assert model.head.weight.shape[0] == 4
     assert model.pos_embed.shape[1] == 64
@@ -217,8 +217,8 @@ def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
     donor = build_model(tiny(seed=7), 10)
     save(donor, tmp_path / "weights")
     for path in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
-        model, notes = initialize_model(tiny(model__weights=str(path)), num_classes=10)
-        assert not notes
+        model, (note,) = initialize_model(tiny(model__weights=str(path)), "abcdefghij")
+        assert "no class names" in note
         for name, value in model.state_dict().items():
             assert torch.equal(value, donor.state_dict()[name])
 
@@ -228,7 +228,7 @@ def test_starting_weights_of_another_architecture_are_refused(finished: Path) ->
 
     config = tiny(model__weights=str(finished), overrides={"depth": 3})
     with pytest.raises(UserError, match=r"model\.weights"):
-        initialize_model(config, num_classes=10)
+        initialize_model(config, "abcdefghij")
 
 
 def test_weights_that_are_not_there_are_refused_before_training(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ have no tuned setting, so runs on the same images have the same baselines.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,13 +110,20 @@ def split_pixels(
     return train.flatten(1), labels, val.flatten(1), targets
 
 
-def baseline_inputs(config: RunConfig) -> tuple[DataSplits, Preprocessing, int]:
+def baseline_inputs(
+    config: RunConfig, classes: Sequence[str] = ()
+) -> tuple[DataSplits, Preprocessing, int]:
     """What a run trains on and is evaluated on, as the functions above take it.
+
+    Args:
+        config: of the run.
+        classes: as it has recorded them, if it has begun.
 
     Raises:
         OSError, UserError: if its images cannot be read.
     """
-    return open_data(config.data, config.seed), _preprocessing(config), config.data.workers
+    splits = open_data(config.data, config.seed, classes)
+    return splits, _preprocessing(config), config.data.workers
 
 
 def _preprocessing(config: RunConfig) -> Preprocessing:
@@ -140,7 +147,7 @@ def record_baselines(
     known = {} if known is None else known
     for run in map(RunFolder, folders):
         if not (run.path / BASELINES).exists():
-            record = _record(run.config(), known)
+            record = _record(run.config(), known, run.classes())
             write_atomic(run.path / BASELINES, json.dumps(record) + "\n")
 
 
@@ -157,10 +164,12 @@ def expected_baselines(config: RunConfig, known: dict[str, dict[str, Any]]) -> d
     return _named(_record(config, known))
 
 
-def _record(config: RunConfig, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _record(
+    config: RunConfig, known: dict[str, dict[str, Any]], classes: Sequence[str] = ()
+) -> dict[str, Any]:
     images = repr((config.data, config.seed, _preprocessing(config)))
     if images not in known:
-        found = pixel_baselines(*baseline_inputs(config))
+        found = pixel_baselines(*baseline_inputs(config, classes))
         known[images] = {
             "top1": found.top1,
             "train_images": found.train_images,

@@ -113,20 +113,29 @@ def sample_at(
 
 def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
     """The first validation images of a run, one of each class in turn, with their class's name."""
-    return validation_images(RunFolder(run).config(), count)
+    folder = RunFolder(run)
+    return validation_images(folder.config(), count, folder.classes())
 
 
-def validation_images(config: RunConfig, count: int) -> list[tuple[str, Image.Image]]:
+def validation_images(
+    config: RunConfig, count: int, classes: Sequence[str] = ()
+) -> list[tuple[str, Image.Image]]:
     """The first validation images of a configuration, as `run_images`."""
-    splits = open_data(config.data, config.seed)
+    splits = open_data(config.data, config.seed, classes)
     chosen = round_robin_indices(splits.val.labels, count).tolist()
     labels = splits.val.labels
     return [(splits.classes[labels[index]], splits.val.read_or_raise(index)) for index in chosen]
 
 
-def validation_sample(config: RunConfig, img_size: int | tuple[int, int], count: int) -> Sample:
-    """`count` validation images of a run, at the size its model takes."""
-    splits = open_data(config.data, config.seed)
+def validation_sample(
+    config: RunConfig,
+    img_size: int | tuple[int, int],
+    count: int,
+    classes: Sequence[str] = (),
+) -> Sample:
+    """`count` validation images of a run, at the size its model takes, of the classes it has
+    recorded."""
+    splits = open_data(config.data, config.seed, classes)
     return sample(splits.val, config.input.at(img_size), count, splits.classes)
 
 

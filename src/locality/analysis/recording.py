@@ -69,7 +69,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
     if run.result() is None:
         raise UserError(f"run folder {folder} has no result.json: its run has not finished")
     model, config = load_run(folder)
-    chosen = validation_sample(config, model.img_size, max(images, pictures))
+    chosen = validation_sample(config, model.img_size, max(images, pictures), run.classes())
     found = capture_pictures(model, chosen.first(pictures))
     save_pictures(found, Path(folder) / PICTURES)
     _record_mistakes(run, model, config)
@@ -85,7 +85,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
 
 
 def _record_mistakes(run: RunFolder, model: ImageClassifier, config: RunConfig) -> None:
-    splits = open_data(config.data, config.seed)
+    splits = open_data(config.data, config.seed, run.classes())
     if not run.predictions_file.exists():
         collector = PredictionCollector(len(splits.val), torch.device("cpu"))
         evaluate_run(run.path, splits=splits, on_batch=collector)
@@ -181,8 +181,9 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
             f"run folder {folder} has no record of its attention over training; train with "
             f"--schedule.snapshot_every"
         )
-    config = RunFolder(folder).config()
-    splits = open_data(config.data, config.seed)
+    run = RunFolder(folder)
+    config = run.config()
+    splits = open_data(config.data, config.seed, run.classes())
     device = torch.device(resolve_accelerator("auto"))
     model = initial_model(folder).to(device)
     plan = make_plan(config, len(splits.train))

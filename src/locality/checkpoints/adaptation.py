@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from locality.checkpoints.format import Checkpoint
 from locality.checkpoints.key_map import NATIVE, check_config_class, check_finite, check_keys
 from locality.checkpoints.resolve import read
+from locality.data.classes import class_difference, joinable, numbered
 from locality.errors import UserError, prefix_errors
 from locality.models.base import ImageClassifier, position_embedding
 from locality.models.config import signature_diff
@@ -25,23 +27,29 @@ State = dict[str, Tensor]
 _log = logging.getLogger("locality")
 
 
-def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = None) -> list[str]:
+def load_weights(
+    model: ImageClassifier,
+    what: Path | str,
+    entry: str | None = None,
+    classes: Sequence[str] | None = None,
+) -> list[str]:
     """Load weights into a model that may differ at its ends.
 
     Position embeddings are resampled bicubically to the model's image size (relative encodings need
     nothing). The first convolution is adapted to another number of channels as timm does: summed
-    over the channels for one, repeated and rescaled for more. A classifier for another number of
-    classes keeps the fresh weights it has. Each change is logged. Everything between has to fit
-    exactly, and nothing is assigned before everything has been checked. Files in our own
-    format say what shapes do not tell (heads, strides, the scale of attention), and the model has
-    to agree. Weights of a convolutional network go into a model that has attention in the place of
-    some convolutions as `transform` does it. The gated layers of a ConViT start from the weights of
-    its convolutional net as nearly as their heads allow, at the model's own α and λ; with
-    `init="trained_conv"` they alone start from weights.
+    over the channels for one, repeated and rescaled for more. A classifier for other classes keeps
+    the fresh weights it has; one for the same in another order is put into order. Each change is
+    logged. Everything between has to fit exactly, and nothing is assigned before everything has
+    been checked. Files in our own format say what shapes do not tell (heads, strides, the scale of
+    attention), and the model has to agree. Weights of a convolutional network go into a model that
+    has attention in the place of some convolutions as `transform` does it. The gated layers of a
+    ConViT start from the weights of its convolutional net as nearly as their heads allow, at the
+    model's own α and λ; with `init="trained_conv"` they alone start from weights.
 
     Args:
         model: the model; nothing in it changes unless everything fits.
         what, entry: as `locality.load` takes them.
+        classes: the names of the model's classes, if it has any.
 
     Returns:
         what was changed to make them fit, in sentences.
@@ -64,7 +72,8 @@ def load_weights(model: ImageClassifier, what: Path | str, entry: str | None = N
             changes += ["the gated layers start from the weights' convolutions"]
         fresh = model.state_dict()
         state = dict(checkpoint.state)
-        for adapt in (_classifier, _channels, resample_pos_embeds):
+        changes += _classifier(state, checkpoint, target, fresh, classes)
+        for adapt in (_channels, resample_pos_embeds):
             changes += adapt(state, checkpoint.config, target, fresh)
         check_keys(state, fresh, NATIVE.title)
         if checkpoint.described:
@@ -93,19 +102,34 @@ def _from_convolutional_net(model: ImageClassifier, net: Checkpoint) -> Checkpoi
     return replace(net, config=gated, state=state)
 
 
-def _classifier(state: State, source: Any, target: Any, fresh: State) -> list[str]:
-    if source.num_classes == target.num_classes:
-        return []
-    head = f"{target.classifier}."
-    for name in [name for name in state if name.startswith(head)]:
+def _classifier(
+    state: State, source: Checkpoint, target: Any, fresh: State, classes: Sequence[str] | None
+) -> list[str]:
+    count, names = source.config.num_classes, joinable(source.classes)
+    own = [name for name in state if name.startswith(f"{target.classifier}.")]
+    difference = ""
+    if count == target.num_classes:
+        if classes is None or tuple(classes) == names:
+            return []
+        if names is None:
+            return [
+                f"the weights have no class names: the classifier's outputs are taken in order, "
+                f"{numbered(classes)}"
+            ]
+        difference = class_difference({"the weights": names, "the data": classes})
+        if not difference:
+            order = list(map(names.index, classes))
+            state |= {name: state[name][order] for name in own}
+            return ["the classifier's outputs are put into the order of the data's classes"]
+    for name in own:
         del state[name]
-    state |= {name: tensor for name, tensor in fresh.items() if name.startswith(head)}
+    state |= {
+        name: each for name, each in fresh.items() if name.startswith(f"{target.classifier}.")
+    }
     if target.num_classes == 0:
-        return [f"the classifier of {source.num_classes} classes is left out"]
-    return [
-        f"the classifier is new and untrained: the weights have {source.num_classes} classes, the "
-        f"model {target.num_classes}"
-    ]
+        return [f"the classifier of {count} classes is left out"]
+    why = difference or f"the weights have {count} classes, the model {target.num_classes}"
+    return [f"the classifier is new and untrained: {why}"]
 
 
 def _channels(state: State, source: Any, target: Any, fresh: State) -> list[str]:

@@ -217,12 +217,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     check_root(chosen)
 
     opened = open_given(what, options)
-    splits = data.open_data(chosen, seed)
-    if opened.classes is not None and list(opened.classes) != splits.classes:
-        say(
-            f"{what} has classes {', '.join(opened.classes[:3])}, … and the data "
-            f"{', '.join(splits.classes[:3])}, …; they are matched by their order"
-        )
+    splits = training.open_for(opened, chosen, seed)
     seen: list[tuple[int, int, Tensor]] = []
 
     def keep(batch: data.Batch, logits: Tensor) -> None:
@@ -238,8 +233,8 @@ def evaluate(arguments: Sequence[str]) -> None:
         on_batch=keep if options.predictions else None,
     )
     if options.predictions:
-        rows = ((splits.val.describe(i), splits.classes[k], each) for i, k, each in seen)
         classes = opened.classes or splits.classes
+        rows = ((splits.val.describe(i), classes[k], each) for i, k, each in seen)
         written = predictions_csv(["path", "label"], classes, rows)
         write_output(options.predictions, written, _EVALUATED, options.overwrite)
     if options.json:

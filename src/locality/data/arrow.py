@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import decode, read_bytes
 from locality.data.folder import is_inside, require_folder
@@ -128,6 +129,7 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         _column("label", config, train, hf.ClassLabel, ("label", "labels", "cls")),
     )
     classes = _classes(train, columns[1], folder)
+    numbered = not _names(train, columns[1]) and "int" in train.features[columns[1]].dtype
     sources = {}
     for part, rows in opened.items():
         if missing := [name for name in columns if name not in rows.features]:
@@ -136,7 +138,9 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
         files = [(str(path.relative_to(folder)), str(path)) for path in parts[part]]
         name = f"{folder}/{part}"
         inside = None if config.allow_outside else folder
-        sources[part] = ArrowSource(rows, columns[0], labels, name, config.decoding, files, inside)
+        source = ArrowSource(rows, columns[0], labels, name, config.decoding, files, inside)
+        source.numbered = numbered
+        sources[part] = source
     return classes, sources["train"], sources.get("val")
 
 
@@ -252,12 +256,12 @@ def _column(
 
 
 def _classes(rows: datasets.Dataset, column: str, folder: Path) -> list[str]:
-    """Names where the files have them, texts in sorted order, or else the numbers."""
+    """Names where the files have them, texts, or else the numbers."""
     if names := _names(rows, column):
         return names
     values = rows.data.column(column).unique().drop_null().to_pylist()
     if all(isinstance(value, str) for value in values):
-        return sorted(values)
+        return sort_classes(values)
     if all(isinstance(value, int) for value in values):
         if values and not 0 <= min(values) <= max(values) < _MAX_CLASSES:
             raise UserError(
@@ -275,27 +279,21 @@ def _names(rows: datasets.Dataset, column: str) -> list[str]:
 def _labels(
     rows: datasets.Dataset, column: str, classes: list[str], part: str, folder: Path
 ) -> npt.NDArray[np.int64]:
-    names = _names(rows, column)
-    if names and names != classes:
-        different = sorted(set(names) ^ set(classes))
-        raise UserError(
-            f"train and {part} in '{folder}' have different classes: "
-            f"{some(different) if different else 'the same in another order'}"
-        )
     cells = rows.data.column(column)
     if cells.null_count:
         raise UserError(f"{cells.null_count} rows of {part} in '{folder}' have no {column}")
-    values = cells.to_numpy()
+    names, values = _names(rows, column), cells.to_numpy()
+    held = names or classes
     if values.dtype == object:
-        if strange := sorted(set(values.tolist()) - set(classes)):
-            raise UserError(
-                f"train and {part} in '{folder}' have different classes: "
-                f"only {part} has {some(strange)}"
-            )
-        values = np.searchsorted(classes, values.astype(str))  # they are in sorted order
+        found, values = np.unique(values.astype(str), return_inverse=True)
+        names = found.tolist()
+        held = [*classes, *names]
+    if difference := class_difference({"train": classes, part: held}):
+        raise UserError(f"train and {part} in '{folder}' have different classes: {difference}")
     if len(values) and not 0 <= values.min() <= values.max() < len(classes):
         raise UserError(
             f"{column} of {part} in '{folder}' goes from {values.min()} to {values.max()}, but "
             f"train has {len(classes)} classes"
         )
-    return values.astype(np.int64)
+    number = {name: index for index, name in enumerate(classes)}
+    return np.array([number[name] for name in names], np.int64)[values] if names else values

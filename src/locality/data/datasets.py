@@ -12,6 +12,7 @@ import os
 import pkgutil
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -20,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torchvision
 from huggingface_hub.utils import WeakFileLock
+from timm.data import ImageNetInfo
 
 from locality import checks
+from locality.data.classes import sort_classes
 from locality.data.config import DATASETS, DataConfig
 from locality.data.folder import (
     FileSource,
@@ -43,23 +46,28 @@ _VALIDATION_NUMBER = re.compile(r"_val_(\d{8})\.")
 
 # Classes, training and validation images; no training images where a set is for evaluation only.
 Opened = tuple[list[str], ImageSource, ImageSource]
+# The same, where the validation images may be still to be set aside.
+_Found = tuple[list[str], ImageSource, ImageSource | None]
 
 
-def open_data(config: DataConfig, seed: int) -> DataSplits:
+def open_data(config: DataConfig, seed: int, names: Sequence[str] | None = ()) -> DataSplits:
     """The dataset a run asks for, split, restricted to its classes, its part and its fraction.
 
     Args:
         config: which images.
         seed: the run's, for the choice of a fraction unless `config.subset_seed` is given.
+        names: of classes, such as a run has recorded, in the order in which they are numbered,
+            before others; None keeps the order that the dataset itself declares.
 
     Raises:
         UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
     """
     check_root(config)
     opener = pkgutil.resolve_name(f"locality.data.{DATASETS[config.dataset]['opener']}")
+    opened = _ordered(opener(config), names, "images" not in DATASETS[config.dataset])
     limits = config.skip_classes, config.first_classes
     classes, train, val = _select_classes(
-        config, _split(config, *_part_of(config, *opener(config))), *limits
+        config, _split(config, *_part_of(config, *opened)), *limits
     )
     if config.val_part is not None:
         val = train.subset(class_slice(train.labels, config.val_part, config.split_seed))
@@ -77,7 +85,43 @@ def open_data(config: DataConfig, seed: int) -> DataSplits:
             chosen_by = seed if config.subset_seed is None else config.subset_seed
             kept = balanced_fraction(train.labels, config.fraction, chosen_by)
         train = train.subset(kept)
+    if names:
+        order = list(dict.fromkeys([*names, *classes]))
+        classes, train, val = _renumber((classes, train, val), order)
     return DataSplits(config.dataset, classes, train, val)
+
+
+def _ordered(opened: _Found, names: Sequence[str] | None, custom: bool) -> _Found:
+    """The same images, which other choices divide by the numbers of their classes."""
+    classes, train, _ = opened
+    own = set(classes)
+    if names and own <= set(names):
+        return _renumber(opened, [name for name in names if name in own])
+    # Known datasets have orders of their own.
+    if names is None or not custom or train.numbered:
+        return opened
+    return _renumber(opened, sort_classes(classes))
+
+
+def _renumber(opened: Any, order: list[str]) -> Any:
+    """The images of the classes in `order`, which numbers them; some may have no images."""
+    classes, *sources = opened
+    if classes == order:
+        return opened
+    places = {name: number for number, name in enumerate(order)}
+    numbers = np.array([places.get(name, -1) for name in classes], dtype=np.int64)
+    parts = []
+    for source in sources:
+        if source is not None:
+            source = source.subset(np.flatnonzero(numbers[source.labels] >= 0))
+            source.labels = numbers[source.labels]
+            if source.label_sets is not None:
+                source.label_sets = [
+                    tuple(n for n in numbers[list(answers)].tolist() if n >= 0)
+                    for answers in source.label_sets
+                ]
+        parts.append(source)
+    return order, parts[0], parts[1]
 
 
 def _part_of(
@@ -94,7 +138,7 @@ def _part_of(
 
 def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int | None) -> Opened:
     """The first `count` classes without the first `skipped`, numbered from 0."""
-    classes, *sources = opened
+    classes, *_ = opened
     if not skipped and count is None:
         return opened
     count = len(classes) if count is None else count
@@ -105,14 +149,7 @@ def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int
         )
     if skipped >= count:
         raise UserError(f"skip_classes is {skipped}, but {config.dataset} has {count} classes here")
-    parts = []
-    for source in sources:
-        part = source.subset(np.flatnonzero((source.labels >= skipped) & (source.labels < count)))
-        part.labels = part.labels - skipped
-        if part.label_sets is not None:
-            part.label_sets = [tuple(n - skipped for n in answers) for answers in part.label_sets]
-        parts.append(part)
-    return classes[skipped:count], parts[0], parts[1]
+    return _renumber(opened, classes[skipped:count])
 
 
 def _split(
@@ -176,7 +213,7 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
         raise no_images_error(listing.root)
     classes = sorted(listing.classes, key=int)
     source = listing.source(classes, config.decoding)
-    source.labels = np.array([int(name) for name in classes])[source.labels]
+    source.labels, source.numbered = np.array([int(name) for name in classes])[source.labels], True
     return [str(number) for number in range(_IMAGENET_CLASSES)], source.subset([]), source
 
 
@@ -212,6 +249,9 @@ def open_imagenet_real(config: DataConfig) -> Opened:
         if answers[number - 1]:
             paths.append(path)
             sets.append(answers[number - 1])
+    if set(classes) <= set(synsets := ImageNetInfo().label_names()):
+        # The labels are numbers of ImageNet's classes, of which the folder may have some.
+        classes = synsets
     strange = [label for answer in sets for label in answer if not 0 <= label < len(classes)]
     if strange:
         raise UserError(

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DATASETS, DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import check_header, decode, read_bytes
 from locality.data.sources import BadImage, ImageSource
@@ -150,7 +151,7 @@ def list_folder(root: Path | str) -> Listing:
                 f"put their images into one"
             )
         named[name] = folder
-    listing = Listing(root, sorted(named), [], files)
+    listing = Listing(root, sort_classes(named), [], files)
     _note(listing, others)
     for name in listing.classes:
         listing.files.append(sorted(_images(root, named[name], {_inode(root)}, listing)))
@@ -275,7 +276,7 @@ def open_splits(
                 f"'{listing.root}': {len(ignored):,} of {total:,} files are left out "
                 f"({left_out(ignored)}){beside}"
             )
-    if difference := class_difference(listings):
+    if difference := class_difference({part: each.classes for part, each in listings.items()}):
         raise UserError(f"train and val have different classes: {difference}")
     classes = next(iter(listings.values())).classes
     log_names(classes)
@@ -343,13 +344,6 @@ def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image
     """
     with wrap_errors(str(file), BadImage):
         return decode(read_bytes(file), decoding)
-
-
-def class_difference(listings: Mapping[str, Listing]) -> str:
-    """Which classes not all of them have, in words; empty when they agree."""
-    shared = set.intersection(*(set(listing.classes) for listing in listings.values()))
-    only = {part: sorted({*listing.classes} - shared) for part, listing in listings.items()}
-    return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
 
 
 def check_root(config: DataConfig) -> None:

@@ -47,12 +47,14 @@ class ImageSource(ABC):
         pixels: (n, 3, H, W) uint8 tensor when all images are in memory and of one size, else None.
         label_sets: where an image may have several right answers, one tuple of classes per
             image (ReaL labels); `labels` then holds the first of each. Else None.
+        numbered: whether its classes are numbers and have no names.
         remote_bytes: size of images that lie in object storage, and in none of `files`.
     """
 
     labels: npt.NDArray[np.int64]
     pixels: torch.Tensor | None = None
     label_sets: Sequence[tuple[int, ...]] | None = None
+    numbered: bool = False
     remote_bytes: int = 0
 
     def __len__(self) -> int:
@@ -103,8 +105,10 @@ class Subset(ImageSource):
     """Some images of another source, in the order given."""
 
     def __init__(self, source: ImageSource, indices: npt.NDArray[np.int64]) -> None:
-        self.labels = source.labels[indices]
+        self.labels, self.numbered = source.labels[indices], source.numbered
         self.remote_bytes = source.remote_bytes * len(indices) // max(1, len(source))
+        if source.label_sets is not None:
+            self.label_sets = [source.label_sets[index] for index in indices.tolist()]
         if isinstance(source, Subset):
             # One level is enough, however often a subset of a subset is taken.
             indices = source.indices[indices]
@@ -113,8 +117,6 @@ class Subset(ImageSource):
         self.indices: npt.NDArray[np.int64] = indices
         if source.pixels is not None:
             self.pixels = source.pixels[indices]
-        if source.label_sets is not None:
-            self.label_sets = [source.label_sets[index] for index in indices.tolist()]
 
     def read(self, index: int) -> Image.Image:
         return self.source.read(int(self.indices[index]))

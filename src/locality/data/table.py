@@ -18,6 +18,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
+from locality.data.classes import sort_classes
 from locality.data.config import DataConfig
 from locality.data.folder import (
     IMAGE_SUFFIXES,
@@ -82,7 +83,7 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
     if others := some(map(table.called, unused), quote=""):
         by += f"; not used: {others}"
     log_once(f"'{path}': images are named by {table.called(table.images)}, classes by {said}{by}")
-    classes = _sort_labels(set(labels))
+    classes = sort_classes(labels)
     log_names(classes)
     numbers = {label: number for number, label in enumerate(classes)}
 
@@ -455,11 +456,3 @@ def _key(name: str) -> str:
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
-
-
-def _sort_labels(labels: Iterable[str]) -> list[str]:
-    """Numbers by their value, other labels by the alphabet."""
-    try:
-        return sorted(labels, key=float)
-    except ValueError:
-        return sorted(labels)

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from locality.data.classes import class_difference
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
-from locality.data.folder import class_difference, find_splits, left_out, list_folder
+from locality.data.folder import find_splits, left_out, list_folder
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import ProcessKilled, UserError, printable, some
 from locality.files import in_threads
@@ -174,7 +175,7 @@ def check(
     found: dict[str, tuple[list[str], ImageSource]]
     if dataset == "folder":
         listings = {part: list_folder(root) for part, root in find_splits(folder).items()}
-        report.class_difference = class_difference(listings)
+        report.class_difference = class_difference({p: x.classes for p, x in listings.items()})
         for each in listings.values():
             report.ignored += [str(each.root / path) for path in each.ignored]
             report.loops += [str(each.root / path) for path in each.loops]

@@ -422,12 +422,12 @@ def dry_run(
     if images_per_second is not None:
         checks.number("images_per_second", images_per_second, 0, above=True)
     run_folder = None if folder is None else RunFolder(folder)
-    resumes = run_folder is not None and run_folder.has_progress()
-    run = ResolvedRun(config, resumes=resumes)
+    recorded = [] if run_folder is None else run_folder.recorded_classes()
+    run = ResolvedRun(config, classes=recorded)
     if run_folder is not None:
         check_folder(run_folder.path, config)
     run.check_memory()
-    if config.model.weights is not None and not resumes:
-        initialize_model(config, len(run.splits.classes))
+    if config.model.weights is not None and not recorded:
+        initialize_model(config, run.splits.classes)
     speed = measure_speed(run, images_per_second)
     return DryRun(run, speed, images_per_second, run.splits.file_bytes())

@@ -82,7 +82,7 @@ class Training:
 
     def resolve(self) -> ResolvedRun:
         """The run with its images."""
-        return ResolvedRun(self.config, resumes=self.folder.has_progress())
+        return ResolvedRun(self.config, classes=self.folder.recorded_classes())
 
     def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
         """Its model, optimiser and objective."""
@@ -158,15 +158,16 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
         return shared
     name, fingerprint, notes = shared
     run, checkpoint, initial = opened or _open_on_others(training, name)
-    classes = len(run.splits.classes)
+    classes = run.splits.classes
     with SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
         if checkpoint is None:
             model, changes = initial or initialize_model(config, classes)
             notes += changes
         else:
-            model = build_model(config, classes)
+            model = build_model(config, len(classes))
         parts = training.components(fabric, run, model)
+        notes += parts.notes
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
         written = folder if fabric.is_global_zero else None
         with contextlib.closing(Recorder(written, run, state, quiet)) as recorder:
@@ -211,12 +212,12 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
         DamagedCheckpoint: if there are checkpoints and none is whole.
     """
     config, folder = training.config, training.folder
-    resumes = folder.has_progress()
+    recorded = folder.recorded_classes()
     run = training.resolve()
     run.check_memory()
     initial = None
-    if config.model.weights is not None and not resumes:
-        initial = initialize_model(config, len(run.splits.classes))
+    if config.model.weights is not None and not recorded:
+        initial = initialize_model(config, run.splits.classes)
     folder.prepare(config)
     result = folder.result(whole=True)
     if result is not None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ from locality.data import (
     eval_loader,
     open_data,
 )
+from locality.data.classes import class_difference, joinable, numbered
 from locality.data.loader import translate_killed_worker
-from locality.errors import UserError, prefix_errors
+from locality.errors import UserError, prefix_errors, some
 from locality.files import csv_text, read_rows, write_atomic
 from locality.models import count_macs
 from locality.training.config import Precision, read_config
@@ -40,6 +42,8 @@ from locality.training.devices import (
     choose_precision,
     resolve_accelerator,
 )
+
+_log = logging.getLogger("locality")
 
 
 def evaluate_run(
@@ -77,13 +81,13 @@ def evaluate_opened(
 
     Args:
         opened: what `locality.checkpoints.open_model` gives.
-        data: with as many classes as the model has.
+        data: of classes that the model has.
         seed: of the data's own random splits.
         img_size: side of the images, or (height, width); None is the model's own.
         batch_size: images at once.
         precision: as `engine.precision` of a run.
         accelerator: "auto", "cpu", "cuda" or "mps".
-        splits: the data, if it is open already.
+        splits: the data, if `open_for` has opened them already.
         on_batch: as for `evaluate`.
 
     Raises:
@@ -94,12 +98,7 @@ def evaluate_opened(
     checks.integer("batch_size", batch_size, 1)
     device = torch.device(resolve_accelerator(accelerator))
     model = opened.module()
-    splits = open_data(data, seed) if splits is None else splits
-    if len(splits.classes) != model.num_classes:
-        raise UserError(
-            f"{opened.name} tells {model.num_classes} classes apart and dataset '{data.dataset}' "
-            f"has {len(splits.classes)}; give --data.dataset with the same ones"
-        )
+    splits = open_for(opened, data, seed) if splits is None else splits
     preprocessing = opened.preprocessing
     if img_size is not None:
         preprocessing = preprocessing.at(img_size)
@@ -125,6 +124,49 @@ def evaluate_opened(
             model.to(device), loader, device, label_sets=splits.val.label_sets, on_batch=checked
         )
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
+
+
+def open_for(opened: Classifier, data: DataConfig, seed: int = 0) -> DataSplits:
+    """The images that a model is evaluated on, whose classes are numbered as its outputs are.
+
+    Classes are joined by name. Without names on one side numbers are taken as those of outputs, or
+    the classes by their order, which the log says.
+
+    Raises:
+        UserError: if there are images of classes that the model does not have.
+    """
+    count, names = opened.module().num_classes, joinable(opened.classes)
+    splits = open_data(data, seed, names)
+    held = {splits.classes[label] for label in np.unique(splits.val.labels)}
+    numbers = [str(number) for number in range(count)]
+    if names is None and held <= set(numbers):
+        _log.warning(f"{opened.name} has no class names: those of the data number its outputs")
+        return open_data(data, seed, numbers)
+    if names is None or (splits.val.numbered and not held <= set(names)):
+        who = f"{opened.name} has" if names is None else "the data have"
+        splits = open_data(data, seed, None)
+        if len(splits.classes) != count:
+            raise UserError(
+                f"{opened.name} tells {count} classes apart and dataset '{data.dataset}' has "
+                f"{len(splits.classes)}; {who} no class names, so give images of as many classes"
+            )
+        _log.warning(
+            f"{who} no class names: classes and outputs are matched by their order, "
+            f"{numbered(splits.classes)}"
+        )
+        return splits
+    if held - set(names):
+        difference = class_difference({opened.name: names, "the data": held})
+        raise UserError(
+            f"{opened.name} was not trained on all classes of dataset '{data.dataset}': "
+            f"{difference}; give images of its classes, in folders or with labels of their names"
+        )
+    if missing := [name for name in names if name not in held]:
+        _log.warning(
+            f"{len(missing)} of the {count} classes of {opened.name} have no images here "
+            f"({some(missing)}); accuracy is over all {count} outputs"
+        )
+    return splits
 
 
 @translate_killed_worker()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,23 @@ def meta_model(config: RunConfig, num_classes: int) -> ImageClassifier:
         return build_model(config, num_classes)
 
 
-def initialize_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifier, list[str]]:
+def initialize_model(
+    config: RunConfig, classes: Sequence[str]
+) -> tuple[ImageClassifier, list[str]]:
     """The model of a run before its first step, and notes on the weights it starts from.
 
     The image size and the classes of `model.weights` may differ: position embeddings are resampled,
     and the classifier stays randomly initialised.
 
+    Args:
+        config: of the run.
+        classes: the names of its classes.
+
     Raises:
         UserError: if the model cannot be built, or `model.weights` cannot be read or are another
             architecture's.
     """
-    model, weights = build_model(config, num_classes), config.model.weights
+    model, weights = build_model(config, len(classes)), config.model.weights
     if weights is None:
         if getattr(model.config, "init", "") == "trained_conv":
             raise UserError(
@@ -91,7 +98,7 @@ def initialize_model(config: RunConfig, num_classes: int) -> tuple[ImageClassifi
             )
         return model, []
     with prefix_errors("model.weights"):
-        return model, load_weights(model, weights, config.model.entry)
+        return model, load_weights(model, weights, config.model.entry, classes)
 
 
 def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
@@ -111,4 +118,4 @@ def initial_model(folder: Path | str) -> ImageClassifier:
         UserError: if the folder is no run folder.
     """
     run = RunFolder(folder)
-    return initialize_model(run.config(), len(run.classes()))[0].eval()
+    return initialize_model(run.config(), run.classes())[0].eval()

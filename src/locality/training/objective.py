@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from locality.checkpoints import open_model
 from locality.checkpoints.resolve import read
+from locality.data.classes import class_difference, joinable, numbered
 from locality.data.config import AugmentConfig, Preprocessing
 from locality.errors import UserError, unknown
 from locality.models.factory import TimmConfig
@@ -122,12 +123,20 @@ class Teacher(nn.Module):
         model: images → logits.
         own: the size and normalisation it was trained with.
         student: those of the student's images.
+        order: the numbers that the student's classes have among its own; None if they are the same.
     """
 
+    order: Tensor | None
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, model: nn.Module, own: Preprocessing, student: Preprocessing) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        own: Preprocessing,
+        student: Preprocessing,
+        order: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.size = own.size
@@ -137,6 +146,8 @@ class Teacher(nn.Module):
         self.same = own.mean == student.mean and own.std == student.std
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("shift", shift / own_std, persistent=False)
+        numbers = None if order is None else torch.tensor(order)
+        self.register_buffer("order", numbers, persistent=False)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -145,7 +156,8 @@ class Teacher(nn.Module):
             images = images * self.scale + self.shift
         if tuple(images.shape[-2:]) != self.size:
             images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
-        return self.model(images)
+        logits = self.model(images)
+        return logits if self.order is None else logits[:, self.order]
 
     def train(self, mode: bool = True) -> Teacher:
         """Stay in evaluation mode."""
@@ -177,17 +189,25 @@ def check_teacher(config: ObjectiveConfig) -> None:
     raise unknown("teacher", config.teacher, timm.list_models())
 
 
-def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: int) -> Teacher:
+def load_teacher(
+    config: ObjectiveConfig, student: Preprocessing, classes: Sequence[str]
+) -> tuple[Teacher, list[str]]:
     """The teacher that a configuration names: a run folder's model, that of weights, or timm's.
 
+    Classes are joined by name where it has names.
+
+    Returns:
+        the teacher, and what is assumed of it.
+
     Raises:
-        UserError: if there is none of that name, or it has another number of classes.
+        UserError: if there is none of that name, or it does not have the student's classes.
     """
     assert config.teacher is not None
     model: nn.Module
+    names: tuple[str, ...] | None = None
     if Path(config.teacher).exists():
         opened = open_model(config.teacher, entry=config.teacher_entry)
-        model, own = opened.module(), opened.preprocessing
+        model, own, names = opened.module(), opened.preprocessing, joinable(opened.classes)
     else:
         if config.teacher_weights is None:
             model = timm.create_model(config.teacher, pretrained=True)
@@ -199,10 +219,18 @@ def load_teacher(config: ObjectiveConfig, student: Preprocessing, num_classes: i
         own = Preprocessing(
             tuple(wanted["input_size"][-2:]), tuple(wanted["mean"]), tuple(wanted["std"])
         )
-    classes = getattr(model, "num_classes", num_classes)
-    if classes != num_classes:
+    if names is not None:
+        if set(classes) - set(names):
+            raise UserError(
+                f"teacher '{config.teacher}' was not trained on all classes of the data: "
+                f"{class_difference({'it': names, 'the data': classes})}; give a teacher that was"
+            )
+        return Teacher(model, own, student, list(map(names.index, classes))), []
+    count = getattr(model, "num_classes", len(classes))
+    if count != len(classes):
         raise UserError(
-            f"teacher '{config.teacher}' has {classes} classes and the data has "
-            f"{num_classes}; distillation needs a teacher for the same classes"
+            f"teacher '{config.teacher}' has {count} classes and the data has {len(classes)}; "
+            f"distillation needs a teacher for the same classes"
         )
-    return Teacher(model, own, student)
+    note = f"the teacher has no class names: its outputs are taken in order, {numbered(classes)}"
+    return Teacher(model, own, student), [note]

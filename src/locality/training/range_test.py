@@ -67,7 +67,7 @@ def lr_find(config: RunConfig) -> RangeTest:
         raise UserError("a learning-rate range test is one process; start it without a launcher")
     run.check_memory()
     fabric.launch()
-    model, _ = initialize_model(config, len(run.splits.classes))
+    model, _ = initialize_model(config, run.splits.classes)
     parts, state = Components(fabric, run, model), TrainState()
     rates = np.geomspace(LOWEST, HIGHEST, STEPS)
     scaled = rates * config.optim.peak_lr(config.engine.batch_size) / config.optim.lr

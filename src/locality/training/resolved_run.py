@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -40,7 +40,8 @@ class ResolvedRun:
     Args:
         config: the run.
         splits: its data, if it is open already.
-        resumes: whether it goes on from a checkpoint and no longer needs `model.weights`.
+        classes: as the run has recorded them, if it goes on from a checkpoint and no longer needs
+            `model.weights`.
 
     Attributes:
         config: the run.
@@ -61,19 +62,19 @@ class ResolvedRun:
     """
 
     def __init__(
-        self, config: RunConfig, splits: DataSplits | None = None, resumes: bool = False
+        self, config: RunConfig, splits: DataSplits | None = None, classes: Sequence[str] = ()
     ) -> None:
         # Check the settings before a large dataset is read.
         check_optimizer(config.optim)
         check_teacher(config.objective)
         if tracker := config.engine.tracker:
             require(f"engine.tracker={tracker}", _TRACKERS[tracker], tracker)
-        if config.model.weights is not None and not resumes:
+        if config.model.weights is not None and not classes:
             with wrap_errors("model.weights", FileNotFoundError), prefix_errors("model.weights"):
                 detect_kind(config.model.weights)
         meta_model(config, num_classes=1)
         self.config = config
-        self.splits = open_data(config.data, config.seed) if splits is None else splits
+        self.splits = splits or open_data(config.data, config.seed, classes)
         if not len(self.splits.val):
             raise UserError(f"dataset '{config.data.dataset}' has no images to evaluate on")
         self.plan = make_plan(config, len(self.splits.train))

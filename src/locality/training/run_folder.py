@@ -127,9 +127,10 @@ class RunFolder:
                 f"has {free / 1e6:.0f} MB left; make room or choose another disk"
             )
 
-    def has_progress(self) -> bool:
-        """Whether there is a checkpoint or a result."""
-        return self.result_file.exists() or any(self.checkpoints.path.glob("*.ckpt"))
+    def recorded_classes(self) -> list[str]:
+        """The classes of a run that has a checkpoint or a result; none of others."""
+        begun = self.result_file.exists() or any(self.checkpoints.path.glob("*.ckpt"))
+        return self.classes() if begun and self.classes_file.exists() else []
 
     def config(self) -> RunConfig:
         """The configuration of the run.

@@ -59,13 +59,14 @@ class Components:
         schedule: sets the learning rates of a step.
         ema: the averaged weights, if the run keeps them.
         objective: the loss.
+        notes: what is assumed of the teacher.
         scaler: the gradient scaler; it only acts in float16.
     """
 
     objective_class: type[Objective] = Objective
 
     def __init__(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> None:
-        config, engine, classes = run.config, run.config.engine, len(run.splits.classes)
+        config, engine, classes = run.config, run.config.engine, run.splits.classes
         if engine.channels_last:
             model = model.to(memory_format=torch.channels_last)
         self.model = model.to(fabric.device)
@@ -76,13 +77,15 @@ class Components:
         schedule = create_schedule(self.optimizer, run.plan)
         self.schedule: Callable[[int], None] = schedule.step_update
         teacher = weights = None
+        self.notes: list[str] = []
         if config.objective.teacher is not None:
             with fabric.rank_zero_first(local=True):
-                teacher = load_teacher(config.objective, config.input, classes).to(fabric.device)
+                teacher, self.notes = load_teacher(config.objective, config.input, classes)
+            teacher = teacher.to(fabric.device)
         if config.objective.class_weights:
-            weights = class_weights(run.splits.train.labels, classes).to(fabric.device)
+            weights = class_weights(run.splits.train.labels, len(classes)).to(fabric.device)
         self.objective = self.objective_class(
-            config.objective, config.augment, classes, teacher, run.autocast, weights
+            config.objective, config.augment, len(classes), teacher, run.autocast, weights
         )
         module: Any = self.module()
         self.forward: Any = fabric.setup_module(torch.compile(module) if engine.compile else module)

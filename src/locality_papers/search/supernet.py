@@ -238,7 +238,7 @@ class SupernetTraining(Training):
 
     def resolve(self) -> ResolvedRun:
         """The run with these images."""
-        return ResolvedRun(self.config, self.splits, resumes=self.folder.has_progress())
+        return ResolvedRun(self.config, self.splits, self.folder.recorded_classes())
 
     def components(self, fabric: Fabric, run: ResolvedRun, model: ImageClassifier) -> Components:
         """Those of a supernet."""

@@ -1,0 +1,36 @@
+"""Class names: their order, and how those of images and of a model differ.
+
+Classes are sorted as text, by code point ("1", "10", "2"), as torchvision, Keras and `datasets`
+number the folders of a data set; runs and saved models record their own order. Whatever the order,
+names are what joins labels and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from locality.errors import some
+
+
+def sort_classes(names: Iterable[str]) -> list[str]:
+    """Class names in the order in which they are numbered, each once."""
+    return sorted(set(names))
+
+
+def joinable(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Names that classes can be joined by: None without names, or if one is of several classes."""
+    return names if names is not None and len(set(names)) == len(names) else None
+
+
+def class_difference(parts: Mapping[str, Iterable[str]]) -> str:
+    """Which classes not all parts have, in words; empty when they agree."""
+    classes = {part: set(names) for part, names in parts.items()}
+    shared = set.intersection(*classes.values())
+    only = {part: sort_classes(names - shared) for part, names in classes.items()}
+    return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
+
+
+def numbered(names: Sequence[str], most: int = 3) -> str:
+    """The first classes with their numbers, in words."""
+    shown = ", ".join(f"{number} is '{name}'" for number, name in enumerate(names[:most]))
+    return shown + (", …" if len(names) > most else "")
