@@ -190,10 +190,12 @@ def test_a_teachers_state_dict_is_chosen_by_its_entry(tmp_path: Path) -> None:
     file = str(tmp_path / "teacher.pth")
     torch.save({"state_dict": state, "state_dict_ema": average}, file)
     with pytest.raises(UserError, match="state_dict, state_dict_ema"):
-        load_teacher(ObjectiveConfig(teacher="test_vit", teacher_weights=file), Preprocessing(), 10)
+        load_teacher(
+            ObjectiveConfig(teacher="test_vit", teacher_weights=file), Preprocessing(), "0123456789"
+        )
     config = ObjectiveConfig(
         teacher="test_vit", teacher_weights=file, teacher_entry="state_dict_ema"
     )
-    loaded = load_teacher(config, Preprocessing(), 10).model.state_dict()
+    loaded = load_teacher(config, Preprocessing(), "0123456789")[0].model.state_dict()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(loaded[name], 0.5 * tensor)

@@ -178,7 +178,7 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
                 lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
                 lines += [f"note    {note}" for note in (*resumed, *notes)]
                 recorder.log("\n  ".join(lines))
-            return fabric.broadcast(recorder.finish(loop.run()))
+            return fabric.broadcast(recorder.finish(loop.run(), fingerprint))
 
 
 def _on_rank0(fabric: Fabric, work: Callable[[], tuple[Any, T | None]]) -> tuple[Any, T | None]:
@@ -219,15 +219,16 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     if config.model.weights is not None and not recorded:
         initial = initialize_model(config, run.splits.classes)
     folder.prepare(config)
+    splits, record = run.splits, ImageFingerprint.of(run.splits)
     result = folder.result(whole=True)
     if result is not None:
+        _check_finished(folder, config, result, record)
         return result, None
     folder.check_space(run.checkpoint_bytes, best=run.plan.patience is not None)
     checkpoint, name, passed_over = folder.checkpoints.load()
     notes = [f"{reason}; going on from the one before it" for reason in passed_over]
     if checkpoint is None and folder.metrics_file.exists():
         notes.append(f"{folder.path} has measurements and no checkpoint: starting again")
-    splits, record = run.splits, ImageFingerprint.of(run.splits)
     if checkpoint is not None:
         folder.check_checkpoint_config(config, checkpoint["config"])
         notes += _check_images(folder, run, checkpoint, record)
@@ -248,6 +249,36 @@ def _open_on_others(training: Training, name: str) -> _Opened:
     return run, read_checkpoint(training.folder.checkpoints.path / name) if name else None, None
 
 
+def _check_finished(
+    folder: RunFolder, config: RunConfig, result: dict[str, Any], record: ImageFingerprint
+) -> None:
+    """Check that a finished run is asked for on the images that it had.
+
+    Raises:
+        UserError: if it is not.
+    """
+    before = result.get("images")
+    found = _differences(folder, record) if before != record.fingerprint else ""
+    if before is None:  # of an earlier version
+        found = "" if found == _OTHER_IMAGES else found
+    if found and config.data.on_changed_images == "error":
+        raise UserError(
+            f"run folder {folder.path} has finished on other images ({found}); train on these in "
+            f"a new folder (--output), or restore the others"
+        )
+
+
+_OTHER_IMAGES = "other images, labels or classes"
+
+
+def _differences(folder: RunFolder, record: ImageFingerprint) -> str:
+    """How the images of a run differ from those it has recorded, in words."""
+    if folder.images_file.exists():
+        with contextlib.suppress(UserError):  # a damaged table: digests decide
+            return record.differences(folder.images_file) or _OTHER_IMAGES
+    return _OTHER_IMAGES
+
+
 def _check_images(
     folder: RunFolder, run: ResolvedRun, checkpoint: dict[str, Any], record: ImageFingerprint
 ) -> list[str]:
@@ -258,10 +289,7 @@ def _check_images(
     """
     if checkpoint["data"] == record.fingerprint:
         return []
-    found = "other images, labels or classes"
-    if folder.images_file.exists():
-        with contextlib.suppress(UserError):  # a damaged table: the checkpoint's digest decides
-            found = record.differences(folder.images_file) or found
+    found = _differences(folder, record)
     changed = f"the images of run folder {folder.path} have changed since its checkpoint ({found})"
     if run.config.data.on_changed_images == "error":
         raise UserError(

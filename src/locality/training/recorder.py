@@ -199,16 +199,17 @@ class Recorder:
             with atomic_file(self._folder.snapshots / f"step-{step:08d}.safetensors") as file:
                 file.write(save(weights, metadata={"step": str(step)}))
 
-    def finish(self, row: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, row: dict[str, Any], images: str) -> dict[str, Any]:
         """Write result.json and return its content; on other ranks than 0 it is empty.
 
         Args:
             row: the evaluation of the weights that are kept.
+            images: their fingerprint.
         """
         if self._folder is None:
             return {}
         run, config, seconds = self._run, self._run.config, self.seconds
-        images = self._step * run.plan.batch_size
+        seen = self._step * run.plan.batch_size
         result = {
             "model": config.model.name,
             "recipe": config.recipe,
@@ -224,8 +225,9 @@ class Recorder:
             "macs": run.macs,
             "train_images": len(run.splits.train),
             "val_images": len(run.splits.val),
+            "images": images,
             "seconds": round(seconds, 3),
-            "images_per_second": round(images / seconds, 1) if seconds else None,
+            "images_per_second": round(seen / seconds, 1) if seconds else None,
         }
         self._folder.write_json(self._folder.result_file, result)
         best = f" at step {row['step']}" if row["step"] < self._step else ""
