@@ -45,7 +45,8 @@ def photos(tmp_path: Path) -> Path:
 
 
 def on(photos: Path, **changes: Any) -> RunConfig:
-    return tiny(data__dataset="folder", data__root=str(photos), data__fraction=1.0, **changes)
+    settings = {"data__dataset": "folder", "data__root": str(photos), "data__fraction": 1.0}
+    return tiny(**settings | changes)
 
 
 def damage(file: Path) -> None:
@@ -275,3 +276,42 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
     with pytest.raises(UserError, match=r"needs [\d.e+]+ GB and there are [\d.e+]+ GB of memory"):
         start(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def _more(photos: Path) -> str:
+    write(photos / "train/ant/new.bmp", 7)
+    return "new.bmp"
+
+
+def _renamed(photos: Path) -> str:
+    (photos / "train/ant/0.bmp").rename(photos / "train/ant/renamed.bmp")
+    return "renamed.bmp"
+
+
+def _changed(photos: Path) -> str:
+    write(photos / "val/ant/0.bmp", 7)
+    return "1 changed"
+
+
+@pytest.mark.parametrize("change", [_more, _renamed, _changed])
+def test_a_finished_run_does_not_answer_for_other_images(
+    change: Callable[[Path], str], photos: Path, tmp_path: Path
+) -> None:
+    found = train(on(photos), tmp_path / "run")
+    assert train(on(photos), tmp_path / "run") == found
+    elsewhere = shutil.copytree(photos, tmp_path / "elsewhere")
+    assert train(on(elsewhere), tmp_path / "run") == found
+    expected = change(photos)
+    with pytest.raises(UserError, match=rf"finished on other images.*{expected}"):
+        train(on(photos), tmp_path / "run")
+
+
+def test_a_finished_run_does_not_answer_for_other_labels(photos: Path, tmp_path: Path) -> None:
+    rows = [f"{path.relative_to(photos)},{path.parent.name}" for path in photos.glob("*/*/*.bmp")]
+    (photos / "labels.csv").write_text("image,label\n" + "\n".join(rows) + "\n")
+    config = on(photos / "labels.csv", data__dataset="table")
+    train(config, tmp_path / "run")
+    text = (photos / "labels.csv").read_text()
+    (photos / "labels.csv").write_text(text.replace("0.bmp,ant", "0.bmp,bee"))
+    with pytest.raises(UserError, match="finished on other images"):
+        train(config, tmp_path / "run")

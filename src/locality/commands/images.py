@@ -29,7 +29,7 @@ from locality.errors import UserError, lookup, one_line, printable, require, unk
 from locality.files import check_new_folder, check_output, check_parent, csv_text, write_output
 from locality.templates import PAGE_MARK
 from locality.training.config import read_config
-from locality.training.same_run import run_folders
+from locality.training.same_run import run_folders, same_path
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 _AT_ONCE = 32
 # How the tables of `predict` and `eval` begin.
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
+_WHOLE = {
+    name: getattr(DataConfig(), name)
+    for name in ("part", "fraction", "train_part", "val_part", "fold", "first_classes")
+} | {"skip_classes": 0}
 _OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _SIZE = int | tuple[int, int] | None
 _IMAGES = "files or folders; a run's own unless given"
@@ -183,9 +187,12 @@ def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Top-1 and top-5 accuracy of a model; of a run on its own data unless other data are given."""
+    """Top-1 and top-5 accuracy of a model; of a run on its own data unless other data are given.
+    Of a folder or table that is given, all images count, or those of its part to evaluate on.
+    """
     parser = Parser("eval", evaluate.__doc__)
     parser.add_model("run", nargs="?", default=None)
+    parser.add_argument("images", nargs="?", help="folder of images by class, or a labels.csv")
     parser.add("--weights", None, "the same, by name")
     parser.add("--img_size", None, "side in pixels, or [height,width]", _SIZE)
     parser.add("--batch_size", 256, "images at once")
@@ -197,6 +204,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     words = with_aliases(arguments, {"--data": "--data.dataset"})
     options = parser.read(words)
     parser.refuse(_OF_TRAINING, "chooses among training images; others are evaluated on")
+    if options.weights is not None and options.images is None:
+        options.run, options.images = None, options.run
     if (options.run is None) == (options.weights is None):
         raise UserError("give one model to evaluate, by itself or as --weights")
     what = options.weights if options.run is None else options.run
@@ -205,7 +214,12 @@ def evaluate(arguments: Sequence[str]) -> None:
     check_parent(options.predictions)
     check_output(options.predictions, _EVALUATED, options.overwrite)
 
-    given = parser.settings
+    given = dict(parser.settings)
+    if options.images is not None:
+        if "root" in given:
+            raise UserError(f"{options.images} and --data.root {given['root']} are both images")
+        named = images_at(Path(options.images)).items()
+        given = {name.removeprefix("data."): value for name, value in named} | given
     chosen, seed = DataConfig(), 0
     if is_run:
         config = read_config(Path(what))
@@ -213,11 +227,16 @@ def evaluate(arguments: Sequence[str]) -> None:
         # Options change the run's own data; another dataset starts from nothing.
         if given.get("dataset", config.data.dataset) == config.data.dataset:
             chosen = config.data
+    root = given.get("root")
+    other = root is not None and not (chosen.root and same_path(chosen.root, root))
+    if other:  # which parts a run trained on says nothing of other images
+        chosen = dataclasses.replace(chosen, **_WHOLE)
     chosen = dataclasses.replace(chosen, **given)
     check_root(chosen)
 
     opened = open_given(what, options)
-    splits = training.open_for(opened, chosen, seed)
+    whole = other and not given.keys() & {"val_part", "val_fraction", "fold"}
+    splits = training.open_for(opened, chosen, seed, whole)
     seen: list[tuple[int, int, Tensor]] = []
 
     def keep(batch: data.Batch, logits: Tensor) -> None:

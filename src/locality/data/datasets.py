@@ -50,7 +50,9 @@ Opened = tuple[list[str], ImageSource, ImageSource]
 _Found = tuple[list[str], ImageSource, ImageSource | None]
 
 
-def open_data(config: DataConfig, seed: int, names: Sequence[str] | None = ()) -> DataSplits:
+def open_data(
+    config: DataConfig, seed: int, names: Sequence[str] | None = (), whole: bool = False
+) -> DataSplits:
     """The dataset a run asks for, split, restricted to its classes, its part and its fraction.
 
     Args:
@@ -58,6 +60,7 @@ def open_data(config: DataConfig, seed: int, names: Sequence[str] | None = ()) -
         seed: the run's, for the choice of a fraction unless `config.subset_seed` is given.
         names: of classes, such as a run has recorded, in the order in which they are numbered,
             before others; None keeps the order that the dataset itself declares.
+        whole: evaluate on all images of a dataset without a part for that, instead of on a part.
 
     Raises:
         UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
@@ -67,7 +70,7 @@ def open_data(config: DataConfig, seed: int, names: Sequence[str] | None = ()) -
     opened = _ordered(opener(config), names, "images" not in DATASETS[config.dataset])
     limits = config.skip_classes, config.first_classes
     classes, train, val = _select_classes(
-        config, _split(config, *_part_of(config, *opened)), *limits
+        config, _split(config, whole, *_part_of(config, *opened)), *limits
     )
     if config.val_part is not None:
         val = train.subset(class_slice(train.labels, config.val_part, config.split_seed))
@@ -153,11 +156,17 @@ def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int
 
 
 def _split(
-    config: DataConfig, classes: list[str], source: ImageSource, val_source: ImageSource | None
+    config: DataConfig,
+    whole: bool,
+    classes: list[str],
+    source: ImageSource,
+    val_source: ImageSource | None,
 ) -> Opened:
     """Without validation images, divide the others class by class."""
     if val_source is not None:
         return classes, source, val_source
+    if whole:
+        return classes, source, source
     if config.fold is not None:
         return classes, source, source
     train, val = stratified_split(source.labels, config.val_fraction, config.split_seed)

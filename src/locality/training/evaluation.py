@@ -126,25 +126,31 @@ def evaluate_opened(
     return result | {"dataset": data.dataset, "skipped": dict(loader.skipped)}
 
 
-def open_for(opened: Classifier, data: DataConfig, seed: int = 0) -> DataSplits:
+def open_for(
+    opened: Classifier, data: DataConfig, seed: int = 0, whole: bool = False
+) -> DataSplits:
     """The images that a model is evaluated on, whose classes are numbered as its outputs are.
 
     Classes are joined by name. Without names on one side numbers are taken as those of outputs, or
     the classes by their order, which the log says.
 
+    Args:
+        opened: the model.
+        data, seed, whole: as `open_data` takes them.
+
     Raises:
         UserError: if there are images of classes that the model does not have.
     """
     count, names = opened.module().num_classes, joinable(opened.classes)
-    splits = open_data(data, seed, names)
+    splits = open_data(data, seed, names, whole)
     held = {splits.classes[label] for label in np.unique(splits.val.labels)}
     numbers = [str(number) for number in range(count)]
     if names is None and held <= set(numbers):
         _log.warning(f"{opened.name} has no class names: those of the data number its outputs")
-        return open_data(data, seed, numbers)
+        return open_data(data, seed, numbers, whole)
     if names is None or (splits.val.numbered and not held <= set(names)):
         who = f"{opened.name} has" if names is None else "the data have"
-        splits = open_data(data, seed, None)
+        splits = open_data(data, seed, None, whole)
         if len(splits.classes) != count:
             raise UserError(
                 f"{opened.name} tells {count} classes apart and dataset '{data.dataset}' has "

@@ -88,7 +88,8 @@ class Components:
             config.objective, config.augment, len(classes), teacher, run.autocast, weights
         )
         module: Any = self.module()
-        self.forward: Any = fabric.setup_module(torch.compile(module) if engine.compile else module)
+        module = torch.compile(module) if engine.compile else module
+        self.forward: Any = fabric.setup_module(module)
         model.train()
         self.scaler = GradScaler(run.device_type, enabled=run.precision == "fp16-mixed")
 
