@@ -447,6 +447,27 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         tensors({"\x1b[2J\n": torch.zeros(4)}),
         FILE,
     ),
+    "weights: many names of one large tensor": (
+        CONVERT,
+        lambda root: tensors(dict.fromkeys(map(str, range(2000)), torch.zeros(1 << 20)))(root),
+        "share memory",
+    ),
+    "weights: keys of one hash": (
+        CONVERT,
+        lambda root: write(
+            FILE,
+            archive(
+                "data.pkl",
+                b"\x80\x02}("
+                + b"".join(
+                    b"\x8a\x0a%bN" % (number * (2**61 - 1)).to_bytes(10, "little")
+                    for number in range(1, 60_000)
+                )
+                + b"u.",
+            ),
+        )(root),
+        "not text",
+    ),
     # safetensors
     "safetensors: header of 1e18 bytes": (
         BY_SAFETENSORS,

@@ -7,7 +7,8 @@ command line: `argparse.Namespace`, which only holds values, and paths, which ar
 and touch no file.
 
 That unpickler can still be made to take hours or all memory. So the program is looked through
-first: its length, and the names in it. Nor may an archive hold more than its own size, or a tensor
+first: its length, the names in it, and what it hashes, since keys that are not text can be chosen
+to have one hash. Nor may an archive hold more than its own size, or a tensor
 more numbers than the file has for it.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import pickle
 import pickletools
 import re
@@ -25,7 +27,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from locality.errors import UserError, one_line, some, wrap_errors
@@ -51,6 +53,13 @@ _MAX_OPCODES = 500_000
 _MAX_TENSORS = 20_000
 # A tensor has four tuples; some 200,000, each in the next, end the process where one is a key.
 _MAX_TUPLES = 100_000
+_MAX_DIMS = 8
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Tied weights are one tensor by several names; the copies made of each take memory of their own.
+_MOST_SHARED = 4
+# Text has another hash in every process. Other keys may all have one: n of them take n² steps.
+_MAX_HASHED = 10_000
+_HASHING = ("set", "Counter", "OrderedDict")
 _MAX_PICKLE_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 16 << 20
 # A legacy file begins with five pickles: magic number, version, system, content, storages.
@@ -82,9 +91,7 @@ def read_state(
         return _select_state_dict(state, entry, path), metadata
     with open_file(path) as file:
         state = _select_state_dict(unpickle(file, path), entry, path)
-    for name, tensor in state.items():
-        if not _has_all_data(tensor):
-            raise UserError(f"{path}: the file does not hold all numbers of the tensor {name}")
+    _check_tensors(state, path)
     return state, {}
 
 
@@ -106,8 +113,9 @@ def read_safetensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str
             f"here has"
         )
     damaged = f"{path} is damaged or truncated"
-    with wrap_errors(damaged, SafetensorError), safe_open(str(path), framework="pt") as file:
+    with wrap_errors(damaged, Exception), safe_open(str(path), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        _check_tensors(tensors, path)
         return tensors, file.metadata() or {}
 
 
@@ -198,7 +206,7 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
                 f"{path} was refused: its entries are larger than the file itself, and weights "
                 f"are not compressed"
             )
-    tuples, stream = 0, io.BytesIO(program)
+    tuples, stream, machine = 0, io.BytesIO(program), _Machine()
     for count, (code, argument, _) in enumerate(_opcodes(stream)):
         tuples += code.name.startswith("TUPLE")
         if count >= _MAX_OPCODES or tuples > _MAX_TUPLES:
@@ -208,12 +216,72 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
             )
         if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_UNSAFE_GLOBALS):
             raise _unsafe_global(path, str(argument).replace(" ", "."))
+        with wrap_errors(f"{path} is damaged", IndexError, KeyError):
+            machine.step(code, argument)
+        if machine.hashed > _MAX_HASHED:
+            raise UserError(
+                f"{path} was refused: it is a pickle of more than {_MAX_HASHED:,} keys that are "
+                f"not text, which no model's weights have"
+            )
     if stream.tell() == _MAX_PICKLE_BYTES:
         raise UserError(
             f"{path} was refused: it is a pickle of more than {_MAX_PICKLE_BYTES:,} bytes "
             f"beside its tensors"
         )
     return names
+
+
+class _Machine:
+    """Follows a pickle as torch's unpickler would, and makes nothing of it but a count.
+
+    A value on the stack is how many numbers, and other things that are not text, it has in it; of
+    a class or function, its name is with it.
+
+    Attributes:
+        hashed: how many have been hashed.
+    """
+
+    def __init__(self) -> None:
+        self.hashed = 0
+        self._stack: list[list[Any]] = []
+        self._frames: list[list[list[Any]]] = []
+        self._memo: dict[Any, list[Any]] = {}
+
+    def step(self, code: pickletools.OpcodeInfo, argument: Any) -> None:
+        """Follow one operation."""
+        name, before = code.name, code.stack_before
+        if name == "MARK":
+            self._frames.append(self._stack)
+            self._stack = []
+        elif name.endswith("GET"):
+            self._stack.append(self._memo[argument])
+        elif name.endswith("PUT"):
+            self._memo[argument] = self._stack[-1]
+        elif name.startswith(("APPEND", "SETITEM")):
+            several = pickletools.markobject in before
+            items = self._stack if several else self._stack[1 - len(before) :]
+            self._stack = self._frames.pop() if several else self._stack[: 1 - len(before)]
+            if name.startswith("SETITEM"):
+                self.hashed += sum(key[0] for key in items[::2])
+            else:
+                self._stack[-1][0] += sum(item[0] for item in items)
+        elif name == "TUPLE":
+            items, self._stack = self._stack, self._frames.pop()
+            self._stack.append([1 + sum(item[0] for item in items)])
+        else:
+            taken = [self._stack.pop() for _ in before]
+            inside = sum(item[0] for item in taken)
+            if name in ("REDUCE", "NEWOBJ") and taken[1][-1] in _HASHING:
+                self.hashed += taken[0][0]
+            elif name == "BINPERSID":  # a tuple with a storage's class and size, and its key
+                self.hashed += max(0, inside - 4)
+            if name.startswith("TUPLE"):
+                self._stack.append([1 + inside])
+            elif name == "GLOBAL":
+                self._stack.append([1, argument.rpartition(" ")[2]])
+            else:
+                text = name.startswith("EMPTY") or "STRING" in name or "UNICODE" in name
+                self._stack += [[int(not text)] for _ in code.stack_after]
 
 
 def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
@@ -223,10 +291,24 @@ def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, i
             yield from pickletools.genops(stream)
 
 
-def _has_all_data(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    dense = plain and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return dense and tensor.nbytes <= tensor.untyped_storage().nbytes()
+def _check_tensors(state: Mapping[str, Tensor], path: Path | str) -> None:
+    """Refuse tensors that no model has, or that are not in the file number by number."""
+    for name, tensor in state.items():
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        in_file = plain and tensor.device.type == "cpu"
+        if not in_file or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise UserError(f"{path}: the file does not hold all numbers of the tensor {name}")
+        if tensor.dim() > _MAX_DIMS or (tensor.dtype not in _DTYPES and tensor.is_floating_point()):
+            raise UserError(
+                f"{path}: the tensor {name} has {tensor.dim()} axes of {tensor.dtype}, which no "
+                f"model's has here"
+            )
+    size, held = sum(tensor.nbytes for tensor in state.values()), os.path.getsize(path)
+    if size > _MOST_SHARED * held:
+        raise UserError(
+            f"{path} was refused: its tensors share memory, and would take {size / 1e6:,.0f} MB by "
+            f"themselves, the file {held / 1e6:,.1f}"
+        )
 
 
 def _select_state_dict(content: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
