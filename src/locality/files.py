@@ -210,7 +210,9 @@ def read_rows(
     # Cells may be names of files, which need not be UTF-8.
     text = read_bytes(path).decode(errors="surrogateescape")
     with wrap_errors(f"{path} is not CSV", csv.Error):
-        rows = list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
+        cells = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
+        lines = [[cell[_is_formula(cell) and cell[0] == "'" :] for cell in line] for line in cells]
+        rows = [dict(zip(lines[0], line, strict=False)) for line in lines[1:] if line]
     for number, row in enumerate(rows, 1):
         for column, check in wanted.items():
             place = f"{path}, row {number}: {column}"
@@ -248,10 +250,31 @@ def gunzip(path: Path | str, what: str, most: int) -> bytes:
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
-    """Rows of a table, its heading among them, as CSV; None is an empty cell."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+    """Rows of a table, its heading among them, as CSV; None is an empty cell.
+
+    Names that a spreadsheet would compute, such as `=1+2.png`, have a `'` before them, which
+    `read_rows` takes off again.
+    """
+    lines = []
+    for row in rows:
+        line = io.StringIO()
+        # The end of a line is also what is put into quotation marks inside a cell.
+        csv.writer(line, lineterminator="\r\n").writerow(
+            f"'{cell}" if _is_formula(str(cell)) else cell for cell in row
+        )
+        lines.append(line.getvalue()[:-2] + "\n")
+    return "".join(lines)
+
+
+def _is_formula(cell: str) -> bool:
+    """Whether a spreadsheet takes a cell for a formula, or would without the `'` before it."""
+    inner = cell.lstrip("'")
+    if not inner.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+        return False
+    with contextlib.suppress(ValueError):
+        float(inner)
+        return False
+    return True
 
 
 def _check_extent(content: Any, where: str) -> None:

@@ -1,0 +1,114 @@
+"""Files: what is read is bounded before it is built, and what is written comes back."""
+
+import gzip
+import string
+import time
+
+import numpy as np
+import pytest
+
+from locality.errors import UserError
+from locality.files import csv_text, gunzip, parse_yaml, read_rows
+
+MERGED = "a0: &a0 {" + ", ".join(f"k{i}: 1" for i in range(10)) + "}\n"
+MERGED += "".join(f"a{i + 1}: &a{i + 1}\n  <<: [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(9))
+ONE_HASH = "{" + ", ".join(f"{hex(i * (2**61 - 1))}: 1" for i in range(1, 30_000)) + "}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MERGED,
+        ONE_HASH,
+        "a: &a [1]\n" + f"b: &a [{', '.join(['*a'] * 9)}]\n" * 6,
+        "a: &a [*a]",
+        "a: *b",
+        "a: " + "[" * 60 + "]" * 60,
+        "[" + "1, " * 100_000 + "1]",
+        "a: !!python/name:os.system",
+        "a: !!int '1:1'",
+        "a: !!binary aGVsbG8=",
+        "? {a: 1}\n: 2",
+        "a: " + "9" * 5000,
+        "a: 2020-13-45",
+        "<<: 3",
+        "a: \x00",
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_yaml_without_end_is_refused_at_once(text):
+    began = time.process_time()
+    with pytest.raises(UserError, match=r"^s\.yaml"):
+        parse_yaml(text, "s.yaml")
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("0x1F", 31),
+        ("-.5e3", -500.0),
+        ("1_000", 1000),
+        ("08", "08"),
+        ("{a: &a {x: 1}, b: {<<: *a, y: 2}}", {"a": {"x": 1}, "b": {"x": 1, "y": 2}}),
+        ("[&a [1], *a]", [[1], [1]]),
+        ("1:" * 200_000 + "1", "1:" * 200_000 + "1"),
+    ],
+)
+def test_yaml_means_what_version_1_2_says(text, value):
+    found = parse_yaml(text, "s.yaml")
+    assert found == value and type(found) is type(value)
+
+
+def test_what_a_spreadsheet_would_compute_is_text_and_comes_back(tmp_path):
+    names = [
+        "=1+2.png",
+        "@SUM(1)",
+        "+a",
+        "-b",
+        "\tc",
+        "\rd",
+        "'=e",
+        "''@f",
+        "'tis",
+        "-1",
+        "+2.5",
+        "",
+    ]
+    generator = np.random.default_rng(0)
+    letters = [*"=+-@\t\r\n',\"", *string.ascii_letters[:4], "1", "\udcff", "é"]
+    names += ["".join(generator.choice(letters, 5)) for _ in range(2000)]
+    rows = [{"path": name, "=column": name[::-1]} for name in names]
+    text = csv_text([list(rows[0]), *(row.values() for row in rows)])
+    (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
+    assert read_rows(tmp_path / "t.csv") == rows
+    for line in text.splitlines()[:7]:
+        assert line.strip('"')[0] not in "=@+\t\r", line
+    assert "'-b" in text and "\n-1,1-" in text
+
+
+def test_a_table_of_other_columns_or_cells_is_named(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("step,value\n1,2\n2\n3,x\n4,5")
+    assert [row["step"] for row in read_rows(path, {"step": int})] == ["1", "2", "3"]
+    with pytest.raises(UserError, match=r"t\.csv, row 2: value is missing"):
+        read_rows(path, {"value": float})
+    path.write_text("step,value\n1,2\n3,x\n")
+    with pytest.raises(UserError, match=r"t\.csv, row 2: value is 'x'"):
+        read_rows(path, {"value": float})
+    path.write_text("")
+    assert read_rows(path, {"value": float}) == []
+
+
+def test_a_gzip_file_inflates_to_a_limit(tmp_path):
+    path = tmp_path / "t.gz"
+    path.write_bytes(gzip.compress(bytes(1000)))
+    assert gunzip(path, "record", 1000) == bytes(1000)
+    with pytest.raises(UserError, match="inflates to more"):
+        gunzip(path, "record", 999)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"t\.gz is no record"):
+        gunzip(path, "record", 1000)
