@@ -1,7 +1,7 @@
 """Records as pages: one for each experiment, and one for all of them.
 
-`python -m locality_papers.pages` writes all of them from the records in `results/SCALE`, the best
-evidence first: Markdown, CSV and HTML beside each record, and `docs/results.md` and
+`python -m locality_papers.pages` writes all of them from the records in `results/SCALE`: Markdown,
+CSV and HTML beside each record, and `docs/results.md` and
 `results/index.html` of all.
 
 Nothing in them is written by hand but the remarks, which lie beside the records in `remarks.yaml`:
@@ -31,8 +31,8 @@ from locality_papers.records import Record
 from locality_papers.specs import papers_order
 from locality_papers.tables import Notes, filled, to_csv, usual_n
 
-BEST_FIRST = ("fashion-tuned", "digits-long", "digits-tuned", "fashion14", "fashion", "digits")
-"""The scales of the page of results, the best evidence first."""
+SHOWN = ("digits", "fashion", "fashion14")
+"""The scales of the page of results."""
 _MANY_SEEDS = 24  # a line of a table holds about so many numbers
 
 
@@ -344,10 +344,11 @@ def write_all(root: Path) -> None:
         UserError: as `results_page`.
     """
     results = root / "results"
-    folders = [results / scale for scale in BEST_FIRST if (results / scale).is_dir()]
+    folders = [results / scale for scale in SHOWN if (results / scale).is_dir()]
     for folder in folders:
         for record in read_records(folder):
             write_pages(record, folder / record["name"].replace("/", "-"))
+    (root / "docs").mkdir(exist_ok=True)
     for path in (root / "docs" / "results.md", results / "index.html"):
         write_atomic(path, results_page(folders, path.parent, path.suffix[1:]))
 
