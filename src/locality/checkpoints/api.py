@@ -17,12 +17,12 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from locality.checkpoints.adaptation import load_weights
-from locality.checkpoints.format import INPUT, OUTPUT
 from locality.checkpoints.registry import detect_kind, is_run_folder, source
 from locality.checkpoints.resolve import graph_not_model, read, read_graph
+from locality.checkpoints.trial import INPUT, OUTPUT
 from locality.data.config import Preprocessing
 from locality.data.preprocessing import eval_transform, normalise
-from locality.errors import NonFiniteLogits, UserError, prefix_errors
+from locality.errors import NonFiniteLogits, UserError, prefix_errors, wrap_errors
 from locality.models import factory
 from locality.models.base import ImageClassifier
 
@@ -216,7 +216,14 @@ def _open_graph(path: Path) -> Classifier:
     session, held, name = read_graph(path)
 
     def logits(images: Tensor) -> Tensor:
-        return torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+        with wrap_errors(f"{path} cannot be run", Exception):
+            found = torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+        if found.shape != (len(images), held.config.num_classes):
+            raise UserError(
+                f"{path} answers {len(images)} images with numbers of shape {tuple(found.shape)}, "
+                f"and has {held.config.num_classes} classes; export the model again"
+            )
+        return found
 
     prepared = default_preprocessing(held.preprocessing, held.config.img_size, held.config.in_chans)
     return Classifier(name, logits, prepared, held.classes)

@@ -28,8 +28,6 @@ from locality import __version__
 from locality.checkpoints.foreign import KEY_MAPS
 from locality.checkpoints.format import (
     FORMAT,
-    INPUT,
-    OUTPUT,
     Checkpoint,
     contiguous_copies,
     write_file,
@@ -37,7 +35,8 @@ from locality.checkpoints.format import (
 )
 from locality.checkpoints.key_map import NATIVE, format_settings
 from locality.checkpoints.registry import check_export_path, check_target
-from locality.checkpoints.resolve import graph_session, read
+from locality.checkpoints.resolve import read
+from locality.checkpoints.trial import INPUT, OUTPUT, session_of
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, require
 from locality.files import atomic_file, check_new_folder, write_atomic
@@ -299,7 +298,7 @@ def _check_onnx(model: ImageClassifier, content: bytes) -> None:
     """
     if importlib.util.find_spec("onnxruntime") is None:
         return
-    session = graph_session(content)
+    session = session_of(content)
     for batch in (1, 3):
         images = _example(model, batch)
         with torch.no_grad():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from locality import __version__, checks
 from locality.checkpoints.key_map import State, check_finite, check_keys, meta_state_dict
-from locality.checkpoints.registry import WEIGHTS
+from locality.checkpoints.registry import FORMAT, WEIGHTS
 from locality.checkpoints.safe_load import read_safetensors
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, prefix_errors
@@ -30,15 +30,11 @@ from locality.models.factory import TimmConfig, build
 from locality.settings import from_dict
 from locality.templates import render
 
-FORMAT = "locality"
 FORMAT_VERSION = 1
 CONFIG = "config.json"
 CARD = "README.md"
 WRAPPER = "locality"
 """What `locality.transformers` calls the model inside of its own."""
-
-INPUT, OUTPUT = "images", "logits"
-"""What the graph calls its input and its output."""
 
 CONFIG_CLASSES: dict[str, Any] = {
     config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)

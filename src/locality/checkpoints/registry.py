@@ -20,6 +20,9 @@ from locality.files import check_output, check_parent, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
+FORMAT = "locality"
+"""The name of our own format, in its files and as `convert` takes it."""
+
 WEIGHTS = "model.safetensors"
 HUB_FILES = (WEIGHTS, "pytorch_model.bin")
 """What others call the weights in a repository on the hub, and in a folder."""
@@ -30,7 +33,7 @@ WEIGHT_FILES = (*HUB_FILES, "pytorch_model.pth")
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings that weight files have; what is in the file decides how it is read."""
 
-KEY_MAP_NAMES = ("locality", "convit", "deit", "cvt-microsoft", "cvt-transformers")
+KEY_MAP_NAMES = (FORMAT, "convit", "deit", "cvt-microsoft", "cvt-transformers")
 """The formats that `convert` writes, as `foreign.KEY_MAPS` has them."""
 
 EXPORT_SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2"}

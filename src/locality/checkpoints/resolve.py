@@ -39,6 +39,7 @@ from locality.checkpoints.registry import (
 )
 from locality.checkpoints.run_state import load_best_state, read_class_names, read_result
 from locality.checkpoints.safe_load import read_state, several_entries
+from locality.checkpoints.trial import check_graph, session_of
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, require, some, wrap_errors
 from locality.files import open_file, read_json
@@ -52,7 +53,6 @@ _log = logging.getLogger("locality")
 
 # Protocol Buffers hold no more.
 _MAX_GRAPH_BYTES = 2 << 30
-_ERRORS = 3  # of ONNX Runtime's severities
 
 
 def read(
@@ -271,26 +271,12 @@ def read_graph(path: Path) -> tuple[Any, Checkpoint, str]:
         UserError: if it is no graph that this library exported, or ONNX Runtime is not installed.
     """
     open_file(path, _MAX_GRAPH_BYTES).close()
-    require("running an ONNX graph", "locality[export]", "onnxruntime")
-    # The runtime has a class for each cause, and no common one.
-    with wrap_errors(f"{path} is not a sound ONNX graph", Exception):
-        session = graph_session(path)
-    metadata = session.get_modelmeta().custom_metadata_map
-    if FORMAT not in metadata:
-        raise UserError(
-            f"{path} does not say how its images are prepared; it was not exported by this library"
-        )
-    held = parse_description(metadata[FORMAT], {}, path)
+    require("running an ONNX graph", "locality[export]", "onnx", "onnxruntime")
+    check_graph(path)
+    session = session_of(path)
+    described = session.get_modelmeta().custom_metadata_map[FORMAT]
+    held = parse_description(described, {}, path)
     return session, held, held.name or path.stem
-
-
-def graph_session(graph: Path | bytes) -> Any:
-    """An ONNX Runtime session of a graph on the processor; what is no error it does not say."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = _ERRORS
-    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 def graph_not_model(graph: str) -> UserError:
