@@ -21,7 +21,7 @@ from locality.errors import UserError, one_line
 INPUT, OUTPUT = "images", "logits"
 """What a graph calls its input and its output."""
 
-SECONDS, BYTES = 10, 1_500_000_000
+SECONDS, BYTES = 8, 1_500_000_000
 """The most that a graph may take, of a processor and of memory; a large file may take more."""
 _LARGE = 100_000_000  # bytes of a file, for each of which it may take 2 s more
 _ERRORS = 3  # of ONNX Runtime's severities
