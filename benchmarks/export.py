@@ -30,7 +30,7 @@ from onnxruntime.quantization import QuantType
 from locality.benchmark.measure import Timing, inference, interleave
 from locality.benchmark.run import machine, randomise
 from locality.checkpoints import export, quantise
-from locality.checkpoints.format import INPUT
+from locality.checkpoints.trial import INPUT
 from locality.files import write_atomic
 from locality.machine import commit
 from locality.models import build

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from locality.checkpoints.format import INPUT
+from locality.checkpoints.trial import INPUT
 from locality.models import ImageClassifier, build
 
 INT16 = np.iinfo(np.int16)
