@@ -25,6 +25,7 @@ ONE_HASH = "{" + ", ".join(f"{hex(i * (2**61 - 1))}: 1" for i in range(1, 30_000
         "a: *b",
         "a: " + "[" * 60 + "]" * 60,
         "[" + "1, " * 100_000 + "1]",
+        "[" + "[], " * 100_000 + "1]",
         "a: !!python/name:os.system",
         "a: !!int '1:1'",
         "a: !!binary aGVsbG8=",
@@ -34,7 +35,7 @@ ONE_HASH = "{" + ", ".join(f"{hex(i * (2**61 - 1))}: 1" for i in range(1, 30_000
         "<<: 3",
         "a: \x00",
     ],
-    ids=range(15),
+    ids=range(16),
 )  # fmt: skip
 def test_yaml_without_end_is_refused_at_once(text):
     began = time.process_time()

@@ -172,6 +172,7 @@ def _check_events(events: Iterable[Any], where: str) -> None:
         size = 0
         if isinstance(event, yaml.CollectionStartEvent):
             inside.append([event.anchor, 1, 0])
+            count += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, size, direct = inside.pop()
             anchors[anchor] = size

@@ -7,6 +7,7 @@ of 2 GB and 10 s.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -110,6 +111,47 @@ def edit(name: str, **changes: object) -> Callable[[Path], None]:
             else:
                 place[last] = value
         (root / name).write_text(json.dumps(content))
+
+    return damage
+
+
+def unfinished(*damages: Callable[[Path], None]) -> Callable[[Path], None]:
+    """The run has no result, so that it goes on; then `damages`."""
+
+    def damage(root: Path) -> None:
+        (root / RUN / "result.json").unlink()
+        for each in damages:
+            each(root)
+
+    return damage
+
+
+def folder(name: str) -> Callable[[Path], None]:
+    """A folder where a file belongs."""
+
+    def damage(root: Path) -> None:
+        (root / name).unlink(missing_ok=True)
+        (root / name).mkdir()
+
+    return damage
+
+
+def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        text = (root / name).read_text()
+        assert old in text
+        write(name, text.replace(old, new))(root)
+
+    return damage
+
+
+def gzip_bomb(name: str, of: bytes) -> Callable[[Path], None]:
+    """A gzip file of one line, ever again, to 1 GB."""
+
+    def damage(root: Path) -> None:
+        with gzip.open(root / name, "wb", compresslevel=1) as file:
+            for _ in range(1024):
+                file.write((of * (1 << 20))[: 1 << 20])
 
     return damage
 
@@ -248,6 +290,11 @@ LAUGHS = "a: &a [x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
+MERGED = "a0: &a0 {" + ", ".join(f"k{i}: 1" for i in range(10)) + "}\n"
+MERGED += "".join(f"a{i + 1}: &a{i + 1}\n  <<: [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(10))
+ONE_HASH = "{" + ", ".join(f"{hex(i * (2**61 - 1))}: 1" for i in range(1, 36_000)) + "}"
+TIMING = "step,seconds,images_per_second,eval_seconds,peak_memory_mb\n"
+PREDICTIONS = "index,path,label,prediction,confidence\n"
 CONFIG = f"{SAVED}/config.json"
 PREDICT = f"predict {IMAGE} --model {SAVED}"
 BY_FILE = f"predict {IMAGE} --model {FILE} --variant convit_nano"
@@ -589,6 +636,181 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         )(root),
         "run",
     ),
+    # a run's files, edited by hand or of another version
+    **{
+        f"resumed: result {content[:30]}": (
+            RESUME,
+            write("run/result.json", content),
+            "result.json",
+        )
+        for content in ("{}", "[]", '{"top1": "x"}', '{"top1": NaN}', '{"top1": 3, "steps": 2}')
+    },
+    "resumed: result is a folder": (RESUME, folder("run/result.json"), "result.json"),
+    **{
+        f"resumed: environment {content[:30]}": (
+            RESUME,
+            unfinished(write("run/environment.json", content)),
+            "environment.json",
+        )
+        for content in ('{"starts": 5}', '{"starts": [5]}', "[]", '{"starts": "abc"}', "{")
+    },
+    "resumed: environment is a pipe": (
+        RESUME,
+        unfinished(pipe("run/environment.json")),
+        "environment.json",
+    ),
+    **{
+        f"resumed: timing {content[:60]!r}": (
+            RESUME,
+            unfinished(write("run/timing.csv", content)),
+            "timing.csv",
+        )
+        for content in (
+            *("step\n1\n", "step,seconds\n1\n", "step,seconds\n1,x\n", "seconds\n1\n"),
+            *(f"{TIMING}1,x,1,1,1\n", f"{TIMING}1,nan,1,1,1\n", f"{TIMING}1,1e400,1,1,1\n"),
+            *(f"{TIMING}1\n", f"{TIMING}one,1,1,1,1\n", f"{TIMING}1.5,1,1,1,1\n"),
+            *(b"\xff\xfe\n\xff\n", b"step\n\0\n", TIMING + '1,"' + "1" * 10**6 + '",1,1,1\n'),
+        )
+    },
+    "resumed: timing is a device": (
+        RESUME,
+        unfinished(link("run/timing.csv", "/dev/zero")),
+        "timing.csv",
+    ),
+    "resumed: the lock is a folder": (
+        RESUME,
+        unfinished(lambda root: (root / "run/lock").unlink(missing_ok=True), folder("run/lock")),
+        "run",
+    ),
+    **{
+        f"reported: {name} {content[:50]!r}": (REPORT, write(f"run/{name}", content), name)
+        for name, contents in {
+            "result.json": ('{"top1": 1, "steps": [2]}', "null", '{"top1": 1e999}'),
+            "environment.json": ("[]", '{"starts": [[]]}', "7"),
+            "metrics.csv": ("epoch\n1\n", "step\n1.5\n", b"step,top1\n1,\0\n", "step\n\n,\n"),
+            "timing.csv": ("seconds\n1\n", "step,seconds\n1,x\n"),
+            "skipped.csv": ("a\n1\n", "image,reason\nx\n", b"\xff"),
+            "predictions.csv": (
+                *("a\n1\n", f"{PREDICTIONS}0,a,0,0,nan\n", f"{PREDICTIONS}0,a,eleven,0,1\n"),
+                *(f"{PREDICTIONS}x,a,0,0,1\n", f"{PREDICTIONS}0,a,0,0\n"),
+            ),
+            "class_counts.json": ("[]", '{"0": "x"}', DEEP, '{"0": null}'),
+            "baselines.json": ("{}", '{"top1": 3}', "[]", '{"top1": {"chance": "x"}}'),
+            "images.gz": (b"text", gzip.compress(b"a\tb\tc")[:-5], gzip.compress(b"\xff\n")),
+            "config.yaml": (
+                *("[1]", "model: 5\n", "model: {name: 5}\n", MERGED, ONE_HASH, "!!set {a, b}"),
+                "{model: {name: convit_nano}, data: 5, seed: 0}",
+            ),
+            "classes.json": ("{}", "[1]", "["),
+        }.items()
+        for content in contents
+        if (name, content) != ("skipped.csv", b"\xff")  # no line is whole: as an empty file
+    },
+    **{
+        f"reported: {name} is a pipe": (REPORT, pipe(f"run/{name}"), name)
+        for name in ("skipped.csv", "predictions.csv", "class_counts.json", "images.gz")
+    },
+    "reported: images.gz inflates to 1 GB of lines": (
+        REPORT,
+        gzip_bomb("run/images.gz", b"\n"),
+        "images.gz",
+    ),
+    "reported: images.gz inflates to 1 GB of one line": (
+        REPORT,
+        gzip_bomb("run/images.gz", b"a"),
+        "images.gz",
+    ),
+    "recorded: inflates to 1 GB": (
+        "reproduce convit/table-2 --finished --recorded runs.jsonl.gz --runs made --output made",
+        gzip_bomb("runs.jsonl.gz", b"{}\n"),
+        "runs.jsonl.gz",
+    ),
+    "recorded: is a device": (
+        "reproduce convit/table-2 --finished --recorded runs.jsonl.gz --runs made --output made",
+        link("runs.jsonl.gz", "/dev/zero"),
+        "runs.jsonl.gz",
+    ),
+    **{
+        f"opened: configuration {content[:40]!r}": (
+            "predict photo.png --model run",
+            write("run/config.yaml", content),
+            "config.yaml",
+        )
+        for content in (
+            *("[1]", "model: 5\n", "model: {name: 5}\n", MERGED, ONE_HASH),
+            "{model: {name: convit_nano}, input: 5}",
+            "{model: {name: convit_nano, overrides: [1]}}",
+        )
+    },
+    "opened: configuration is a folder": (
+        "eval run",
+        lambda root: (
+            write("run/config.yaml/a", "")(root)
+            if not (root / "run/config.yaml").unlink()
+            else None
+        ),
+        "run",
+    ),
+    "opened: too few class names": (
+        "predict photo.png --model run",
+        write("run/classes.json", '["a", "b"]'),
+        "run",
+    ),
+    # settings without end
+    "settings: merge keys": (TRAIN, write("settings.yaml", MERGED), "settings.yaml"),
+    "settings: keys of one hash": (TRAIN, write("settings.yaml", ONE_HASH), "settings.yaml"),
+    "settings: 200,000 parts of sixty": (
+        TRAIN,
+        write("settings.yaml", "seed: " + "1:" * 200_000 + "1"),
+        "seed",
+    ),
+    "settings: a folder": (TRAIN, folder("settings.yaml"), "settings.yaml"),
+    "settings: 600,000 small lists": (
+        TRAIN,
+        write("settings.yaml", "a: [" + "[]," * 300_000 + "]"),
+        "settings.yaml",
+    ),
+    "settings: the endless device itself": (
+        "train digits --config /dev/zero --dry_run --output other",
+        lambda root: None,
+        "/dev/zero",
+    ),
+    "search: merge keys": (
+        "search --resume found",
+        write("found/search.yaml", MERGED),
+        "search.yaml",
+    ),
+    "compare: a plan of another kind": (
+        "compare images --steps 2 --output made",
+        lambda root: [
+            write("made/comparison.yaml", "asked: 5\n")(root),
+            *(
+                write(f"images/{name}/{number}.png", png(8, 8, rows(8, 8)))(root)
+                for name in "ab"
+                for number in range(9)
+            ),
+        ],
+        "comparison.yaml",
+    ),
+    # paths that are no files
+    **{
+        f"path: {command}": (command, pipe("fifo"), named)
+        for command, named in {
+            "convert /dev/zero out": "/dev/zero",
+            "predict photo.png --model /dev/zero --variant convit_nano": "/dev/zero",
+            "eval fifo --variant convit_nano": "fifo",
+            "data check fifo": "fifo",
+            "train fifo --dry_run": "fifo",
+            "train --data folder --data.root fifo --dry_run --output other": "fifo",
+            "train --data table --data.root fifo --dry_run --output other": "fifo",
+            "train --data arrow --data.root fifo --dry_run --output other": "fifo",
+            "compare /dev/zero --dry_run": "/dev/zero",
+            "finetune fifo --from saved --dry_run": "fifo",
+            "train digits --model.weights fifo --dry_run --output other": "fifo",
+            "report fifo": "fifo",
+            "train --resume fifo": "fifo",
+        }.items()
+    },
     # a report
     "report: deep configuration": (REPORT, write("run/config.yaml", DEEP_YAML), "config.yaml"),
     "report: configuration without a model": (
