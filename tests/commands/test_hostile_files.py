@@ -780,18 +780,24 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         write("found/search.yaml", MERGED),
         "search.yaml",
     ),
-    "compare: a plan of another kind": (
-        "compare images --steps 2 --output made",
-        lambda root: [
-            write("made/comparison.yaml", "asked: 5\n")(root),
-            *(
-                write(f"images/{name}/{number}.png", png(8, 8, rows(8, 8)))(root)
-                for name in "ab"
-                for number in range(9)
-            ),
-        ],
-        "comparison.yaml",
-    ),
+    **{
+        f"compare: a plan of {content[:60]!r}": (
+            "compare images --steps 2 --output made",
+            lambda root, content=content: [
+                write("made/plan.yaml", content)(root),
+                *(
+                    write(f"images/{name}/{number}.png", png(8, 8, rows(8, 8)))(root)
+                    for name in "ab"
+                    for number in range(9)
+                ),
+            ],
+            "plan.yaml",
+        )
+        for content in (
+            *("asked: 5\n", "[", MERGED, "{comparison: {}, configurations: {}}"),
+            "{comparison: {data: 5, models: 5}, configurations: {a: 5}}",
+        )
+    },
     # paths that are no files
     **{
         f"path: {command}": (command, pipe("fifo"), named)

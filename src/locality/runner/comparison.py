@@ -116,14 +116,14 @@ def plan(
     if path.exists():
         there = read_yaml(path)
         checks.shaped(str(path), there, {"comparison": dict, "configurations": dict})
-        before = settings.from_dict(ComparisonSpec, there["comparison"])
+        before = settings.from_dict(ComparisonSpec, there["comparison"], str(path))
         if changed := list(settings.differences(before, spec)):
             raise UserError(
                 f"{folder} holds another comparison ({describe_changes(changed)}); give another "
                 f"--output"
             )
         found = there["configurations"].items()
-        return {model: settings.from_dict(RunConfig, values) for model, values in found}
+        return {model: settings.from_dict(RunConfig, values, str(path)) for model, values in found}
     chosen = _choose_configs(spec, jobs, threads or threads_per_run(jobs))
     if keep:
         folder.mkdir(parents=True, exist_ok=True)
