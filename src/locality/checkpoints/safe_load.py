@@ -207,22 +207,22 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
                 f"are not compressed"
             )
     tuples, stream, machine = 0, io.BytesIO(program), _Machine()
-    for count, (code, argument, _) in enumerate(_opcodes(stream)):
-        tuples += code.name.startswith("TUPLE")
-        if count >= _MAX_OPCODES or tuples > _MAX_TUPLES:
-            raise UserError(
-                f"{path} was refused: it is a pickle of more than {_MAX_OPCODES:,} "
-                f"operations, which no model's weights need"
-            )
-        if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_UNSAFE_GLOBALS):
-            raise _unsafe_global(path, str(argument).replace(" ", "."))
-        with wrap_errors(f"{path} is damaged", IndexError, KeyError):
+    with wrap_errors(f"{path} is damaged", IndexError, KeyError):
+        for count, (code, argument, _) in enumerate(_opcodes(stream)):
+            tuples += code.name.startswith("TUPLE")
+            if count >= _MAX_OPCODES or tuples > _MAX_TUPLES:
+                raise UserError(
+                    f"{path} was refused: it is a pickle of more than {_MAX_OPCODES:,} "
+                    f"operations, which no model's weights need"
+                )
+            if code.name == "GLOBAL" and str(argument).rpartition(" ")[2].endswith(_UNSAFE_GLOBALS):
+                raise _unsafe_global(path, str(argument).replace(" ", "."))
             machine.step(code, argument)
-        if machine.hashed > _MAX_HASHED:
-            raise UserError(
-                f"{path} was refused: it is a pickle of more than {_MAX_HASHED:,} keys that are "
-                f"not text, which no model's weights have"
-            )
+            if machine.hashed > _MAX_HASHED:
+                raise UserError(
+                    f"{path} was refused: it is a pickle of more than {_MAX_HASHED:,} keys that are "
+                    f"not text, which no model's weights have"
+                )
     if stream.tell() == _MAX_PICKLE_BYTES:
         raise UserError(
             f"{path} was refused: it is a pickle of more than {_MAX_PICKLE_BYTES:,} bytes "
