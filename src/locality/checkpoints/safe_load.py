@@ -220,8 +220,8 @@ def _scan_pickle(file: IO[bytes], path: Path | str) -> set[str]:
             machine.step(code, argument)
             if machine.hashed > _MAX_HASHED:
                 raise UserError(
-                    f"{path} was refused: it is a pickle of more than {_MAX_HASHED:,} keys that are "
-                    f"not text, which no model's weights have"
+                    f"{path} was refused: it is a pickle of more than {_MAX_HASHED:,} keys that "
+                    f"are not text, which no model's weights have"
                 )
     if stream.tell() == _MAX_PICKLE_BYTES:
         raise UserError(
