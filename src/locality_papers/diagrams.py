@@ -25,6 +25,8 @@ from locality.layers import (
 from locality.models.base import ImageClassifier
 
 _WIDTH, _STEP = 2.9, 0.66  # inches of a column, and from box to box
+Row = str | tuple[str, ...]
+"""A box, or several side by side."""
 _COLOURS = {"gated": CONVIT, "self-": DEIT, "conv": CVT}
 
 
@@ -91,22 +93,27 @@ def gated_layer(layer: GatedPositionalSelfAttention) -> list[str]:
     ]
 
 
-def projections(layer: ConvolutionalAttention, grid: tuple[int, int]) -> list[str]:
+def projections(layer: ConvolutionalAttention, grid: tuple[int, int]) -> list[Row]:
     """How an attention layer makes queries, keys and values of a grid of tokens."""
-    boxes = [f"{grid[0]}×{grid[1]} tokens × {layer.dim}"]
+    parts = []
     for name, part in (("queries", layer.q), ("keys", layer.k), ("values", layer.v)):
         rows, columns = part.grid(grid)
         before = (
-            f"{part.window[0]}×{part.window[0]} depth-wise conv, stride {part.stride}, "
+            f"{part.window[0]}×{part.window[0]} conv\nstride {part.stride}\n"
             if part.projection == "conv"
             else ""
         )
-        boxes.append(f"{name}: {before}linear\n{rows}×{columns}")
-    return [*boxes, f"attention: {grid[0] * grid[1]} × {rows * columns} per head"]
+        parts.append(f"{name}\n{before}linear\n{rows}×{columns}")
+    tokens = grid[0] * grid[1]
+    return [
+        f"{grid[0]}×{grid[1]} tokens × {layer.dim}",
+        tuple(parts),
+        f"attention: {tokens} × {rows * columns} per head",
+    ]
 
 
-def draw_columns(columns: Mapping[str, Sequence[str]]) -> Figure:
-    """Boxes below each other, joined by arrows, under the title of their column."""
+def draw_columns(columns: Mapping[str, Sequence[Row]]) -> Figure:
+    """Rows below each other, joined by lines, under the title of their column."""
     tallest = max(map(len, columns.values()))
     with settings():
         figure = new_figure(_WIDTH * len(columns), _STEP * tallest + 0.4)
@@ -115,11 +122,19 @@ def draw_columns(columns: Mapping[str, Sequence[str]]) -> Figure:
             axes.set(xlim=(0, 1), ylim=(tallest - 0.4, -0.6))
             axes.set_axis_off()
             axes.set_title(title)
-            for place, text in enumerate(boxes):
-                colour = next((c for word, c in _COLOURS.items() if word in text), FAINT)
-                lines = [textwrap.fill(line, 40) for line in text.split("\n")]
-                box = {"boxstyle": "round,pad=0.35", "edgecolor": colour, "facecolor": "white"}
-                axes.text(0.5, place, "\n".join(lines), ha="center", va="center", fontsize=6.5,
-                          color=INK, bbox=box, zorder=2)  # fmt: skip
-            axes.plot([0.5, 0.5], [0, len(boxes) - 1], color=FAINT, linewidth=0.8, zorder=1)
+            before = [0.5]
+            for place, row in enumerate(boxes):
+                beside = (row,) if isinstance(row, str) else row
+                here = [(n + 0.5) / len(beside) for n in range(len(beside))]
+                for start in before if place else ():
+                    for end in here:
+                        axes.plot([start, end], [place - 1, place], color=FAINT, linewidth=0.8,
+                                  zorder=1)  # fmt: skip
+                before = here
+                for x, text in zip(here, beside, strict=True):
+                    colour = next((c for word, c in _COLOURS.items() if word in text), FAINT)
+                    lines = [textwrap.fill(line, 40) for line in text.split("\n")]
+                    box = {"boxstyle": "round,pad=0.35", "edgecolor": colour, "facecolor": "white"}
+                    axes.text(x, place, "\n".join(lines), ha="center", va="center", fontsize=6.5,
+                              color=INK, bbox=box, zorder=2)  # fmt: skip
     return figure
