@@ -86,7 +86,7 @@ def test_the_folder_of_another_configuration_is_refused(tmp_path, tiny_config, h
     folder = tmp_path / "run"
     run_all([Run("", tiny_config(), folder)], executor=here, quiet=True)
     (outcome,) = run_all([Run("", tiny_config(optim__lr=1e-3), folder)], executor=here, quiet=True)
-    assert outcome.error is not None and "optim.lr: 0.0034 there, 0.001 now" in outcome.error
+    assert outcome.error is not None and "optim.lr: 0.0062 there, 0.001 now" in outcome.error
 
 
 def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):

@@ -140,7 +140,7 @@ def test_differences_name_settings_and_both_values() -> None:
     one = tiny()
     other = replace(one, {"optim.lr": 1e-3, "model.overrides.depth": 3, "augment.hflip": 0.5})
     assert set(differences(one, other)) == {
-        ("optim.lr", 3.4e-3, 1e-3),
+        ("optim.lr", 6.2e-3, 1e-3),
         ("model.overrides.depth", 2, 3),
         ("augment.hflip", 0.0, 0.5),
     }
@@ -150,7 +150,7 @@ def test_the_learning_rate_scales_with_the_batch() -> None:
     optim = recipe("deit_300").optim
     assert optim.peak_lr(1024) == pytest.approx(1e-3)
     assert optim.peak_lr(512) == pytest.approx(5e-4)
-    assert recipe("digits").optim.peak_lr(4096) == 3.4e-3
+    assert recipe("digits").optim.peak_lr(4096) == 6.2e-3
 
 
 def test_every_setting_is_described() -> None:

@@ -211,7 +211,7 @@ def test_a_configuration_that_is_not_the_checkpoints_is_refused(
     run = RunFolder(tmp_path / "run")
     text = run.config_file.read_text()
     run.config_file.write_text(
-        text.replace("lr: 0.0034", "lr: 0.001").replace("clip_grad: null", "clip_grad: 1")
+        text.replace("lr: 0.0062", "lr: 0.001").replace("clip_grad: null", "clip_grad: 1")
     )
     stop_before(None)
     with pytest.raises(

@@ -122,7 +122,7 @@ def test_another_configuration_is_refused_with_what_differs(finished: Path) -> N
     config = replace(RunFolder(finished).config(), {"optim.lr": 0.1, "schedule.warmup": 3})
     with pytest.raises(UserError, match="another configuration") as caught:
         train(config, finished)
-    assert "optim.lr: 0.0034 there, 0.1 now" in str(caught.value)
+    assert "optim.lr: 0.0062 there, 0.1 now" in str(caught.value)
     assert "schedule.warmup: 2.0 there, 3.0 now" in str(caught.value)
 
 
