@@ -211,8 +211,8 @@ def test_a_dry_run_counts_gradients_and_cores_of_many_processes() -> None:
     assert run.wire_bytes == 2 * 3 / 4 * 4 * run.run.trainable
     assert run.step_seconds == 16 / 1e9
     assert f"{run.speed.cores:,} cores" in str(run) and run.speed.cores > 100
-    # Weights, gradients, two moments and a moving average.
-    assert run.run.state_bytes == 5 * 4 * run.run.parameters
+    # Weights, gradients and two moments.
+    assert run.run.state_bytes == 4 * 4 * run.run.parameters
 
 
 def test_the_slower_of_loader_and_model_is_the_bottleneck() -> None:
