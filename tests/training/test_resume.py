@@ -215,7 +215,7 @@ def test_a_configuration_that_is_not_the_checkpoints_is_refused(
     )
     stop_before(None)
     with pytest.raises(
-        UserError, match=r"config\.yaml was changed .*optim\.lr: 0\.0034 there, 0\.001"
+        UserError, match=r"config\.yaml was changed .*optim\.lr: 0\.0062 there, 0\.001"
     ):
         train(run.config(), tmp_path / "run")
     # What may differ between resumptions may be edited.

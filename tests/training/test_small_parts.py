@@ -287,7 +287,7 @@ def test_a_run_from_a_saved_folder_has_its_architecture(model, changes, tmp_path
     prepared = Preprocessing(saved.config.img_size, (0.1, 0.2, 0.3), crop_pct=0.7)
     locality.save(saved, tmp_path, preprocessing=prepared, classes=["a", "b", "c"])
     config = adjusted("finetune", settings_from_weights(str(tmp_path)))
-    started, _ = initialize_model(config, 3)
+    started, _ = initialize_model(config, ["a", "b", "c"])
     assert not signature_diff(started.config, saved.config)
     assert started.img_size == saved.img_size
     assert config.input.mean == prepared.mean and config.input.crop_pct == 0.7
