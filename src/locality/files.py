@@ -316,6 +316,8 @@ def atomic_file(path: Path | str) -> Iterator[IO[bytes]]:
                 shutil.copyfileobj(file, target)
         return
     path = Path(os.path.realpath(path))
+    if path.is_symlink():
+        raise UserError(f"{path} is a link that leads to itself")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with open(temporary, "x+b") as file:

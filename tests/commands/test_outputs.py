@@ -106,6 +106,12 @@ def test_links_are_followed_and_pipes_written(command, name, place, capsys):
     assert read[0] and stat.S_ISFIFO((place / name).stat().st_mode)
 
 
+def test_a_link_to_itself_stays_one(place, capsys):
+    (place / "loop").symlink_to(place / "loop")
+    assert wrote("report run --output {}", place / "loop") == 2
+    assert "loop" in capsys.readouterr().err and (place / "loop").is_symlink()
+
+
 def test_a_device_stays_one(place):
     device = place / "null"
     try:
