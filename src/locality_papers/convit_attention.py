@@ -112,7 +112,7 @@ def _over_training(title: str, y_label: str, lines: list[Line], trajectory: Quan
 
 def _nonlocality_panel(s: Scale, role: str, trajectory: Quantity, title: str = "") -> Panel:
     lines = nonlocality_lines(s.architecture(role).depth)
-    return _over_training(title or role, "nonlocality (tokens)", lines, trajectory)
+    return _over_training(title or s.called(role), "nonlocality (tokens)", lines, trajectory)
 
 
 def _gate_panels(s: Scale, size: str) -> tuple[Panel, ...]:
@@ -122,7 +122,10 @@ def _gate_panels(s: Scale, size: str) -> tuple[Panel, ...]:
     model = s.architecture(role)
     return tuple(
         _over_training(
-            f"{role}, layer {n + 1}", "gate σ(λ)", gate_lines(n, model.num_heads), trajectory
+            f"{s.called(role)}\nlayer {n + 1}",
+            "gate σ(λ)",
+            gate_lines(n, model.num_heads),
+            trajectory,
         )
         for n in range(model.gpsa_layers)
     )

@@ -124,7 +124,11 @@ def figure_2a(s: Scale) -> Figure:
     for title, by_row in cells.items():
         found = {f: [row[f"{f}-S/top1"] for row in by_row.values()] for f in FAMILIES}
         series = tuple(
-            Series(f"{family}-S", over(parts, curve), family.lower())
+            Series(
+                s.called(f"{family}-S") if title == "Here" else f"{family}-S",
+                over(parts, curve),
+                family.lower(),
+            )
             for family, curve in found.items()
         )
         panels.append(Panel(title, label, "top-1 (%)", series, log_x=True))

@@ -107,7 +107,9 @@ def _maps_figure(
 
     def draw(folders: list[Path]) -> Any:
         captured = [run_pictures(folder, max(images) + 1) for folder in folders]
-        return maps.maps(list(zip(roles, captured, strict=True)), layers, image=images)
+        return maps.maps(
+            list(zip(map(s.called, roles), captured, strict=True)), layers, image=images
+        )
 
     return Figure(
         draw=draw,

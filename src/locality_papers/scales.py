@@ -209,6 +209,11 @@ class Scale:
         name, own = self.models[role]
         return variant(name).config.with_overrides(**dict(own))
 
+    def called(self, role: str) -> str:
+        """A role's model by its own name, with the paper's in brackets where it is another."""
+        name, _ = self.models[role]
+        return role if PAPERS_MODELS.get(role) == name else f"{name} (in {role}'s place)"
+
     @property
     def sizes(self) -> list[str]:
         """The sizes of ConViT's Table 1 that are models of their own here."""
