@@ -467,7 +467,7 @@ def test_architectures_are_drawn_from_the_models_built(name):
     expected = {
         "convit/figure-4": ("10 × gated positional", "196 tokens × 432", "v_pos 9×3"),
         "cvt/figure-2": ("10 × attention over conv", "3136 tokens × 64", "7×7, stride 4"),
-        "cvt/figure-3": ("stride 2, linear 7×7", "queries: linear 14×14"),
+        "cvt/figure-3": ("stride 2 linear 7×7", "queries linear 14×14"),
     }[name]
     shown = " ".join(shown.split())
     for text in expected:
