@@ -216,9 +216,10 @@ def test_a_graph_that_was_tampered_with_is_refused(kind, tmp_path):
     tamper(model)
     path = tmp_path / "a.onnx"
     path.write_bytes(model.SerializeToString())
-    began = time.monotonic()
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     with pytest.raises(UserError, match=named) as caught:
         open_model(path)
     assert time.monotonic() - began < 60  # 20 on a machine that does nothing else
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2e6
+    # Of all children so far the largest.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(2e6, before + 1)
