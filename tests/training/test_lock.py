@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +12,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from locality.errors import UserError
+from locality.errors import RunFailed, UserError
+from locality.training.loop import Loop
 from locality.training.run_folder import FolderLock
+
+from .conftest import tiny, train
 
 HOLD = """
 import sys, time
@@ -118,3 +123,23 @@ def test_a_process_cannot_join_a_run_that_lost_the_folder(tmp_path: Path) -> Non
         fcntl.flock(stranger, fcntl.LOCK_EX)
         with pytest.raises(UserError):
             FolderLock(tmp_path / "lock").join()
+
+
+def test_a_run_whose_folder_was_moved_writes_nothing_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    step = Loop.train_step
+
+    def renamed(self: Loop, batches: Any) -> int:
+        if self.state.step == 4 and not moved.exists():
+            folder.rename(moved)
+            shutil.copytree(moved, folder)
+        return step(self, batches)
+
+    monkeypatch.setattr(Loop, "train_step", renamed)
+    with pytest.raises(RunFailed, match="was moved"):
+        train(tiny(), folder)
+    assert (folder / "metrics.csv").read_text() == (moved / "metrics.csv").read_text()
+    assert not (folder / "result.json").exists()
+    assert train(tiny(), moved)["steps"] == 8

@@ -122,6 +122,7 @@ class Recorder:
         """Record an evaluation on `images` images that took `seconds`."""
         if self._folder is None:
             return
+        self._folder.lock.check()
         timing = {
             "step": row["step"],
             "seconds": round(self.seconds, 3),
@@ -146,6 +147,7 @@ class Recorder:
     def write_predictions(self, collector: PredictionCollector) -> None:
         """Write predictions.csv."""
         if self._folder is not None:
+            self._folder.lock.check()
             splits = self._run.splits
             collector.write(self._folder.predictions_file, splits.val, splits.classes)
 
@@ -157,6 +159,7 @@ class Recorder:
         """
         if self._folder is None:
             return
+        self._folder.lock.check()
         rows = self._metrics.text.partition("\n")[2]
         self._folder.checkpoints.start({**checkpoint, "metrics": rows})
         skipped = checkpoint["progress"]["skipped"]
@@ -173,6 +176,7 @@ class Recorder:
     def keep_best(self) -> None:
         """Keep the last checkpoint as the best."""
         if self._folder is not None:
+            self._folder.lock.check()
             self._folder.checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
@@ -193,6 +197,7 @@ class Recorder:
         """
         if self._folder is None:
             return
+        self._folder.lock.check()
         if self._run.plan.snapshots(step):
             self._folder.snapshots.mkdir(exist_ok=True)
             weights = {name: value.contiguous() for name, value in model.state_dict().items()}
@@ -208,6 +213,7 @@ class Recorder:
         """
         if self._folder is None:
             return {}
+        self._folder.lock.check()
         run, config, seconds = self._run, self._run.config, self.seconds
         seen = self._step * run.plan.batch_size
         result = {

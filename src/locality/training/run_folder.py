@@ -36,7 +36,7 @@ import psutil
 
 from locality import checks, settings
 from locality.checkpoints.run_state import CheckpointFolder, read_class_names, read_result
-from locality.errors import UserError
+from locality.errors import RunFailed, UserError
 from locality.files import read_json, read_rows, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
@@ -255,6 +255,22 @@ class FolderLock:
         """
         self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115
         self._share()
+
+    def check(self) -> None:
+        """Check, before something is written, that the folder is still where it was locked.
+
+        Raises:
+            RunFailed: if it was moved, or another folder has taken its place.
+        """
+        if self._file is None:
+            return
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
+                return
+        raise RunFailed(
+            f"run folder {self.path.parent} was moved, removed or replaced during its run, which "
+            f"stops here; `locality train --resume FOLDER` goes on where the folder is now"
+        )
 
     def release(self) -> None:
         """Release the lock in this process."""
