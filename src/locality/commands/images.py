@@ -236,7 +236,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
     opened = open_given(what, options)
     whole = other and not given.keys() & {"val_part", "val_fraction", "fold"}
-    splits = training.open_for(opened, chosen, seed, whole)
+    splits = training.open_for(opened, chosen, seed, whole, recorded=not other)
     seen: list[tuple[int, int, Tensor]] = []
 
     def keep(batch: data.Batch, logits: Tensor) -> None:

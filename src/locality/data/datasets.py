@@ -90,7 +90,7 @@ def open_data(
         train = train.subset(kept)
     if names:
         order = list(dict.fromkeys([*names, *classes]))
-        classes, train, val = _renumber((classes, train, val), order)
+        classes, train, val = renumber((classes, train, val), order)
     return DataSplits(config.dataset, classes, train, val)
 
 
@@ -99,14 +99,14 @@ def _ordered(opened: _Found, names: Sequence[str] | None, custom: bool) -> _Foun
     classes, train, _ = opened
     own = set(classes)
     if names and own <= set(names):
-        return _renumber(opened, [name for name in names if name in own])
+        return renumber(opened, [name for name in names if name in own])
     # Known datasets have orders of their own.
     if names is None or not custom or train.numbered:
         return opened
-    return _renumber(opened, sort_classes(classes))
+    return renumber(opened, sort_classes(classes))
 
 
-def _renumber(opened: Any, order: list[str]) -> Any:
+def renumber(opened: Any, order: list[str]) -> Any:
     """The images of the classes in `order`, which numbers them; some may have no images."""
     classes, *sources = opened
     if classes == order:
@@ -152,7 +152,7 @@ def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int
         )
     if skipped >= count:
         raise UserError(f"skip_classes is {skipped}, but {config.dataset} has {count} classes here")
-    return _renumber(opened, classes[skipped:count])
+    return renumber(opened, classes[skipped:count])
 
 
 def _split(

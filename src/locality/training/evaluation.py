@@ -31,6 +31,7 @@ from locality.data import (
     open_data,
 )
 from locality.data.classes import class_difference, joinable, numbered
+from locality.data.datasets import renumber
 from locality.data.loader import translate_killed_worker
 from locality.errors import UserError, prefix_errors, some
 from locality.files import csv_text, read_rows, write_atomic
@@ -60,9 +61,10 @@ def evaluate_run(
         UserError: if the folder is no run, or the data has other classes.
     """
     config = read_config(Path(folder))
-    return evaluate_opened(
-        open_model(folder), config.data if data is None else data, seed=config.seed, **options
-    )
+    opened = open_model(folder)
+    if data is None and options.get("splits") is None:
+        options["splits"] = open_for(opened, config.data, config.seed, recorded=True)
+    return evaluate_opened(opened, data or config.data, seed=config.seed, **options)
 
 
 def evaluate_opened(
@@ -127,7 +129,11 @@ def evaluate_opened(
 
 
 def open_for(
-    opened: Classifier, data: DataConfig, seed: int = 0, whole: bool = False
+    opened: Classifier,
+    data: DataConfig,
+    seed: int = 0,
+    whole: bool = False,
+    recorded: bool = False,
 ) -> DataSplits:
     """The images that a model is evaluated on, whose classes are numbered as its outputs are.
 
@@ -137,12 +143,13 @@ def open_for(
     Args:
         opened: the model.
         data, seed, whole: as `open_data` takes them.
+        recorded: they are those of the model's own run, divided in the order it has recorded.
 
     Raises:
         UserError: if there are images of classes that the model does not have.
     """
     count, names = opened.module().num_classes, joinable(opened.classes)
-    splits = open_data(data, seed, names, whole)
+    splits = open_data(data, seed, names if recorded or names is None else (), whole)
     held = {splits.classes[label] for label in np.unique(splits.val.labels)}
     numbers = [str(number) for number in range(count)]
     if names is None and held <= set(numbers):
@@ -172,7 +179,8 @@ def open_for(
             f"{len(missing)} of the {count} classes of {opened.name} have no images here "
             f"({some(missing)}); accuracy is over all {count} outputs"
         )
-    return splits
+    order = list(dict.fromkeys([*names, *splits.classes]))
+    return DataSplits(splits.name, *renumber((splits.classes, splits.train, splits.val), order))
 
 
 @translate_killed_worker()
