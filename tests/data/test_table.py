@@ -67,6 +67,8 @@ def test_columns_are_chosen_by_number_or_name(cells):
         ("images/cell00.png,1\nimages/cell01.png,b\udcff\n", "line 2 .*UTF-8"),
         ("images/cell00.png,1\nimages/cell\udcff.png,b\n", "line 2 .*UTF-8"),
         ("images/cell00.png,1\nPK\0\n", "not text"),
+        ("x" * 200_000, "not text"),
+        ('"' + "x,\n" * 200, "line 1 of .* is not CSV"),
         ("file,a,b\nimages/cell00.png,1,1\n", "line 2 .*'a', 'b'"),
         ("file,a,b\nimages/cell00.png,1,0\nimages/cell01.png,0,0\n", "line 3 .*no class"),
         ("images/cell00.png,1,0\nimages/cell01.png,0,1\n", "label_column 2"),

@@ -38,7 +38,7 @@ from locality.files import open_file
 TABLE = "labels.csv"
 
 _MAX_TABLE_BYTES = 1 << 30
-_MAX_LINE = 1 << 20
+_MAX_LINE = 1 << 17
 _MARKS = ",;\t| "
 # Rows that show how a table is written.
 _SAMPLE = 100
@@ -131,9 +131,10 @@ class _Table:
         said = re.fullmatch(r'"?sep=(.)"?\s*', lines[0], re.IGNORECASE) if lines else None
         self._skipped = 1 if said else 0
         self._mark = said.group(1) if said else _separator(lines)
-        rows = [row for _, row in self._parse(lines, whole=False)]
-        if not rows:
+        parsed = list(self._parse(lines, whole=False)) or list(self._parse(lines))
+        if not parsed:
             raise UserError(f"'{path}' has no rows")
+        rows = [row for _, row in parsed]
         self.heading, self.width = rows[0], len(rows[0])
         if self.width == 1:
             raise UserError(
@@ -404,7 +405,7 @@ def _lines(path: Path) -> Iterator[str]:
         text = io.TextIOWrapper(file, encoding, errors, newline="")
         with wrap_errors(f"'{path}' is not text", UnicodeError):
             while line := text.readline(_MAX_LINE):
-                if "\0" in line:
+                if "\0" in line or len(line) == _MAX_LINE:
                     raise UserError(f"'{path}' is not text; save the table as CSV, in UTF-8")
                 # Spaces at the end would follow a closing quotation mark.
                 yield re.sub(r" +([\r\n]*)$", r"\1", line)
