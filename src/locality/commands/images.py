@@ -43,8 +43,11 @@ _AT_ONCE = 32
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _WHOLE = {
     name: getattr(DataConfig(), name)
-    for name in ("part", "fraction", "train_part", "val_part", "fold", "first_classes")
-} | {"skip_classes": 0}
+    for name in (
+        *("part", "fraction", "train_part", "val_part", "fold"),
+        *("first_classes", "skip_classes"),
+    )
+}
 _OF_TRAINING = "data.fraction data.subset data.subset_seed"
 _SIZE = int | tuple[int, int] | None
 _IMAGES = "files or folders; a run's own unless given"
