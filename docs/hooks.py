@@ -45,7 +45,8 @@ REFERENCE = {
     "figures": ["locality.figures"],
     "runner": [f"locality.runner.{module}" for module in ("runs", "executors", "comparison")],
     "locality_papers": [
-        f"locality_papers.{module}" for module in ("specs", "scales", "measures", "reproduce")
+        f"locality_papers.{module}"
+        for module in ("specs", "scales", "measures", "reproduce", "search")
     ],
 }
 LINK = re.compile(r"""((?<=\]\()|(?<=src=")|(?<=href="))([^)"#:\s]+)(?=[)"#])""")

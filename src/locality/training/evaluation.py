@@ -152,7 +152,7 @@ def open_for(
     splits = open_data(data, seed, names if recorded or names is None else (), whole)
     held = {splits.classes[label] for label in np.unique(splits.val.labels)}
     numbers = [str(number) for number in range(count)]
-    if names is None and held <= set(numbers):
+    if names is None and set(splits.classes) == set(numbers):
         _log.warning(f"{opened.name} has no class names: those of the data number its outputs")
         return open_data(data, seed, numbers, whole)
     if names is None or (splits.val.numbered and not held <= set(names)):
