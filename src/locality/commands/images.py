@@ -20,12 +20,13 @@ from locality.commands.parsing import (
     open_given,
     read_settings,
     say,
+    table,
     with_aliases,
 )
 from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image
-from locality.errors import UserError, lookup, one_line, printable, require, unknown
+from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
 from locality.files import check_new_folder, check_output, check_parent, csv_text, write_output
 from locality.templates import PAGE_MARK
 from locality.training.config import read_config
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
 
     from locality.figures import NamedFigure
     from locality.figures.style import Figure
+    from locality.training import Predictions
 
 _AT_ONCE = 32
+_CLASSES = 20  # of the tables in a terminal, at most
+_SHARES = ("images", "called")  # what recall and precision are shares of
 # How the tables of `predict` and `eval` begin.
 _PREDICTED, _EVALUATED = b"path,prediction,", b"path,label,prediction,"
 _WHOLE = {
@@ -61,19 +65,28 @@ def predict(arguments: Sequence[str]) -> int:
         1 if there are files that cannot be read.
     """
     parser = Parser("predict", predict.__doc__)
-    parser.add_argument("images", nargs="+", help="image files, or folders of them")
-    parser.add_model("--model", required=True)
+    what = "a model unless --model is given, then image files, folders, patterns, or - for stdin"
+    parser.add_argument("images", nargs="+", help=what)
+    parser.add_model("--model")
     parser.add("--top", 5, "how many classes to show")
     parser.add("--json", False, "print JSON")
-    text = (
-        "print a table: path, prediction, probability of every class; FILE.csv after it is written"
-    )
-    parser.add("--csv", False, text)
+    parser.add("--csv", False, "print a table: path, prediction, probability of every class")
+    parser.add("--output", None, "write that table to FILE.csv; - prints it")
     parser.add_overwrite()
-    output, words = _table_file(arguments)
-    options = parser.read(words)
+    options = parser.read(_with_output(arguments))
+    if options.model is None:
+        options.model, *options.images = options.images
+        if not options.images:
+            raise UserError(
+                f"{options.model} alone does not say what to classify with what; give a model and "
+                f"images: locality predict RUN photo.jpg"
+            )
+    output = None if options.output == "-" else options.output
+    options.csv |= options.output is not None
     if options.csv:
-        parser.refuse("top json", "does nothing beside --csv")
+        parser.refuse("top json", "does nothing for a table")
+    if output is not None and not output.endswith(".csv"):
+        raise UserError(f"a table of predictions is a file that ends in .csv, not {output}")
     check_parent(output)
     check_output(output, _PREDICTED, options.overwrite)
 
@@ -90,11 +103,11 @@ def predict(arguments: Sequence[str]) -> int:
     if options.csv:
         code = _report_unreadable(bad, files)
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
-        table = predictions_csv(["path"], names, results)
+        written = predictions_csv(["path"], names, results)
         if output is None:
-            print(table, end="")
+            print(written, end="")
         else:
-            write_output(output, table, _PREDICTED, options.overwrite)
+            write_output(output, written, _PREDICTED, options.overwrite)
             print(Path(output).absolute())
         return code
     listed = []
@@ -109,22 +122,14 @@ def predict(arguments: Sequence[str]) -> int:
     return _report_unreadable(bad, files)
 
 
-def _table_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The FILE.csv of `--csv FILE.csv` or `--csv=FILE.csv`, if any, and the words without it.
-
-    Other words after `--csv` are images, which are never written to.
-    """
+def _with_output(arguments: Sequence[str]) -> list[str]:
+    """`--csv FILE.csv` as `--output FILE.csv`; other words after `--csv` are images."""
     words = list(arguments)
     for index, word in enumerate(words):
-        flag, _, file = word.partition("=")
-        if flag == "--csv" and file:
-            if not file.endswith(".csv"):
-                raise UserError(f"--csv writes a file that ends in .csv, not {file}")
-            words[index] = flag
-            return file, words
-        if word == "--csv" and index + 1 < len(words) and words[index + 1].endswith(".csv"):
-            return words.pop(index + 1), words
-    return None, words
+        following = words[index + 1 : index + 2]
+        if word.startswith("--csv=") or (word == "--csv" and "".join(following).endswith(".csv")):
+            words[index] = word.replace("--csv", "--output")
+    return words
 
 
 def predictions_csv(
@@ -139,11 +144,11 @@ def predictions_csv(
         classes: in the order of the probabilities.
         rows: what `heading` says, and (classes,) probabilities.
     """
-    table: list[list[object]] = [[*heading, "prediction", *classes]]
+    listed: list[list[object]] = [[*heading, "prediction", *classes]]
     for *named, probabilities in rows:
         shown = [f"{value:.6f}" for value in probabilities.tolist()]
-        table.append([*named, classes[int(probabilities.argmax())], *shown])
-    return csv_text(table)
+        listed.append([*named, classes[int(probabilities.argmax())], *shown])
+    return csv_text(listed)
 
 
 def _decoding_of(model: str) -> Decoding:
@@ -241,9 +246,12 @@ def evaluate(arguments: Sequence[str]) -> None:
     whole = other and not given.keys() & {"val_part", "val_fraction", "fold"}
     splits = training.open_for(opened, chosen, seed, whole, recorded=not other)
     seen: list[tuple[int, int, Tensor]] = []
+    collector = training.PredictionCollector(len(splits.val))
 
     def keep(batch: data.Batch, logits: Tensor) -> None:
-        seen.extend(zip(batch.indices, batch.targets, logits.softmax(1).cpu(), strict=True))
+        collector(batch, logits.cpu())
+        if options.predictions:
+            seen.extend(zip(batch.indices, batch.targets, logits.softmax(1).cpu(), strict=True))
 
     result = training.evaluate_opened(
         opened,
@@ -252,10 +260,10 @@ def evaluate(arguments: Sequence[str]) -> None:
         batch_size=options.batch_size,
         precision=options.precision,
         splits=splits,
-        on_batch=keep if options.predictions else None,
+        on_batch=keep,
     )
+    classes = opened.classes or splits.classes
     if options.predictions:
-        classes = opened.classes or splits.classes
         rows = ((splits.val.describe(i), classes[k], each) for i, k, each in seen)
         written = predictions_csv(["path", "label"], classes, rows)
         write_output(options.predictions, written, _EVALUATED, options.overwrite)
@@ -266,31 +274,65 @@ def evaluate(arguments: Sequence[str]) -> None:
         f"top-1 {result['top1']:.2f}%  top-5 {result['top5']:.2f}%  loss {result['loss']:.4f}  "
         f"on {result['n']} images of {result['dataset']}"
     )
+    print("\n".join(_by_class(collector.predictions(splits.val, classes))))
 
 
-def explore(arguments: Sequence[str]) -> int:
+def _by_class(predictions: Predictions) -> list[str]:
+    """Recall and precision of each class, and the confusion matrix, of the least recalled ones."""
+    rows = predictions.per_class()
+
+    def percent(number: int, of: str) -> float | None:
+        return 100 * rows[number]["right"] / rows[number][of] if rows[number][of] else None
+
+    held = [number for number, row in enumerate(rows) if row["images"]]
+    worst = sorted(held, key=lambda number: percent(number, "images") or 0)[:_CLASSES]
+    shown = sorted(worst)
+    names = {n: f"{n + 1} {printable(predictions.classes[n])}" for n in shown}
+    found = [
+        [names[n], rows[n]["images"]]
+        + [f"{each:.1f}" if (each := percent(n, of)) is not None else "" for of in _SHARES]
+        for n in shown
+    ]
+    counts = [
+        [names[n], *(count or "" for count in row)]
+        for n, row in zip(shown, predictions.confusion(shown).tolist(), strict=True)
+    ]
+    left = f"; the {len(shown)} least recalled of {len(held)} classes" * (len(shown) < len(held))
+    never = predictions.never
+    return [
+        "",
+        table(found, ["class", "images", "recall %", "precision %"]),
+        f"mean recall {predictions.macro:.1f}%{left}"
+        + (f"; never predicted: {some(never)}" if never else ""),
+        "",
+        table(counts, ["class, predicted as", *(str(n + 1) for n in shown)]),
+    ]
+
+
+def explore(arguments: Sequence[str]) -> None:
     """Write one self-contained HTML page: click a patch of an image and see what every head of
     every layer looks at, by content, by position, and mixed; up to four models side by side.
-    With --live the page computes the models itself: draw a digit, move gates and locality.
-
-    Returns:
-        1 if there are images that cannot be read.
+    With --live the page computes the models itself: draw a digit, move gates and locality. Images
+    that cannot be read are named, and left out.
     """
     parser = Parser("explore", explore.__doc__)
     parser.add_model("models", nargs="+", help=f"each a {MODEL}")
     parser.add("--images", None, _IMAGES, nargs="+")
     parser.add("--count", None, "how many images at most, 8 or live 20 unless given", int | None)
     parser.add("--live", False, "a page that computes small DeiT and ConViT itself")
-    parser.add("--output", None, "the file to write; explorer.html in the run unless given")
+    parser.add(
+        "--output", None, "the file to write; explorer.html or live.html in the run unless given"
+    )
     parser.add_overwrite()
     options = parser.read(arguments)
-    output = options.output or page_in(options.models, "explorer.html")
+    page_name = "live.html" if options.live else "explorer.html"
+    output = options.output or page_in(options.models, page_name)
 
     for model in options.models:
         check_given(model, options)
     check_output(output, PAGE_MARK, options.overwrite)
     first = options.models[0]
-    shown, code = _shown(options.images, first, options.count or (20 if options.live else 8))
+    shown = _shown(options.images, first, options.count or (20 if options.live else 8))
     from locality.analysis.explorer import write_explorer
     from locality.analysis.live import write_live
 
@@ -304,7 +346,6 @@ def explore(arguments: Sequence[str]) -> int:
     else:
         page = write_explorer(subjects, images, output, names, options.overwrite)
     print(page.absolute())
-    return code
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -346,7 +387,7 @@ def serve(arguments: Sequence[str]) -> None:
     )
 
 
-def figure(arguments: Sequence[str]) -> int:
+def figure(arguments: Sequence[str]) -> None:
     """Draw a figure as PNG and SVG."""
     from locality.figures import FIGURES
 
@@ -382,37 +423,32 @@ def figure(arguments: Sequence[str]) -> int:
     output = Path(options.output or options.name)
     for suffix, (mark, _) in FORMS.items():
         check_output(output.with_suffix(suffix), mark, options.overwrite)
-    drawn, code = _draw(chosen, options)
+    drawn = _draw(chosen, options)
     output.parent.mkdir(parents=True, exist_ok=True)
     for path in save(drawn, output, overwrite=options.overwrite):
         print(path)
-    return code
 
 
-def _draw(figure: NamedFigure, options: Any) -> tuple[Figure, int]:
+def _draw(figure: NamedFigure, options: Any) -> Figure:
     if figure.takes == "runs":
-        return figure.draw(options.sources), 0
+        return figure.draw(options.sources)
     given = options.sources if figure.takes == "images" else options.images
-    shown, code = _shown(given, options.sources[0], options.count)
-    images = [image for _, image in shown]
+    images = [image for _, image in _shown(given, options.sources[0], options.count)]
     if figure.takes == "images":
-        return figure.draw(images, place=options.place), code
+        return figure.draw(images, place=options.place)
     models = [open_given(source, options) for source in options.sources]
     layers = None if options.layers is None else [layer - 1 for layer in options.layers]
-    drawn = figure.draw(models, images, layers=layers, heads=options.heads, place=options.place)
-    return drawn, code
+    return figure.draw(models, images, layers=layers, heads=options.heads, place=options.place)
 
 
-def _shown(
-    given: list[str] | None, model: str, count: int
-) -> tuple[list[tuple[str, Image.Image]], int]:
-    """The images that are given, or else a run's own, with a name for each; the exit code."""
+def _shown(given: list[str] | None, model: str, count: int) -> list[tuple[str, Image.Image]]:
+    """The images that are given, or else a run's own, with a name for each."""
     if given is None:
         if not is_run_folder(model):
             raise UserError(f"{model} is no run folder with images of its own; give --images")
         from locality.analysis.pictures import run_images
 
-        return run_images(model, count), 0
+        return run_images(model, count)
     files = list(image_files(given))
     places, labels = np.unique([str(file.parent) for file in files], return_inverse=True)
     several = len(places) > 1
@@ -426,7 +462,8 @@ def _shown(
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are left out; --count {len(files)} takes all")
     names = [f"{file.parent.name}/{file.name}" if several else file.name for file in read]
-    return list(zip(names, images, strict=True)), _report_unreadable(bad, files)
+    _report_unreadable(bad, files)
+    return list(zip(names, images, strict=True))
 
 
 def folders(arguments: Sequence[str]) -> int:

@@ -91,16 +91,20 @@ def resolve(
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
         raise UserError(f"--minutes {ONLY_FOR_IMAGES}")
-    length = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
-    if length and minutes is not None:
-        raise UserError(f"--minutes and --{length[0]} both say how long to train; give one of them")
+    lengths = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
+    if lengths and minutes is not None:
+        raise UserError(
+            f"--minutes and --{lengths[0]} both say how long to train; give one of them"
+        )
     config = adjusted(name, given)
     folder = Path(output or default_folder(config))
     if not on_images:
         return config, folder, None
-    span = 10 if minutes is None else minutes
-    if output is None and not length:
-        folder = Path("runs", name, f"{place_name(given['data.root'])}-{span:g}min-s{config.seed}")
+    span = None if lengths else 10 if minutes is None else minutes
+    if output is None:
+        length = f"{config.schedule.length:g}{config.schedule.unit}"
+        length = length if span is None else f"{span:g}min"
+        folder = Path("runs", name, f"{place_name(given['data.root'])}-{length}-s{config.seed}")
     if is_run_folder(folder):
         begun = read_config(folder)
         if output is not None and minutes is not None and not quiet:
@@ -115,9 +119,6 @@ def resolve(
 
     if config.model.weights is not None and "model.name" not in given:
         given = settings_from_weights(config.model.weights, config.model.entry) | given
-    if length:
-        config = adjusted(name, given)
-        return config, Path(output or default_folder(config)), None
     chosen = autofit(name, given, span)
     return chosen.config, folder, chosen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from locality.commands.resolve import (
     run_to_resume,
     what_to_train,
 )
-from locality.errors import UserError
+from locality.errors import UserError, some
 from locality.files import check_output, csv_text, write_atomic
 from locality.machine import is_main_process
 from locality.settings import flatten, to_yaml
@@ -37,6 +38,11 @@ ALIASES = {
     "--entry": "--model.entry",
     "--data": "--data.dataset",
     "--fraction": "--data.fraction",
+    "--epochs": "--schedule.epochs",
+    "--steps": "--schedule.steps",
+    "--lr": "--optim.lr",
+    "--batch": "--engine.batch_size",
+    "--threads": "--engine.threads",
 }
 
 
@@ -45,8 +51,9 @@ def train(arguments: Sequence[str]) -> None:
     and settings are chosen for the images and this machine; `locality finetune IMAGES --from
     WEIGHTS` starts from weights, with the same options. Otherwise the recipe (default: digits)
     gives every value; change any of them by name, or several with --config FILE.yaml. --model,
-    --data, --fraction and --entry are short for --model.name, --data.dataset, --data.fraction and
-    --model.entry.
+    --data, --fraction, --epochs, --steps, --lr, --batch, --threads and --entry are short for
+    --model.name, --data.dataset, --data.fraction, --schedule.epochs, --schedule.steps, --optim.lr,
+    --engine.batch_size, --engine.threads and --model.entry.
     """
     config, options = read_run(arguments)
     if options.print_config:
@@ -97,16 +104,33 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
     result = training.train(config, folder, quiet=quiet)
     record_baselines([folder], known)
     if not quiet:
-        if (best := result.get("best_step", result["steps"])) < result["steps"]:
-            say(
-                f"{folder} is opened with the weights of step {best}, the best of its "
-                f"evaluations, which flatters them; those of step {result['steps']} lie "
-                f"beside them, in checkpoints/last.ckpt"
-            )
         baselines = read_baselines(folder)
-        say(f"baselines on the same pixels: {listed(baselines)}")
+        print("\n".join(_closing(folder, result, listed(baselines))), file=sys.stderr)
         if warning := advice(config.model.name, result["top1"], baselines):
             say(warning)
+
+
+def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
+    """What a run came to, where it lies, and what to type next."""
+    predictions = training.RunFolder(folder).predictions()
+    kept, last = result.get("best_step", result["steps"]), result["steps"]
+    lines = [
+        f"top-1     {result['top1']:.1f}% of {result['val_images']:,} validation images",
+        f"beside    {baselines}, on the same pixels",
+        f"classes   {predictions.macro:.1f}% on average over {len(predictions.classes):,} classes",
+    ]
+    if never := predictions.never:
+        lines[-1] += f"; {len(never)} never predicted: {some(never)}"
+    lines.append(f"folder    {folder}")
+    if kept < last:
+        lines[-1] += (
+            f", opened with the weights of step {kept:,}, the best evaluation, which flatters "
+            f"them; those of step {last:,} are its checkpoints/last.ckpt"
+        )
+    run, image = shlex.quote(str(folder)), Path(predictions.paths[0])
+    use = f"predict {run} {shlex.quote(str(image))}" if image.is_file() else f"eval {run}"
+    following = (f"report {run}", f"explore {run}", use)
+    return [*lines, *(f"next      locality {command}" for command in following)]
 
 
 def _find_lr(config: RunConfig, folder: Path) -> None:
@@ -194,7 +218,6 @@ def fit(
     images: Path | str,
     model: str | None = None,
     *,
-    epochs: float | None = None,
     minutes: float | None = None,
     weights: Path | str | None = None,
     output: Path | str | None = None,
@@ -208,20 +231,25 @@ def fit(
 
     Args:
         images: a folder of images by class, a labels.csv, or the name of a recipe.
-        model, epochs: of the run.
+        model: its name.
         minutes: how long it may take, where neither epochs nor steps are given; 10 unless given.
         weights: to start from, as `locality finetune IMAGES --from WEIGHTS`.
         output: the run's folder.
         quiet: print nothing.
-        settings: of `RunConfig`, with `__` for the dot: `optim__lr=1e-3`, `seed=1`.
+        settings: of `RunConfig`, with `__` for the dot: `data__workers=2`, `seed=1`; and in short
+            epochs, steps, lr, batch, threads, data, fraction and entry.
 
     Raises:
         UserError: for a setting that does not exist or fit, or images that cannot be used.
         Interrupted, RunFailed: as `locality.training.train`.
     """
-    given = {"model.name": model, "schedule.epochs": epochs, "model.weights": weights}
-    given = {name: value for name, value in given.items() if value is not None}
-    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    short = {flag[2:]: name[2:] for flag, name in ALIASES.items()}
+    named = {"model": model, "model.weights": weights} | settings
+    given = {
+        short.get(name, name.replace("__", ".")): value
+        for name, value in named.items()
+        if value is not None or name in settings
+    }
     asked, found = what_to_train(os.fspath(images), [] if weights is None else ["finetune"])
     config, folder, chosen = resolve(asked or "digits", found | given, minutes, output, quiet)
     check_names(config.model)

@@ -30,6 +30,30 @@ def class_difference(parts: Mapping[str, Iterable[str]]) -> str:
     return "; ".join(f"only {part} has {some(names)}" for part, names in only.items() if names)
 
 
+_FEW, _RATIO = 10, 10
+
+
+def imbalance(counts: Mapping[str, int]) -> str:
+    """What to do about classes of very different size, or of few images; "" about others.
+
+    Args:
+        counts: class → how many images it has.
+    """
+    held = {name: count for name, count in counts.items() if count}
+    if len(held) < 2:
+        return ""
+    least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
+    few = [f"{name} ({count})" for name, count in held.items() if count < _FEW]
+    if held[most] < _RATIO * held[least] and len(few) < len(held) / 2:
+        return ""
+    named = f"; fewer than {_FEW}: {some(few, quote='')}" if few else ""
+    return (
+        f"classes have from {held[least]:,} ({least}) to {held[most]:,} images ({most}){named}; "
+        f"look at every class, since a rare one hardly changes top-1, give it more images, or "
+        f"train with --objective.class_weights true"
+    )
+
+
 def numbered(names: Sequence[str], most: int = 3) -> str:
     """The first classes with their numbers, in words."""
     shown = ", ".join(f"{number} is '{name}'" for number, name in enumerate(names[:most]))

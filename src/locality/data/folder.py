@@ -14,11 +14,13 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,6 +57,7 @@ _PART = re.compile(
     r"(?:[\W_]*(?:images?|imgs?|data|set|split))*[\W_\d]*"
 )
 _PARTS = {"tr": "train", "va": "val", "de": "dev", "te": "test"}
+_STDIN = Path("/dev/stdin")
 _EXAMPLES = 3  # of class folders that are looked into
 
 
@@ -314,15 +317,20 @@ def place_name(root: Path | str) -> str:
 def image_files(given: Iterable[str]) -> Iterator[Path]:
     """The image files that paths of files and folders name, those of a folder in sorted order.
 
-    A folder without images of its own stands for those in the folders below it.
+    A folder without images of its own stands for those in the folders below it. A pattern that is
+    no name itself stands for what fits it ("loose/*.jpg"), and - for standard input.
 
     Raises:
         FileNotFoundError: if there is no such file or folder.
-        UserError: if a folder has no images.
+        UserError: if a folder has no images, or for an address on the network.
     """
     for name in given:
-        path = Path(name)
-        if path.is_dir():
+        path = _STDIN if name == "-" else Path(name)
+        if "://" in name and not path.exists():
+            raise UserError(f"{name} is an address; fetch the image, then give the file")
+        if found := [] if path.exists() else sorted(glob(name, recursive=True)):
+            yield from image_files(found)
+        elif path.is_dir():
             listing = Listing(path, [], [])
             inside = [name for name in list_entries(path)[1] if _is_image(name)]
             inside = inside or list(_images(path, "", set(), listing))
@@ -343,7 +351,7 @@ def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image
         UserError: if it cannot be decoded, naming the file.
     """
     with wrap_errors(str(file), BadImage):
-        return decode(read_bytes(file), decoding)
+        return decode(sys.stdin.buffer.read() if file == _STDIN else read_bytes(file), decoding)
 
 
 def check_root(config: DataConfig) -> None:

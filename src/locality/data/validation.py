@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from locality.data.classes import class_difference
+from locality.data.classes import class_difference, imbalance
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.datasets import open_data
 from locality.data.decoding import load, read_bytes, to_rgb
@@ -53,12 +53,13 @@ class CheckReport:
         empty_classes: classes without images, per part.
         class_difference: classes that only one part has, in words; empty when they agree.
         duplicates: (training file, validation file) with the same content.
-        repeated: how many files within one part have the content of an earlier one.
+        repeats: (earlier file, file) of the same part with the same content.
         ignored: files that are not images by name, or lie outside the class folders.
         loops: links that lead to themselves or back to a folder above them.
         modes: how many images have each colour mode ("RGB", "L", "CMYK", …).
         sizes: distribution of widths and heights; None without any image.
         bits: how many bits 16-bit greys use, of how many; None without any.
+        counts: images per class, of those to train on where they are told apart.
     """
 
     folder: str
@@ -68,12 +69,18 @@ class CheckReport:
     empty_classes: dict[str, list[str]] = field(default_factory=dict)
     class_difference: str = ""
     duplicates: list[tuple[str, str]] = field(default_factory=list)
-    repeated: int = 0
+    repeats: list[tuple[str, str]] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     loops: list[str] = field(default_factory=list)
     modes: dict[str, int] = field(default_factory=dict)
     sizes: Sizes | None = None
     bits: tuple[int, int] | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def repeated(self) -> int:
+        """How many files within one part have the content of an earlier one."""
+        return len(self.repeats)
 
     @property
     def ok(self) -> bool:
@@ -118,13 +125,23 @@ class CheckReport:
             [f"{val} = {train}" for train, val in self.duplicates],
             most,
         )
-        if self.repeated:
-            verb = ("file repeats", "files repeat")[self.repeated > 1]
-            text.append(f"{self.repeated:,} {verb} an earlier one of the same part")
-        kinds = f" ({left_out(self.ignored)})"
         text += _listed(
-            (f"file is ignored{kinds}", f"files are ignored{kinds}"), self.ignored, most
+            (
+                "file repeats an earlier one of the same part",
+                "files repeat earlier ones of the same part",
+            ),
+            [f"{again} = {earlier}" for earlier, again in self.repeats],
+            most,
         )
+        if self.ignored:
+            are = ("file is", "files are")[len(self.ignored) > 1]
+            kinds = {Path(path).suffix.lower(): path for path in reversed(self.ignored)}
+            text.append(
+                f"{len(self.ignored):,} {are} ignored ({left_out(self.ignored)}), such as "
+                f"{some(kinds.values())}"
+            )
+        if uneven := imbalance(self.counts):
+            text.append(uneven)
         text += _listed(
             (
                 "link leads back to a folder above and is not followed",
@@ -198,8 +215,11 @@ def check(
     bar = tqdm(total=total, unit="image", disable=not progress, desc="checking")
     for part, (classes, source) in found.items():
         report.images[part] = len(source)
-        missing = np.bincount(source.labels, minlength=len(classes)) == 0
-        report.empty_classes[part] = [classes[number] for number in np.flatnonzero(missing)]
+        counts = np.bincount(source.labels, minlength=len(classes)).tolist()
+        report.counts = report.counts or dict(zip(classes, counts, strict=True))
+        report.empty_classes[part] = [
+            name for name, count in zip(classes, counts, strict=True) if not count
+        ]
         names = [source.describe(index) for index in range(len(source))]
         examined = _inspect_all(source, names, decoding, workers)
         for path, item in zip(names, examined, strict=True):
@@ -209,8 +229,8 @@ def check(
                 report.bad_files[path] = item.reason
                 continue
             good.append(item)
-            report.repeated += item.digest in first[part]
-            first[part].setdefault(item.digest, path)
+            if (earlier := first[part].setdefault(item.digest, path)) != path:
+                report.repeats.append((earlier, path))
             if part == "val" and item.digest in first["train"]:
                 report.duplicates.append((first["train"][item.digest], path))
     bar.close()

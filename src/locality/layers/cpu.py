@@ -92,9 +92,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def arithmetic_threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads within the block."""
+    """Set torch's number of threads within the block; 0 leaves it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from locality.training.cost import DryRun as DryRun
     from locality.training.cost import dry_run as dry_run
     from locality.training.engine import train as train
+    from locality.training.evaluation import PredictionCollector as PredictionCollector
+    from locality.training.evaluation import Predictions as Predictions
     from locality.training.evaluation import evaluate as evaluate
     from locality.training.evaluation import evaluate_opened as evaluate_opened
     from locality.training.evaluation import evaluate_run as evaluate_run

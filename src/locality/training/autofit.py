@@ -15,14 +15,17 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 
 from locality import checks, machine
 from locality.data import DataSplits, open_data
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
+from locality.models.variants import family_of
 from locality.training.config import RunConfig
 from locality.training.cost import Cost, format_duration, forward_macs, measure_speed
 from locality.training.devices import launched_externally
+from locality.training.optim import make_plan
 from locality.training.recipes import adjusted, is_small
 from locality.training.resolved_run import ResolvedRun
 
@@ -37,7 +40,7 @@ _MODEL_SIZES: dict[str, tuple[tuple[int, int | None], ...]] = {
 }
 _MODEL_SETTINGS = ("model.name", "model.img_size", "model.patch_size")
 MIN_EPOCHS = 10
-"""A run that sees each image less often is refused: it would teach nothing."""
+"""A run that sees each image less often learns little."""
 # Of a model that is given, but not chosen; DeiTs have those of their ConViT.
 _OTHER_SIZES = {"convit_nano": ((28, 4), (32, 4))}
 # A larger model has to see each image so often, and so many images in all. On 450 photographs of
@@ -129,6 +132,13 @@ class Measured:
         took = self.cost.seconds(steps * batch, evaluations)
         return AutoFit(config, 1 / self.cost.speed.training, took, steps * batch / self.cost.train)
 
+    def as_given(self) -> AutoFit:
+        """The run whose length is among its settings."""
+        plan = self.run.plan
+        took = self.cost.seconds(plan.images, plan.evaluations)
+        config = adjusted(self.name, self.changes)
+        return AutoFit(config, 1 / self.cost.speed.training, took, plan.images / self.cost.train)
+
     def _evaluations(self, seconds: float) -> int:
         """How many evaluations the time allows."""
         affordable = _EVALUATION_SHARE * seconds / self.cost.evaluation
@@ -159,19 +169,38 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
     return Measured(name, changes, run, Cost.of(run, replace(speed, workers=workers)))
 
 
-def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
+def _measured_fastest(name: str, changes: Mapping[str, Any], splits: DataSplits) -> Measured:
+    """As `measured`, with as many threads as are fastest: torch's own, half of them, and so on.
+
+    On processors that are busy with something else, or for a small model, fewer are faster.
+    """
+    found = measured(name, changes, splits)
+    count = torch.get_num_threads()
+    if "engine.threads" in changes or found.run.device_type != "cpu":
+        return found
+    while (count := count // 2) >= 1:
+        other = measured(name, dict(changes) | {"engine.threads": count}, splits)
+        if other.cost.speed.training >= found.cost.speed.training:
+            break
+        found = other
+    return found
+
+
+def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoFit:
     """Choose the settings of a run on custom images that takes about `minutes` on this machine.
 
     Args:
         name: "photos" or "finetune".
         given: settings by dotted name that are not changed; `data.root` is one of them.
-        minutes: for everything: the choice itself, training, evaluation, baselines.
+        minutes: for everything: the choice itself, training, evaluation, baselines; None where
+            `given` says how long to train.
 
     Raises:
-        UserError: if the data cannot be used, the time is too short to learn from them, or as
+        UserError: if the data cannot be used, the time is too short to see each image once, or as
             `recipes.adjusted`.
     """
-    checks.number("minutes", minutes, 0, above=True)
+    if minutes is not None:
+        checks.number("minutes", minutes, 0, above=True)
     started = perf_counter()
     tuned = name == "finetune"
     config = adjusted(name, given)
@@ -189,45 +218,57 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float) -> AutoFit:
     asked = given.keys() & set(_MODEL_SETTINGS)
     smallest, *larger = [{}] if tuned else _candidate_sizes(side, asked, config.model.name)
     why = "as the weights are" if tuned else "as given" if asked else "the smallest"
-    found = first = measured(name, at(smallest), splits)
+    found = first = _measured_fastest(name, at(smallest), splits)
     size: Mapping[str, Any] = smallest
 
     def left() -> float:
         """Seconds of the time that remain for training and evaluation."""
         beside = opening + found.cost.baselines
-        return 60 * minutes - (perf_counter() - started) - beside
+        return 60 * (minutes or 0) - (perf_counter() - started) - beside
+
+    def sees(other: Mapping[str, Any]) -> float:
+        """How many images a run with this model is trained on."""
+        config = adjusted(name, at(other))
+        if minutes is None:
+            return make_plan(config, images).images
+        return first.slower(config).passes(left()) * images
 
     for other in larger:
-        slower = first.slower(adjusted(name, at(other)))
-        needed = max(_LARGER_EPOCHS * images, _LARGER_IMAGES)
-        if slower.passes(left()) * images < needed:
+        if sees(other) < max(_LARGER_EPOCHS * images, _LARGER_IMAGES):
             break
-        size, why = other, f"the largest that has the time to learn in {minutes:g} minutes here"
+        time = "so long a run" if minutes is None else f"{minutes:g} minutes here"
+        size, why = other, f"the largest that has the time to learn in {time}"
     if size != smallest:
-        found = measured(name, at(size), splits)
+        found = _measured_fastest(name, at(size), splits)
     remaining = left()
-    if found.passes(remaining) < MIN_EPOCHS:
-        raise UserError(_too_short(found, minutes, remaining))
-    fitting = found.fit(remaining)
-    seconds = fitting.seconds + 60 * minutes - remaining
-    run, speed = found.run, found.cost.speed
+    fitting = found.as_given() if minutes is None else found.fit(remaining)
+    seconds = fitting.seconds + 60 * (minutes or 0) - remaining
+    short = []
+    if minutes is not None and found.passes(remaining) < MIN_EPOCHS:
+        short = [_too_short(found, minutes, remaining)]
+        if found.passes(remaining) < 1:
+            raise UserError(short[0])
+    run, speed, threads = found.run, found.cost.speed, fitting.config.engine.threads
     height, width = run.img_size
     by_workers = f" by each of {speed.workers} processes" if speed.workers else ""
     if speed.decoding > speed.loading:
         by_workers += f" ({1000 * speed.decoding:.3g} ms more the first time)"
-    schedule, batch = fitting.config.schedule, fitting.config.engine.batch_size
-    enough = fitting.passes * images >= found.most_images - batch
+    plan = make_plan(fitting.config, images)
+    enough = fitting.passes * images >= found.most_images - plan.batch_size
     reasons = (
         f"images  {images:,} to train on and {len(splits.val):,} to evaluate on, of "
         f"{len(splits.classes):,} classes, about {side} pixels on the shorter side",
         f"model   {run.config.model.name} at {height}×{width}: {why}",
         f"speed   {1 / speed.training:.3g} images/s: {1000 * speed.loading:.3g} ms to load one"
-        f"{by_workers}, {1000 * speed.computing:.3g} ms to compute",
-        f"length  {schedule.length:,.0f} steps of {batch} images, each image "
+        f"{by_workers}, {1000 * speed.computing:.3g} ms to compute"
+        + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
+        f"length  {plan.steps:,} steps of {plan.batch_size} images, each image "
         f"{fitting.passes:.3g} times: about {format_duration(seconds)} in all, with this choice, "
         "evaluations and baselines",
         "keeps   the weights of the best evaluation, and the last; the accuracy of the best of "
         "many is flattered, other images say more (data.val_part)",
+        *(f"short   {sentence}" for sentence in short),
+        *_live(run.config.model.name),
         *_advice(name, minutes, enough, config.data.root),
     )
     return replace(fitting, seconds=seconds, reasons=reasons)
@@ -275,22 +316,31 @@ def _too_short(found: Measured, minutes: float, remaining: float) -> str:
     often = "less than once" if passes < 1 else f"{passes:.2g} times"
     return (
         f"in {minutes:g} minutes {found.run.config.model.name} at {height}×{width} would see each "
-        f"of {found.cost.train:,} images {often} on this machine, and learns nothing in fewer than "
+        f"of {found.cost.train:,} images {often} on this machine, and learns little in fewer than "
         f"{MIN_EPOCHS}; give --minutes {math.ceil(enough)}, or a smaller model or --model.img_size"
     )
 
 
-def _advice(name: str, minutes: float, enough: bool, root: str | None) -> list[str]:
-    more = "longer  no use: more passes over so few images teach nothing; more images would"
-    if not enough:
-        more = f"longer  --minutes {6 * minutes:g} sees the images more often"
-        more += ", in a larger model where there is time" if name == "photos" else ""
+def _live(model: str) -> list[str]:
+    """Which page there will not be."""
+    if family_of(model) != "cvt":
+        return []
+    return ["page    explore --live cannot compute a CvT in a page: --model convit_nano, if wanted"]
+
+
+def _advice(name: str, minutes: float | None, enough: bool, root: str | None) -> list[str]:
+    more = []
+    if enough:
+        more = ["longer  no use: more passes over so few images teach nothing; more images would"]
+    elif minutes is not None:
+        larger = ", in a larger model where there is time" if name == "photos" else ""
+        more = [f"longer  --minutes {6 * minutes:g} sees the images more often{larger}"]
     if name == "finetune":
-        return [more]
+        return more
     return [
         "first   few images gain most from weights that were trained on many: locality finetune "
         f"{root} --from FILE, or a public name, as convit_tiny.fb_in1k and timm/resnet18",
-        more,
+        *more,
     ]
 
 

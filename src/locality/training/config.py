@@ -226,6 +226,7 @@ class EngineConfig:
         strategy: how several processes are started: "auto" and "ddp" repeat the command line;
             "ddp_spawn" and "ddp_fork" start them from within Python, the latter also in notebooks.
             Each keeps all weights; docs/scale.md says why sharding them (FSDP) would save little.
+        threads: of the arithmetic on a processor; 0 takes torch's own number.
         grad_checkpointing: recompute activations in the backward pass instead of keeping them.
         channels_last: the memory format that convolutions prefer.
         compile: `torch.compile` the model.
@@ -247,6 +248,7 @@ class EngineConfig:
     devices: int = checks.bounded(0, 0, role="how")
     num_nodes: int = checks.bounded(1, 1, role="how")
     strategy: Literal["auto", "ddp", "ddp_spawn", "ddp_fork"] = setting("auto", "how")
+    threads: int = checks.bounded(0, 0, role="how")
     grad_checkpointing: bool = setting(False, "how")
     channels_last: bool = False
     compile: bool = setting(False, "incidental")

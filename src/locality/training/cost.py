@@ -130,9 +130,10 @@ def measure_speed(run: ResolvedRun, images_per_second: float | None = None) -> S
     config = run.config
     if images_per_second is None:
         images = timing_batch_size(run.micro_batch, STEP_FORWARDS * run.macs)
-        steps = time_steps(
-            config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
-        )
+        with arithmetic_threads(config.engine.threads):
+            steps = time_steps(
+                config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
+            )
         images_per_second = images * run.world_size * len(steps) / sum(steps) / _IN_A_RUN
     loader = train_loader(
         run.splits.train,

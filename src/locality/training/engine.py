@@ -24,6 +24,7 @@ from locality.data.sources import ImageFingerprint
 from locality.data.validation import verify
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
+from locality.layers.cpu import arithmetic_threads
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.devices import create_fabric
@@ -159,7 +160,7 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
     name, fingerprint, notes = shared
     run, checkpoint, initial = opened or _open_on_others(training, name)
     classes = run.splits.classes
-    with SignalHandler().installed() as signals:
+    with arithmetic_threads(config.engine.threads), SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
         if checkpoint is None:
             model, changes = initial or initialize_model(config, classes)

@@ -277,7 +277,7 @@ class PredictionCollector:
             probability; zeros for a missing image, so that the tables of processes can be summed.
     """
 
-    def __init__(self, images: int, device: torch.device) -> None:
+    def __init__(self, images: int, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
         self.table = torch.zeros(images, 2, dtype=accumulation_dtype(device), device=device)
 
     def __call__(self, batch: Batch, logits: Tensor) -> None:
@@ -285,21 +285,29 @@ class PredictionCollector:
         rows = torch.stack([best.indices + 1, best.values], dim=1)
         self.table[torch.from_numpy(batch.indices).to(self.table.device)] = rows.to(self.table)
 
-    def write(self, path: Path, source: ImageSource, classes: Sequence[str]) -> None:
-        """Write a row per image, atomically.
+    def predictions(self, source: ImageSource, classes: Sequence[str]) -> Predictions:
+        """The predictions of a source's images.
 
         An image with several correct labels gets the predicted one if that is among them.
         """
-        rows: list[Sequence[object]] = [_COLUMNS]
-        for index, (number, confidence) in enumerate(self.table.tolist()):
-            if not number:
-                continue
-            predicted, label = int(number) - 1, int(source.labels[index])
-            if source.label_sets is not None and predicted in source.label_sets[index]:
-                label = predicted
-            named = source.describe(index), classes[label], classes[predicted]
-            rows.append([index, *named, f"{confidence:.6f}"])
-        write_atomic(path, csv_text(rows))
+        table = self.table.cpu().numpy()
+        seen = np.flatnonzero(table[:, 0])
+        predicted = table[seen, 0].astype(np.int64) - 1
+        labels = np.array(source.labels[seen], dtype=np.int64)
+        if source.label_sets is not None:
+            right = [p in source.label_sets[i] for i, p in zip(seen, predicted, strict=True)]
+            labels = np.where(right, predicted, labels)
+        paths = [source.describe(index) for index in seen.tolist()]
+        return Predictions(list(classes), seen, paths, labels, predicted, table[seen, 1])
+
+    def write(self, path: Path, source: ImageSource, classes: Sequence[str]) -> None:
+        """Write a row per image, atomically."""
+        found = self.predictions(source, classes)
+        names = np.array(found.classes, dtype=object)
+        confidence = [f"{value:.6f}" for value in found.confidence]
+        labels, predicted = names[found.labels], names[found.predicted]
+        rows = zip(found.indices, found.paths, labels, predicted, confidence, strict=True)
+        write_atomic(path, csv_text([_COLUMNS, *rows]))
 
 
 @dataclass(frozen=True)
@@ -377,6 +385,18 @@ class Predictions:
             elif times > rows[label]["times"]:
                 rows[label] |= {"confused": self.classes[predicted], "times": times}
         return rows
+
+    @property
+    def macro(self) -> float:
+        """The accuracy in percent of a class, on average over those that have images."""
+        rows = [row for row in self.per_class() if row["images"]]
+        return float(100 * np.mean([row["right"] / row["images"] for row in rows]))
+
+    @property
+    def never(self) -> list[str]:
+        """Classes that have images, and that no image is predicted as."""
+        rows = zip(self.classes, self.per_class(), strict=True)
+        return [name for name, row in rows if row["images"] and not row["called"]]
 
     def calibration(self) -> tuple[npt.NDArray[np.float64], float]:
         """Whether confidence is accuracy: of images in each of 15 equal ranges of confidence that

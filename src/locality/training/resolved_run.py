@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from locality import machine
 from locality.checkpoints.registry import detect_kind
 from locality.data import DataSplits, open_data
+from locality.data.classes import imbalance
 from locality.errors import UserError, prefix_errors, require, some, wrap_errors
 from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
@@ -217,6 +218,9 @@ def check_classes(splits: DataSplits, plan: Plan) -> list[str]:
                 f"{len(empty)} of {len(splits.classes):,} classes have no {what} images: "
                 f"{some(empty)}"
             )
+    counts = np.bincount(splits.train.labels, minlength=len(splits.classes)).tolist()
+    if uneven := imbalance(dict(zip(splits.classes, counts, strict=True))):
+        notes.append(uneven)
     if plan.batch_size > len(splits.train):
         notes.append(
             f"a batch of {plan.batch_size:,} is larger than the training set: every step sees "
