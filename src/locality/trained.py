@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import html
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import torch
 from PIL import Image
+from torchvision.transforms.functional import to_pil_image
 
 from locality import checks
 from locality.analysis.explorer import write_explorer
@@ -23,9 +26,9 @@ from locality.analysis.pictures import data_url, run_images
 from locality.analysis.recording import record_missing
 from locality.analysis.runs import RecordedRun, group, read_runs
 from locality.checkpoints.api import Classifier, open_model
-from locality.data.folder import read_image
+from locality.data.folder import image_files, read_image
 from locality.data.resizing import high_resolution_crop
-from locality.errors import UserError
+from locality.errors import UserError, wrap_errors
 from locality.figures import charts
 from locality.figures.style import figure_bytes
 from locality.models import ImageClassifier
@@ -77,19 +80,38 @@ class TrainedRun:
         """Top-1, top-5 and loss on its validation images; as `training.evaluate_run`."""
         return evaluate_run(self.folder, **options)
 
-    def predict(self, image: Path | str | Image.Image, top: int = 5) -> Prediction:
-        """An image's most likely classes.
+    @overload
+    def predict(self, images: Path | str | Image.Image, top: int = 5) -> Prediction: ...
+    @overload
+    def predict(self, images: Any, top: int = 5) -> Any: ...
+    def predict(self, images: Any, top: int = 5) -> Any:
+        """The most likely classes of an image, or of each in a list.
+
+        Args:
+            images: a file, PIL image, array (H, W) or (H, W, C) of 0 … 255, or tensor (C, H, W) of
+                0 … 1; or a list, a batch or a folder of such.
+            top: how many classes.
+
+        Returns:
+            a `Prediction`, or for a list, a batch or a folder a list of them.
 
         Raises:
-            OSError, UserError: if it cannot be read.
+            OSError, UserError: if an image cannot be read.
         """
         checks.integer("top", top, 1)
-        if not isinstance(image, Image.Image):
-            image = read_image(Path(image), RunFolder(self.folder).config().data.decoding)
-        (row,) = self.classifier([image])
+        if isinstance(images, (str, Path)):
+            files = list(image_files([str(images)]))
+            if len(files) != 1 or Path(images).is_dir():
+                return self.predict(files, top)
+            images = read_image(files[0], RunFolder(self.folder).config().data.decoding)
+        elif isinstance(images, Sequence) or getattr(images, "ndim", 0) == 4:
+            return [self.predict(image, top) for image in images]
+        elif not isinstance(images, Image.Image):
+            images = _as_picture(images)
+        (row,) = self.classifier([images])
         return Prediction(
             self.classifier.top_classes(row, top),
-            np.asarray(high_resolution_crop(image, self.classifier.preprocessing)),
+            np.asarray(high_resolution_crop(images, self.classifier.preprocessing)),
         )
 
     def report(self, output: Path | str | None = None) -> Page:
@@ -125,6 +147,20 @@ class TrainedRun:
         assert figure is not None  # a finished run was evaluated
         png = base64.b64encode(figure_bytes(figure)).decode()
         return f"<p>{html.escape(repr(self))}</p><img width=480 src='data:image/png;base64,{png}'>"
+
+
+def _as_picture(image: Any) -> Image.Image:
+    """An array or tensor as a PIL image.
+
+    Raises:
+        UserError: if it is none of those that `TrainedRun.predict` takes.
+    """
+    is_float = isinstance(image, torch.Tensor) and image.is_floating_point()
+    if is_float and not 0 <= image.min() <= image.max() <= 1:
+        raise UserError("the numbers of a tensor are outside 0 to 1; give images as they are")
+    wanted = "an image is a file, a PIL image, a uint8 array (H, W, C) or a tensor (C, H, W)"
+    with wrap_errors(wanted, TypeError, ValueError):
+        return to_pil_image(image).convert("RGB")
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,6 +5,7 @@ A pair of groups is a ConViT beside the DeiT of its size, with their paired diff
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ from locality.training.run_folder import RunFolder
 from locality.training.same_run import run_folders
 
 # Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
+_MAX_SETTINGS = 3  # in the label of a group
 _NOT_OF_GROUP = with_role(RunConfig, "how", "label", "incidental", "sample")
 
 # The entries that are read from a run's files, which anyone may have edited.
@@ -221,14 +223,14 @@ def baselines_at(groups: Sequence[RunGroup], fraction: float) -> dict[str, Estim
 
 def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
     """A short name: the family where that is enough, else the model, else also the settings in
-    which groups of one model differ."""
-    rivals = [other.settings() for other in others if other.model == run.model]
+    which groups of one model differ, or their folders where these are many."""
+    rivals = [other for other in others if other.model == run.model]
     if len(rivals) > 1:
-        values = differing_settings(rivals)
-        telling = _distinguishing_settings(values)
-        shown = list(dict.fromkeys([*telling, *values]))[: max(3, len(telling))]
-        rest = ", …" if len(shown) < len(values) else ""
-        return f"{run.model} ({_format_settings(run.settings(), shown)}{rest})"
+        values = differing_settings([other.settings() for other in rivals])
+        if len(values) > _MAX_SETTINGS:
+            above = os.path.commonpath([other.folder.absolute() for other in rivals])
+            return os.path.relpath(run.folder.absolute(), above)
+        return f"{run.model} ({_format_settings(run.settings(), list(values))})"
     alone = [other.family for other in others].count(run.family) == 1
     return FAMILY_NAMES[run.family] if alone and run.family in FAMILY_NAMES else run.model
 
@@ -238,19 +240,6 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[
     names = dict.fromkeys(name for one in settings for name in one)
     values = {name: [one.get(name) for one in settings] for name in names}
     return {name: found for name, found in values.items() if len(set(map(repr, found))) > 1}
-
-
-def _distinguishing_settings(values: Mapping[str, Sequence[Any]]) -> list[str]:
-    """A small set of settings that distinguishes all configurations, the most
-    distinguishing first."""
-
-    def num_distinct(names: Iterable[str]) -> int:
-        return len(set(map(repr, zip(*(values[name] for name in names), strict=True))))
-
-    chosen: list[str] = []
-    while num_distinct(chosen) < num_distinct(values):
-        chosen.append(max(values, key=lambda name: num_distinct([*chosen, name])))
-    return chosen
 
 
 def _format_settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -8,7 +8,9 @@ const state = {
   place: [0.5, 0.5], // of the query, as fractions of (height, width)
   classToken: false,
   mode: "mixed",
-  scale: "map", // the brightest colour is the maximum of each map, of its layer, or of all maps
+  // The brightest colour is the maximum of each map, of its layer, or of all maps; with "range" the darkest is its minimum, as the
+  // last layers of a CvT often differ little from uniform attention.
+  scale: DATA.models.some(({ layers }) => layers.some((layer) => Math.max(...layer.key_stride) > 1)) ? "range" : "map",
   layer: 0, // the one shown large
   rollout: false, // whether it is shown beside the heads
   hovered: null, // {model, layer, head, key}
@@ -168,15 +170,22 @@ async function loadImage(image) {
 
 const cells = []; // every map on the page
 
+// The key nearest to a place, in fractions of the image's sides: key j of a squeezed grid is centred on query token stride·j.
+function keyAt(layer, ...place) {
+  const [row, column] = place.map((part, axis) => {
+    const stride = layer.key_stride[axis], key = Math.floor((part * layer.grid[axis] + (stride - 1) / 2) / stride);
+    return Math.max(0, Math.min(layer.key_grid[axis] - 1, key));
+  });
+  return row * layer.key_grid[1] + column;
+}
+
 function makeCell(model, index, head, large) {
   const layer = DATA.models[model].layers[index];
-  const canvas = element("canvas", { width: layer.key_grid[1], height: layer.key_grid[0] });
-  // Key j of a squeezed grid is centred on query token stride·j; the map lies accordingly.
-  const [down, right] = layer.key_stride, [height, width] = layer.grid;
-  canvas.style.width = `${100 * layer.key_grid[1] * right / width}%`;
-  canvas.style.height = `${100 * layer.key_grid[0] * down / height}%`;
-  canvas.style.left = `${-50 * (right - 1) / width}%`;
-  canvas.style.top = `${-50 * (down - 1) / height}%`;
+  // Of a squeezed grid every half token of the image shows the key nearest to it.
+  const [height, width] = layer.grid.map((size, axis) => layer.key_stride[axis] === 1 ? layer.key_grid[axis] : 2 * size);
+  const canvas = element("canvas", { width, height });
+  const keys = Int32Array.from({ length: width * height }, (_, pixel) =>
+    keyAt(layer, (Math.floor(pixel / width) + 0.5) / height, (pixel % width + 0.5) / width));
   const query = element("i", { class: "query" });
   const view = element("div", { class: "view" }, element("img", { class: "under", alt: "" }), canvas, query);
   const node = element("figure", {
@@ -192,7 +201,7 @@ function makeCell(model, index, head, large) {
   node.append(strip);
   const label = large ? element("span", { class: "label" }) : null;
   if (label) node.append(label);
-  const cell = { model, index, head, node, view, canvas, query, label };
+  const cell = { model, index, head, node, view, canvas, keys, query, label };
   view.addEventListener("pointermove", (event) => hover(cell, event));
   view.addEventListener("click", (event) => hover(cell, event));
   // On touch screens the pointer leaves when the finger is lifted; the readout stays.
@@ -285,7 +294,15 @@ function rowOf(cell) {
 function topOf(cell) {
   const layer = `${cell.model}.${cell.index}`;
   const scale = cell.head === ROLLOUT ? "map" : state.scale;
-  return tops.get({ map: `${layer}.${cell.head}`, layer, all: "all" }[scale]);
+  return tops.get({ layer, all: "all" }[scale] ?? `${layer}.${cell.head}`);
+}
+
+// How many powers of ten the colours of a map span.
+function decadesOf(layer, attention) {
+  if (state.scale !== "range") return DATA.decades;
+  if (isUniform(layer, attention)) return 0;
+  const patches = attention.subarray(layer.prefix);
+  return Math.min(DATA.decades, Math.log10(Math.max(...patches) / Math.min(...patches)));
 }
 
 function queryCell() {
@@ -296,7 +313,7 @@ function showCell(cell) {
   const layer = DATA.models[cell.model].layers[cell.index];
   const attention = rowOf(cell), distance = distanceOf(layer, attention);
   cell.node.classList.toggle("none", !attention);
-  if (attention) paint(cell.canvas, attention, layer.prefix, topOf(cell));
+  if (attention) paint(cell.canvas, attention, layer.prefix, topOf(cell), decadesOf(layer, attention), cell.keys);
   cell.node.dataset.distance = distance === null ? "" : distance;
   placeBox(cell.query, layer.grid, cellOf(layer));
   if (cell.label) {
@@ -312,8 +329,9 @@ function show() {
   tops.clear();
   cells.forEach(rowOf); // before any is painted: a common scale needs them all
   cells.forEach(showCell);
-  const where = { map: "maximum of the map", layer: "maximum of the layer", all: "maximum of all maps" };
-  $("high").textContent = where[state.scale];
+  const where = { layer: "maximum of the layer", all: "maximum of all maps" };
+  $("high").textContent = where[state.scale] ?? "maximum of the map";
+  $("low").textContent = state.scale === "range" ? "its minimum" : `1/${10 ** DATA.decades} of it`;
   const [row, column] = queryCell();
   $("query").hidden = state.classToken;
   placeBox($("query"), QUERY_GRID, [row, column]);
@@ -371,11 +389,9 @@ function highlight(model, layer, head) {
 function hover(cell, event) {
   if (!cell) return highlight();
   const layer = DATA.models[cell.model].layers[cell.index];
-  const box = cell.canvas.getBoundingClientRect(), [height, width] = layer.key_grid;
-  const inside = (part, size) => Math.max(0, Math.min(size - 1, Math.floor(part * size)));
-  const row = inside((event.clientY - box.top) / box.height, height);
-  const column = inside((event.clientX - box.left) / box.width, width);
-  state.hovered = { model: cell.model, layer: cell.index, head: cell.head, key: row * width + column };
+  const box = cell.canvas.getBoundingClientRect();
+  const key = keyAt(layer, (event.clientY - box.top) / box.height, (event.clientX - box.left) / box.width);
+  state.hovered = { model: cell.model, layer: cell.index, head: cell.head, key };
   readout();
 }
 
@@ -491,7 +507,7 @@ async function start() {
   $("class-token-choice").hidden = !layers.some((layer) => layer.prefix);
   document.querySelectorAll(".rollout").forEach((node) => { node.hidden = !DATA.models.some(canRollOut); });
   document.querySelectorAll(".prefix").forEach((node) => { node.textContent = PREFIX; });
-  $("low").textContent = `1/${10 ** DATA.decades} of it`;
+  $("scale").value = state.scale;
   const table = $("colours").getContext("2d");
   COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
   $("about").textContent = `Queries and keys are stored in half precision. ` +

@@ -71,10 +71,13 @@ const COLOURS = Array.from({ length: 256 }, (_, at) => {
   });
 });
 
-function paint(canvas, attention, prefix, top) {
+// The pixels of a map: `top` is the brightest colour, and what lies so many powers of ten below it the darkest; without any, all
+// are alike. A pixel shows the key of that number in `keys`, or of its own.
+function paint(canvas, attention, prefix, top, decades = DATA.decades, keys = null) {
   const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
-  for (let k = prefix, at = 0; k < attention.length; k++, at += 4) {
-    const part = 1 + Math.log10(Math.max(attention[k] / (top || 1), 10 ** -DATA.decades)) / DATA.decades;
+  for (let pixel = 0, at = 0; at < image.data.length; pixel++, at += 4) {
+    const value = attention[prefix + (keys ? keys[pixel] : pixel)];
+    const part = decades ? 1 + Math.log10(Math.max(value / (top || 1), 10 ** -decades)) / decades : 0.5;
     const colour = COLOURS[Math.round(255 * part)];
     image.data[at] = colour[0];
     image.data[at + 1] = colour[1];
