@@ -97,16 +97,16 @@ def test_the_time_is_for_the_choice_and_the_baselines_too(
     assert autofit("photos", root, 1).passes < 0.75 * quick.passes
 
 
-@pytest.mark.parametrize("recipe", ["photos", "finetune"])
+@pytest.mark.parametrize(("recipe", "minutes"), [("photos", 12), ("finetune", 0.6)])
 def test_a_run_that_learns_little_is_told_the_time_that_would_do(
-    tmp_path: Path, speed: dict[str, float], recipe: str
+    tmp_path: Path, speed: dict[str, float], recipe: str, minutes: float
 ) -> None:
     root = given(photographs(tmp_path / "photos", 40))
     speed["mac"] = 5e-8 if recipe == "photos" else 1e-6
     if recipe == "finetune":
         train(tiny(), tmp_path / "donor")
         root |= settings_from_weights(str(tmp_path / "donor"))
-    said = next(line for line in autofit(recipe, root, 0.6).reasons if line.startswith("short"))
+    said = next(line for line in autofit(recipe, root, minutes).reasons if line.startswith("short"))
     assert "would see each of 24 images" in said
     enough = int(re.search(r"--minutes (\d+)", said)[1])  # type: ignore[index]
     assert autofit(recipe, root, enough).passes >= MIN_EPOCHS

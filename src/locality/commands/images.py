@@ -71,22 +71,20 @@ def predict(arguments: Sequence[str]) -> int:
     parser.add("--top", 5, "how many classes to show")
     parser.add("--json", False, "print JSON")
     parser.add("--csv", False, "print a table: path, prediction, probability of every class")
-    parser.add("--output", None, "write that table to FILE.csv; - prints it")
+    parser.add("--output", None, "write that table to this file; - prints it")
     parser.add_overwrite()
     options = parser.read(_with_output(arguments))
     if options.model is None:
         options.model, *options.images = options.images
         if not options.images:
             raise UserError(
-                f"{options.model} alone does not say what to classify with what; give a model and "
-                f"images: locality predict RUN photo.jpg"
+                f"locality predict needs --model: {MODEL}; or the model first: "
+                f"locality predict RUN {options.model}"
             )
     output = None if options.output == "-" else options.output
     options.csv |= options.output is not None
     if options.csv:
         parser.refuse("top json", "does nothing for a table")
-    if output is not None and not output.endswith(".csv"):
-        raise UserError(f"a table of predictions is a file that ends in .csv, not {output}")
     check_parent(output)
     check_output(output, _PREDICTED, options.overwrite)
 
@@ -126,8 +124,10 @@ def _with_output(arguments: Sequence[str]) -> list[str]:
     """`--csv FILE.csv` as `--output FILE.csv`; other words after `--csv` are images."""
     words = list(arguments)
     for index, word in enumerate(words):
-        following = words[index + 1 : index + 2]
-        if word.startswith("--csv=") or (word == "--csv" and "".join(following).endswith(".csv")):
+        flag, _, file = word.partition("=")
+        if flag == "--csv" and file and not file.endswith(".csv"):
+            raise UserError(f"--csv writes a file that ends in .csv, not {file}")
+        if flag == "--csv" and (file or "".join(words[index + 1 : index + 2]).endswith(".csv")):
             words[index] = word.replace("--csv", "--output")
     return words
 

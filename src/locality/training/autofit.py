@@ -25,7 +25,7 @@ from locality.models.variants import family_of
 from locality.training.config import RunConfig
 from locality.training.cost import Cost, format_duration, forward_macs, measure_speed
 from locality.training.devices import launched_externally
-from locality.training.optim import make_plan
+from locality.training.optim import Plan, make_plan
 from locality.training.recipes import adjusted, is_small
 from locality.training.resolved_run import ResolvedRun
 
@@ -64,14 +64,15 @@ class AutoFit:
 
     Attributes:
         config: the whole run.
-        images_per_second: training speed on this machine, as measured.
-        seconds: estimated time on this machine: choosing them, training, evaluations, baselines.
+        images_per_second: training speed on this machine; None where it was not measured.
+        seconds: estimated time on this machine: choosing them, training, evaluations, baselines; 0
+            where that was not measured.
         passes: how often each image is trained on.
         reasons: what was chosen and why, a line each.
     """
 
     config: RunConfig
-    images_per_second: float
+    images_per_second: float | None
     seconds: float
     passes: float
     reasons: tuple[str, ...] = ()
@@ -99,7 +100,7 @@ class Measured:
     @property
     def most_images(self) -> int:
         """A run sees no more images than this."""
-        if self.name == "finetune":
+        if self.name == "finetune" and not _small(self.run.config):
             return _MAX_EPOCHS_FINETUNED * self.cost.train
         return max(_MAX_EPOCHS * self.cost.train, _MAX_IMAGES)
 
@@ -131,13 +132,6 @@ class Measured:
         config = adjusted(self.name, length | dict(self.changes))
         took = self.cost.seconds(steps * batch, evaluations)
         return AutoFit(config, 1 / self.cost.speed.training, took, steps * batch / self.cost.train)
-
-    def as_given(self) -> AutoFit:
-        """The run whose length is among its settings."""
-        plan = self.run.plan
-        took = self.cost.seconds(plan.images, plan.evaluations)
-        config = adjusted(self.name, self.changes)
-        return AutoFit(config, 1 / self.cost.speed.training, took, plan.images / self.cost.train)
 
     def _evaluations(self, seconds: float) -> int:
         """How many evaluations the time allows."""
@@ -211,67 +205,91 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
 
     def at(size: Mapping[str, Any]) -> dict[str, Any]:
         changes = dict(size) | dict(given)
-        model = adjusted(name, changes).model
-        batch = batch_size(images, small=not tuned and is_small(model.name, model.img_size))
+        batch = batch_size(images, small=_small(adjusted(name, changes)))
         return {"engine.batch_size": batch} | (mixed if tuned else {}) | changes
 
     asked = given.keys() & set(_MODEL_SETTINGS)
     smallest, *larger = [{}] if tuned else _candidate_sizes(side, asked, config.model.name)
-    why = "as the weights are" if tuned else "as given" if asked else "the smallest"
-    found = first = _measured_fastest(name, at(smallest), splits)
     size: Mapping[str, Any] = smallest
+    why = "as the weights are" if tuned else "as given" if asked else "the smallest"
+    needed = max(_LARGER_EPOCHS * images, _LARGER_IMAGES)
+    about = (
+        f"images  {images:,} to train on and {len(splits.val):,} to evaluate on, of "
+        f"{len(splits.classes):,} classes, about {side} pixels on the shorter side"
+    )
+    if minutes is None:  # nothing is measured: the same choice on every machine
+        for other in larger:
+            if make_plan(adjusted(name, at(other)), images).images >= needed:
+                size, why = other, "the largest that so long a run is enough for"
+        config = adjusted(name, at(size))
+        run = ResolvedRun(config, splits)
+        seen = run.plan.images / images
+        return AutoFit(config, None, 0.0, seen, (about, *_chosen(run, why), _length(run.plan)))
+
+    found = first = _measured_fastest(name, at(smallest), splits)
 
     def left() -> float:
         """Seconds of the time that remain for training and evaluation."""
         beside = opening + found.cost.baselines
-        return 60 * (minutes or 0) - (perf_counter() - started) - beside
-
-    def sees(other: Mapping[str, Any]) -> float:
-        """How many images a run with this model is trained on."""
-        config = adjusted(name, at(other))
-        if minutes is None:
-            return make_plan(config, images).images
-        return first.slower(config).passes(left()) * images
+        return 60 * minutes - (perf_counter() - started) - beside
 
     for other in larger:
-        if sees(other) < max(_LARGER_EPOCHS * images, _LARGER_IMAGES):
+        slower = first.slower(adjusted(name, at(other)))
+        if slower.passes(left()) * images < needed:
             break
-        time = "so long a run" if minutes is None else f"{minutes:g} minutes here"
-        size, why = other, f"the largest that has the time to learn in {time}"
+        size, why = other, f"the largest that has the time to learn in {minutes:g} minutes here"
     if size != smallest:
         found = _measured_fastest(name, at(size), splits)
     remaining = left()
-    fitting = found.as_given() if minutes is None else found.fit(remaining)
-    seconds = fitting.seconds + 60 * (minutes or 0) - remaining
     short = []
-    if minutes is not None and found.passes(remaining) < MIN_EPOCHS:
+    if found.passes(remaining) < MIN_EPOCHS:
         short = [_too_short(found, minutes, remaining)]
         if found.passes(remaining) < 1:
             raise UserError(short[0])
-    run, speed, threads = found.run, found.cost.speed, fitting.config.engine.threads
-    height, width = run.img_size
+    fitting = found.fit(remaining)
+    seconds = fitting.seconds + 60 * minutes - remaining
+    speed, threads = found.cost.speed, fitting.config.engine.threads
     by_workers = f" by each of {speed.workers} processes" if speed.workers else ""
     if speed.decoding > speed.loading:
         by_workers += f" ({1000 * speed.decoding:.3g} ms more the first time)"
     plan = make_plan(fitting.config, images)
-    enough = fitting.passes * images >= found.most_images - plan.batch_size
+    enough = plan.images >= found.most_images - plan.batch_size
     reasons = (
-        f"images  {images:,} to train on and {len(splits.val):,} to evaluate on, of "
-        f"{len(splits.classes):,} classes, about {side} pixels on the shorter side",
-        f"model   {run.config.model.name} at {height}×{width}: {why}",
+        about,
+        *_chosen(found.run, why),
         f"speed   {1 / speed.training:.3g} images/s: {1000 * speed.loading:.3g} ms to load one"
         f"{by_workers}, {1000 * speed.computing:.3g} ms to compute"
         + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
-        f"length  {plan.steps:,} steps of {plan.batch_size} images, each image "
-        f"{fitting.passes:.3g} times: about {format_duration(seconds)} in all, with this choice, "
-        "evaluations and baselines",
+        f"{_length(plan)}: about {format_duration(seconds)} in all, with this choice, evaluations "
+        "and baselines",
         "keeps   the weights of the best evaluation, and the last; the accuracy of the best of "
         "many is flattered, other images say more (data.val_part)",
         *(f"short   {sentence}" for sentence in short),
-        *_live(run.config.model.name),
         *_advice(name, minutes, enough, config.data.root),
     )
     return replace(fitting, seconds=seconds, reasons=reasons)
+
+
+def _chosen(run: ResolvedRun, why: str) -> list[str]:
+    """The model and its image size, and which page of it there will not be."""
+    model, (height, width) = run.config.model.name, run.img_size
+    lines = [f"model   {model} at {height}×{width}: {why}"]
+    if family_of(model) == "cvt":
+        lines.append(
+            "page    explore --live cannot compute a CvT; --model convit_nano is one it can"
+        )
+    return lines
+
+
+def _length(plan: Plan) -> str:
+    return (
+        f"length  {plan.steps:,} steps of {plan.batch_size} images, each image "
+        f"{plan.epoch(plan.steps):.3g} times"
+    )
+
+
+def _small(config: RunConfig) -> bool:
+    return is_small(config.model.name, config.model.img_size)
 
 
 def batch_size(images: int, small: bool) -> int:
@@ -321,26 +339,17 @@ def _too_short(found: Measured, minutes: float, remaining: float) -> str:
     )
 
 
-def _live(model: str) -> list[str]:
-    """Which page there will not be."""
-    if family_of(model) != "cvt":
-        return []
-    return ["page    explore --live cannot compute a CvT in a page: --model convit_nano, if wanted"]
-
-
-def _advice(name: str, minutes: float | None, enough: bool, root: str | None) -> list[str]:
-    more = []
-    if enough:
-        more = ["longer  no use: more passes over so few images teach nothing; more images would"]
-    elif minutes is not None:
-        larger = ", in a larger model where there is time" if name == "photos" else ""
-        more = [f"longer  --minutes {6 * minutes:g} sees the images more often{larger}"]
+def _advice(name: str, minutes: float, enough: bool, root: str | None) -> list[str]:
+    more = "longer  no use: more passes over so few images teach nothing; more images would"
+    if not enough:
+        more = f"longer  --minutes {6 * minutes:g} sees the images more often"
+        more += ", in a larger model where there is time" if name == "photos" else ""
     if name == "finetune":
-        return more
+        return [more]
     return [
         "first   few images gain most from weights that were trained on many: locality finetune "
         f"{root} --from FILE, or a public name, as convit_tiny.fb_in1k and timm/resnet18",
-        *more,
+        more,
     ]
 
 

@@ -295,7 +295,8 @@ class PredictionCollector:
         predicted = table[seen, 0].astype(np.int64) - 1
         labels = np.array(source.labels[seen], dtype=np.int64)
         if source.label_sets is not None:
-            right = [p in source.label_sets[i] for i, p in zip(seen, predicted, strict=True)]
+            pairs = zip(seen.tolist(), predicted, strict=True)
+            right = [guess in source.label_sets[index] for index, guess in pairs]
             labels = np.where(right, predicted, labels)
         paths = [source.describe(index) for index in seen.tolist()]
         return Predictions(list(classes), seen, paths, labels, predicted, table[seen, 1])

@@ -352,9 +352,10 @@ def finetune_384(
 _PHOTO_AUGMENT = AugmentConfig(
     crop="resized", scale=(0.35, 1.0), hflip=0.5, auto_augment="rand-m5-mstd0.5-inc1"
 )
-# A random area of so few pixels is blurred, and RandAugment takes as long as a small model. With
-# affine maps of 10 and mixup cvt_nano had 66% after 19,000 images of clothes, with these 77%.
-_SMALL_AUGMENT = AugmentConfig(crop="pad", pad=1, hflip=0.5, affine=5)
+# A random area of so few pixels is blurred, and RandAugment takes as long as a small model.
+_SMALL_AUGMENT = AugmentConfig(
+    crop="pad", pad=1, hflip=0.5, affine=5, mixup=0.4, cutmix=0.5, random_erasing=0.25
+)
 SMALL_SIDE = 32
 """Pixels up to which `photos` has its recipe for small images."""
 
@@ -373,10 +374,10 @@ def photos(
 
     Each image is seen about a hundred times, so random crops, flips, label smoothing and stochastic
     depth keep the model from overfitting. There is no moving average of the weights, which would
-    lag behind in a short run. The learning rate scales with the batch. Images are rotated by their
-    EXIF orientation and keep their aspect ratio: evaluation crops the centre. At 32 pixels or fewer
-    small affine maps take the place of random areas and RandAugment, at twice the rate. The
-    weights of the best evaluation are kept.
+    lag behind in a short run. Images are rotated by their EXIF orientation and keep their aspect
+    ratio: evaluation crops the centre. At 32 pixels or fewer optimiser, mixup, cutmix and erasing
+    are those of `fashion_mnist`, with small affine maps in the place of random areas and
+    RandAugment. The weights of the best evaluation are kept.
 
     Command: `locality train photos --data.root FOLDER`, or `locality train FOLDER`. Model, image
     size, batch and number of steps are then chosen for the images, this machine and `--minutes`,
@@ -394,20 +395,26 @@ def photos(
         data=DataConfig("folder", exif=True),
         input=Preprocessing(crop_pct=1.0),
         augment=_SMALL_AUGMENT if small else _PHOTO_AUGMENT,
-        optim=OptimConfig("adamw", lr=2e-3 if small else 1e-3, lr_batch=64, weight_decay=0.05),
+        optim=fashion_mnist().optim
+        if small
+        else OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05),
         schedule=ScheduleConfig(steps=2000, warmup=200, eval_every=200, patience=2000),
-        objective=ObjectiveConfig(label_smoothing=0.1),
+        objective=ObjectiveConfig(label_smoothing=0.0 if small else 0.1),
         engine=EngineConfig(batch_size=32),
     )
 
 
 def finetune(
-    model: str = "convit_tiny", weights: str = "convit_tiny.fb_in1k", seed: int = 0
+    model: str = "convit_tiny",
+    weights: str = "convit_tiny.fb_in1k",
+    img_size: int | tuple[int, int] | None = None,
+    seed: int = 0,
 ) -> RunConfig:
     """Fine-tuning on a custom dataset.
 
     The classifier is new. Early layers learn more slowly than late ones (`layer_decay`), and all at
-    a tenth of the rate of training from scratch. There is no mixup or cutmix below 5,000 images.
+    a tenth of the rate of training from scratch, or at that rate where images have 32 pixels or
+    fewer: such weights know little. There is no mixup or cutmix below 5,000 images.
     Training stops early by validation accuracy and keeps the best weights.
 
     Command: `locality train finetune --data.root FOLDER --model.weights WEIGHTS`, or `locality
@@ -417,13 +424,16 @@ def finetune(
     Cost: ten minutes, or 50 passes over the images.
     Expect: depends on the images.
     """
-    base = photos(model, seed=seed)
+    base = photos(model, img_size, seed)
+    small = is_small(model, img_size)
     return dataclasses.replace(
         base,
         recipe="finetune",
-        model=ModelConfig(model, weights=weights),
-        augment=_PHOTO_AUGMENT,
-        optim=OptimConfig(
+        model=ModelConfig(model, img_size=img_size, weights=weights),
+        augment=dataclasses.replace(base.augment, mixup=0.0, cutmix=0.0),
+        optim=dataclasses.replace(base.optim, layer_decay=0.75)
+        if small
+        else OptimConfig(
             "adamw", lr=1e-3, lr_batch=256, weight_decay=0.05, layer_decay=0.75, clip_grad=1.0
         ),
         schedule=ScheduleConfig(
