@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import locality
@@ -50,6 +52,23 @@ def test_the_same_call_opens_what_has_finished(images, run):
     assert run.folder.joinpath("result.json").stat().st_mtime_ns == before
     with pytest.raises(UserError, match="seed"):
         locality.fit(images, "convit_nano", output=run.folder, seed=1, **BY_KEYWORD)
+
+
+def test_it_classifies_files_folders_lists_arrays_and_tensors(images, run):
+    folder = sorted(images.iterdir())[0]
+    files = sorted(folder.iterdir())[:2]
+    alone = [run.predict(file).classes for file in files]
+    pictures = [Image.open(file).convert("RGB") for file in files]
+    arrays = np.stack([np.asarray(picture) for picture in pictures])
+    tensors = torch.from_numpy(arrays).permute(0, 3, 1, 2) / 255
+    for given in (files, pictures, arrays, list(arrays), tensors, list(tensors)):
+        assert [found.classes for found in run.predict(given)] == alone
+    assert run.predict(tensors[0]).classes == alone[0]
+    assert len(run.predict(folder)) == len(list(folder.iterdir()))
+    with pytest.raises(UserError, match="outside 0 to 1"):
+        run.predict(2 * tensors[0] + 1)
+    with pytest.raises(UserError, match="uint8 array"):
+        run.predict(np.zeros((2, 3, 4, 5, 6)))
 
 
 def test_it_answers_as_the_commands_do(images, run, capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import json
 import os
 import shlex
@@ -107,6 +108,40 @@ def test_predictions_are_written_to_a_table(run, images, tmp_path, capsys):
     before = Path(first).read_bytes()
     assert main(["predict", "--csv", first, "--model", str(run)]) == 0  # an image is not written to
     assert Path(first).read_bytes() == before
+
+
+def test_predict_takes_the_model_first_patterns_and_a_file_for_the_table(
+    run, images, tmp_path, capsys, monkeypatch
+):
+    assert main(["predict", str(images), "--model", str(run), "--csv"]) == 0
+    table = capsys.readouterr().out
+    for given in ([str(images)], [f"{images}/*.png"], [f"{images}/0.png", f"{images}/[12].png"]):
+        assert main(["predict", str(run), *given, "--output", "-"]) == 0
+        assert capsys.readouterr().out == table
+    assert main(["predict", str(run), str(images), "--output", str(tmp_path / "p.csv")]) == 0
+    assert (tmp_path / "p.csv").read_text() == table
+    stream = io.TextIOWrapper(io.BytesIO((images / "0.png").read_bytes()))
+    monkeypatch.setattr("sys.stdin", stream)
+    capsys.readouterr()
+    assert main(["predict", str(run), "-", "--csv"]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[1].split(",")[1:]
+        == table.splitlines()[1].split(",")[1:]
+    )
+    assert main(["predict", str(run), "https://a.org/cat.png"]) == 2
+    assert "is an address" in capsys.readouterr().err
+
+
+def test_the_end_of_a_run_says_what_to_type_and_that_works(tmp_path, capsys):
+    words = ["train", "digits", "--output", str(tmp_path / "a run"), *SHORT[:-1]]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert "never predicted" in said and "logistic regression" in said
+    commands = [line.split("locality ")[1] for line in said.splitlines() if "next  " in line]
+    assert len(commands) == 3
+    for command in commands:
+        assert main(shlex.split(command)) == 0
+    assert "class, predicted as" in capsys.readouterr().out
 
 
 def test_all_differences_of_a_resumed_run_are_named(run, capsys):

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from locality.data import DataConfig, check, open_data, validation
+from locality.data.classes import imbalance
 from locality.data.validation import verify
 from locality.errors import ProcessKilled, UserError
 
@@ -76,6 +77,20 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
         "this folder needs attention",
     ):
         assert words in text
+
+
+@pytest.mark.parametrize(
+    ("counts", "named"),
+    [
+        ({"a": 100, "b": 90}, []),
+        ({"a": 100, "b": 9}, ["b", "9", "class_weights"]),
+        ({"a": 8, "b": 9, "c": 0}, []),
+        ({"a": 3}, []),
+    ],
+)
+def test_classes_of_very_different_size_are_named(counts, named):
+    said = imbalance(counts)
+    assert bool(said) == bool(named) and all(word in said for word in named)
 
 
 def test_long_lists_are_cut(train_val):

@@ -132,6 +132,36 @@ def test_images_are_not_enlarged(tmp_path: Path) -> None:
     assert autofit("photos", root, 60).config.model.img_size == 32
 
 
+def test_a_given_length_keeps_the_choice_of_model_and_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{PLANNER}.measure_speed", None)
+    root = given(photographs(tmp_path / "photos", 70))
+    lengths: tuple[dict[str, Any], ...] = (
+        {"schedule.steps": 9},
+        {"schedule.epochs": 2.0},
+        {"schedule.steps": 9000},
+    )
+    chosen = [autofit("photos", root | length, None).config for length in lengths]
+    sizes = [(config.model.name, config.model.img_size) for config in chosen]
+    assert sizes == [("cvt_nano", 32), ("cvt_nano", 32), ("convit_mini", 64)]
+    assert [config.schedule.length for config in chosen] == [9, 2, 9000]
+
+
+def test_the_fastest_number_of_threads_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {0: 5e-3, 4: 3e-3, 2: 1e-3, 1: 2e-3}
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    monkeypatch.setattr(
+        f"{PLANNER}.measure_speed",
+        lambda run: Speed(1e-4, seconds[run.config.engine.threads], 0, True),
+    )
+    root = given(photographs(tmp_path / "photos", 28))
+    assert autofit("photos", root, 1).config.engine.threads == 2
+    assert autofit("photos", root | {"engine.threads": 4}, 1).config.engine.threads == 4
+
+
 def test_the_best_weights_are_kept_of_any_length(tmp_path: Path) -> None:
     root = given(photographs(tmp_path / "photos", 32))
     chosen = autofit("photos", root, 1).config.schedule

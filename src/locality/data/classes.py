@@ -34,18 +34,19 @@ _FEW, _RATIO = 10, 10
 
 
 def imbalance(counts: Mapping[str, int]) -> str:
-    """What to do about classes of very different size, or of few images; "" about others.
+    """What to do about classes of very different size; "" about others.
 
     Args:
         counts: class → how many images it has.
     """
     held = {name: count for name, count in counts.items() if count}
-    if len(held) < 2:
+    least, most = (
+        min(held, key=held.__getitem__, default=""),
+        max(held, key=held.__getitem__, default=""),
+    )
+    if not held or held[most] < _RATIO * held[least]:
         return ""
-    least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
     few = [f"{name} ({count})" for name, count in held.items() if count < _FEW]
-    if held[most] < _RATIO * held[least] and len(few) < len(held) / 2:
-        return ""
     named = f"; fewer than {_FEW}: {some(few, quote='')}" if few else ""
     return (
         f"classes have from {held[least]:,} ({least}) to {held[most]:,} images ({most}){named}; "
