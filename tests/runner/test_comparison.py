@@ -56,6 +56,14 @@ def test_models_differ_in_nothing_but_the_model(photos, tmp_path):
     assert (first.model.img_size, first.model.patch_size, second.model.img_size) == (32, 4, 32)
 
 
+def test_a_comparison_goes_on_with_its_own_images_alone(photos, tmp_path):
+    begun = plan(asked(photos), tmp_path / "out", jobs=2)
+    assert plan(asked(photos), tmp_path / "out", jobs=2) == begun
+    (photos / "dark" / "0.png").rename(photos / "dark" / "new.png")
+    with pytest.raises(UserError, match="begun with other images"):
+        plan(asked(photos), tmp_path / "out", jobs=2)
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """Seconds per multiply-accumulate on a machine of two cores, where nothing takes time."""

@@ -22,6 +22,7 @@ from locality import checks, settings
 from locality.benchmark.measure import inference, interleave
 from locality.checkpoints.run_state import BEST, LAST, PREVIOUS
 from locality.data import open_data
+from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, one_line
 from locality.files import read_json, read_yaml, write_atomic
 from locality.layers.cpu import arithmetic_threads
@@ -109,18 +110,26 @@ def plan(
         keep: write the plan to the folder.
 
     Raises:
-        UserError: if the folder is another comparison's, the time too short to learn anything in
-            so many runs, or as `measured`.
+        UserError: if the folder is another comparison's or of other images, the time too short to
+            learn anything in so many runs, or as `measured`.
     """
     path = folder / _PLAN
+    data = adjusted("photos", spec.data).data
+    images = ImageFingerprint.of(open_data(data, seed=0)).fingerprint
     if path.exists():
         there = read_yaml(path)
-        checks.shaped(str(path), there, {"comparison": dict, "configurations": dict})
+        shape = {"comparison": dict, "configurations": dict, "images?": str}
+        checks.shaped(str(path), there, shape)
         before = settings.from_dict(ComparisonSpec, there["comparison"], str(path))
         if changed := list(settings.differences(before, spec)):
             raise UserError(
                 f"{folder} holds another comparison ({describe_changes(changed)}); give another "
                 f"--output"
+            )
+        if there.get("images", images) != images:
+            raise UserError(
+                f"{folder} was begun with other images, labels or classes than '{data.root}' has "
+                f"now; restore them, or give another --output"
             )
         found = there["configurations"].items()
         return {model: settings.from_dict(RunConfig, values, str(path)) for model, values in found}
@@ -128,7 +137,8 @@ def plan(
     if keep:
         folder.mkdir(parents=True, exist_ok=True)
         configs = {model: settings.to_dict(config) for model, config in chosen.items()}
-        values = {"comparison": settings.to_dict(spec), "configurations": configs}
+        compared = settings.to_dict(spec)
+        values = {"comparison": compared, "configurations": configs, "images": images}
         write_atomic(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return chosen
 
