@@ -212,7 +212,7 @@ def read_rows(
     text = read_bytes(path).decode(errors="surrogateescape")
     with wrap_errors(f"{path} is not CSV", csv.Error):
         cells = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
-        lines = [[cell[_is_formula(cell) and cell[0] == "'" :] for cell in line] for line in cells]
+        lines = [[*map(without_mark, line)] for line in cells]
         rows = [dict(zip(lines[0], line, strict=False)) for line in lines[1:] if line]
     for number, row in enumerate(rows, 1):
         for column, check in wanted.items():
@@ -265,6 +265,11 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
         )
         lines.append(line.getvalue()[:-2] + "\n")
     return "".join(lines)
+
+
+def without_mark(cell: str) -> str:
+    """The cell without the `'` that `csv_text` puts before what a spreadsheet would compute."""
+    return cell[cell.startswith("'") and _is_formula(cell) :]
 
 
 def _is_formula(cell: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from locality.data import DataConfig, check, open_data
 from locality.data.table import has_table
 from locality.errors import UserError
+from locality.files import csv_text
 
 
 @pytest.fixture
@@ -274,6 +275,16 @@ def test_what_is_no_file_is_refused(cells, name):
     for look in (opened, lambda root: check(root, dataset="table", workers=1, progress=False)):
         with pytest.raises(UserError, match=f"names '{name}', no file but a folder, device or"):
             look(cells)
+
+
+def test_marks_before_what_a_spreadsheet_would_compute_are_taken_off(cells, image_file):
+    names = [f"{mark}{number}.png" for mark in ("=", "@", "'=") for number in range(2)]
+    for seed, name in enumerate(names):
+        image_file(cells / name, seed=seed)
+    rows = [("image", "label"), *((name, f"+{name[0]}") for name in names)]
+    (cells / "own.csv").write_text(csv_text(rows))
+    report = check(cells / "own.csv", dataset="table", workers=1, progress=False)
+    assert report.ok and any("3 classes" in line for line in report.lines())
 
 
 def test_names_may_hold_line_breaks(cells, image_file):

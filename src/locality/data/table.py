@@ -33,7 +33,7 @@ from locality.data.folder import (
     train_and_val,
 )
 from locality.errors import UserError, some, unknown, wrap_errors
-from locality.files import open_file
+from locality.files import open_file, without_mark
 
 TABLE = "labels.csv"
 
@@ -418,7 +418,7 @@ def _rows(
     line = 1
     try:
         for row in reader:
-            cells = [cell.strip() for cell in row]
+            cells = [without_mark(cell.strip()) for cell in row]
             if any(cells) and line > skipped:
                 yield line, cells
             line = reader.line_num + 1
