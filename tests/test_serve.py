@@ -391,6 +391,14 @@ class TestDecoding:
 
         run_alone(ask)
 
+    def test_a_decoder_that_gets_no_memory_says_so(self):
+        async def ask():
+            decoder = decoding.Decoder(Preprocessing(32), "RGB")
+            with pytest.raises(BadImage, match="takes more than 420 MB"):
+                await decoder(photo((7000, 7000), "WEBP", method=0))
+
+        run_alone(ask)
+
     def test_memory_is_lent(self, monkeypatch):
         monkeypatch.setattr(decoding, "LANES", (decoding.Lane(50_000_000, 30_000_000, 1),))
 

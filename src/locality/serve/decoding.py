@@ -137,6 +137,13 @@ def _decode(
     most += memory
     if hard == resource.RLIM_INFINITY or most < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-    image = decoding.decode(data, settings)
+    try:
+        image = decoding.decode(data, settings)
+    except BadImage as error:
+        if isinstance(error, TooManyPixels) or memory < LANES[-1].bytes:
+            raise
+        # Some decoders call a file damaged where they get no memory.
+        megabytes = memory // 1_000_000
+        raise BadImage(f"{error}; or decoding it takes more than {megabytes} MB") from None
     cut = resize_and_crop(convert(image, mode), preprocessing)
     return Crops(cut, high_resolution_crop(image, preprocessing))
