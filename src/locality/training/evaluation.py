@@ -154,10 +154,9 @@ def open_for(
     numbers = [str(number) for number in range(count)]
     if names is None and set(splits.classes) == set(numbers):
         _log.warning(f"{opened.name} has no class names: those of the data number its outputs")
-        return open_data(data, seed, numbers, whole)
+        return _renumbered(splits, numbers)
     if names is None or (splits.val.numbered and not held <= set(names)):
         who = f"{opened.name} has" if names is None else "the data have"
-        splits = open_data(data, seed, None, whole)
         if len(splits.classes) != count:
             raise UserError(
                 f"{opened.name} tells {count} classes apart and dataset '{data.dataset}' has "
@@ -179,7 +178,10 @@ def open_for(
             f"{len(missing)} of the {count} classes of {opened.name} have no images here "
             f"({some(missing)}); accuracy is over all {count} outputs"
         )
-    order = list(dict.fromkeys([*names, *splits.classes]))
+    return _renumbered(splits, list(dict.fromkeys([*names, *splits.classes])))
+
+
+def _renumbered(splits: DataSplits, order: list[str]) -> DataSplits:
     return DataSplits(splits.name, *renumber((splits.classes, splits.train, splits.val), order))
 
 
