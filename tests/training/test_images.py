@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 from locality.checkpoints.run_state import load_best_state
+from locality.cli import main
 from locality.data import sources, validation
 from locality.errors import UserError
 from locality.training import RunConfig, dry_run, loop
@@ -304,6 +306,40 @@ def test_a_finished_run_does_not_answer_for_other_images(
     expected = change(photos)
     with pytest.raises(UserError, match=rf"finished on other images.*{expected}"):
         train(on(photos), tmp_path / "run")
+
+
+def test_a_finished_run_does_not_answer_for_other_rows(photos: Path, tmp_path: Path) -> None:
+    hf = pytest.importorskip("datasets")
+    files = sorted(photos.glob("*/*/*.bmp"))
+
+    def save(files: list[Path]) -> None:
+        cells = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
+        columns = {"image": cells, "label": [path.parent.name for path in files]}
+        features = hf.Features({"image": hf.Image(), "label": hf.Value("string")})
+        shutil.rmtree(tmp_path / "rows", ignore_errors=True)
+        hf.Dataset.from_dict(columns, features).save_to_disk(str(tmp_path / "rows"))
+
+    save(files)
+    config = on(tmp_path / "rows", data__dataset="arrow")
+    found = train(config, tmp_path / "run")
+    assert train(config, tmp_path / "run") == found
+    for others in (files[:-1], [*files[1:], files[1]]):
+        save(others)
+        with pytest.raises(UserError, match="finished on other images"):
+            train(config, tmp_path / "run")
+
+
+def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    found = train(on(photos / "train"), tmp_path / "run")
+    elsewhere = (photos / "train").rename(tmp_path / "elsewhere")
+    words = ["eval", str(tmp_path / "run"), str(elsewhere), "--json"]
+    assert main(words) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["n"], again["loss"]) == (found["val_images"], pytest.approx(found["val_loss"]))
+    write(elsewhere / "ant/new.bmp", 7)
+    assert main(words) == 0 and json.loads(capsys.readouterr().out)["n"] == 37
 
 
 def test_a_finished_run_does_not_answer_for_other_labels(photos: Path, tmp_path: Path) -> None:

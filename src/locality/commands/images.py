@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from locality.commands.parsing import (
 from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image
+from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
 from locality.files import check_new_folder, check_output, check_parent, csv_text, write_output
 from locality.templates import PAGE_MARK
@@ -236,7 +238,8 @@ def evaluate(arguments: Sequence[str]) -> None:
         if given.get("dataset", config.data.dataset) == config.data.dataset:
             chosen = config.data
     root = given.get("root")
-    other = root is not None and not (chosen.root and same_path(chosen.root, root))
+    own = chosen.root and root and (same_path(chosen.root, root) or _moved_to(root, Path(what)))
+    other = root is not None and not own
     if other:  # which parts a run trained on says nothing of other images
         chosen = dataclasses.replace(chosen, **_WHOLE)
     chosen = dataclasses.replace(chosen, **given)
@@ -275,6 +278,16 @@ def evaluate(arguments: Sequence[str]) -> None:
         f"on {result['n']} images of {result['dataset']}"
     )
     print("\n".join(_by_class(collector.predictions(splits.val, classes))))
+
+
+def _moved_to(root: str, run: Path) -> bool:
+    """Whether what lies in `root` now are the images that a run has finished on."""
+    config, folder = read_config(run), training.RunFolder(run)
+    moved = dataclasses.replace(config.data, root=root)
+    with contextlib.suppress(UserError):
+        splits = data.open_data(moved, config.seed, folder.recorded_classes())
+        return ImageFingerprint.of(splits).fingerprint == (folder.result() or {}).get("images")
+    return False
 
 
 def _by_class(predictions: Predictions) -> list[str]:
