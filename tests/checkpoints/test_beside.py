@@ -171,6 +171,13 @@ def change(folder, **fields):
     (folder / "config.json").write_text(json.dumps(content))
 
 
+def refused_with(fields, named, folder):
+    change(folder, **fields)
+    with pytest.raises(UserError, match=named) as caught:
+        open_model(folder)
+    assert "config.json" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -190,10 +197,7 @@ def change(folder, **fields):
 )
 def test_what_contradicts_timms_weights_is_refused(fields, named, tmp_path, randomise):
     saved_by_timm(tmp_path, randomise, "convit_tiny", local_up_to_layer=1)
-    change(tmp_path, **fields)
-    with pytest.raises(UserError, match=named) as caught:
-        open_model(tmp_path)
-    assert "config.json" in str(caught.value)
+    refused_with(fields, named, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +215,7 @@ def test_what_contradicts_timms_weights_is_refused(fields, named, tmp_path, rand
 )
 def test_what_cannot_be_read_of_transformers_is_refused(fields, named, tmp_path, randomise):
     saved_by_transformers(tmp_path, randomise)
-    change(tmp_path, **fields)
-    with pytest.raises(UserError, match=named) as caught:
-        open_model(tmp_path)
-    assert "config.json" in str(caught.value)
+    refused_with(fields, named, tmp_path)
 
 
 @pytest.mark.parametrize(
