@@ -64,7 +64,7 @@ def digits(model: str = "convit_nano", seed: int = 0) -> RunConfig:
     Expect: on 5% of the images (`--data.fraction 0.05`) 93% by ConViT and 91% by DeiT, on all 100%
     and 98% (one seed).
     Chosen among 24 random settings on a quarter of the images, which are
-    `--data.part "[0, 0.25]"` (docs/training.md); report results on the others, "[0.25, 1]".
+    `--data.part "[0, 0.25]"` (docs/recipes.md); report results on the others, "[0.25, 1]".
     """
     return RunConfig(
         recipe="digits",
@@ -90,7 +90,7 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
     Cost: 3,000 steps of 64 images, 4 to 8 minutes on one core; 14×14 patches cost 5 times as much.
     Expect: not in the papers; `docs/reproducing.md` has what came out here.
     Of the eight settings that are best on digits, these are the best on 500 photographs
-    (docs/training.md).
+    (docs/recipes.md).
     """
     return _as(
         digits(model, seed=seed),
