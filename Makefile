@@ -20,7 +20,7 @@ TWO := --numprocesses 2 --dist loadfile
 # These fork processes that train, which torch allows only where nothing has trained before.
 FORKING := tests/training/test_processes.py
 
-.PHONY: setup demo test test-slow coverage check format lint types bench pages docs dist clean
+.PHONY: setup demo test test-slow coverage check format lint types bench pages docs dist release clean
 
 setup: $(RUN)
 
@@ -75,6 +75,10 @@ docs: $(DOCS)           ## the pages of docs/ and a reference of every public na
 dist: $(TEST)           ## an sdist and, from it, a wheel, in dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+
+DRY ?= 1
+release: dist docs      ## wheel, sdist, site, and checks of a release; with DRY= a tag, too
+	DRY=$(DRY) .ci/release
 
 clean:
 	rm -rf $(VENV) demo site build dist .pytest_cache .mypy_cache .ruff_cache .coverage*

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from runpy import run_path
@@ -44,3 +47,33 @@ def test_citation_and_changes_are_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     latest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert citation["version"] == latest[1] == locality.__version__
+
+
+def test_a_dry_release_checks_and_tags_nothing(tmp_path):
+    version = locality.__version__
+    files = (".ci/release", "src/locality/__init__.py", "CHANGELOG.md", "CITATION.cff")
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    built = (f"dist/locality-{version}-py3-none-any.whl", f"dist/locality-{version}.tar.gz")
+    for name in (*built, "site/index.html"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True
+        )
+
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    run("git", "init", "-q")
+    run("git", "add", *files)
+    run("git", *identity, "commit", "-qm", "all")
+    dry = run(".ci/release", DRY="1")
+    assert dry.returncode == 0 and version in dry.stdout
+    assert not run("git", "tag").stdout
+    (tmp_path / built[0]).unlink()
+    assert run(".ci/release", DRY="1").returncode == 1
+    citation = tmp_path / "CITATION.cff"
+    citation.write_text(citation.read_text().replace(f"version: {version}", "version: 9.9.9"))
+    assert "9.9.9" in run(".ci/release", DRY="1").stderr
