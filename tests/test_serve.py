@@ -394,6 +394,7 @@ class TestDecoding:
     def test_a_decoder_that_gets_no_memory_says_so(self):
         async def ask():
             decoder = decoding.Decoder(Preprocessing(32), "RGB")
+            assert (await decoder(photo((4000, 3000), "WEBP", method=0))).image.size == (32, 32)
             with pytest.raises(BadImage, match="takes more than 420 MB"):
                 await decoder(photo((7000, 7000), "WEBP", method=0))
 

@@ -89,6 +89,10 @@ class Decoder:
             except TooManyPixels:
                 if lane is LANES[-1]:
                     raise
+            except BadImage:
+                # WebP needs its memory before it says how many pixels it has.
+                if lane is LANES[-1] or data[8:12] != b"WEBP":
+                    raise
             except MemoryError:
                 raise BadImage(
                     f"decoding the image takes more than {lane.bytes // 1_000_000} MB; give it "
