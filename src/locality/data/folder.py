@@ -328,7 +328,7 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
         path = _STDIN if name == "-" else Path(name)
         if "://" in name and not path.exists():
             raise UserError(f"{name} is an address; fetch the image, then give the file")
-        if found := [] if path.exists() else sorted(glob(name, recursive=True)):
+        if found := [] if os.path.lexists(path) else sorted(glob(name, recursive=True)):
             yield from image_files(found)
         elif path.is_dir():
             listing = Listing(path, [], [])
