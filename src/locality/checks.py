@@ -1,20 +1,87 @@
-"""Range checks that settings share; each failure is one sentence naming the setting."""
+"""Values checked against types with bounds, which msgspec reads; a failure names the setting."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import sys
 import typing
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 from locality.errors import UserError, unknown
 
+_LARGEST = sys.float_info.max  # a bound that infinity and NaN are beyond
+
 # The published models have 0.3 billion parameters, widths to 1,024, depths to 24 and images to 384
-# pixels; what lies far beyond, here and in the bounds of their settings, is a mistake or a hostile
-# file.
-MOST_PARAMETERS = 4_000_000_000
+# pixels; what lies far beyond, here and in `models.config`, is a mistake or a hostile file.
+Natural = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Depth = Annotated[int, Meta(ge=1, le=512)]
+UpTo1024 = Annotated[int, Meta(ge=1, le=1024)]
+Width = Annotated[int, Meta(ge=1, le=32_768)]
+Pixels = Annotated[int, Meta(ge=1, le=8192)]
+if TYPE_CHECKING:
+    ImageSize = int | tuple[int, int]
+else:  # not tuple[Pixels, Pixels], beside which msgspec 0.22 crashes on a bounded number
+    ImageSize = Pixels | Annotated[tuple[Pixels, ...], Meta(min_length=2, max_length=2)]
+Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+NotNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
+Positive = Annotated[float, Meta(gt=0, le=_LARGEST)]
+Ratio = Annotated[float, Meta(gt=0, le=64)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+ShareBelowOne = Annotated[float, Meta(ge=0, lt=1)]
+ProperShare = Annotated[float, Meta(gt=0, lt=1)]
+
+type_hints = cache(typing.get_type_hints)
+
+
+def typed(name: str, value: Any, hint: Any) -> Any:
+    """`value` as a type asks for: lists become tuples, whole numbers become floats.
+
+    Raises:
+        UserError: naming the setting, its value and what is accepted.
+    """
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        names = choices(hint)
+        for given in value if isinstance(value, (list, tuple)) else (value,):
+            named = isinstance(given, str) or typing.get_origin(hint) is Literal
+            if names and named and given not in names:
+                raise unknown(f"value of {name}", str(given), names) from None
+        accepted = str(error).replace("Expected", "expected").replace("array", "list")
+        accepted = accepted.replace(f"<= {_LARGEST}", "< inf").replace(f">= -{_LARGEST}", "> -inf")
+        raise UserError(f"{name} is {value!r}; {accepted}") from None
+
+
+def choices(hint: Any) -> list[str]:
+    """The values of the `Literal`s in a type."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return [part for part in parts if isinstance(part, str)]
+    return [choice for part in parts for choice in choices(part)]
+
+
+def one_of(name: str, value: object, accepted: Iterable[str]) -> None:
+    """`value` has to be one of `accepted`.
+
+    Raises:
+        UserError: with the nearest name.
+    """
+    typed(name, value, Literal[*accepted])
+
+
+def integer(name: str, value: object, low: int, high: int = 2**63 - 1) -> None:
+    """`value` has to be a whole number from `low` to `high`.
+
+    Raises:
+        UserError: if it is not.
+    """
+    typed(name, value, Annotated[int, Meta(ge=low, le=high)])
 
 
 def shaped(where: str, value: object, wanted: Any) -> None:
@@ -30,159 +97,21 @@ def shaped(where: str, value: object, wanted: Any) -> None:
     Raises:
         UserError: if it is not, naming the place.
     """
-    if isinstance(wanted, dict) and isinstance(value, dict):
-        for name, part in wanted.items():
-            key = name.removesuffix("?")
-            if value.get(key) is not None or key == name:
-                shaped(f"{where}: {key}", value.get(key), part)
-    elif isinstance(wanted, list) and isinstance(value, list):
-        for item in value:
-            shaped(where, item, wanted[0])
-    elif wanted is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise UserError(f"{where} is {value!r}; a finite number belongs there")
-    elif not isinstance(wanted, type) or not isinstance(value, wanted):
-        names: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
-        names |= {float: "a number", int: "a whole number"}
-        cls = wanted if isinstance(wanted, type) else type(wanted)
-        given = "missing" if value is None else repr(value)
-        raise UserError(f"{where} is {given}; {names.get(cls, cls.__name__)} belongs there")
+    try:
+        msgspec.convert(value, _as_type(wanted))
+    except msgspec.ValidationError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
-def image_size(value: object) -> None:
-    """`value` has to be a side in pixels, or a pair of them.
-
-    Raises:
-        UserError: if it is not.
-    """
-    sides = value if isinstance(value, (tuple, list)) else (value, value)
-    if len(sides) != 2:
-        raise UserError(f"img_size is {value!r}; give one number, or (height, width)")
-    for side in sides:
-        integer("img_size", side, 1, 8192)
-
-
-def heads(embed_dim: int, num_heads: int) -> None:
-    """A width has to be a multiple of the heads it is divided between.
-
-    Raises:
-        UserError: if it is not.
-    """
-    if num_heads < 1 or embed_dim % num_heads:
-        raise UserError(
-            f"embed_dim={embed_dim} cannot be divided between num_heads={num_heads}; "
-            f"choose a multiple"
-        )
-
-
-def parameters(width: int, depth: int, mlp_ratio: float, others: int) -> None:
-    """A transformer of `depth` blocks, with `others` around them, must not exceed all bounds.
-
-    Raises:
-        UserError: if it has more than `MOST_PARAMETERS`.
-    """
-    count = depth * width * width * (4 + 2 * mlp_ratio) + others
-    if count > MOST_PARAMETERS:
-        raise UserError(
-            f"embed_dim={width} and depth={depth} make a model of about {count:.2g} parameters; "
-            f"at most {MOST_PARAMETERS:.2g} are built"
-        )
-
-
-def one_of(setting: str, given: object, accepted: Iterable[str]) -> None:
-    """`given` has to be one of `accepted`.
-
-    Raises:
-        UserError: with the nearest name.
-    """
-    accepted = list(accepted)
-    if given not in accepted:
-        raise unknown(f"value of {setting}", str(given), accepted)
-
-
-type_hints = cache(typing.get_type_hints)
-
-
-def bounded(
-    default: Any,
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    above: bool = False,
-    below: bool = False,
-    role: str = "",
-) -> Any:
-    """A dataclass's field with bounds that `settings` checks; as `integer` or `number` has them.
-
-    Its default may be `dataclasses.MISSING`; its role is one of `locality.settings.Role`.
-    """
-    bounds = {"low": low, "high": high, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata={"bounds": bounds, "role": role})
-
-
-def settings(config: Any, group: str = "") -> None:
-    """Each setting of a dataclass has to be one of its `Literal`'s values, or within its bounds.
-
-    Raises:
-        UserError: for the first that is not; `group` comes before its name.
-    """
-    hints = type_hints(config.__class__)
-    for field in dataclasses.fields(config):
-        hint, value, name = hints[field.name], getattr(config, field.name), group + field.name
-        types = typing.get_args(hint) or (hint,)
-        if value is None and type(None) in types:
-            continue
-        choices = [each for each in (hint, *types) if typing.get_origin(each) is Literal]
-        if choices:
-            one_of(name, value, typing.get_args(choices[0]))
-        elif bounds := field.metadata.get("bounds"):
-            for each in value if isinstance(value, tuple) else (value,):
-                if int in types:
-                    integer(name, each, bounds["low"], bounds["high"])
-                else:
-                    number(name, each, **bounds)
-        elif isinstance(value, str):
-            # Runs keep their settings as text.
-            try:
-                value.encode()
-            except UnicodeError:
-                raise UserError(f"{name} is '{value}', which is not UTF-8; rename it") from None
-
-
-def integer(setting: str, value: object, low: int, high: float = math.inf) -> None:
-    """`value` has to be a whole number from `low` to `high`.
-
-    Raises:
-        UserError: if it is not.
-    """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value <= high:  # type: ignore[operator]
-        limits = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
-        raise UserError(f"{setting} is {value!r}; give a whole number, {limits}")
-
-
-def number(
-    setting: str,
-    value: object,
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    above: bool = False,
-    below: bool = False,
-) -> None:
-    """`value` has to be a finite number from `low` to `high`, without them if `above`, `below`.
-
-    Raises:
-        UserError: if it is not.
-    """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        too_low = value < low or (above and value == low)
-        too_high = value > high or (below and value == high)
-        if not too_low and not too_high:
-            return
-    limits = []
-    if not math.isinf(low):
-        limits.append(f"{'above' if above else 'at least'} {low:g}")
-    if not math.isinf(high):
-        limits.append(f"{'below' if below else 'at most'} {high:g}")
-    raise UserError(f"{setting} is {value!r}; give a finite number {' and '.join(limits)}".strip())
+def _as_type(wanted: Any) -> Any:
+    if isinstance(wanted, dict):
+        entries = {
+            name.removesuffix("?"): NotRequired[_as_type(part) | None]
+            if name.endswith("?")
+            else _as_type(part)
+            for name, part in wanted.items()
+        }
+        return TypedDict("Entries", entries)  # type: ignore[operator]
+    if isinstance(wanted, list):
+        return list[_as_type(wanted[0])]  # type: ignore[misc]
+    return Finite if wanted is float else wanted

@@ -1,20 +1,22 @@
-"""Configurations as plain values and YAML, and what differs between two of them."""
+"""Configurations as plain values and YAML, and what differs between two of them.
+
+A configuration is a frozen dataclass: annotations are types with bounds (`locality.checks`), its
+docstring is the help. `OPEN` names the field for settings that it accepts beside its own.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import math
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml
 
-from locality.checks import one_of, type_hints
+from locality.checks import type_hints, typed
 from locality.errors import UserError, unknown
 from locality.files import parse_yaml
 
@@ -34,12 +36,7 @@ Role = Literal["how", "label", "sample", "incidental", "run", "interface", "trai
 
 
 class Setting(NamedTuple):
-    """A setting of a configuration.
-
-    Attributes:
-        hint: its type.
-        text: what its class's docstring says of it.
-    """
+    """A setting of a configuration: its type, and what its class's docstring says of it."""
 
     hint: Any
     text: str
@@ -47,17 +44,20 @@ class Setting(NamedTuple):
 
 def settings_of(cls: type, prefix: str = "") -> dict[str, Setting]:
     """The settings of a configuration dataclass by dotted name, those of its groups among them."""
-    section = inspect.getdoc(cls).partition("Attributes:\n")[2]  # type: ignore[union-attr]
+    sections = (inspect.cleandoc(base.__doc__ or "") for base in reversed(cls.__mro__))
     texts = {
         name: " ".join(text.split())
-        for names, text in re.findall(r"^ {4}(\w.*?): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+        for section in sections
+        for names, text in re.findall(
+            r"^ {4}(\w.*?): (.*(?:\n {8}.*)*)", section.partition("Attributes:\n")[2], re.MULTILINE
+        )
         for name in names.split(", ")
     }
     found: dict[str, Setting] = {}
-    for name, hint in type_hints(cls).items():
+    for name, hint in type_hints(cls, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
             found |= settings_of(typing.cast(type, hint), f"{prefix}{name}.")
-        else:
+        elif name != getattr(cls, "OPEN", None) and typing.get_origin(hint) is not typing.ClassVar:
             found[f"{prefix}{name}"] = Setting(hint, texts.get(name, ""))
     return found
 
@@ -76,9 +76,27 @@ def with_role(cls: type, *roles: Role) -> frozenset[str]:
     return frozenset(found)
 
 
+def check(config: Any, prefix: str = "") -> None:
+    """Give each value of a configuration its setting's type; for `__post_init__`.
+
+    Raises:
+        UserError: for the first that is none; `prefix` comes before its name.
+    """
+    hints = type_hints(config.__class__, include_extras=True)
+    for field in dataclasses.fields(config):
+        if not dataclasses.is_dataclass(value := getattr(config, field.name)):
+            value = typed(prefix + field.name, value, hints[field.name])
+            object.__setattr__(config, field.name, value)
+            if isinstance(value, str) and value != value.encode(errors="replace").decode():
+                raise UserError(f"{prefix}{field.name} is '{value}', which is not UTF-8; rename it")
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as nested plain values: dictionaries, lists, numbers, strings, None."""
-    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    values = {
+        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
+    }
+    return values | values.pop(getattr(config, "OPEN", ""), {})
 
 
 def _plain(value: Any) -> Any:
@@ -86,16 +104,14 @@ def _plain(value: Any) -> Any:
         return to_dict(value)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """The configuration of type `cls` that `to_dict` turned into `values`.
 
     What is missing takes its default. Settings that the class no longer has may still be there
-    with the value in its `REMOVED`, by which nothing changes.
+    with the value in its `REMOVED`, by which nothing changes, and those of `OPEN` in a group.
 
     Args:
         cls: a configuration dataclass.
@@ -108,60 +124,78 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} is {values!r}; give settings by name")
-    hints = type_hints(cls)  # type: ignore[arg-type]
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    hints, open_to = type_hints(cls), getattr(cls, "OPEN", None)  # type: ignore[arg-type]
     given: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
-        if name not in hints:
-            if (name, value) in getattr(cls, "REMOVED", ()):
-                continue
-            raise _unknown(dotted, cls, f"{path}." if path else "")
-        given[name] = _typed(hints[name], value, dotted)
-    for field in fields:
+        if name == open_to and isinstance(value, Mapping):
+            others |= value
+        elif dataclasses.is_dataclass(hints.get(name)) and not isinstance(value, hints[name]):
+            given[name] = from_dict(hints[name], value, dotted)
+        elif name in hints:
+            given[name] = value
+        elif open_to is not None:
+            others[str(name)] = value
+        elif (name, value) not in getattr(cls, "REMOVED", ()):
+            raise unknown_setting(dotted, settings_of(cls, f"{path}." if path else ""))
+    if open_to is not None:
+        given.setdefault(open_to, others)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         has_default = not field.default is field.default_factory is dataclasses.MISSING
         if field.name not in given and not has_default:
             raise UserError(f"{path or 'the configuration'} lacks {field.name}")
     return cls(**given)
 
 
-def replace(config: T, changes: Mapping[str, Any]) -> T:
+def replace(config: T, changes: Mapping[str, Any], prefix: str = "") -> T:
     """`config` with some settings changed, by dotted name.
 
     Example:
-        >>> replace(recipe(), {"optim.lr": 1e-3, "data.fraction": 0.1})
+        >>> replace(recipe(), {"optim.lr": 1e-3, "model.locality_strength": 2.0})
 
     Raises:
-        UserError: as `from_dict`.
+        UserError: as `from_dict`; `prefix` comes before the name.
     """
-    hints = type_hints(type(config))  # type: ignore[arg-type]
-    touched = {dotted.partition(".")[0] for dotted in changes} & set(hints)
-    values = {name: _plain(getattr(config, name)) for name in touched}
+    cls: Any = type(config)
+    open_to, hints = getattr(cls, "OPEN", None), type_hints(cls)
+    given: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for dotted, value in changes.items():
-        *groups, name = dotted.split(".")
-        place = values
-        for group in groups:
-            place = place.get(group)  # type: ignore[assignment]
-            if not isinstance(place, dict):
-                raise _unknown(dotted, type(config))
-        if name not in place and groups[-1:] != ["overrides"]:
-            raise _unknown(dotted, type(config))
-        place[name] = _plain(value)
-    typed = {name: _typed(hints[name], value, name) for name, value in values.items()}
-    return dataclasses.replace(config, **typed)  # type: ignore[type-var]
+        name, _, rest = dotted.partition(".")
+        if dataclasses.is_dataclass(hints.get(name)):
+            if not rest and not isinstance(value, hints[name]):
+                value = from_dict(hints[name], value, f"{prefix}{name}")
+            (groups.setdefault(name, {}) if rest else given)[rest or name] = value
+        elif dotted in hints:
+            given[dotted] = value
+        elif open_to is None:
+            raise unknown_setting(prefix + dotted, settings_of(cls, prefix))
+    given |= {
+        name: replace(getattr(config, name), of, f"{prefix}{name}.") for name, of in groups.items()
+    }
+    if open_to is not None:
+        others = {
+            name.removeprefix(f"{open_to}."): value
+            for name, value in changes.items()
+            if name not in hints
+        }
+        before = given.get(open_to, getattr(config, open_to))
+        given[open_to] = {**before, **others} if isinstance(before, Mapping) else before
+    return dataclasses.replace(config, **given)  # type: ignore[type-var]
 
 
-def typed(cls: type, changes: Mapping[str, Any]) -> dict[str, Any]:
+def typed_changes(cls: type, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Changes of a configuration of type `cls` by dotted name, each as the type of its setting.
 
-    What is no setting by itself, such as a group or one of a model's fields, stays as it is.
+    What is no setting by itself, such as a group, stays as it is.
 
     Raises:
         UserError: for a wrong type.
     """
     known = settings_of(cls)
     return {
-        name: _typed(known[name].hint, value, name) if name in known else value
+        name: typed(name, value, known[name].hint) if name in known else value
         for name, value in changes.items()
     }
 
@@ -172,75 +206,15 @@ def parse(text: str, hint: Any, name: str) -> Any:
     Raises:
         UserError: if it is none; `name` says whose.
     """
-    try:
-        if hint is str:
-            return text
-        if hint == (str | None):
-            return None if text == "null" else text
-        return _typed(hint, parse_yaml(text, name), name)
-    except UserError:
-        raise UserError(f"{name} is {text or repr(text)}; give {described(hint)}") from None
+    if hint in (str, str | None):
+        return None if hint is not str and text == "null" else text
+    return typed(name, parse_yaml(text, name), hint)
 
 
-def _unknown(name: str, cls: type, prefix: str = "") -> UserError:
-    """The error for a setting that `cls` does not have."""
-    texts = {known: setting.text for known, setting in settings_of(cls, prefix).items()}
+def unknown_setting(name: str, known: Mapping[str, Setting]) -> UserError:
+    """The error for a setting that there is not, with the nearest."""
+    texts = {name: setting.text for name, setting in known.items()}
     return unknown("setting", name, texts, texts=texts)
-
-
-def _typed(hint: Any, value: Any, path: str) -> Any:
-    """`value` as the type `hint` asks for: lists become tuples, whole numbers become floats."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        options = [option for option in typing.get_args(hint) if option is not type(None)]
-        if value is None and len(options) < len(typing.get_args(hint)):
-            return None
-        # Of several types, one for values of several parts comes first for such a value.
-        several = isinstance(value, (list, tuple))
-        options.sort(key=lambda option: (typing.get_origin(option) is tuple) != several)
-        for option in options[:-1]:
-            with contextlib.suppress(UserError):
-                return _typed(option, value, path)
-        return _typed(options[-1], value, path)
-    if origin is Literal:
-        one_of(path, value, typing.get_args(hint))
-        return value
-    if origin is tuple:
-        parts = typing.get_args(hint)
-        if parts[1:] == (...,) and isinstance(value, (list, tuple)):
-            parts = parts[:1] * len(value)
-        if not isinstance(value, (list, tuple)) or len(value) != len(parts):
-            raise UserError(f"{path} is {value!r}; give {len(parts)} values in a list")
-        return tuple(_typed(part, item, path) for part, item in zip(parts, value, strict=True))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise UserError(f"{path} is {value!r}; give settings by name")
-        return dict(value)
-    if dataclasses.is_dataclass(hint):
-        return from_dict(typing.cast(type, hint), value, path)
-    if hint is Any:
-        return value
-    is_bool = isinstance(value, bool)
-    if hint is float and isinstance(value, (int, float)) and not is_bool:
-        return float(value)
-    if isinstance(value, hint) and is_bool == (hint is bool):
-        return value
-    raise UserError(f"{path} is {value!r}; give {described(hint)}")
-
-
-def described(hint: Any) -> str:
-    """What a setting of this type accepts, in words."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, parts))
-    if origin in (typing.Union, types.UnionType):
-        several = [described(part) for part in parts if part is not type(None)]
-        return " or ".join(several + (["null"] if type(None) in parts else []))
-    if origin in (tuple, list):
-        count = "" if origin is list or parts[1:] == (...,) else f"of {len(parts)} "
-        return f"a list {count}such as [{'0.1, 0.2' if float in parts else '1, 2'}]"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(hint, "settings by name, such as {name: value}")
 
 
 def to_yaml(config: Any) -> str:
@@ -270,8 +244,7 @@ def flatten(
 
     Args:
         values: by name; groups of them in a mapping.
-        groups: so many levels of them are flattened: of a run's configuration, 1 keeps
-            `model.overrides` whole.
+        groups: so many levels of them are flattened.
         prefix: what comes before each name.
     """
     flat: dict[str, Any] = {}

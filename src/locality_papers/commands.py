@@ -7,11 +7,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from locality.commands.parsing import Parser, pop_options, with_aliases
-from locality.commands.train import ALIASES
+from locality.commands.parsing import Parser, first_word, peek
+from locality.commands.train import SHORT
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
 from locality.settings import replace
+from locality.training.config import model_settings
 
 _HERE = Path(__file__).parent
 
@@ -100,17 +101,18 @@ def search(arguments: Sequence[str]) -> None:
     """
     from locality_papers.search.config import SEARCHES, named, read_search
 
-    (resumed,), words = pop_options(with_aliases(arguments, ALIASES), "--resume")
-    name = words.pop(0) if words and not words[0].startswith("-") else "digits"
-    config = read_search(resumed[-1]) if resumed else named(name)
-    parser = Parser("search", f"{search.__doc__} Names: {', '.join(SEARCHES)}.", "[NAME]")
+    resumed, name = peek(arguments, "--resume"), first_word(arguments) or "digits"
+    config = read_search(resumed) if resumed else named(name)
+    parser = Parser("search", search.__doc__)
+    parser.add_argument("name", nargs="?", help=", ".join(SEARCHES))
     parser.add("--output", None, "folder; runs/search/… unless given")
     parser.add("--resume", None, "go on with the search in this folder; takes no settings")
     parser.add("--dry_run", False, "check everything, print the cost")
     parser.add("--quiet", False, "print nothing")
     parser.add_settings(config, skip={"run"})
-    parser.add_settings(config.run, within="run.")
-    options = parser.read(words)
+    others = model_settings(config.run.model.name)
+    parser.add_settings(config.run, within="run.", others=others, short=SHORT)
+    options = parser.read(arguments)
     if resumed and parser.settings:
         names = ", ".join(parser.settings)
         raise UserError(f"--resume takes the search's own settings; leave {names} out")
@@ -121,7 +123,7 @@ def search(arguments: Sequence[str]) -> None:
         print(dry_run(config))
         return
     default = f"runs/search/{name}-{config.method}-s{config.run.seed}"
-    folder = resumed[-1] if resumed else options.output or default
+    folder = resumed or options.output or default
     found = Search(config, folder, options.quiet).run()
     best = ", ".join(f"{top1:.2f}% by {way}" for way, top1 in found["best"].items())
     print(f"candidate {found['candidate']}, held-out top-1 {best}: open {folder}/page.html")

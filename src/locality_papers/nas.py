@@ -81,7 +81,7 @@ def train_found(config: RunConfig, folder: Path | str) -> dict[str, Any]:
         folder: of the run.
     """
     found = read_json(Path(str(config.model.weights)) / "result.json")
-    chosen = {f"model.overrides.{name}": found[name] for name in ("kv_stride", "mlp_ratio")}
+    chosen = {f"model.{name}": found[name] for name in ("kv_stride", "mlp_ratio")}
     return train(replace(config, chosen | {"model.weights": None}), folder)
 
 

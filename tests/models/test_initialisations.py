@@ -161,7 +161,7 @@ def test_trained_convolutions_have_to_fit(tmp_path):
     net = made("convit_nano", "default", positional_attention="conv", gpsa_layers=2, **NANO)
     with pytest.raises(UserError, match=r"3 gated layers.* have 2"):
         load_weights(made("convit_nano", "trained_conv", **NANO), save(net, tmp_path / "net"))
-    config = replace(recipe("digits"), {"model.overrides.init": "trained_conv"})
+    config = replace(recipe("digits"), {"model.init": "trained_conv"})
     with pytest.raises(UserError, match=r"model\.weights"):
         initialize_model(config, "ab")
 

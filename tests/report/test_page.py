@@ -183,7 +183,7 @@ def test_ablations_of_one_model_are_told_apart(make_run, tmp_path):
     text = build_report(runs, tmp_path / "r.html").read_text()
     assert "convit_nano (gating_init=0.0, freeze_gating=True)" in text
     assert "convit_nano (default)" in text
-    assert "<code>model.overrides.gating_init</code>" in text
+    assert "<code>model.gating_init</code>" in text
 
 
 def measured_while_training(run):

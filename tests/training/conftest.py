@@ -47,7 +47,7 @@ def tiny(**changes: Any) -> RunConfig:
     named = {name.replace("__", "."): value for name, value in changes.items()}
     overrides = named.pop("overrides", {})
     config = replace(recipe("digits"), TINY_MODEL | SHORT | named)
-    return replace(config, {f"model.overrides.{k}": v for k, v in overrides.items()})
+    return replace(config, {f"model.{k}": v for k, v in overrides.items()})
 
 
 def train(config: RunConfig, folder: Path) -> dict[str, Any]:

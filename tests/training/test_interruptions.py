@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from locality.checkpoints.run_state import load_best_state
-from locality.training import Interrupted, NonFiniteLoss, replace
+from locality.training import Interrupted, NonFiniteLoss
 from locality.training.objective import Objective
 from locality.training.processes import SIGNALS, SignalHandler
 
@@ -199,8 +199,12 @@ def test_a_skipped_update_leaves_running_statistics_alone(
 
     monkeypatch.setattr(Objective, "mix", broken)
     stages = [{"embed_dim": 8, "num_heads": 1, "depth": 1}]
-    config = tiny(model__name="cvt_13", model__img_size=8, engine__max_bad_losses=1)
-    config = replace(config, {"model.overrides": {"stages": stages}})
+    config = tiny(
+        model__name="cvt_13",
+        model__img_size=8,
+        model__overrides={"stages": stages},
+        engine__max_bad_losses=1,
+    )
     train(config, tmp_path / "run")
     state = load_best_state(tmp_path / "run")
     assert state["progress"]["bad_losses"] == 1

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from locality import checks
 from locality.errors import UserError
+from locality.settings import check
 
-AGAINST = ("timm", "transformers")
-TASKS = ("inference", "training")
-PRECISIONS = ("fp32", "bf16")
-MODES = ("eager", "compiled")
+Against = Literal["timm", "transformers"]
+Task = Literal["inference", "training"]
+Precision = Literal["fp32", "bf16"]
+Mode = Literal["eager", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -31,25 +33,20 @@ class BenchmarkConfig:
         memory: measure peak memory and saved activations as well.
     """
 
-    against: str = "timm"
+    against: Against = "timm"
     img_sizes: tuple[int, ...] = (224,)
-    batch_size: int = checks.bounded(8, 1)
-    precisions: tuple[str, ...] = ("fp32",)
-    modes: tuple[str, ...] = ("eager",)
-    tasks: tuple[str, ...] = TASKS
-    rounds: int = checks.bounded(11, 1)
-    warmup: int = checks.bounded(2, 1)
-    threads: int = checks.bounded(0, 0)
-    device: str = "auto"
+    batch_size: checks.Count = 8
+    precisions: tuple[Precision, ...] = ("fp32",)
+    modes: tuple[Mode, ...] = ("eager",)
+    tasks: tuple[Task, ...] = ("inference", "training")
+    rounds: checks.Count = 11
+    warmup: checks.Count = 2
+    threads: checks.Natural = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     memory: bool = True
 
     def __post_init__(self) -> None:
-        checks.one_of("against", self.against, AGAINST)
-        checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
-        for name, accepted in (("precisions", PRECISIONS), ("modes", MODES), ("tasks", TASKS)):
-            for value in getattr(self, name):
-                checks.one_of(name, value, accepted)
-        checks.settings(self)
+        check(self)
         if self.device == "cuda":
             import torch  # not needed to check the rest
 

@@ -12,14 +12,14 @@ import platform
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import timm
 import torch
 from torch import Tensor, nn
 
 from locality import __version__, checks
-from locality.benchmark import AGAINST, BenchmarkConfig
+from locality.benchmark import Against, BenchmarkConfig
 from locality.benchmark.measure import (
     Timing,
     Work,
@@ -110,7 +110,7 @@ def peers(model: ImageClassifier, against: str) -> dict[str, nn.Module]:
     Raises:
         UserError: if that library has no such model.
     """
-    checks.one_of("against", against, AGAINST)
+    checks.typed("against", against, Against)
     return _timm_peers(model) if against == "timm" else {against: _transformers_cvt(model)}
 
 
@@ -210,7 +210,7 @@ def _check_logits(
         the largest difference.
     """
     largest = math.nan
-    for label in contenders.keys() & set(AGAINST):
+    for label in contenders.keys() & set(get_args(Against)):
         with torch.no_grad(), autocast(images.device.type, precision):
             ours, theirs = contenders["locality"](images), contenders[label](images)
         largest = (ours.float() - theirs.float()).abs().max().item()

@@ -233,8 +233,7 @@ def _sides(size: Any) -> tuple[int, int]:
     given = size if isinstance(size, dict) else {"shortest_edge": size}
     edge: Any = given.get("shortest_edge")
     height, width = given.get("height", edge), given.get("width", edge)
-    checks.image_size((height, width))
-    return height, width
+    return checks.typed("img_size", (height, width), checks.ImageSize)
 
 
 def _names(labels: Any, count: int) -> tuple[str, ...] | None:

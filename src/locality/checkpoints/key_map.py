@@ -147,7 +147,7 @@ class KeyMap:
             )
         raise UserError(
             f"these weights do not say which model they are of, and fit none in the table; give "
-            f"the name of the nearest ({how}), and what differs as --set or --model.overrides"
+            f"the name of the nearest ({how}), and what differs as --set or --model.depth"
         )
 
     def _fits(self, state: State, config: Any) -> bool:

@@ -110,6 +110,9 @@ def read_run_settings(folder: Path, wanted: Mapping[str, Any] = {}) -> dict[str,
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is not a run folder: it has no config.yaml") from None
     checks.shaped(str(file), content, dict(wanted))
+    model = content.get("model") if isinstance(content, dict) else None
+    if isinstance(model, dict) and isinstance(model.get("overrides"), dict):
+        model |= model.pop("overrides")  # where earlier versions wrote an architecture's settings
     return content
 
 

@@ -115,10 +115,10 @@ def _from_run(folder: Path) -> Checkpoint:
     classes, result = read_class_names(folder), read_result(folder)
     with prefix_errors(f"run folder {folder}"):
         model = content["model"]
-        name = model["name"]
-        fields = {key: model.get(key) for key in ("img_size", "patch_size")}
+        name, others = model["name"], ("name", "weights", "entry")
+        fields = {key: value for key, value in model.items() if key not in others}
         fields = {key: value for key, value in fields.items() if value is not None}
-        fields |= {"num_classes": len(classes)} | (model.get("overrides") or {})
+        fields |= {"num_classes": len(classes)}
         config = factory.named(name, fields)
         given = (content.get("input") or {}) | {"img_size": config.img_size}
         preprocessing = from_dict(Preprocessing, given, "input")

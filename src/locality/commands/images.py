@@ -22,7 +22,6 @@ from locality.commands.parsing import (
     read_settings,
     say,
     table,
-    with_aliases,
 )
 from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
@@ -210,9 +209,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add("--json", False, "print JSON")
     parser.add("--predictions", None, "write a CSV: path, label, prediction, probabilities")
     parser.add_overwrite()
-    parser.add_settings(DataConfig(), "data.")
-    words = with_aliases(arguments, {"--data": "--data.dataset"})
-    options = parser.read(words)
+    parser.add_settings(DataConfig(), "data.", short={"dataset": "--data"})
+    options = parser.read(arguments)
     parser.refuse(_OF_TRAINING, "chooses among training images; others are evaluated on")
     if options.weights is not None and options.images is None:
         options.run, options.images = None, options.run

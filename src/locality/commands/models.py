@@ -19,7 +19,6 @@ from locality.commands.parsing import (
     open_given,
     read_settings,
     table,
-    with_aliases,
 )
 from locality.data.folder import image_files
 from locality.errors import UserError, lookup, unknown
@@ -99,11 +98,11 @@ def convert(arguments: Sequence[str]) -> None:
     and write it in another. Nothing in a pickled file is ever executed.
     """
     parser = Parser("convert", convert.__doc__)
-    parser.add_model("source")
+    parser.add_model("source", also="--model")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
     parser.add("--to", "locality", f"one of: {', '.join(KEY_MAP_NAMES)}")
     parser.add_overwrite()
-    options = parser.read(with_aliases(arguments, {"--model": "--variant"}))
+    options = parser.read(arguments)
     check_given(options.source, options)
     check_target(Path(options.target), options.to, options.overwrite)
 
@@ -162,7 +161,7 @@ def transform(arguments: Sequence[str]) -> None:
     print(table(rows, ["", "params (M)", "GMACs"]))
     print(
         f"\n{options.output}: train it with --model.name timm/{after.config.name} "
-        f"--model.overrides.gpsa {options.layers} --model.weights {options.output}"
+        f"--model.gpsa {options.layers} --model.weights {options.output}"
     )
 
 

@@ -7,24 +7,25 @@ import inspect
 import os
 import re
 import sys
-import textwrap
-from argparse import Namespace
-from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, get_origin
+from argparse import SUPPRESS, Namespace
+from collections.abc import Container, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from locality import checks
 from locality.checkpoints.registry import check_no_entry, detect_kind
+from locality.checks import Count, Positive, choices
 from locality.errors import UserError, near
 from locality.files import parse_yaml, read_yaml
-from locality.settings import Setting, described, flatten, parse, settings_of, to_dict
+from locality.settings import Setting, flatten, parse, settings_of, to_dict
 
 if TYPE_CHECKING:
     from locality.checkpoints.api import Classifier
 
 
-# Of settings by dotted name, those that the first screen of help shows.
+# The settings that --help shows; --help.all shows the others as well.
 _FIRST = (
-    *("model.name", "data.dataset", "data.root", "data.fraction", "optim.lr"),
+    *("model.name", "model.depth", "model.locality_strength", "model.gating_init"),
+    *("model.kv_stride", "data.dataset", "data.root", "data.fraction", "optim.lr"),
     *("schedule.epochs", "schedule.steps", "engine.batch_size"),
 )
 
@@ -35,49 +36,58 @@ class Parser(argparse.ArgumentParser):
     Args:
         command: its name.
         text: what it does, of which the first paragraph is shown: a function's docstring.
-        words: those before the options that the caller reads by itself, for the help.
 
     Attributes:
         given: the options that the command line gave, by name, without defaults.
         settings: of those, the settings of `add_settings`, by dotted name.
     """
 
-    def __init__(self, command: str, text: str | None, words: str = "") -> None:
+    def __init__(self, command: str, text: str | None) -> None:
         super().__init__(
             prog=f"locality {command}",
             description=" ".join(inspect.cleandoc(text or "").partition("\n\n")[0].split()),
             exit_on_error=False,
             allow_abbrev=False,
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=26, width=98),
         )
-        self._words = words
+        self._texts: dict[str, str] = {}
         self._values: dict[str, Any] = {}
-        self._hints: dict[str, Any] = {}
-        self._counts: list[str] = []
-        self._groups: dict[str, str] = {}
         self._paths: dict[str, str] = {}
         self.given: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
 
-    def add(self, name: str, default: Any, help: str, type: Any = None, **how: Any) -> None:
+    def add(
+        self, name: str, default: Any, help: str, type: Any = None, also: str = "", **how: Any
+    ) -> None:
         """Add an option that takes one value of its default's type, or is a switch (False).
 
-        A whole number is 1 or more unless its type is given as int, a number above 0. `how` goes to
-        argparse.
+        A whole number is 1 or more unless its type is given as int, a number above 0. `also` is
+        another name; `how` goes to argparse.
         """
         if default is False:
             how |= {"action": "store_true"}
-        elif type is not None or isinstance(default, (int, float)):
-            self._hints[name[2:]] = type or default.__class__
-            self._counts += [name[2:]] if type in (None, int | None, float, float | None) else []
-        self._values[name[2:]] = default
-        self.add_argument(name, default=argparse.SUPPRESS, help=help, **how)
-
-    def _add_setting(self, name: str, default: Any, setting: Setting, path: str) -> None:
-        self._hints[name], self._values[name], self._paths[name] = setting.hint, default, path
-        self.add_argument(f"--{name}", default=argparse.SUPPRESS, help=setting.text)
+        elif not how:
+            whole = Count if type is None else int
+            bounded: dict[Any, Any] = {
+                int: whole,
+                int | None: Count,
+                float: Positive,
+                float | None: Positive,
+            }
+            hint = type or (str if default is None else default.__class__)
+            how = _typed(name[2:], bounded.get(hint, hint))
+        self._values[name[2:]], self._texts[name[2:]] = default, help
+        flags, how["help"] = [name, also] if also else [name], _explained(help, default)
+        self.add_argument(*flags, dest=name[2:], default=SUPPRESS, **how)
 
     def add_settings(
-        self, config: Any, group: str = "", within: str = "", skip: Container[str] = ()
+        self,
+        config: Any,
+        group: str = "",
+        within: str = "",
+        skip: Container[str] = (),
+        others: Mapping[str, Setting] = {},
+        short: Mapping[str, str] = {},
     ) -> None:
         """Add an option for each setting of a configuration, whose values are the defaults.
 
@@ -86,19 +96,33 @@ class Parser(argparse.ArgumentParser):
             group: what comes before the names of the options.
             within: what comes before the names in `settings`.
             skip: groups to leave out.
+            others: settings beside the configuration's own, such as an architecture's.
+            short: short options by dotted name.
         """
-        values = flatten(to_dict(config), 1)
-        for name, setting in settings_of(type(config)).items():
+        values, known = flatten(to_dict(config), 1), settings_of(type(config))
+        order = [name.partition(".")[0] for name in known]
+        for name in sorted(
+            {**others, **known}, key=lambda name: order.index(name.partition(".")[0])
+        ):
+            setting = known.get(name) or others[name]
             if name.partition(".")[0] not in skip:
-                self._add_setting(f"{group}{name}", values[name], setting, f"{within}{name}")
-        groups = {name: type(getattr(config, name)) for name in to_dict(config)}
-        for name, of in ({group.rstrip("."): type(config)} if group else groups).items():
-            self._groups[name] = (inspect.getdoc(of) or "").partition("\n")[0].rstrip(".").lower()
+                option, default = f"{group}{name}", values.get(name)
+                flags = [*([short[name]] if name in short else []), f"--{option}"]
+                self._values[option], self._paths[option] = default, f"{within}{name}"
+                self._texts[option] = setting.text
+                how = _typed(option, setting.hint)
+                if name not in known:
+                    how["type"] = _typed(option, Any)["type"]  # as written, which identifies runs
+                help = _explained(setting.text, default)
+                self.add_argument(*flags, dest=option, default=SUPPRESS, help=help, **how)
 
-    def add_model(self, name: str, **how: Any) -> None:
-        """Add an argument that names a model, and the options that `open_given` reads with it."""
+    def add_model(self, name: str, also: str = "", **how: Any) -> None:
+        """Add an argument that names a model, and the options that `open_given` reads with it.
+
+        `also` is another name of `--variant`.
+        """
         self.add_argument(name, **({"help": MODEL} | how))
-        self.add("--variant", None, "architecture, if the weights do not tell")
+        self.add("--variant", None, "architecture, if the weights do not tell", also=also)
         self.add("--entry", None, "which state dict, if a file has several")
         text = "a setting of the model, where the weights do not tell it: kv_stride=1"
         self.add("--set", [], text, str, action="append", metavar="NAME=VALUE")
@@ -115,44 +139,33 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: for an unknown option (with the nearest) or a value of the wrong type.
         """
+        options = self._options()
+        places = [action for action in self._actions if not action.option_strings]
+        shown = [f"[{each.dest}]" if each.nargs in ("?", "*") else each.dest for each in places]
+        self.usage = " ".join(["%(prog)s", *shown, "[options]"])
         if "LOCALITY_COMPLETE" in os.environ:
-            print("\n".join(f"--{name}" for name in self._options()))
+            print("\n".join(f"--{name}" for name in options))
             raise SystemExit(0)
-        if "--help.all" in arguments:
-            print(self._help(everything=True))
-            raise SystemExit(0)
-        self._add_fields(arguments)
-        needed = [action for action in self._actions if action.required]
-        for action in needed:
-            action.required = False  # which is said below, in words of ours
+        if self._paths:
+            self._shorten("--help.all" in arguments)
+        for word in arguments:  # settings of an architecture that is not known here
+            name = word.partition("=")[0].removeprefix("--")
+            if name.startswith("model.") and name not in options and "model.name" in options:
+                self._paths[name] = self._paths["model.name"].removesuffix("model.name") + name
+                how = _typed(name, Any)
+                options[name] = self.add_argument(f"--{name}", default=SUPPRESS, **how)
         try:
             found, others = self.parse_known_args(arguments)
         except argparse.ArgumentError as error:
-            raise self._readable(error) from None
+            name, said = error.argument_name or "", error.message
+            named = name.rpartition("--")[2] in said
+            sentence = said if named else f"{name}: {said}"
+            raise UserError(f"{sentence}; see {self.prog} --help") from None
         if others:
             raise self._unknown(others[0])
-        for action in needed:
-            if getattr(found, action.dest, None) is None:
-                raise self._lacking(action)
-        given = {name: value for name, value in vars(found).items() if value not in (None, [])}
-        for name in given.keys() & self._hints.keys():
-            given[name] = parse(given[name], self._hints[name], name)
-        for name in self._counts:
-            if isinstance(given.get(name), float):
-                checks.number(name, given[name], 0, above=True)
-            elif given.get(name) is not None:
-                checks.integer(name, given[name], 1)
-        self.given = given
-        self.settings = {to: given[name] for name, to in self._paths.items() if name in given}
-        return Namespace(**self._values | vars(found) | given)
-
-    def _add_fields(self, arguments: Sequence[str]) -> None:
-        """Add `--model.overrides.depth`, where it is given: a value of a setting of many."""
-        for flag in dict.fromkeys(word.partition("=")[0] for word in arguments):
-            whole, _, field = flag[2:].rpartition(".")
-            if get_origin(self._hints.get(whole)) is dict:
-                setting = Setting(Any, self._options()[whole].help or "")
-                self._add_setting(flag[2:], None, setting, f"{self._paths[whole]}.{field}")
+        self.given = {name: value for name, value in vars(found).items() if value not in (None, [])}
+        self.settings = {to: vars(found)[name] for name, to in self._paths.items() if name in found}
+        return Namespace(**self._values | vars(found))
 
     def refuse(self, options: str, why: str) -> None:
         """Refuse options that would do nothing.
@@ -172,38 +185,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)
 
-    def format_help(self) -> str:
-        return self._help(everything=False)
-
-    def _help(self, everything: bool) -> str:
-        """What is shown for `--help`: of settings in groups the first ones, or all of them."""
-        places = [action for action in self._actions if not action.option_strings]
-        words = [self._words, *(_place(action) for action in places)]
-        shown = [f"usage: {self.prog} {' '.join(filter(None, words))} [options]", ""]
-        shown += [*textwrap.wrap(self.description or "", _WIDTH), ""]
-        shown += [line for action in places for line in _row(action.dest, action.help or "")]
-        shown += [""] if places else []
-        rest: dict[str, list[str]] = {}
-        for name, action in self._options().items():
-            group, dot, setting = name.partition(".")
-            if everything or not dot or name in _FIRST:
-                shown += _row(f"--{name}", self._explained(name, action.help or "", everything))
-            else:
-                rest.setdefault(group, []).append(setting)
-        for group, names in rest.items():
-            first = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-            shown += _row(f"--{group}.*", f"{self._groups[group]}: {first}")
-        if rest:
-            shown += ["", f"`{self.prog} --help.all` shows every setting, and what it accepts."]
-        return "\n".join(shown) + "\n"
-
-    def _explained(self, name: str, text: str, everything: bool) -> str:
-        """The text of an option and its default; what it accepts, if everything is wanted."""
-        accepted = described(self._hints[name]) if everything and name in self._hints else ""
-        default = self._values.get(name)
-        text = text.rstrip(".") + (f"; {accepted}" if accepted else "")
-        return text if default in (None, False, [], {}, "") else f"{text} ({default})"
-
     def _options(self) -> dict[str, argparse.Action]:
         """The options by name, without dashes."""
         return {
@@ -212,46 +193,44 @@ class Parser(argparse.ArgumentParser):
             if flag[:2] == "--" and flag != "--help"
         }
 
-    def _readable(self, error: argparse.ArgumentError) -> UserError:
-        action = self._option_string_actions.get((error.argument_name or "").rpartition("/")[2])
-        if action is None:
-            return UserError(f"{error.message}; see {self.prog} --help")
-        if action.nargs == 0:
-            return UserError(f"--{action.dest} takes no value; see {self.prog} --help")
-        return self._lacking(action, " VALUE")
-
-    def _lacking(self, action: argparse.Action, value: str = "") -> UserError:
-        flag = f"--{action.dest}" if action.option_strings else action.dest
-        return UserError(f"{self.prog} needs {flag}{value}: {action.help}")
+    def _shorten(self, everything: bool) -> None:
+        """Leave settings in groups, but for the first ones, to `--help.all`."""
+        groups: dict[str, list[str]] = {}
+        for name in self._paths:
+            if "." in name and name not in _FIRST:
+                groups.setdefault(name.partition(".")[0], []).append(name)
+        for name in [] if everything else [name for names in groups.values() for name in names]:
+            self._options()[name].help = SUPPRESS
+        listed = ", ".join(f"--{group}.* ({len(names)})" for group, names in groups.items())
+        self.add_argument("--help.all", action="help", help=f"show all settings: {listed}")
 
     def _unknown(self, word: str) -> UserError:
         """The error for a word that is no option: a name like it, or what its text says."""
         if not word.startswith("-"):
             return UserError(f"'{word}' is one word too many; see {self.prog} --help")
         name = word.lstrip("-").partition("=")[0]
-        texts = {each: action.help or "" for each, action in self._options().items()}
-        found = " or ".join(f"--{each}" for each in near(name, texts, texts))
+        found = " or ".join(f"--{each}" for each in near(name, self._texts, self._texts))
         hint = f"did you mean {found}?" if found else f"see {self.prog} --help"
         return UserError(f"unknown setting '{name}'; {hint}")
 
 
-_WIDTH = 98
-_INDENT = 26
+def _typed(name: str, hint: Any) -> dict[str, Any]:
+    """How argparse is to read a value of a type, and what it calls it."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text, hint, name)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    names = choices(hint) or re.findall(r"\b(int|float|bool|str)\b", str(hint))
+    shown = "|".join(dict.fromkeys(names)) or "VALUE"
+    return {"type": read, "metavar": f"[{shown}, …]" if "tuple" in str(hint) else shown}
 
 
-def _place(action: argparse.Action) -> str:
-    """An argument without a name of its own, in a line of usage."""
-    word = action.dest.upper()
-    many = f"{word} ..." if action.nargs == "+" else word
-    return f"[{many}]" if action.nargs in ("?", "*") else many
-
-
-def _row(name: str, text: str) -> list[str]:
-    """A name and what it means, in two columns."""
-    lines = textwrap.wrap(text, _WIDTH - _INDENT) or [""]
-    first = f"  {name:<{_INDENT - 2}}"
-    head = [first + lines.pop(0)] if len(first) <= _INDENT else [first]
-    return head + [" " * _INDENT + line for line in lines]
+def _explained(text: str, default: Any) -> str:
+    shown = "" if default in (None, False, [], {}, "") else f" ({default})"
+    return (text.rstrip(".") + shown).replace("%", "%%")
 
 
 MODEL = "run folder, weights of any format, public name, hub repository or ONNX graph"
@@ -316,25 +295,19 @@ def read_settings_file(path: str) -> dict[str, Any]:
     return values
 
 
-def pop_options(words: Iterable[str], *flags: str) -> tuple[list[list[str]], list[str]]:
-    """The values of each `FLAG VALUE` or `FLAG=VALUE` in `words` by flag, and the other words."""
-    values: dict[str, list[str]] = {flag: [] for flag in flags}
-    rest, remaining = [], iter(words)
-    for word in remaining:
+def first_word(arguments: Sequence[str]) -> str | None:
+    """What a command is about, which is written first."""
+    return arguments[0] if arguments and not arguments[0].startswith("-") else None
+
+
+def peek(arguments: Sequence[str], *flags: str) -> str | None:
+    """The last value of an option by one of its names, before the options are read."""
+    given = None
+    for word, following in zip(arguments, [*arguments[1:], None], strict=False):
         flag, equals, value = word.partition("=")
-        if flag in values and equals:
-            values[flag].append(value)
-        elif flag in values and (following := next(remaining, None)) is not None:
-            values[flag].append(following)
-        else:
-            rest.append(word)
-    return list(values.values()), rest
-
-
-def with_aliases(arguments: Iterable[str], aliases: dict[str, str]) -> list[str]:
-    """`arguments` with short options written out: `--model X` as `--model.name X`."""
-    parts = (argument.partition("=") for argument in arguments)
-    return [aliases.get(flag, flag) + equals + value for flag, equals, value in parts]
+        if flag in flags:
+            given = value if equals else following
+    return given
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

@@ -16,10 +16,9 @@ from locality.commands.parsing import say
 from locality.data.folder import check_root, place_name
 from locality.data.table import has_table
 from locality.errors import UserError
-from locality.models.variants import PREFIX, variant
-from locality.settings import differences, replace, typed
+from locality.settings import differences, replace, settings_of, typed_changes
 from locality.training.config import ModelConfig, RunConfig, read_config
-from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted
+from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted, recipe
 from locality.training.same_run import check_folder
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def resolve(
     Raises:
         UserError: for a setting that does not exist or fit, or images that cannot be used.
     """
-    given = typed(RunConfig, given)
+    given = typed_changes(RunConfig, given)
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
         raise UserError(f"--minutes {ONLY_FOR_IMAGES}")
@@ -96,7 +95,13 @@ def resolve(
         raise UserError(
             f"--minutes and --{lengths[0]} both say how long to train; give one of them"
         )
-    config = adjusted(name, given)
+    as_weights = "model.weights" in given or recipe(name).model.weights is not None
+    if as_weights and on_images and "model.name" not in given:
+        # Which architecture other settings of the model are of is only known from the weights.
+        known = settings_of(ModelConfig, "model.").keys() - {"model.img_size", "model.patch_size"}
+        config = adjusted(name, {k: x for k, x in given.items() if k[:6] != "model." or k in known})
+    else:
+        config, as_weights = adjusted(name, given), False
     folder = Path(output or default_folder(config))
     if not on_images:
         return config, folder, None
@@ -111,25 +116,22 @@ def resolve(
             planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
             say(f"{folder} keeps the {planned} it was planned for; --minutes does nothing")
         return replace(begun, given), folder, None
-    if config.model.weights is None or "model.name" in given:
-        check_names(config.model)
     check_places(config, folder)
     from locality.training.autofit import autofit
     from locality.training.model import settings_from_weights
 
-    if config.model.weights is not None and "model.name" not in given:
+    if as_weights and config.model.weights is not None:
         given = settings_from_weights(config.model.weights, config.model.entry) | given
     chosen = autofit(name, given, span)
     return chosen.config, folder, chosen
 
 
-def resumed(run: Path, given: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
+def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
     """The configuration of a run that goes on, with some settings changed.
 
     Args:
         run: its folder.
         given: settings by dotted name.
-        words: of the command that asks for it, but for the folder.
 
     Raises:
         UserError: if its schedule would change, with the command for a run from its weights.
@@ -140,6 +142,7 @@ def resumed(run: Path, given: Mapping[str, Any], words: Sequence[str]) -> RunCon
         changed = [name for name, *_ in differences(begun, config)]
         others = [name for name in changed if not name.startswith("schedule.")]
         also = f" (and {', '.join(others)})" if others else ""
+        words = [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
         raise UserError(
             f"{run} was planned for {planned.length:g} {planned.unit}, and a run keeps "
             f"its schedule{also}; to go on from its weights with another one, start a run: "
@@ -149,37 +152,27 @@ def resumed(run: Path, given: Mapping[str, Any], words: Sequence[str]) -> RunCon
     return config
 
 
-def run_to_resume(
-    resumed: Sequence[str], outputs: Sequence[str], others: Sequence[str]
-) -> Path | None:
+def run_to_resume(options: Any, asked: str | None) -> Path | None:
     """The run that `--resume` names, or `--output` where nothing else says what to train.
 
     Raises:
         UserError: if it is not there, or there is more than one word on what to train.
     """
-    if not resumed:
-        return Path(outputs[-1]) if outputs and not others and is_run_folder(outputs[-1]) else None
-    if others or outputs:
+    others = [*([asked] if asked else []), *options.config]
+    output = options.output
+    if options.resume is None:
+        return Path(output) if output and not others and is_run_folder(output) else None
+    if output:
+        others.append(f"--output {output}")
+    if others:
         raise UserError(
-            f"--resume goes on with the settings of {resumed[-1]}, in its folder; leave out "
-            f"{', '.join([*others, *(f'--output {folder}' for folder in outputs)])}"
+            f"--resume goes on with the settings of {options.resume}, in its folder; leave out "
+            f"{', '.join(others)}"
         )
-    run = Path(resumed[-1])
+    run = Path(options.resume)
     if not run.exists():
         raise missing(run)
     return run
-
-
-def check_names(model: ModelConfig) -> None:
-    """Refuse names and sizes that will not do, before torch is imported for the rest.
-
-    Raises:
-        UserError: naming what was given.
-    """
-    if not model.name.startswith(PREFIX):
-        sizes = {"img_size": model.img_size, "patch_size": model.patch_size}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        variant(model.name).config.with_overrides(**given, **model.overrides)
 
 
 def check_places(config: RunConfig, folder: Path) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality import training
-from locality.commands.parsing import Parser, pop_options, read_settings_file, say, with_aliases
+from locality.commands.parsing import Parser, first_word, peek, read_settings_file, say
 from locality.commands.resolve import (
     ONLY_FOR_IMAGES,
-    check_names,
     check_places,
     resolve,
     resumed,
@@ -26,27 +25,27 @@ from locality.files import check_output, csv_text, write_atomic
 from locality.machine import is_main_process
 from locality.settings import flatten, to_yaml
 from locality.templates import PAGE_MARK
-from locality.training.config import RunConfig, read_config
+from locality.training.config import RunConfig, model_settings
 from locality.training.recipes import RECIPES, adjusted, describe, recipe
 
 if TYPE_CHECKING:
     from locality.trained import TrainedRun
 
 # What people type most, in short.
-ALIASES = {
-    "--model": "--model.name",
-    "--entry": "--model.entry",
-    "--data": "--data.dataset",
-    "--fraction": "--data.fraction",
-    "--epochs": "--schedule.epochs",
-    "--steps": "--schedule.steps",
-    "--lr": "--optim.lr",
-    "--batch": "--engine.batch_size",
-    "--threads": "--engine.threads",
+SHORT = {
+    "model.name": "--model",
+    "model.entry": "--entry",
+    "data.dataset": "--data",
+    "data.fraction": "--fraction",
+    "schedule.epochs": "--epochs",
+    "schedule.steps": "--steps",
+    "optim.lr": "--lr",
+    "engine.batch_size": "--batch",
+    "engine.threads": "--threads",
 }
 
 
-def train(arguments: Sequence[str]) -> None:
+def train(arguments: Sequence[str], command: str = "train") -> None:
     """Train a model, or resume the run in a folder. Of a folder of images or a labels.csv, model
     and settings are chosen for the images and this machine; `locality finetune IMAGES --from
     WEIGHTS` starts from weights, with the same options. Otherwise the recipe (default: digits)
@@ -55,13 +54,13 @@ def train(arguments: Sequence[str]) -> None:
     --model.name, --data.dataset, --data.fraction, --schedule.epochs, --schedule.steps, --optim.lr,
     --engine.batch_size, --engine.threads and --model.entry.
     """
-    config, options = read_run(arguments)
+    config, options = read_run(arguments, command)
     if options.print_config:
         print(to_yaml(config), end="")
         return
     folder = options.output
-    check_names(config.model)
-    check_places(config, folder)
+    if options.fit is None:
+        check_places(config, folder)
 
     first = is_main_process()
     if options.fit is not None and not options.quiet and first:
@@ -153,10 +152,10 @@ def finetune(arguments: Sequence[str]) -> None:
     augmentation and length are chosen for the images; the other options are those of
     `locality train`.
     """
-    train(["--recipe", "finetune", *with_aliases(arguments, {"--from": "--model.weights"})])
+    train(arguments, "finetune")
 
 
-def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
+def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfig, Any]:
     """The configuration and the other options that `arguments` ask for.
 
     The recipe gives every value; files of `--config` and then dotted names change some.
@@ -164,26 +163,15 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     Raises:
         UserError: for an unknown recipe or setting, or a value that does not fit.
     """
-    arguments = with_aliases(arguments, ALIASES)
-    flags = ("--recipe", "--config", "--resume", "--output")
-    (names, files, runs, outputs), words = pop_options(arguments, *flags)
-    word = words.pop(0) if words and not words[0].startswith("-") else None
-    asked, given = what_to_train(word, names)
-    run = run_to_resume(runs, outputs, [*([asked] if asked else []), *files])
-    for file in files:
-        given |= flatten(read_settings_file(file), 1)
-    labelled = str(given.get("recipe"))
-    name = asked if asked else labelled if labelled in RECIPES else "digits"
-    if asked and "recipe" in given and labelled != name:
-        raise UserError(
-            f"recipe '{name}' is asked for and {files[-1]} is of '{labelled}'; give one"
-        )
-    parser = (
-        Parser("finetune", finetune.__doc__, "IMAGES")
-        if name == "finetune"
-        else Parser("train", f"{train.__doc__} Recipes: {', '.join(RECIPES)}.", "[RECIPE | IMAGES]")
-    )
-    parser.add("--config", None, "YAML file with settings, such as the config.yaml of a run")
+    word = first_word(arguments)
+    shown = "digits" if word is None else word if word in RECIPES else "photos"
+    base = recipe("finetune" if command == "finetune" else shown)
+    parser = Parser(command, (finetune if command == "finetune" else train).__doc__)
+    text = f"a folder of images, a labels.csv, or a recipe: {', '.join(RECIPES)}"
+    parser.add_argument("what", nargs="?", help=text)
+    parser.add("--recipe", [], "the same, of a recipe", action="append")
+    text = "YAML file with settings, such as the config.yaml of a run"
+    parser.add("--config", [], text, action="append")
     parser.add("--output", None, "run folder; runs/… unless given")
     parser.add("--resume", None, "run folder, to go on with its own settings and no others")
     parser.add("--print_config", False, "print every setting as YAML, for --config; no start")
@@ -196,22 +184,36 @@ def read_run(arguments: Sequence[str]) -> tuple[RunConfig, Any]:
     parser.add("--lr_find", False, "chart the loss over rising learning rates, suggest one; no run")
     parser.add("--record", False, "measure locality before and after, and of every snapshot")
     parser.add("--quiet", False, "print nothing while training")
-    base = recipe(name) if run is None else read_config(run)
-    parser.add_settings(base)
-    options = parser.read(words)
+    model = peek(arguments, "--model", "--model.name") or base.model.name
+    short = SHORT | ({"model.weights": "--from"} if command == "finetune" else {})
+    parser.add_settings(base, skip={"recipe"}, others=model_settings(model), short=short)
+    options = parser.read(arguments)
     if not options.dry_run:
         parser.refuse("images_per_second", "is for the hours that --dry_run estimates")
     else:
         parser.refuse("record quiet lr_find", "does nothing beside --dry_run")
     if options.lr_find:
         parser.refuse("record quiet", "does nothing beside --lr_find")
-    if run is None:
-        new = options.minutes, outputs[-1] if outputs else None, options.quiet
-        config, options.output, options.fit = resolve(name, given | parser.settings, *new)
-        return config, options
-    parser.refuse("minutes", ONLY_FOR_IMAGES)
-    options.output, options.fit = run, None
-    return resumed(run, parser.settings, words), options
+
+    recipes = [*options.recipe, *(["finetune"] if command == "finetune" else [])]
+    asked, given = what_to_train(options.what, recipes)
+    run = run_to_resume(options, asked)
+    if run is not None:
+        parser.refuse("minutes", ONLY_FOR_IMAGES)
+        options.output, options.fit = run, None
+        return resumed(run, parser.settings), options
+    for file in options.config:
+        given |= flatten(read_settings_file(file), 1)
+    labelled = str(given.get("recipe"))
+    name = asked if asked else labelled if labelled in RECIPES else "digits"
+    if asked and "recipe" in given and labelled != name:
+        raise UserError(
+            f"recipe '{name}' is asked for and {options.config[-1]} is of '{labelled}'; give one"
+        )
+    given |= parser.settings
+    new = options.minutes, options.output, options.quiet
+    config, options.output, options.fit = resolve(name, given, *new)
+    return config, options
 
 
 def fit(
@@ -243,7 +245,7 @@ def fit(
         UserError: for a setting that does not exist or fit, or images that cannot be used.
         Interrupted, RunFailed: as `locality.training.train`.
     """
-    short = {flag[2:]: name[2:] for flag, name in ALIASES.items()}
+    short = {flag[2:]: name for name, flag in SHORT.items()}
     named = {"model": model, "model.weights": weights} | settings
     given = {
         short.get(name, name.replace("__", ".")): value
@@ -252,8 +254,8 @@ def fit(
     }
     asked, found = what_to_train(os.fspath(images), [] if weights is None else ["finetune"])
     config, folder, chosen = resolve(asked or "digits", found | given, minutes, output, quiet)
-    check_names(config.model)
-    check_places(config, folder)
+    if chosen is None:
+        check_places(config, folder)
     if chosen is not None and not quiet:
         print(chosen)
     _train(config, folder, quiet, chosen)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from locality import checks
 from locality.errors import UserError
 from locality.files import read_yaml
-from locality.settings import setting
+from locality.settings import check, setting
 
 # Pillow refuses images with more pixels than this as decompression bombs, or warns about them.
 PIXEL_LIMIT = 89_478_485
@@ -101,34 +103,34 @@ class DataConfig:
     root: str | None = setting(None, "how")
     download: bool = setting(False, "how")
     part: tuple[float, float] = (0.0, 1.0)
-    fraction: float = checks.bounded(1.0, 0, 1, above=True, role="sample")
+    fraction: checks.PositiveShare = setting(1.0, "sample")
     subset: Literal["balanced", "sorted"] = "balanced"
     train_part: tuple[float, float] = (0.0, 1.0)
     val_part: tuple[float, float] | None = None
     fold: tuple[int, int] | None = setting(None, "sample")
-    first_classes: int | None = checks.bounded(None, 1)
-    skip_classes: int = checks.bounded(0, 0)
-    subset_seed: int | None = checks.bounded(None, 0, role="sample")
-    val_fraction: float = checks.bounded(0.25, 0, 1, above=True, below=True)
-    split_seed: int = checks.bounded(0, 0, role="sample")
+    first_classes: checks.Count | None = None
+    skip_classes: checks.Natural = 0
+    subset_seed: checks.Natural | None = setting(None, "sample")
+    val_fraction: checks.ProperShare = 0.25
+    split_seed: checks.Natural = setting(0, "sample")
     on_bad_image: Literal["auto", "error", "skip"] = setting("auto", "how")
     on_changed_images: Literal["error", "resume"] = setting("error", "how")
-    max_bad_images: int = checks.bounded(100, 0, role="how")
-    max_pixels: int = checks.bounded(PIXEL_LIMIT, 1, PIXEL_LIMIT)
+    max_bad_images: checks.Natural = setting(100, "how")
+    max_pixels: Annotated[int, Meta(ge=1, le=PIXEL_LIMIT)] = PIXEL_LIMIT
     exif: bool = False
-    grey_bits: int = checks.bounded(16, 8, 16)
+    grey_bits: Annotated[int, Meta(ge=8, le=16)] = 16
     real_labels: str | None = setting(None, "how")
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
-    cache_gb: float = checks.bounded(10.0, 0, role="how")
-    workers: int = checks.bounded(0, 0, role="how")
+    cache_gb: checks.NotNegative = setting(10.0, "how")
+    workers: checks.Natural = setting(0, "how")
 
     REMOVED = (("crops", "exact"), ("difficulty", None))
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)
-        checks.settings(self)
+        check(self)
         _part("part", self.part)
         _part("train_part", self.train_part)
         if self.val_part is not None:
@@ -183,18 +185,16 @@ class Preprocessing:
             whatever the aspect ratio.
     """
 
-    img_size: int | tuple[int, int] | None = None
-    mean: tuple[float, ...] = checks.bounded(IMAGENET_MEAN, 0)
-    std: tuple[float, ...] = checks.bounded(IMAGENET_STD, 0, above=True)
+    img_size: checks.ImageSize | None = None
+    mean: tuple[checks.NotNegative, ...] = IMAGENET_MEAN
+    std: tuple[checks.Positive, ...] = IMAGENET_STD
     interpolation: str = "bicubic"
-    crop_pct: float = checks.bounded(0.875, 0, 1, above=True)
+    crop_pct: checks.PositiveShare = 0.875
     crop_mode: Literal["center", "squash"] = "center"
 
     def __post_init__(self) -> None:
-        if self.img_size is not None:
-            checks.image_size(self.img_size)
         checks.one_of("interpolation", self.interpolation, INTERPOLATIONS)
-        checks.settings(self)
+        check(self)
         if not len(self.mean) == len(self.std) > 0:
             raise UserError(
                 f"mean has {len(self.mean)} values and std {len(self.std)}; give one per channel"
@@ -251,23 +251,23 @@ class AugmentConfig:
     """
 
     crop: Literal["resized", "pad", "none"] = "resized"
-    pad: int = checks.bounded(4, 0)
+    pad: checks.Natural = 4
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    hflip: float = checks.bounded(0.5, 0, 1)
-    color_jitter: float = checks.bounded(0.0, 0)
+    hflip: checks.Share = 0.5
+    color_jitter: checks.NotNegative = 0.0
     auto_augment: str | None = None
-    affine: float = checks.bounded(0.0, 0, 90)
-    random_erasing: float = checks.bounded(0.0, 0, 1)
+    affine: Annotated[float, Meta(ge=0, le=90)] = 0.0
+    random_erasing: checks.Share = 0.0
     interpolation: str | None = None
-    mixup: float = checks.bounded(0.0, 0)
-    cutmix: float = checks.bounded(0.0, 0)
-    mixup_prob: float = checks.bounded(1.0, 0, 1)
-    mixup_switch_prob: float = checks.bounded(0.5, 0, 1)
-    repeats: int = checks.bounded(1, 1)
+    mixup: checks.NotNegative = 0.0
+    cutmix: checks.NotNegative = 0.0
+    mixup_prob: checks.Share = 1.0
+    mixup_switch_prob: checks.Share = 0.5
+    repeats: checks.Count = 1
 
     def __post_init__(self) -> None:
-        checks.settings(self)
+        check(self)
         if self.interpolation is not None:
             checks.one_of("interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
         _range("scale", self.scale, 1.0)

@@ -18,7 +18,6 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from locality import checks
 from locality.layers.conv_init import (
     attention_centres,
     convolution_window,
@@ -29,7 +28,7 @@ from locality.layers.conv_init import (
     window_offsets,
 )
 from locality.layers.cpu import Linear, attend, linear
-from locality.layers.grid import Grid, Window
+from locality.layers.grid import Grid, Window, check_heads
 from locality.layers.position import (
     ALL_QUERIES,
     Fused,
@@ -106,7 +105,7 @@ class _Attention(nn.Module):
     ) -> None:
         super().__init__()
         if head_dim is None or value_dim is None:
-            checks.heads(dim, num_heads)
+            check_heads(dim, num_heads)
         self.dim = dim
         self.num_heads = num_heads
         self.head_dim = head_dim or dim // num_heads

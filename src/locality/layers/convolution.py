@@ -28,6 +28,7 @@ from locality.layers.grid import (
     AttentionScale,
     Grid,
     ProjectionName,
+    check_heads,
     check_kernel,
     projected_grid,
 )
@@ -216,7 +217,7 @@ class ConvolutionalAttention(nn.Module):
         proj_drop: float = 0.0,
     ) -> None:
         super().__init__()
-        checks.heads(dim, num_heads)
+        check_heads(dim, num_heads)
         checks.one_of("attention_scale", scale, ATTENTION_SCALES)
         self.dim = dim
         self.num_heads = num_heads

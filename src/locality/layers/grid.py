@@ -86,3 +86,16 @@ class Window(NamedTuple):
         """The grid of the queries on a `grid` of keys."""
         rows, columns = (len(range(length)[self.queries(length)]) for length in grid)
         return rows, columns
+
+
+def check_heads(embed_dim: int, num_heads: int) -> None:
+    """A width has to be a multiple of the heads it is divided between.
+
+    Raises:
+        UserError: if it is not.
+    """
+    if num_heads < 1 or embed_dim % num_heads:
+        raise UserError(
+            f"embed_dim={embed_dim} cannot be divided between num_heads={num_heads}; "
+            f"choose a multiple"
+        )

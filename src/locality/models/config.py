@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
-from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+
+from msgspec import Meta
 
 from locality import checks
 from locality.errors import UnknownSetting, UserError, check_known
@@ -13,13 +16,17 @@ from locality.layers.grid import (
     AttentionScale,
     Grid,
     ProjectionName,
+    check_heads,
     check_kernel,
     hidden_width,
     projected_grid,
 )
-from locality.settings import from_dict, setting, with_role
+from locality.settings import Setting, check, from_dict, setting, settings_of, with_role
 
 T = TypeVar("T")
+
+# The published models have 0.3 billion parameters; what lies far beyond is a mistake or hostile.
+_MOST_PARAMETERS = 4_000_000_000
 
 Initialisation = Literal["default", "conv", "mimetic", "impulse", "trained_conv"]
 PositionalAttention = Literal["gpsa", "psa", "conv"]
@@ -61,20 +68,17 @@ class Architecture:
     stem: ClassVar[str]
     classifier: ClassVar[str] = "head"
 
-    img_size: int | tuple[int, int] = setting(224, "interface")
-    in_chans: int = checks.bounded(3, 1, 1024, role="interface")
-    num_classes: int = checks.bounded(1000, 0, 1_000_000, role="interface")
+    img_size: checks.ImageSize = setting(224, "interface")
+    in_chans: checks.UpTo1024 = setting(3, "interface")
+    num_classes: Annotated[int, Meta(ge=0, le=1_000_000)] = setting(1000, "interface")
     global_pool: Literal["token", "avg", ""] = "token"
     class_token: bool | None = None
-    drop_rate: float = checks.bounded(0.0, 0, 1, below=True, role="training")
-    proj_drop_rate: float = checks.bounded(0.0, 0, 1, below=True, role="training")
-    init: Initialisation = setting("default", "training")  # noqa: RUF009 (a field)
+    drop_rate: checks.ShareBelowOne = setting(0.0, "training")
+    proj_drop_rate: checks.ShareBelowOne = setting(0.0, "training")
+    init: Initialisation = setting("default", "training")
 
     def __post_init__(self) -> None:
-        if isinstance(self.img_size, list):  # lists come from YAML and JSON
-            object.__setattr__(self, "img_size", tuple(self.img_size))
-        checks.image_size(self.img_size)
-        checks.settings(self)
+        check(self)
         checks.one_of("init", self.init, self.initialisations)
 
     @property
@@ -114,9 +118,16 @@ class Architecture:
         Raises:
             UserError: for an unknown field (with the nearest), or a value that is not accepted.
         """
-        names = [field.name for field in dataclasses.fields(self)]
-        check_known(f"setting of {type(self).__name__}", fields, names, UnknownSetting)
+        check_known(f"setting of {type(self).__name__}", fields, self.settings(), UnknownSetting)
         return dataclasses.replace(self, **fields)
+
+    @classmethod
+    def settings(cls) -> dict[str, Setting]:
+        """What `with_overrides` takes, by name."""
+        return _settings_of(cls)  # type: ignore[arg-type]
+
+
+_settings_of = cache(settings_of)
 
 
 def signature_diff(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
@@ -163,22 +174,22 @@ class ViTConfig(Architecture):
         drop_path_rate: stochastic depth, rising linearly from 0 to this over the blocks.
     """
 
-    embed_dim: int = checks.bounded(MISSING, 1, 32_768)
-    num_heads: int = checks.bounded(MISSING, 1, 1024)
-    depth: int = checks.bounded(12, 1, 512)
-    patch_size: int = checks.bounded(16, 1, 1024)
-    mlp_ratio: float = checks.bounded(4.0, 0, 64, above=True)
+    embed_dim: checks.Width
+    num_heads: checks.UpTo1024
+    depth: checks.Depth = 12
+    patch_size: checks.UpTo1024 = 16
+    mlp_ratio: checks.Ratio = 4.0
     qkv_bias: bool = False
     gpsa_layers: int = 0
     positional_attention: PositionalAttention = "gpsa"
-    locality_strength: float = checks.bounded(1.0, 0, above=True, role="training")
+    locality_strength: checks.Positive = setting(1.0, "training")
     conv_init: bool = setting(True, "training")
-    gating_init: float = checks.bounded(1.0, role="training")
+    gating_init: checks.Finite = setting(1.0, "training")
     freeze_gating: bool = setting(False, "training")
     freeze_gpsa: bool = setting(False, "training")
     use_pos_embed: bool = True
     embed_class_token: bool = False
-    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True, role="training")
+    drop_path_rate: checks.ShareBelowOne = setting(0.0, "training")
 
     family = "vit"
     title = "a DeiT or ConViT"
@@ -186,7 +197,7 @@ class ViTConfig(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.heads(self.embed_dim, self.num_heads)
+        check_heads(self.embed_dim, self.num_heads)
         checks.integer("gpsa_layers", self.gpsa_layers, 0, self.depth)
         reads_token = self.global_pool == "token" and self.class_token is None
         if self.gpsa_layers == self.depth and (self.class_token or reads_token):
@@ -203,7 +214,7 @@ class ViTConfig(Architecture):
         ((rows, columns),) = self.native_grids
         entries = rows * columns * self.use_pos_embed + self.num_classes
         entries += self.in_chans * self.patch_size**2
-        checks.parameters(self.embed_dim, self.depth, self.mlp_ratio, self.embed_dim * entries)
+        _check_parameters(self.embed_dim, self.depth, self.mlp_ratio, self.embed_dim * entries)
 
     @property
     def initialisations(self) -> tuple[Initialisation, ...]:
@@ -221,6 +232,17 @@ class ViTConfig(Architecture):
     def has_class_token(self) -> bool:
         """Whether a class token joins before the first block that is not positional."""
         return self.gpsa_layers < self.depth if self.class_token is None else self.class_token
+
+    def with_overrides(self, **fields: Any) -> Self:
+        """As `Architecture.with_overrides`.
+
+        A `depth` that leaves no other block behind the positional ones, where there was one, makes
+        them fewer.
+        """
+        depth = fields.get("depth")
+        if "gpsa_layers" not in fields and isinstance(depth, int) and depth <= self.gpsa_layers:
+            fields["gpsa_layers"] = max(0, depth - (self.depth - self.gpsa_layers))
+        return super().with_overrides(**fields)
 
     def grids(self, size: Sequence[int]) -> list[Grid]:
         """The one grid of patches on an image of `size` (height, width).
@@ -242,6 +264,20 @@ class ViTConfig(Architecture):
         if not self.gpsa_layers:
             del fields["positional_attention"]
         return fields
+
+
+def _check_parameters(width: int, depth: int, mlp_ratio: float, others: int) -> None:
+    """A transformer of `depth` blocks, with `others` around them, must not exceed all bounds.
+
+    Raises:
+        UserError: if it has more than `_MOST_PARAMETERS`.
+    """
+    count = depth * width * width * (4 + 2 * mlp_ratio) + others
+    if count > _MOST_PARAMETERS:
+        raise UserError(
+            f"embed_dim={width} and depth={depth} make a model of about {count:.2g} parameters; "
+            f"at most {_MOST_PARAMETERS:.2g} are built"
+        )
 
 
 def token_grid(img_size: int | Sequence[int], patch_size: int) -> Grid:
@@ -267,7 +303,15 @@ POSITIONS = {
     "none": lambda n: [False] * n,
 }
 _PER_BLOCK = ("mlp_ratio", "kv_stride")
-_SHORTHANDS = {"position", "embedding"}
+_SHORTHANDS = {
+    "position": Setting(
+        Literal["every", "first", "last", "none"],
+        "which of the stages have a position embedding (Table 5)",
+    ),
+    "embedding": Setting(
+        Literal["conv", "patch"], "token embedding, for all stages or one per stage (Table 6)"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -294,33 +338,31 @@ class StageConfig:
         UserError: naming the field, what was given and what is accepted.
     """
 
-    embed_dim: int = checks.bounded(MISSING, 1, 32_768)
-    num_heads: int = checks.bounded(MISSING, 1, 1024)
-    depth: int = checks.bounded(MISSING, 1, 512)
-    embed_kernel: int = checks.bounded(3, 1, 1024)
-    embed_stride: int = checks.bounded(2, 1, 1024)
+    embed_dim: checks.Width
+    num_heads: checks.UpTo1024
+    depth: checks.Depth
+    embed_kernel: checks.UpTo1024 = 3
+    embed_stride: checks.UpTo1024 = 2
     embed_padding: int = 1
-    mlp_ratio: float | tuple[float, ...] = checks.bounded(4.0, 0, 64, above=True)
-    kv_stride: int | tuple[int, ...] = checks.bounded(2, 1, 1024)
+    mlp_ratio: checks.Ratio | tuple[checks.Ratio, ...] = 4.0
+    kv_stride: checks.UpTo1024 | tuple[checks.UpTo1024, ...] = 2
     projection: ProjectionName = "conv"
     projection_kernel: int = 3
     kv_padding: int | None = None
     qkv_bias: bool = True
     use_pos_embed: bool = False
-    drop_path_rate: float = checks.bounded(0.0, 0, 1, below=True, role="training")
+    drop_path_rate: checks.ShareBelowOne = setting(0.0, "training")
 
     def __post_init__(self) -> None:
+        check(self)
         for name in _PER_BLOCK:
             given = getattr(self, name)
-            if isinstance(given, (list, tuple)):  # lists come from YAML and JSON
-                object.__setattr__(self, name, tuple(given))
-                if len(given) != self.depth:
-                    raise UserError(
-                        f"{name}={given} has {len(given)} values for depth={self.depth}; "
-                        f"give one number or one per block"
-                    )
-        checks.settings(self)
-        checks.heads(self.embed_dim, self.num_heads)
+            if isinstance(given, tuple) and len(given) != self.depth:
+                raise UserError(
+                    f"{name}={given} has {len(given)} values for depth={self.depth}; "
+                    f"give one number or one per block"
+                )
+        check_heads(self.embed_dim, self.num_heads)
         # More padding than that would make tokens of nothing but padding.
         checks.integer("embed_padding", self.embed_padding, 0, self.embed_kernel - 1)
         check_kernel(self.projection_kernel)
@@ -394,12 +436,12 @@ class CvTConfig(Architecture):
     stem = "stages.0.embed.conv"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         stages = tuple(
             from_dict(StageConfig, stage, "stage") if isinstance(stage, dict) else stage
             for stage in self.stages
         )
         object.__setattr__(self, "stages", stages)
+        super().__post_init__()
         if not stages:
             raise UserError("stages has to hold at least one StageConfig, not none")
         channels = self.in_chans
@@ -407,7 +449,7 @@ class CvTConfig(Architecture):
             entries = rows * columns * stage.use_pos_embed + channels * stage.embed_kernel**2
             entries += 3 * stage.depth * stage.projection_kernel**2 + self.num_classes
             ratio = max(stage.mlp_ratios)
-            checks.parameters(stage.embed_dim, stage.depth, ratio, stage.embed_dim * entries)
+            _check_parameters(stage.embed_dim, stage.depth, ratio, stage.embed_dim * entries)
             channels = stage.embed_dim
 
     @property
@@ -455,6 +497,10 @@ class CvTConfig(Architecture):
             fields |= {f"stages.{index}.{name}": x for name, x in stage.weight_signature().items()}
         return fields
 
+    @classmethod
+    def settings(cls) -> dict[str, Setting]:
+        return _cvt_settings()
+
     def with_overrides(self, **fields: Any) -> Self:
         """This configuration with some fields changed, the paper's ablations by their short names.
 
@@ -470,14 +516,13 @@ class CvTConfig(Architecture):
             UserError: for an unknown field (with the nearest), a wrong number of values, or a
                 value that is not accepted.
         """
-        own = {field.name for field in dataclasses.fields(self)}
-        per_stage = {field.name for field in dataclasses.fields(StageConfig)}
+        own, per_stage = _settings_of(CvTConfig), _settings_of(StageConfig)
         if "patch_size" in fields:
             raise UserError(
                 "a CvT has no patch_size; set embed_stride, one per stage, and embedding='patch' "
                 "for embeddings that do not overlap"
             )
-        check_known("setting of CvTConfig", fields, own | per_stage | _SHORTHANDS, UnknownSetting)
+        check_known("setting of CvTConfig", fields, self.settings(), UnknownSetting)
         if "embedding" in fields and fields.keys() & {"embed_kernel", "embed_padding"}:
             raise UserError(
                 "embedding decides embed_kernel and embed_padding; give the one or the others"
@@ -501,6 +546,15 @@ class CvTConfig(Architecture):
             embeddings = _spread("embedding", fields["embedding"], count)
             stages = [_with_embedding(*pair) for pair in zip(stages, embeddings, strict=True)]
         return dataclasses.replace(changed, stages=tuple(stages))
+
+
+@cache
+def _cvt_settings() -> dict[str, Setting]:
+    stage = {
+        name: of if name in _PER_BLOCK else of._replace(hint=of.hint | tuple[of.hint, ...])  # type: ignore[name-defined]
+        for name, of in _settings_of(StageConfig).items()
+    }
+    return _settings_of(CvTConfig) | stage | _SHORTHANDS
 
 
 def _per_block(value: T | tuple[T, ...], depth: int) -> tuple[T, ...]:

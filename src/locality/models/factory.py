@@ -26,7 +26,7 @@ from locality.models.cvt import ConvolutionalVisionTransformer
 from locality.models.initialisations import GATING, INITIALISATIONS, STRENGTH, replace_convolutions
 from locality.models.variants import PREFIX, VARIANTS, variant
 from locality.models.vit import VisionTransformer
-from locality.settings import to_dict, with_role
+from locality.settings import check, setting, to_dict, with_role
 
 Scalar = str | bool | int | float | None
 
@@ -45,12 +45,12 @@ class TimmConfig:
     """
 
     name: str
-    num_classes: int = checks.bounded(1000, 0, role="interface")
-    in_chans: int = checks.bounded(3, 0, role="interface")
-    img_size: int | tuple[int, int] = checks.bounded(224, 1, role="interface")
+    num_classes: checks.Natural = setting(1000, "interface")
+    in_chans: checks.Natural = setting(3, "interface")
+    img_size: checks.ImageSize = setting(224, "interface")
     gpsa: str | int = ""
-    locality_strength: float = checks.bounded(STRENGTH, 0, above=True, role="training")
-    gating_init: float = checks.bounded(GATING, 0, above=True, role="training")
+    locality_strength: checks.Positive = setting(STRENGTH, "training")
+    gating_init: checks.Positive = setting(GATING, "training")
     settings: tuple[tuple[str, Scalar], ...] = ()
 
     has_class_token = False  # in the features of the wrapped model
@@ -65,7 +65,7 @@ class TimmConfig:
     def __post_init__(self) -> None:
         if not timm.is_model(self.name):
             raise unknown("model", PREFIX + self.name, [PREFIX + n for n in timm.list_models()])
-        checks.settings(self)
+        check(self)
         for name, value in self.settings:
             # As of our own models: a file may ask for any number of blocks.
             if isinstance(value, int) and not isinstance(value, bool):

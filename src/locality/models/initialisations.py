@@ -203,9 +203,9 @@ def transform(
     Raises:
         UserError: if there is no such layer, or one that attention cannot be.
     """
-    checks.number("gating", gating, 0, above=True)
+    checks.typed("gating", gating, checks.Positive)
     if alpha != "exact":
-        checks.number("alpha", alpha, 0, above=True)
+        checks.typed("alpha", alpha, checks.Positive)
     strength = EXACT if alpha == "exact" else alpha
     changed = copy.deepcopy(model)
     if isinstance(changed, ImageClassifier):

@@ -13,10 +13,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import yaml
+from msgspec import Meta
 
 from locality import checks, settings
 from locality.benchmark.measure import inference, interleave
@@ -73,15 +74,15 @@ class ComparisonSpec:
     data: dict[str, Any]
     models: tuple[str, ...]
     pretrained: bool = False
-    minutes: float | None = checks.bounded(10.0, 0, above=True)
-    steps: int | None = checks.bounded(None, 1)
-    seeds: int = checks.bounded(3, 1)
-    folds: int | None = checks.bounded(None, 2)
-    fractions: tuple[float, ...] = checks.bounded((1.0,), 0, 1, above=True)
-    img_size: int | None = checks.bounded(None, 1)
+    minutes: checks.Positive | None = 10.0
+    steps: checks.Count | None = None
+    seeds: checks.Count = 3
+    folds: Annotated[int, Meta(ge=2)] | None = None
+    fractions: tuple[checks.PositiveShare, ...] = (1.0,)
+    img_size: checks.Count | None = None
 
     def __post_init__(self) -> None:
-        checks.settings(self)
+        settings.check(self)
         if len(set(self.models)) < 2:
             raise UserError(f"{len(set(self.models))} model is given; a comparison needs two")
         if 1.0 not in self.fractions:

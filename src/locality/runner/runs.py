@@ -90,12 +90,18 @@ def digest(config: RunConfig, task: str = TRAIN) -> str:
     setting changes no existing folder, and another default does.
     """
     values = {
-        name: _folder_name(value) if name in _RUNS else value
+        _as_introduced(name): _folder_name(value) if name in _RUNS else value
         for name, value in flatten(to_dict(config)).items()
         if name not in _NO_NUMBER and (name not in _INTRODUCED or value != _INTRODUCED[name])
     }
     text = json.dumps([task, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _as_introduced(name: str) -> str:
+    """The name by which a setting identifies a run: a model's own were in a group."""
+    is_own = name.startswith("model.") and name not in _INTRODUCED
+    return name.replace("model.", "model.overrides.", 1) if is_own else name
 
 
 def _same_name(old: str | None, new: str | None) -> bool:

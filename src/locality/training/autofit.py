@@ -194,7 +194,7 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
             `recipes.adjusted`.
     """
     if minutes is not None:
-        checks.number("minutes", minutes, 0, above=True)
+        checks.typed("minutes", minutes, checks.Positive)
     started = perf_counter()
     tuned = name == "finetune"
     config = adjusted(name, given)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from locality import checks, settings
 from locality.checkpoints.registry import read_run_settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
-from locality.errors import UserError
-from locality.settings import setting
+from locality.errors import UserError, unknown
+from locality.models.variants import PREFIX, variant
+from locality.settings import Setting, check, setting, settings_of
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
@@ -31,26 +34,47 @@ class ModelConfig:
         weights: what to start from: a run folder, weights in any format, or the name of public
             ones; None draws fresh weights from the seed. A classifier for other classes is new.
         entry: which state dict of `weights`, where a file has several.
-        overrides: other fields of the architecture by name, such as `locality_strength: 2`.
+        overrides: other settings of the architecture, such as `locality_strength` or `depth`, which
+            are settings of the model beside these; of timm's models the arguments of its function.
     """
 
+    OPEN = "overrides"
+
     name: str = "convit_nano"
-    img_size: int | tuple[int, int] | None = checks.bounded(None, 1)
-    patch_size: int | None = checks.bounded(None, 1)
+    img_size: checks.ImageSize | None = None
+    patch_size: checks.Count | None = None
     weights: str | None = setting(None, "run")
     entry: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.settings(self, "model.")
+        check(self, "model.")
         if self.entry is not None and self.weights is None:
             raise UserError("model.entry is set but model.weights is not")
-        for name in ("img_size", "patch_size", "num_classes", "in_chans"):
-            if name in self.overrides:
-                raise UserError(
-                    f"model.overrides has '{name}'; "
-                    + (f"give model.{name}" if "size" in name else "the data decides it")
-                )
+        known = settings_of(ModelConfig, "model.") | model_settings(self.name)
+        for name in self.overrides:
+            if name in ("img_size", "patch_size", "num_classes", "in_chans"):
+                told = f"give model.{name}" if "size" in name else "the data decides it"
+                raise UserError(f"model.overrides has '{name}'; {told}")
+            if f"model.{name}" not in known and not self.name.startswith(PREFIX):
+                texts = {name: setting.text for name, setting in known.items()}
+                raise unknown(f"setting of {self.name}", f"model.{name}", texts, texts=texts)
+        if not self.name.startswith(PREFIX):
+            variant(self.name).config.with_overrides(**self.fields)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The settings of the architecture that are given."""
+        sizes = {"img_size": self.img_size, "patch_size": self.patch_size}
+        return {name: x for name, x in (sizes | self.overrides).items() if x is not None}
+
+
+def model_settings(name: str) -> dict[str, Setting]:
+    """The settings of the architecture of a model, by dotted name; none of timm's are known."""
+    if name.startswith(PREFIX):
+        return {}
+    own = variant(name).config.settings()
+    return {f"model.{name}": own[name] for name in own.keys() - {"num_classes", "in_chans"}}
 
 
 @dataclass(frozen=True)
@@ -77,19 +101,19 @@ class OptimConfig:
     """
 
     name: str = "adamw"
-    lr: float = checks.bounded(2e-3, 0, above=True)
-    lr_batch: int | None = checks.bounded(None, 1)
-    weight_decay: float = checks.bounded(0.05, 0)
+    lr: checks.Positive = 2e-3
+    lr_batch: checks.Count | None = None
+    weight_decay: checks.NotNegative = 0.05
     decay_positions: bool = False
-    position_lr_factor: float = checks.bounded(1.0, 0, above=True)
-    betas: tuple[float, float] | None = checks.bounded(None, 0, 1, below=True)
-    eps: float | None = checks.bounded(None, 0, above=True)
-    momentum: float = checks.bounded(0.9, 0, 1, below=True)
-    clip_grad: float | None = checks.bounded(None, 0, above=True)
-    layer_decay: float = checks.bounded(1.0, 0, 1, above=True)
+    position_lr_factor: checks.Positive = 1.0
+    betas: tuple[checks.ShareBelowOne, checks.ShareBelowOne] | None = None
+    eps: checks.Positive | None = None
+    momentum: checks.ShareBelowOne = 0.9
+    clip_grad: checks.Positive | None = None
+    layer_decay: checks.PositiveShare = 1.0
 
     def __post_init__(self) -> None:
-        checks.settings(self, "optim.")
+        check(self, "optim.")
 
     def peak_lr(self, batch_size: int) -> float:
         """The learning rate after warm-up for a global batch of `batch_size` images."""
@@ -122,17 +146,17 @@ class ScheduleConfig:
             its end. None trains to the end and keeps the last weights.
     """
 
-    epochs: float | None = checks.bounded(None, 0, above=True)
-    steps: int | None = checks.bounded(1500, 1)
+    epochs: checks.Positive | None = None
+    steps: checks.Count | None = 1500
     constant_images: bool = False
-    warmup: float = checks.bounded(100.0, 0)
-    warmup_lr: float = checks.bounded(1e-6, 0)
-    cooldown: float = checks.bounded(0.0, 0)
-    min_lr: float = checks.bounded(1e-5, 0)
-    eval_every: float = checks.bounded(150.0, 0, above=True, role="incidental")
-    save_every: float | None = checks.bounded(None, 0, above=True, role="incidental")
-    snapshot_every: float | None = checks.bounded(None, 0, above=True, role="incidental")
-    patience: float | None = checks.bounded(None, 0, above=True)
+    warmup: checks.NotNegative = 100.0
+    warmup_lr: checks.NotNegative = 1e-6
+    cooldown: checks.NotNegative = 0.0
+    min_lr: checks.NotNegative = 1e-5
+    eval_every: checks.Positive = setting(150.0, "incidental")
+    save_every: checks.Positive | None = setting(None, "incidental")
+    snapshot_every: checks.Positive | None = setting(None, "incidental")
+    patience: checks.Positive | None = None
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -141,7 +165,7 @@ class ScheduleConfig:
                 f"a run's length is schedule.epochs or schedule.steps, and {given} set; "
                 f"set one and make the other null"
             )
-        checks.settings(self, "schedule.")
+        check(self, "schedule.")
         if self.steps is not None and self.constant_images:
             raise UserError(
                 "schedule.constant_images counts epochs; with schedule.steps the number of "
@@ -190,19 +214,19 @@ class ObjectiveConfig:
         temperature: of soft distillation.
     """
 
-    label_smoothing: float = checks.bounded(0.0, 0, 1, below=True)
+    label_smoothing: checks.ShareBelowOne = 0.0
     class_weights: bool = False
     teacher: str | None = setting(None, "run")
     teacher_weights: str | None = setting(None, "run")
     teacher_entry: str | None = None
-    teacher_share: float = checks.bounded(0.5, 0, 1, above=True)
+    teacher_share: checks.PositiveShare = 0.5
     distillation: Literal["hard", "soft"] = "hard"
-    temperature: float = checks.bounded(3.0, 0, above=True)
+    temperature: checks.Positive = 3.0
 
     REMOVED = (("kind", "locality.training.objective:Objective"), ("options", None))
 
     def __post_init__(self) -> None:
-        checks.settings(self, "objective.")
+        check(self, "objective.")
         for name in ("teacher_weights", "teacher_entry"):
             if getattr(self, name) is not None and self.teacher is None:
                 raise UserError(f"objective.{name} is set but objective.teacher is not")
@@ -239,21 +263,21 @@ class EngineConfig:
             environment variables say where.
     """
 
-    batch_size: int = checks.bounded(64, 1)
-    accumulate: int = checks.bounded(1, 1, role="how")
+    batch_size: checks.Count = 64
+    accumulate: checks.Count = setting(1, "how")
     precision: Precision = "auto"
-    ema_decay: float | None = checks.bounded(None, 0, 1, below=True)
+    ema_decay: checks.ShareBelowOne | None = None
     ema_warmup: bool = False
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "how")
-    devices: int = checks.bounded(0, 0, role="how")
-    num_nodes: int = checks.bounded(1, 1, role="how")
+    devices: checks.Natural = setting(0, "how")
+    num_nodes: checks.Count = setting(1, "how")
     strategy: Literal["auto", "ddp", "ddp_spawn", "ddp_fork"] = setting("auto", "how")
-    threads: int = checks.bounded(0, 0, role="how")
+    threads: checks.Natural = setting(0, "how")
     grad_checkpointing: bool = setting(False, "how")
     channels_last: bool = False
     compile: bool = setting(False, "incidental")
     deterministic: bool = False
-    max_bad_losses: int = checks.bounded(0, 0)
+    max_bad_losses: checks.Natural = 0
     tensorboard: bool = setting(True, "how")
     tracker: Literal["wandb", "mlflow"] | None = setting(None, "how")
 
@@ -262,7 +286,7 @@ class EngineConfig:
         return replace(self, devices=1, num_nodes=1, strategy="auto")
 
     def __post_init__(self) -> None:
-        checks.settings(self, "engine.")
+        check(self, "engine.")
         if self.ema_warmup and self.ema_decay is None:
             raise UserError("engine.ema_warmup is set but engine.ema_decay is not")
 
@@ -286,7 +310,7 @@ class RunConfig:
     """
 
     recipe: str = setting("", "label")
-    seed: int = checks.bounded(0, 0, 2**63 - 1, role="sample")
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = setting(0, "sample")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     input: Preprocessing = field(default_factory=Preprocessing)
@@ -297,7 +321,7 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        checks.settings(self)
+        check(self)
         if self.input.img_size is not None:
             raise UserError("input.img_size is the model's; give model.img_size instead")
         if len(self.input.mean) != 3:

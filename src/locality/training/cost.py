@@ -421,7 +421,7 @@ def dry_run(
         UserError: whatever `train` would refuse.
     """
     if images_per_second is not None:
-        checks.number("images_per_second", images_per_second, 0, above=True)
+        checks.typed("images_per_second", images_per_second, checks.Positive)
     run_folder = None if folder is None else RunFolder(folder)
     recorded = [] if run_folder is None else run_folder.recorded_classes()
     run = ResolvedRun(config, classes=recorded)

@@ -215,7 +215,7 @@ class Loop:
             self.recorder.log(
                 f"step 1: no gradient reaches {len(names)} of the model's trained parameters: "
                 f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}. Unless something behind "
-                f"them starts at zero they will never learn; check model.overrides"
+                f"them starts at zero they will never learn; check the model's settings"
             )
 
     def _clip(self) -> bool:

@@ -36,7 +36,7 @@ def settings_from_weights(weights: str, entry: str | None = None) -> dict[str, A
         "model.name": name,
         "model.img_size": height if height == width else (height, width),
         "model.patch_size": fields.pop("patch_size", None),
-        **{f"model.overrides.{field}": value for field, value in fields.items()},
+        **{f"model.{field}": value for field, value in fields.items()},
     }
     if found.preprocessing is not None:
         prepared = dataclasses.asdict(found.preprocessing)
@@ -55,9 +55,7 @@ def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
     model = build(
         config.model.name,
         num_classes=num_classes,
-        img_size=config.model.img_size,
-        patch_size=config.model.patch_size,
-        **config.model.overrides,
+        **config.model.fields,
     )
     if config.engine.grad_checkpointing:
         model.set_grad_checkpointing(True)

@@ -92,10 +92,11 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
     Of the eight settings that are best on digits, these are the best on 500 photographs
     (docs/recipes.md).
     """
+    has_patches = model.startswith(PREFIX) or hasattr(variant(model).config, "patch_size")
     return _as(
         digits(model, seed=seed),
         "fashion_mnist",
-        model={"img_size": 28, "patch_size": patch_size},
+        model={"img_size": 28, "patch_size": patch_size if has_patches else None},
         data={"dataset": "fashion_mnist"},
         augment={"affine": 0.0, "mixup": 0.4, "cutmix": 0.5},
         optim={"lr": 7.1e-3, "weight_decay": 0.016},

@@ -100,8 +100,9 @@ class RunFolder:
         Raises:
             UserError: if it is not.
         """
-        # A checkpoint of an earlier version may lack settings; they are as they are now.
-        values = settings.to_dict(config)
+        # A checkpoint of an earlier version may lack settings; they are as they are now. Those of
+        # the architecture are only written where they are given.
+        values = settings.to_dict(settings.replace(config, {"model.overrides": {}}))
         for name, value in saved.items():
             values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
         before = settings.from_dict(RunConfig, values)

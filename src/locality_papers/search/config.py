@@ -10,7 +10,7 @@ from locality import checks, settings
 from locality.errors import UserError, lookup
 from locality.files import read_text, read_yaml
 from locality.models import variant
-from locality.settings import replace
+from locality.settings import check, replace
 from locality.training import RunConfig, recipe
 
 SEARCH_FILE = "search.yaml"
@@ -39,16 +39,16 @@ class SearchConfig:
 
     run: RunConfig
     method: Literal["sandwich", "da_nas"] = "sandwich"
-    parameters: float | None = checks.bounded(None, 0, above=True)
-    macs: float | None = checks.bounded(None, 0, above=True)
-    evaluations: int = checks.bounded(200, 1)
-    held_out: float = checks.bounded(0.2, 0, 1, above=True, below=True)
-    calibration: int = checks.bounded(512, 1)
+    parameters: checks.Positive | None = None
+    macs: checks.Positive | None = None
+    evaluations: checks.Count = 200
+    held_out: checks.ProperShare = 0.2
+    calibration: checks.Count = 512
 
     REMOVED = (("latency", None),)
 
     def __post_init__(self) -> None:
-        checks.settings(self)
+        check(self)
         if self.run.data.fraction < 1:
             raise UserError("a search sets data.fraction itself; use a data.train_part instead")
         if variant(self.run.model.name).family != "cvt":
@@ -66,7 +66,7 @@ class SearchConfig:
         low, high = self.run.data.train_part
         cut = high - self.held_out * (high - low)
         parts = {"data.train_part": (low, cut), "data.val_part": (cut, high)}
-        model = {"model.overrides.kv_stride": 1, "model.overrides.mlp_ratio": 4.0}
+        model = {"model.kv_stride": 1, "model.mlp_ratio": 4.0}
         return replace(self.run, model | parts)
 
     def rounds(self) -> list[RunConfig]:

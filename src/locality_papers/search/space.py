@@ -130,8 +130,8 @@ class SearchSpace:
         """The settings of a run that select a candidate, by dotted name, one value per block."""
         strides, ratios = zip(*self.choices(index), strict=True)
         return {
-            "model.overrides.kv_stride": list(strides),
-            "model.overrides.mlp_ratio": list(ratios),
+            "model.kv_stride": list(strides),
+            "model.mlp_ratio": list(ratios),
         }
 
     def index(self, config: CvTConfig) -> int:

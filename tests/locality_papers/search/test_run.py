@@ -29,8 +29,8 @@ TINY = {
     "run.engine.batch_size": 8,
     "run.engine.precision": "fp32",
     "run.data.train_part": (0.0, 0.2),
-    "run.model.overrides.depth": [1, 1, 1],
-    "run.model.overrides.embed_dim": [8, 8, 12],
+    "run.model.depth": [1, 1, 1],
+    "run.model.embed_dim": [8, 8, 12],
     "macs": 1.4e5,
     "evaluations": 6,
     "calibration": 16,
@@ -177,7 +177,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
     for words, said in (
         (["nowhere"], "unknown search 'nowhere'"),
         (["digits", "--macs", "1e5"], "no candidate has macs of 100000 or less; the least is"),
-        (["digits", "--model.name", "convit_nano"], "search is over CvTs"),
+        (["digits", "--model.name", "convit_nano"], "embed_dim"),
         (["digits", "--method", "darts"], "method"),
         (["--resume", str(tmp_path)], "holds no search"),
     ):

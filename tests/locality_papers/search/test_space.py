@@ -154,7 +154,7 @@ def test_what_is_outside_is_refused(space):
         space.index(CVT_13.with_overrides(depth=(1, 2, 11)))
     with pytest.raises(IndexError, match="67108864"):
         space[4**13]
-    with pytest.raises(ValueError, match="kv_stride is 0"):
+    with pytest.raises(ValueError, match="kv_stride is"):
         SearchSpace(CVT_13, kv_strides=(0, 1))
     with pytest.raises(ValueError, match="mlp_ratio is 0"):
         SearchSpace(CVT_13, mlp_ratios=(0.0,))
