@@ -147,10 +147,10 @@ class Scale:
     def base(self, role: str, model: str) -> RunConfig:
         """The configuration of a model in the place of a role, before an experiment changes it."""
         found, *_ = (name for roles, name in self.recipes.items() if fnmatchcase(role, roles))
-        config = _recipe(found, model=model)
-        for roles, changes in self.settings.items():
-            config = replace(config, changes) if fnmatchcase(role, roles) else config
-        return config
+        changes: dict[str, Any] = {}
+        for roles, settings in self.settings.items():
+            changes |= settings if fnmatchcase(role, roles) else {}
+        return replace(_recipe(found, model=model), changes)
 
     def started(self, role: str, nets: tuple[Run, ...], **choices: Any) -> tuple[Run, ...]:
         """Runs of a role that each start from the weights of the net of their own seed."""

@@ -186,7 +186,7 @@ VALUES = {
     "seeds": "1", "fraction": "0.5", "jobs": "1", "threads": "1", "executor": "local", "data": "{}",
     "dataset": "folder", "grey_bits": "12",
     "alpha": "9", "gating": "1",
-    "steps": "4", "weights": "runs/photos", "config": "runs/photos/config.yaml", "resume": "",
+    "steps": "4", "epochs": "1", "lr": "0.001", "batch": "16", "weights": "runs/photos", "config": "runs/photos/config.yaml", "resume": "",
     "recipe": "digits", "seed": "1", "images_per_second": "9", "minutes": "1",
     "against": "timm", "img_sizes": "[8]", "precisions": "[fp32]", "modes": "[eager]",
     "models": "convit_nano,deit_nano", "folds": "2", "fractions": "1",

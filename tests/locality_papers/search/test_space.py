@@ -156,7 +156,7 @@ def test_what_is_outside_is_refused(space):
         space[4**13]
     with pytest.raises(ValueError, match="kv_stride is"):
         SearchSpace(CVT_13, kv_strides=(0, 1))
-    with pytest.raises(ValueError, match="mlp_ratio is 0"):
+    with pytest.raises(ValueError, match="mlp_ratio is"):
         SearchSpace(CVT_13, mlp_ratios=(0.0,))
 
 
