@@ -49,10 +49,7 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     """Train a model, or resume the run in a folder. Of a folder of images or a labels.csv, model
     and settings are chosen for the images and this machine; `locality finetune IMAGES --from
     WEIGHTS` starts from weights, with the same options. Otherwise the recipe (default: digits)
-    gives every value; change any of them by name, or several with --config FILE.yaml. --model,
-    --data, --fraction, --epochs, --steps, --lr, --batch, --threads and --entry are short for
-    --model.name, --data.dataset, --data.fraction, --schedule.epochs, --schedule.steps, --optim.lr,
-    --engine.batch_size, --engine.threads and --model.entry.
+    gives every value; change any of them by name, or several with --config FILE.yaml.
     """
     config, options = read_run(arguments, command)
     if options.print_config:

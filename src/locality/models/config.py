@@ -159,7 +159,10 @@ class ViTConfig(Architecture):
 
     Attributes:
         patch_size: side of a patch in pixels.
-        embed_dim, depth, num_heads, mlp_ratio: as everywhere.
+        embed_dim: token width.
+        depth: number of blocks.
+        num_heads: heads; divides `embed_dim`.
+        mlp_ratio: hidden width of the MLPs over `embed_dim`.
         qkv_bias: bias on queries, keys and values (DeiT has one, ConViT has none).
         gpsa_layers: how many of the first blocks have positional attention (10 of 12 in the paper).
         positional_attention: "gpsa" (gated, Eq. 7), "psa" (one softmax, Eq. 4; Fig. 9), or "conv",
