@@ -66,7 +66,7 @@ types: $(TEST)
 bench: $(TEST)          ## speed and memory against timm and transformers, written to benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
-pages: $(RUN)           ## Markdown, CSV and HTML of the records in results/, and docs/results.md
+pages: $(RUN)           ## docs/findings.md, docs/results/ and the README's findings from the records in results/
 	$(BIN)/python -m locality_papers.pages
 
 docs: $(DOCS)           ## the pages of docs/ and a reference of every public name, in site/

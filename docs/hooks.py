@@ -31,8 +31,7 @@ TOP = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-CLAIMS = "src/locality_papers/templates/claims.css"  # how the page of results looks
-SAVE = "src/locality/report/templates/save.js"  # and how its tables are saved
+SAVE = "src/locality/report/templates/save.js"  # how tables are saved
 REFERENCE = {
     "locality": ["locality", "locality.errors"],
     "models": ["locality.models"],
@@ -116,7 +115,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted({path for page in pages for _, path in linked(page)}):
         if (place := place_of(path)).startswith("files/"):
             files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
-    for source, place in [*TOP.items(), (CLAIMS, "claims.css"), (SAVE, "save.js")]:
+    for source, place in [*TOP.items(), (SAVE, "save.js")]:
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     for name, modules in REFERENCE.items():
         page = File.generated(config, f"reference/{name}.md", content=reference(modules))
@@ -138,8 +137,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     source = {value: key for key, value in TOP.items()}.get(place, f"docs/{place}")
     paths = dict(linked(source))
-    if place == "results.md":
-        page.meta["hide"] = ["toc"]  # its tables need the width, and its sections are folded
+    if place == "findings.md" or place.startswith("results/"):
+        page.meta["hide"] = ["toc"]  # tables need the width
 
     def moved(found: re.Match[str]) -> str:
         if found[2] not in paths:

@@ -36,7 +36,7 @@ from locality_papers.measures import (
     measured,
 )
 from locality_papers.scales import FAMILIES, Scale
-from locality_papers.specs import Cells, Claim, Column, Table, experiment, rows_of
+from locality_papers.specs import Cells, Column, Question, Table, experiment, rows_of
 
 FRACTIONS = (0.05, 0.2, 1.0)
 
@@ -63,7 +63,7 @@ def _parts(fractions: Sequence[float]) -> dict[str, Column]:
 
 def _questions(
     cells: Cells, columns: Mapping[str, str], pairs: Mapping[str, tuple[str, str]]
-) -> tuple[Claim, ...]:
+) -> tuple[Question, ...]:
     """Our own questions, of every column that has both rows: is the first above the second?
 
     Args:
@@ -72,7 +72,7 @@ def _questions(
         pairs: question → labels of the two rows.
     """
     return tuple(
-        Claim(f"{name}: {text}", "", cells[first][metric] - cells[second][metric])
+        Question(f"{name}: {text}", "", cells[first][metric] - cells[second][metric])
         for metric, name in columns.items()
         for text, (first, second) in pairs.items()
         if metric in cells[first] and metric in cells[second]
@@ -80,7 +80,7 @@ def _questions(
 
 
 def _is_above(first: str, second: str) -> dict[str, tuple[str, str]]:
-    return {f"{first} is above {second}": (first, second)}
+    return {f"is {first} above {second}?": (first, second)}
 
 
 # e⁻⁴ of positional attention on each neighbour of a head's centre, 2% of content; both may move.
@@ -121,9 +121,9 @@ def trained_convolutions(s: Scale) -> Table:
     )
     gated, whole = "ConViT, gated layers from it", "ConViT, everything from it"
     pairs = {
-        "gated layers from trained convolutions are above random ones": (gated, random),
-        "a whole trained start is above random convolutions": (whole, random),
-        "… and above random ones trained as long in all": (whole, longer),
+        "are gated layers from trained convolutions above random ones?": (gated, random),
+        "is a whole trained start above random convolutions?": (whole, random),
+        "is it above random ones trained as long in all?": (whole, longer),
     }
     parts = _parts(FRACTIONS)
     return Table(
@@ -131,7 +131,7 @@ def trained_convolutions(s: Scale) -> Table:
         parts,
         about="Not in the papers. The net is trained on the same images for the same number of "
         "steps; `init_from_conv2d_` then keeps as much of each kernel as the heads can carry.",
-        claims=_questions(cells, {part: part for part in parts}, pairs),
+        questions=_questions(cells, {part: part for part in parts}, pairs),
     )
 
 
@@ -164,7 +164,7 @@ def finetuning(s: Scale) -> Table:
         about=f"Not in the papers. Weights come from all images of the first half of the classes; "
         f"then {percent(_FEW)} of the images of the other half are trained on, for as many steps, "
         f"and accuracy is that on the validation images of these.",
-        claims=_questions(cells, {family: family for family in FAMILIES}, pairs),
+        questions=_questions(cells, {family: family for family in FAMILIES}, pairs),
     )
 
 
@@ -273,7 +273,7 @@ def transformed(s: Scale) -> Table:
         f"images. Shifts, noise and contrast are those of the evaluated images, of models of the "
         f"last column before them. A head has left if it looks half a token or more beside its "
         f"place.",
-        claims=_questions(cells, {name: column.name for name, column in columns.items()}, pairs),
+        questions=_questions(cells, {name: column.name for name, column in columns.items()}, pairs),
     )
 
 
@@ -316,5 +316,5 @@ def initialisations(s: Scale) -> Table:
         about="Not in the papers. Mimetic: Trockman & Kolter 2023; impulse: Zheng et al. 2025, in "
         "closed form. For trained_conv the net of the last row is trained for as many steps on the "
         "same images first.",
-        claims=_questions(cells, {part: part for part in parts}, pairs),
+        questions=_questions(cells, {part: part for part in parts}, pairs),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from locality.models import ImageClassifier, build
 from locality.models.variants import variant
 from locality.training.model import initial_model, load_run
 from locality_papers import diagrams
-from locality_papers.convit_attention import A_GATES_MOVE, Trajectory, reducer
-from locality_papers.measures import TRAJECTORY, computed
 from locality_papers.scales import Scale
-from locality_papers.specs import Claim, Claims, Expect, Figure, claims_at, experiment
+from locality_papers.specs import Figure, experiment
 
 _AVERAGED_IMAGES = 100
 _OTHER_IMAGES = range(1, 4)
@@ -43,17 +40,9 @@ def figure_4(s: Scale) -> Figure:
         layer = diagrams.gated_layer(convit.blocks[0].attn)  # type: ignore[index, union-attr]
         return diagrams.draw_columns(columns | {"GPSA layer (Eq. 6–7)": layer})
 
-    def positional() -> float:
-        layer = skeleton("convit_small").blocks[0].attn  # type: ignore[index, union-attr]
-        own = layer.v_pos.numel() + layer.gating.numel()
-        return 100 * own / (2 * layer.dim**2)
-
-    few = "positional attention has few parameters: less than 1% of those of content attention"
-    share = computed(positional, "% of those of W_qry and W_key")
     return Figure(
         draw=draw,
         about="What an image passes through, read off the models: layers, tokens, widths.",
-        claims=claims_at("§3, p. 5", {few: Expect(1 - share, least=0)}),
     )
 
 
@@ -98,9 +87,7 @@ def run_pictures(folder: Path | str, count: int, trained: bool = True) -> Pictur
     return capture_pictures(model, validation_sample(config, model.img_size, count))
 
 
-def _maps_figure(
-    s: Scale, size: str, images: Sequence[int], claims: tuple[Claim, ...] = ()
-) -> Figure:
+def _maps_figure(s: Scale, size: str, images: Sequence[int]) -> Figure:
     roles = [f"DeiT-{size}", f"ConViT-{size}"]
     runs = tuple(s.runs(role, seeds=s.seeds[:1])[0] for role in roles)
     layers = (1, s.architecture(roles[1]).gpsa_layers - 1)
@@ -116,7 +103,6 @@ def _maps_figure(
         drawn=runs,
         about=f"Attention from the centre patch in layers 2 and {layers[1] + 1}. Colours are "
         f"logarithmic; frames go from white (content) to red (position).",
-        claims=claims,
     )
 
 
@@ -145,45 +131,15 @@ def figure_15(s: Scale) -> Figure:
         ]
         return maps.maps(captured, (0, deep), image=None)
 
-    number = reducer(s.measured(TRAJECTORY, "DeiT-Ti", seeds=s.few_seeds))
-    claims: Claims = {
-        "DeiT-Ti's first layer comes to look nearer the query": number(lambda of: -of.growth[0]),
-        "a late layer of DeiT-Ti looks further than its first": number(
-            lambda of: of.nonlocality[deep, -1] - of.nonlocality[0, -1]
-        ),
-    }
     return Figure(
         draw=draw,
         drawn=runs,
         about=f"Attention from the centre patch, averaged over {_AVERAGED_IMAGES} images, in "
         f"layers 1 and {deep + 1}.",
-        claims=claims_at("app. E, Fig. 15", claims),
     )
 
 
 @experiment("convit/figure-17", "Attention maps of DeiT-S and ConViT-S")
 def figure_17(s: Scale) -> Figure:
-    """As Fig. 16, with what the paper says of the maps."""
-    gated = s.architecture("ConViT-S").gpsa_layers
-    deit, convit = (s.measured(TRAJECTORY, role) for role in ("DeiT-S", "ConViT-S"))
-
-    def nearer(deit: Trajectory, convit: Trajectory) -> float:
-        gaps = abs(deit.nonlocality[:, -1] - convit.nonlocality[:, -1])
-        return gaps[1] - gaps[gated - 1]
-
-    def varied(of: Trajectory) -> float:
-        """How much further apart in distance the heads of a layer have come."""
-        return fmean(stdev(heads[-1]) - stdev(heads[0]) for heads in of.by_head[:gated])
-
-    both, gate = reducer(deit, convit), reducer(convit, unit="of attention")
-    claims: Claims = {
-        "ConViT's last gated layer ends nearer to DeiT's than its second": both(nearer),
-        "the second layer's gates differ more than the last gated one's": Expect(
-            gate(lambda of: stdev(of.gates[1, -1]) - stdev(of.gates[-1, -1])), least=A_GATES_MOVE
-        ),
-        "ConViT's heads come to differ more than DeiT's": both(
-            lambda deit, convit: varied(convit) - varied(deit)
-        ),
-    }
-    where = "§4, p. 8, Fig. 7, and app. E"
-    return _maps_figure(s, "S", _OTHER_IMAGES, claims_at(where, claims))
+    """As Fig. 16."""
+    return _maps_figure(s, "S", _OTHER_IMAGES)

@@ -17,15 +17,13 @@ from locality_papers.measures import TOP1, Quantity, combined, computed
 from locality_papers.scales import PAPERS_MODELS, Scale, counted
 from locality_papers.specs import (
     Cells,
-    Claims,
     Column,
-    Expect,
     Figure,
     Row,
     Table,
     as_printed,
-    claims_at,
     experiment,
+    questions,
     rows_of,
     standard_columns,
 )
@@ -123,32 +121,7 @@ def figure_3(s: Scale) -> Figure:
             {title: diagrams.projections(*_last_attention(m)) for title, m in models.items()}
         )
 
-    linear, conv, _ = (built("cvt_13", **fields) for fields in _PROJECTIONS.values())
-
-    def added(metric: str) -> Quantity:
-        return combined(
-            lambda less, more: 100 * (more / less - 1),
-            linear[metric],
-            conv[metric],
-            unit="% of the linear ones'",
-        )
-
-    def tokens() -> float:
-        layer, grid = _last_attention(skeleton("cvt_13"))
-        rows, columns = layer.k.grid(grid)
-        return grid[0] * grid[1] / (rows * columns)
-
-    claims: Claims = {
-        "convolutional projections add few parameters: less than 2%": Expect(
-            2 - added("parameters"), least=0
-        ),
-        "… and few MACs: less than 2%": Expect(2 - added("flops"), least=0),
-        "squeezing leaves a quarter of keys and values": Expect(
-            computed(tokens, "times") - 4, within=0.01
-        ),
-    }
-    about = "Queries, keys and values of a layer of stage 3."
-    return Figure(draw=draw, about=about, claims=claims_at("§3.2", claims))
+    return Figure(draw=draw, about="Queries, keys and values of a layer of stage 3.")
 
 
 # -- ablations -------------------------------------------------------------------------------------
@@ -177,19 +150,16 @@ def table_5(s: Scale) -> Table:
             "f: CvT-13, none": {"role": "CvT-13"},
         },
     )
-    a, b, c, d, e, f = (of["top1"] for of in cells.values())
-    claims: Claims = {
-        "DeiT loses accuracy without its position embedding": a - b,
-        "CvT without position embeddings equals CvT with them": Expect(c - f, within=1),
-        "… with one in the first stage": Expect(d - f, within=1),
-        "… with one in the last stage": Expect(e - f, within=1),
-        "DeiT needs its position embedding more than CvT": (a - b) - (c - f),
+    a, b, c, _, _, f = (of["top1"] for of in cells.values())
+    asked = {
+        "Does DeiT need its position embedding?": a - b,
+        "Does DeiT need its position embedding more than CvT?": (a - b) - (c - f),
     }
     return Table(
         rows_of(cells),
         standard_columns("parameters", "top1"),
         about="Position embeddings present or not while training.",
-        claims=claims_at("§4.4, Table 5", claims),
+        questions=questions("§4.4, Table 5", asked),
     )
 
 
@@ -213,18 +183,16 @@ def table_6(s: Scale) -> Table:
         },
     )
     a, b, c, d = (of["top1"] for of in cells.values())
-    claims: Claims = {
-        "convolutional embedding is above patches (d above a)": d - a,
-        "… also where both have position embeddings (c above b)": c - b,
-        "… and alone above patches with positions (d above b)": d - b,
-        "position embeddings bring more to patches than to convolutions": (b - a) - (c - d),
+    asked = {
+        "Is convolutional embedding above patches (d, a)?": d - a,
+        "Do position embeddings bring more to patches than to convolutions?": (b - a) - (c - d),
     }
     return Table(
         rows_of(cells),
         standard_columns("parameters", "top1"),
         about="Token embeddings; position embeddings are in every stage (the paper's sizes say "
         "so).",
-        claims=claims_at("§4.4, Table 6", claims),
+        questions=questions("§4.4, Table 6", asked),
     )
 
 
@@ -240,20 +208,12 @@ def table_7(s: Scale) -> Table:
         },
     )
     a, b = (of["top1"] for of in cells.values())
-    full, squeezed = (
-        as_printed("cvt/table-7", row, built("cvt_13", kv_stride=stride))["flops"]
-        for row, stride in (("a", 1), ("b", 2))
-    )
-    claims: Claims = {
-        "stride 1 is above stride 2": a - b,
-        "stride 2 costs less than a point": Expect(1 - (a - b), least=0),
-        "stride 2 saves 30% of CvT-13's MACs": Expect(saved(full, squeezed, "MACs") - 30, within=5),
-    }
+    asked = {"Does squeezing keys and values cost accuracy?": a - b}
     return Table(
         rows_of(cells),
         standard_columns("parameters", "flops", "top1"),
         about="Keys and values on the full grid, or on a quarter of it.",
-        claims=claims_at("§4.4, Table 7", claims),
+        questions=questions("§4.4, Table 7", asked),
     )
 
 
@@ -275,16 +235,11 @@ def table_8(s: Scale) -> Table:
             "d: all stages": {"role": "CvT-13"},
         },
     )
-    a, b, c, d = (of["top1"] for of in cells.values())
-    claims: Claims = {
-        "convolutional projection in all stages is above linear": d - a,
-        "… and above stages 1 and 2 alone": d - c,
-        "… which are above stage 1 alone": c - b,
-        "… which is above linear projection": b - a,
-    }
+    linear, *_, every = (of["top1"] for of in cells.values())
+    asked = {"Is convolutional projection above linear?": every - linear}
     return Table(
         rows_of(cells),
         standard_columns("top1"),
         about="Stages with convolutional projection.",
-        claims=claims_at("§4.4, Table 8", claims),
+        questions=questions("§4.4, Table 8", asked),
     )

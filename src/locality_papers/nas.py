@@ -34,13 +34,11 @@ from locality_papers.search.run import Search, space_of
 from locality_papers.search.space import Candidates, SearchSpace
 from locality_papers.specs import (
     Cells,
-    Claims,
     Column,
-    Expect,
     Row,
     Table,
-    claims_at,
     experiment,
+    questions,
     rows_of,
     standard_columns,
 )
@@ -181,15 +179,12 @@ def nas(s: Scale) -> Table:
     inside = measured(searches[: len(s.few_seeds)], _supernet_top1(ranked))
     agreement = combined(lambda one, *others: kendall(one, others), inside, *candidates, unit="")
     top1 = {label: of["top1"] for label, of in cells.items()}
-    claims: Claims = {
-        "what the search finds has fewer parameters than the default": Expect(
-            absent("true by construction: the default is the largest of the search space"),
-            where="§4.2",
-        ),
-        "the search finds better than the default": top1["found"] - top1["default"],
-        "… and than random candidates of its cost": top1["found"] - top1["random, same cost"],
-        "the supernet ranks candidates as training from scratch does": agreement,
-        "evolution finds better candidates than as many drawn at random": evolution - random,
+    asked = {
+        "Does the search find better than the default?": top1["found"] - top1["default"],
+        "Does it find better than random candidates of its cost?": top1["found"]
+        - top1["random, same cost"],
+        "Does the supernet rank candidates as training from scratch does?": agreement,
+        "Does evolution find better candidates than as many drawn at random?": evolution - random,
     }
     cells |= {
         "best by evolution": {"held_out": evolution},
@@ -198,4 +193,4 @@ def nas(s: Scale) -> Table:
         "two seeds from scratch": {"tau": between_seeds(candidates)},
     }
     rows = rows_of(cells)
-    return Table(rows, columns, about=about, claims=claims_at("", claims))
+    return Table(rows, columns, about=about, questions=questions("", asked))

@@ -13,7 +13,7 @@ from locality import checks
 from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
-from locality.files import check_output, read_json, write_atomic
+from locality.files import check_output, write_atomic
 from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import Executor, run_all
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
@@ -30,10 +30,11 @@ from locality_papers import (  # noqa: F401 (they register)
     nas,
     small_data,
 )
+from locality_papers.answers import answers
 from locality_papers.measures import Failures, Measure
 from locality_papers.pages import page, write_pages
 from locality_papers.recorded import export_runs, import_runs
-from locality_papers.records import Record, claims_of, judge, make_record
+from locality_papers.records import Record, make_record
 from locality_papers.scales import Scale, get_scale
 from locality_papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
 
@@ -194,7 +195,7 @@ def _check_files(folder: Path, item: Experiment) -> None:
     path = _record_file(folder, item)
     check_output(path, b'{\n "name": "')
     if not path.exists():
-        for suffix in (".md", ".csv", ".html", ".png"):
+        for suffix in (".md", ".csv", ".png"):
             check_output(path.with_suffix(suffix))
 
 
@@ -212,8 +213,7 @@ def write_experiment(
     """
     path = _record_file(folder, item)
     target = path.with_suffix("")
-    earlier = read_json(path).get("looks", ()) if path.exists() else ()
-    record = make_record(item, spec, scale, failures, earlier)
+    record = make_record(item, spec, scale, failures)
     if isinstance(spec, Figure):
         picture = target.with_suffix(".png")
         figure = draw(record["panels"]) if any(map(filled, record["panels"])) else None
@@ -237,11 +237,9 @@ def write_experiment(
 
 def _show(records: Sequence[Record], failures: Failures, folder: Path) -> None:
     if len(records) == 1:
-        print("\n" + page("md", records[0]))
+        print("\n" + page(records, answers(records)))
     for record in records if len(records) > 1 else ():
-        verdicts = [judge(claim) for claim in claims_of(record)]
-        counted = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-        print(f"{record['name']:28} {record['title']}" + (f" ({counted})" if counted else ""))
+        print(f"{record['name']:28} {record['title']}")
     if failures:
         print(f"{len(failures)} runs have no result; the first: {next(iter(failures.values()))}")
     print(f"written to {folder}")

@@ -17,18 +17,19 @@ from locality.errors import require
 from locality.figures.charts import percent
 from locality.runner.runs import Run
 from locality.training.cost import image_counts
-from locality_papers.measures import TOP1, Measure, Quantity, measured, over
+from locality_papers.measures import TOP1, Measure, Quantity, combined, measured, over
 from locality_papers.scales import Scale
 from locality_papers.specs import (
     Cells,
-    Claim,
     Column,
     Figure,
     Panel,
     Series,
     Table,
     experiment,
+    questions,
     rows_of,
+    stated,
 )
 
 _MODELS = {"ConViT": "ConViT-S", "DeiT": "DeiT-S", "CvT": "CvT-13", "CNN": "CNN"}
@@ -63,11 +64,6 @@ PIXELS = {
 }
 """Baselines on the pixels of the images that a run is trained and evaluated on."""
 
-# What is asked of whom: each claim more makes all of them harder to decide.
-_ASKED = {
-    "ConViT": ("nearest neighbour", "logistic regression", "support vector machine", "DeiT"),
-    "DeiT": ("nearest neighbour", "logistic regression"),
-}
 _COLOURS = {
     "ConViT": "convit",
     "DeiT": "deit",
@@ -92,15 +88,17 @@ def baselines(s: Scale) -> Table:
         about="Not in the papers. Top-1 with parts of the training images, at equal numbers of "
         f"steps{s.about_length}, and equal settings unless the scale says otherwise. The baselines "
         "see the same images at 32 pixels at most and have no setting that was tuned.",
-        claims=tuple(
-            Claim(
-                f"{column} of the data: {label} is above {other}",
-                "",
-                cells[label][column] - cells[other][column],
-            )
-            for column in columns
-            for label, others in _ASKED.items()
-            for other in others
+        questions=questions(
+            "",
+            {
+                f"With {column} of the images, is {label} above every baseline?": combined(
+                    lambda top1, *others: top1 - max(others),
+                    cells[label][column],
+                    *(cells[name][column] for name in PIXELS),
+                )
+                for column in columns
+                for label in ("ConViT", "DeiT", "CvT")
+            },
         ),
     )
 
@@ -168,21 +166,15 @@ def converged(s: Scale) -> Table:
         "four": Column("four times"),
         "last": Column("from twice to four times", signed=True),
     }
-    nearest = "nearest neighbour"
     return Table(
         rows_of(cells | {label: {"once": top1} for label, top1 in pixels.items()}),
         columns,
         about="Not in the papers. Top-1 with all training images; baselines take no steps.",
-        claims=(
-            *(
-                Claim(f"{label}: {what} change less than half a point", "", of[column], 0.5)
+        questions=questions(
+            "",
+            {
+                f"{label}: do twice the steps help by half a point?": stated(of["more"], 0.5)
                 for label, of in cells.items()
-                for what, column in (("twice the steps", "more"), ("four times", "last"))
-            ),
-            Claim(
-                f"at four times the steps ConViT is at most half a point below the {nearest}",
-                "",
-                cells["ConViT"]["four"] - pixels[nearest] - (-0.5),
-            ),
+            },
         ),
     )

@@ -1,4 +1,4 @@
-"""What an experiment is: rows and columns, or panels and series, and the claims made with them."""
+"""What an experiment is: rows and columns, or panels and series, and the questions it answers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Cells = dict[str, dict[str, Quantity]]
 def as_printed(place: str, row: str, of: Mapping[str, Quantity]) -> dict[str, Quantity]:
     """A row's numbers, each knowing what the paper prints in its place, if it does.
 
-    What is computed from them, a claim's number above all, then knows the paper's too.
+    What is computed from them, an effect above all, then knows the paper's too.
 
     Args:
         place: "convit/table-2".
@@ -85,46 +85,20 @@ def rows_of(cells: Cells) -> tuple[Row, ...]:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a paper says, in our words, and the number that decides it.
+class Question:
+    """What a paper answers with yes, and the number that answers it here.
 
     Attributes:
-        text: what it says; with the experiment's name, which claim it is at every scale.
-        where: the section and page, table or figure that says it; "" for a question of our own.
-        number: what has to be above 0, such as `convit - deit`, or several numbers by name, each
-            of which has to be. Where a scale cannot test the claim it is `absent`, which says why
-            before anything runs. A quantity that is computed from printed numbers knows how large
-            the paper has it; where a text or a figure says so, `stated` does.
-        within: the number has to be within ± this of 0 instead; in its unit.
-        least: the smallest effect that counts, in the number's unit; a tenth of the paper's own
-            unless given. 0 where the claim names a value and the number is how far it is beyond.
+        text: the question; with the experiment's name the same at every scale.
+        where: the section and page, table or figure that answers it; "" for one of our own.
+        effect: above 0 if the answer is yes, such as `convit - deit`. Where a scale cannot ask it,
+            `absent`, which says why before anything runs. What is computed from printed numbers
+            knows how large the paper has it; where a text or a figure says so, `stated` does.
     """
 
     text: str
     where: str
-    number: Quantity | Mapping[str, Quantity]
-    within: float | None = None
-    least: float | None = None
-
-    @property
-    def parts(self) -> Mapping[str, Quantity]:
-        """All its numbers by name; one alone has none."""
-        return {"": self.number} if isinstance(self.number, Quantity) else self.number
-
-
-@dataclass(frozen=True)
-class Expect:
-    """What `claims_at` is to make of a number, where that is not "above 0, at the same place".
-
-    Attributes:
-        number, within, least: as a claim has them.
-        where: of this claim alone.
-    """
-
-    number: Quantity | Mapping[str, Quantity]
-    within: float | None = None
-    where: str | None = None
-    least: float | None = None
+    effect: Quantity
 
 
 def stated(number: Quantity, effect: float) -> Quantity:
@@ -132,33 +106,22 @@ def stated(number: Quantity, effect: float) -> Quantity:
     return replace(number, paper=effect)
 
 
-Claims = dict[str, Quantity | Mapping[str, Quantity] | Expect]
-"""What a claim says → the number that has to be above 0, or each of several."""
-
-
-def claims_at(where: str, claims: Claims) -> tuple[Claim, ...]:
-    """The claims that a place of a paper makes; "" for our own questions."""
-    return tuple(
-        Claim(
-            text, where if each.where is None else each.where, each.number, each.within, each.least
-        )
-        if isinstance(each, Expect)
-        else Claim(text, where, each)
-        for text, each in claims.items()
-    )
+def questions(where: str, effects: Mapping[str, Quantity]) -> tuple[Question, ...]:
+    """What a place of a paper answers, by text; "" for our own questions."""
+    return tuple(Question(text, where, effect) for text, effect in effects.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What an experiment shows at a scale, and what is concluded from it.
+    """What an experiment shows at a scale, and which questions it answers.
 
     Attributes:
         about: what is compared, and under which protocol at this scale.
-        claims: what the paper says of it.
+        questions: those that the paper asks of it, or that we ask.
     """
 
     about: str
-    claims: tuple[Claim, ...] = ()
+    questions: tuple[Question, ...] = ()
 
     @property
     def shown(self) -> list[Quantity]:
@@ -167,8 +130,8 @@ class Spec:
 
     @property
     def quantities(self) -> list[Quantity]:
-        """All that it shows or decides by."""
-        return [*self.shown, *(each for claim in self.claims for each in claim.parts.values())]
+        """All that it shows or answers with."""
+        return [*self.shown, *(question.effect for question in self.questions)]
 
     @property
     def runs(self) -> list[Run]:

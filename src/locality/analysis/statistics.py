@@ -139,19 +139,15 @@ def paired_difference(
     return estimate([first[seed] - second[seed] for seed in seeds], shared)
 
 
-def holm_levels(p_values: Sequence[float], level: float = 0.05) -> list[float]:
-    """The level that each of m hypotheses is tested at together: Holm's correction.
+def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:
+    """Which of m hypotheses are rejected together: Holm's correction.
 
     In order of their p-values, the k-th is rejected if it and all before it have p < level /
     (m − k + 1). The chance that even one of them is rejected wrongly is then below the level.
     """
-    levels, left = [level] * len(p_values), len(p_values)
-    for index in sorted(range(len(p_values)), key=p_values.__getitem__):
-        levels[index] = level / left
-        left -= p_values[index] < levels[index]  # after the first that is not, the level stays
-    return levels
-
-
-def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:
-    """Which of m hypotheses are rejected together, by `holm_levels`."""
-    return [p < at for p, at in zip(p_values, holm_levels(p_values, level), strict=True)]
+    rejected = [False] * len(p_values)
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        if p_values[index] >= level / (len(p_values) - rank):
+            break
+        rejected[index] = True
+    return rejected

@@ -68,7 +68,7 @@
     const title = svg.getAttribute("aria-label");
     bar(svg.parentElement.lastElementChild, [["SVG", `save as SVG: ${title}`, () => save(`${named(title)}.svg`, [standing(svg)], "image/svg+xml")]]);
   }
-  for (const table of document.querySelectorAll("table.results, table.numbers, body:has(.claims) table")) {
+  for (const table of document.querySelectorAll("table.results, table.numbers, .md-typeset table")) {
     const title = titleOf(table);
     bar(table.closest(".scroll, .wide, .md-typeset__scrollwrap") ?? table, [
       ["copy", `copy the table: ${title}`, (button) => copy(table, button)],
