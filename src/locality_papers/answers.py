@@ -94,7 +94,7 @@ def _answer(family: list[tuple[Answer, Record]]) -> None:
         if found:
             answer["answer"] = AT_MOST
         elif half := question["half_width"]:
-            seeds = seeds_needed(question["n"], half, bound)
+            seeds = seeds_needed(question["n"], half, max(bound, abs(answer["effect"])))
             answer["seeds"] = seeds if seeds > question["n"] else None
 
 
