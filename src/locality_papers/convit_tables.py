@@ -81,7 +81,7 @@ def table_2(s: Scale) -> Table:
         found: dict[str, Quantity] = {}
         for m in (TOP1, TOP5):
             pair = {
-                f"{role}/{m.name}": s.measured_on_part(m, role, fraction)
+                f"{role}/{m.name}": s.measured(m, role, fraction=fraction)
                 for role in ("DeiT-S", "ConViT-S")
             }
             pair = as_printed("convit/table-2", percent(fraction), pair)
@@ -104,8 +104,8 @@ def table_2(s: Scale) -> Table:
     return Table(
         tuple(Row(percent(fraction), of) for fraction, of in cells.items()),
         columns,
-        about="A fraction of each class's training images, the number of images shown unchanged"
-        f"{s.about_length}. The gap is ConViT's gain in per cent of DeiT's accuracy.",
+        about="A fraction of each class's training images, the number of images shown unchanged. "
+        "The gap is ConViT's gain in per cent of DeiT's accuracy.",
         questions=questions("§3, p. 6, Table 2", asked),
     )
 

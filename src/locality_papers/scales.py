@@ -45,8 +45,6 @@ class Scale:
         settings: pattern of roles → settings that differ from the recipe's; all that fit, in order.
         small: settings of the smaller training set of Figs. 8 and 12.
         fractions: of Table 2.
-        full_length: how many times as many steps as elsewhere networks take on all images where
-            they stand beside baselines on pixels.
         splits_by_seed: each seed draws anew which images are evaluated on, so that intervals over
             seeds are also over images.
         gpsa_counts: an axis of Fig. 8; `gpsa_counts[-1]` is the model's own number.
@@ -74,7 +72,6 @@ class Scale:
     teacher_is_public: bool = False
     masked_size: str = "Ti"
     fractions: tuple[float, ...] = FRACTIONS
-    full_length: float = 1.0
     splits_by_seed: bool = False
     snapshots: int = 20
     comparable: bool = False
@@ -183,17 +180,6 @@ class Scale:
             return measured(self.runs(role, **choices), measure)
         except UserError as error:
             return absent(str(error))
-
-    def measured_on_part(self, measure: Measure, role: str, fraction: float) -> Quantity:
-        """`measured` with a part of the training images; on all of them `full_length` counts."""
-        longer = self.lasting(role, self.full_length) if fraction == 1 else {}
-        return self.measured(measure, role, fraction=fraction, **longer)
-
-    @property
-    def about_length(self) -> str:
-        """What `full_length` says, for tables of `measured_on_part`."""
-        times = self.full_length
-        return f", {times:g} times as many with all of them" if times != 1 else ""
 
     def counted(self, role: str, **choices: Any) -> dict[str, Quantity]:
         """Millions of parameters and billions of multiply-accumulates of a role's model."""

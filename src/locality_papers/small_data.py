@@ -86,7 +86,7 @@ def baselines(s: Scale) -> Table:
         rows_of(cells),
         columns,
         about="Not in the papers. Top-1 with parts of the training images, at equal numbers of "
-        f"steps{s.about_length}, and equal settings unless the scale says otherwise. The baselines "
+        "steps, and equal settings unless the scale says otherwise. The baselines "
         "see the same images at 32 pixels at most and have no setting that was tuned.",
         questions=questions(
             "",
@@ -107,7 +107,7 @@ def _by_fraction(s: Scale) -> dict[str, dict[float, Quantity]]:
     """Top-1 of every model and baseline: label → fraction of the training images → number."""
 
     def of(measure: Measure, role: str) -> dict[float, Quantity]:
-        return {fraction: s.measured_on_part(measure, role, fraction) for fraction in s.fractions}
+        return {fraction: s.measured(measure, role, fraction=fraction) for fraction in s.fractions}
 
     models = {label: of(TOP1, role) for label, role in _MODELS.items()}
     return models | {label: of(measure, _MODELS["ConViT"]) for label, measure in PIXELS.items()}
