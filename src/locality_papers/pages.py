@@ -158,27 +158,33 @@ HEADLINES = {
     "Do ConViT's gated layers leave locality?": "convit/figure-5",
     "Do the gates of the deeper half fall over training?": "convit/figure-6",
     "In all gated layers, does masking content cost more than masking position?": "convit/table-6",
-    "With 5% of the images, is CvT above every baseline?": "beyond/baselines",
+    "Without its position embedding, does DeiT lose more than ConViT?": "convit/table-5",
 }
 """The README's questions, and the experiments that answer them."""
 
 
 def headlines(found: Iterable[Answer]) -> str:
     """The README's table of findings."""
-    at = {(each["experiment"], each["question"], each["scale"]): each for each in found}
-    lines = ["| question | paper | digits | photographs |", "| :-- | --: | :-- | :-- |"]
+    lines = ["| question | paper | here |", "| :-- | :-- | :-- |"]
     for question, experiment in HEADLINES.items():
-        digits, photographs = (at.get((experiment, question, s)) for s in ("digits", "fashion"))
-        if known := digits or photographs:
-            cells = (question, papers(known), said(digits), said(photographs))
-            lines.append(f"| {' | '.join(cells)} |")
+        at = {
+            each["scale"]: each
+            for each in found
+            if (each["experiment"], each["question"]) == (experiment, question)
+        }
+        if at:
+            paper = papers(next(iter(at.values())))
+            lines.append(f"| {question} | {paper} | {everywhere(at)} |")
     return "\n".join(lines) + "\n"
 
 
-def said(answer: Answer | None) -> str:
-    """An answer in a cell: "yes, +5.2 (+3.1 to +7.3)"; nothing where nothing was asked."""
-    if answer is None:
-        return ""
+def everywhere(at: Mapping[str, Answer]) -> str:
+    """The answers at all scales in a cell."""
+    return "; ".join(f"{scale}: {said(answer)}" for scale, answer in at.items())
+
+
+def said(answer: Answer) -> str:
+    """An answer in a cell: "yes, +5.2 (+3.1 to +7.3)"."""
     unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
     if answer["answer"] == AT_MOST:
         return f"at most {_number(answer, 'high')}{unit}"
@@ -186,13 +192,15 @@ def said(answer: Answer | None) -> str:
     if answer["low"] is not None:
         text += f" ({_number(answer, 'low')} to {_number(answer, 'high')})"
     if answer["answer"] == CANNOT_TELL and answer["seeds"]:
-        text += f"; {answer['seeds']} seeds would"
+        text += f", {answer['seeds']} seeds would"
     return text
 
 
 def papers(answer: Answer) -> str:
-    """The paper's own effect."""
-    return "" if answer["paper"] is None else _signed(answer["paper"], 3)
+    """The paper's answer: its own effect, or that it says yes; our own questions have none."""
+    if answer["paper"] is None:
+        return "yes" if answer["where"] else "not asked"
+    return _signed(answer["paper"], 3)
 
 
 def _number(answer: Answer, name: str) -> str:
@@ -214,6 +222,7 @@ def _rendered(template: str, **content: Any) -> str:
         "cell": lambda text: text.replace("|", "\\|"),
         "hardware": _hardware,
         "papers": papers,
+        "everywhere": everywhere,
         "said": said,
         "sentence": lambda text: f"{text[0].upper()}{text[1:].rstrip('.')}.",
     }
