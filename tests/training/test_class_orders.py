@@ -3,6 +3,8 @@
 import csv
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace as changed
 
 import numpy as np
@@ -214,3 +216,17 @@ def test_a_name_of_several_classes_is_none():
     opened = Classifier.of(model, preprocessing=Preprocessing(8), classes=["crane", "crane"])
     with pytest.raises(UserError, match="no class names"):
         evaluate_opened(opened, DataConfig())
+
+
+def test_the_order_is_the_same_for_every_hash_seed():
+    code = "from locality.data.classes import sort_classes; print(sort_classes({'1', '01', '1.0'}))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(found) == 1
