@@ -138,7 +138,7 @@ def figure_6(s: Scale) -> Figure:
     half = _half(s.architecture("ConViT-S").gpsa_layers)
     fall = gate(lambda of: fmean(of.mean_gates[-half:, 0] - of.mean_gates[-half:, -1]))
     asked = {
-        "Do the gates of the deeper half fall over training?": stated(fall, GATES_FALL),
+        "Do gates of the deeper half fall?": stated(fall, GATES_FALL),
         "Does the deeper half end with less positional attention than the first?": gate(
             lambda of: of.above_deeper(of.mean_gates[:, -1])
         ),

@@ -277,9 +277,7 @@ def table_6(s: Scale) -> Table:
         rows.append(Row(f"first {layers} layers (paper: {printed})", cells[printed], printed))
     *_, every = cells.values()
     asked = {
-        "In all gated layers, does masking content cost more than masking position?": every[
-            "position"
-        ]
+        "Does masking content cost more than masking position?": every["position"]
         - every["content"]
     }
     return Table(

@@ -156,8 +156,8 @@ HEADLINES = {
     "With 5% of the images, is ConViT above DeiT?": "convit/table-2",
     "With 100% of the images, is ConViT above DeiT?": "convit/table-2",
     "Do ConViT's gated layers leave locality?": "convit/figure-5",
-    "Do the gates of the deeper half fall over training?": "convit/figure-6",
-    "In all gated layers, does masking content cost more than masking position?": "convit/table-6",
+    "Do gates of the deeper half fall?": "convit/figure-6",
+    "Does masking content cost more than masking position?": "convit/table-6",
     "Without its position embedding, does DeiT lose more than ConViT?": "convit/table-5",
 }
 """The README's questions, and the experiments that answer them."""
@@ -186,9 +186,8 @@ def everywhere(at: Mapping[str, Answer]) -> str:
 def said(answer: Answer) -> str:
     """An answer in a cell: "yes, +5.2 (+3.1 to +7.3)"."""
     unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
-    if answer["answer"] == AT_MOST:
-        return f"at most {_number(answer, 'high')}{unit}"
-    text = f"{answer['answer']}, {_number(answer, 'effect')}{unit}"
+    bound = f" {_number(answer, 'high')}" if answer["answer"] == AT_MOST else ""
+    text = f"{answer['answer']}{bound}, {_number(answer, 'effect')}{unit}"
     if answer["low"] is not None:
         text += f" ({_number(answer, 'low')} to {_number(answer, 'high')})"
     if answer["answer"] == CANNOT_TELL and answer["seeds"]:
