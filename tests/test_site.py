@@ -147,7 +147,7 @@ def test_in_a_browser_nothing_is_cut_off_and_search_finds(site, browser, width):
     start = f"http://127.0.0.1:{server.server_port}"
     page = browser.new_page(viewport={"width": width, "height": 900})
     try:
-        for name in ("index", "models", "results", "instruments", "reference/training"):
+        for name in ("index", "models", "findings", "instruments", "reference/training"):
             page.goto(f"{start}/{name}.html")
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, name

@@ -630,9 +630,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "predict photo.png --model run",
         lambda root: write(
             "run/config.yaml",
-            (root / "run/config.yaml")
-            .read_text()
-            .replace("overrides: {}", "overrides: {depth: 500}"),
+            (root / "run/config.yaml").read_text().replace("model:\n", "model:\n  depth: 500\n"),
         )(root),
         "run",
     ),

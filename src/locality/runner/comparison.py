@@ -24,7 +24,7 @@ from locality.benchmark.measure import inference, interleave
 from locality.checkpoints.run_state import BEST, LAST, PREVIOUS
 from locality.data import open_data
 from locality.data.sources import ImageFingerprint
-from locality.errors import UserError, one_line
+from locality.errors import UserError, one_line, prefix_errors
 from locality.files import read_json, read_yaml, write_atomic
 from locality.layers.cpu import arithmetic_threads
 from locality.machine import processors
@@ -121,7 +121,8 @@ def plan(
         there = read_yaml(path)
         shape = {"comparison": dict, "configurations": dict, "images?": str}
         checks.shaped(str(path), there, shape)
-        before = settings.from_dict(ComparisonSpec, there["comparison"], str(path))
+        with prefix_errors(path):
+            before = settings.from_dict(ComparisonSpec, there["comparison"])
         if changed := list(settings.differences(before, spec)):
             raise UserError(
                 f"{folder} holds another comparison ({describe_changes(changed)}); give another "
