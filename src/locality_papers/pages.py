@@ -9,7 +9,6 @@ experiment → what does not reproduce, and the most likely reason.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -58,12 +57,12 @@ def write_all(root: Path) -> None:
     write_answers(root / "results" / "answers.csv", found)
     docs = root / "docs"
     (docs / "results").mkdir(parents=True, exist_ok=True)
-    write_atomic(docs / "findings.md", findings(by_scale, found, docs))
+    write_atomic(docs / "findings.md", findings(by_scale, found))
     remarks = {scale: _remarks(folders[scale], of) for scale, of in by_scale.items()}
     for name in {record["name"]: None for record in every}:
         records = [record for record in every if record["name"] == name]
         own = {record["scale"]: remarks[record["scale"]].get(name, "") for record in records}
-        text = page(records, found, own, os.path.relpath(root / "results", docs / "results") + "/")
+        text = page(records, found, own, "../../results/")
         write_atomic(docs / "results" / f"{name.replace('/', '-')}.md", text)
     readme = root / "README.md"
     if readme.exists() and _README[0] in (text := readme.read_text("utf-8")):
@@ -123,17 +122,23 @@ def page(
     return _rendered("experiment.md", name=records[0]["name"], title=title, parts=parts)
 
 
-def findings(by_scale: Mapping[str, list[Record]], found: Sequence[Answer], place: Path) -> str:
-    """Every question with its answer at each scale, as Markdown that lies in `place`."""
-    asked: dict[str, dict[str, Any]] = {}
+def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Answer]]:
+    """Experiment and question → scale → answer."""
+    grouped: dict[tuple[str, str], dict[str, Answer]] = {}
     for each in found:
-        question = asked.setdefault(f"{each['experiment']} {each['question']}", each | {"at": {}})
-        question["at"][each["scale"]] = each
+        grouped.setdefault((each["experiment"], each["question"]), {})[each["scale"]] = each
+    return grouped
+
+
+def findings(by_scale: Mapping[str, list[Record]], found: Sequence[Answer]) -> str:
+    """Every question with its answer at each scale, as Markdown that lies in docs/."""
     sections: dict[str, list[Any]] = {"Of the papers": [], "Of our own": []}
-    for question in asked.values():
-        sections["Of the papers" if question["where"] else "Of our own"].append(question)
+    for at in _by_question(found).values():
+        question = next(iter(at.values()))
+        sections["Of the papers" if question["where"] else "Of our own"].append(
+            question | {"at": at}
+        )
     every = list(chain(*by_scale.values()))
-    results = Path(os.path.relpath(place.parent / "results", place)).as_posix()
     return _rendered(
         "findings.md",
         scales={scale: records[0]["scale_about"] for scale, records in by_scale.items()},
@@ -142,7 +147,7 @@ def findings(by_scale: Mapping[str, list[Record]], found: Sequence[Answer], plac
             {
                 "title": record["title"],
                 "scale": record["scale"],
-                "path": f"{results}/{record['scale']}/{record['picture']}",
+                "path": f"../results/{record['scale']}/{record['picture']}",
             }
             for record in every
             if record["name"] == "beyond/fractions" and record.get("picture")
@@ -166,13 +171,9 @@ HEADLINES = {
 def headlines(found: Iterable[Answer]) -> str:
     """The README's table of findings."""
     lines = ["| question | paper | here |", "| :-- | :-- | :-- |"]
+    grouped = _by_question(found)
     for question, experiment in HEADLINES.items():
-        at = {
-            each["scale"]: each
-            for each in found
-            if (each["experiment"], each["question"]) == (experiment, question)
-        }
-        if at:
+        if at := grouped.get((experiment, question)):
             paper = papers(next(iter(at.values())))
             lines.append(f"| {question} | {paper} | {everywhere(at)} |")
     return "\n".join(lines) + "\n"
@@ -199,21 +200,21 @@ def papers(answer: Answer) -> str:
     """The paper's answer: its own effect, or that it says yes; our own questions have none."""
     if answer["paper"] is None:
         return "yes" if answer["where"] else "not asked"
-    return _signed(answer["paper"], 3)
+    return _signed(answer["paper"])
 
 
 def _number(answer: Answer, name: str) -> str:
     """A number of an answer to the second significant digit of its interval."""
     half = 0.0 if answer["low"] is None else (answer["high"] - answer["low"]) / 2
     if half < 1e-9:  # alike but for rounding
-        return _signed(answer[name], 3)
+        return _signed(answer[name])
     decimals = max(0, 1 - math.floor(math.log10(half)))
     return f"{answer[name]:+.{decimals}f}".replace("-", "−")
 
 
-def _signed(value: float, digits: int) -> str:
+def _signed(value: float) -> str:
     # The rounding errors of percentages are no number to show: 0.1 + 0.2 − 0.3 is 0.
-    return f"{round(value, 9):+.{digits}g}".replace("-", "−")
+    return f"{round(value, 9):+.3g}".replace("-", "−")
 
 
 def _rendered(template: str, **content: Any) -> str:

@@ -40,11 +40,10 @@ def imbalance(counts: Mapping[str, int]) -> str:
         counts: class → how many images it has.
     """
     held = {name: count for name, count in counts.items() if count}
-    least, most = (
-        min(held, key=held.__getitem__, default=""),
-        max(held, key=held.__getitem__, default=""),
-    )
-    if not held or held[most] < _RATIO * held[least]:
+    if not held:
+        return ""
+    least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
+    if held[most] < _RATIO * held[least]:
         return ""
     few = [f"{name} ({count})" for name, count in held.items() if count < _FEW]
     named = f"; fewer than {_FEW}: {some(few, quote='')}" if few else ""

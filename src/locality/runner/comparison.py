@@ -116,7 +116,10 @@ def plan(
     """
     path = folder / _PLAN
     data = adjusted("photos", spec.data).data
-    images = ImageFingerprint.of(open_data(data, seed=0)).fingerprint
+
+    def fingerprint() -> str:
+        return ImageFingerprint.of(open_data(data, seed=0)).fingerprint
+
     if path.exists():
         there = read_yaml(path)
         shape = {"comparison": dict, "configurations": dict, "images?": str}
@@ -128,13 +131,14 @@ def plan(
                 f"{folder} holds another comparison ({describe_changes(changed)}); give another "
                 f"--output"
             )
-        if there.get("images", images) != images:
+        if (before_images := there.get("images")) and before_images != fingerprint():
             raise UserError(
                 f"{folder} was begun with other images, labels or classes than '{data.root}' has "
                 f"now; restore them, or give another --output"
             )
         found = there["configurations"].items()
         return {model: settings.from_dict(RunConfig, values, str(path)) for model, values in found}
+    images = fingerprint() if keep else None
     chosen = _choose_configs(spec, jobs, threads or threads_per_run(jobs))
     if keep:
         folder.mkdir(parents=True, exist_ok=True)

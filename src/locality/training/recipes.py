@@ -353,10 +353,6 @@ def finetune_384(
 _PHOTO_AUGMENT = AugmentConfig(
     crop="resized", scale=(0.35, 1.0), hflip=0.5, auto_augment="rand-m5-mstd0.5-inc1"
 )
-# A random area of so few pixels is blurred, and RandAugment takes as long as a small model.
-_SMALL_AUGMENT = AugmentConfig(
-    crop="pad", pad=1, hflip=0.5, affine=5, mixup=0.4, cutmix=0.5, random_erasing=0.25
-)
 SMALL_SIDE = 32
 """Pixels up to which `photos` has its recipe for small images."""
 
@@ -386,7 +382,9 @@ def photos(
     Cost: ten minutes anywhere.
     Expect: depends on the images; pretrained weights (`finetune`) help more than time.
     """
-    small = is_small(model, img_size)
+    small, tuned = is_small(model, img_size), fashion_mnist()
+    # A random area of so few pixels is blurred, and RandAugment takes as long as a small model.
+    small_augment = dataclasses.replace(tuned.augment, hflip=0.5, affine=5.0)
     return RunConfig(
         recipe="photos",
         seed=seed,
@@ -395,8 +393,8 @@ def photos(
         ),
         data=DataConfig("folder", exif=True),
         input=Preprocessing(crop_pct=1.0),
-        augment=_SMALL_AUGMENT if small else _PHOTO_AUGMENT,
-        optim=fashion_mnist().optim
+        augment=small_augment if small else _PHOTO_AUGMENT,
+        optim=tuned.optim
         if small
         else OptimConfig("adamw", lr=1e-3, lr_batch=64, weight_decay=0.05),
         schedule=ScheduleConfig(steps=2000, warmup=200, eval_every=200, patience=2000),

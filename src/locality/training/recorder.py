@@ -118,11 +118,16 @@ class Recorder:
         images = len(self._step_seconds) * self._run.plan.batch_size
         return images / sum(self._step_seconds) if self._step_seconds else 0.0
 
+    def _locked_folder(self) -> RunFolder | None:
+        """The folder to write to, where it was locked; None on ranks that write nothing."""
+        if self._folder is not None:
+            self._folder.lock.check()
+        return self._folder
+
     def log_evaluation(self, row: dict[str, Any], images: int, seconds: float) -> None:
         """Record an evaluation on `images` images that took `seconds`."""
-        if self._folder is None:
+        if self._locked_folder() is None:
             return
-        self._folder.lock.check()
         timing = {
             "step": row["step"],
             "seconds": round(self.seconds, 3),
@@ -146,10 +151,9 @@ class Recorder:
 
     def write_predictions(self, collector: PredictionCollector) -> None:
         """Write predictions.csv."""
-        if self._folder is not None:
-            self._folder.lock.check()
+        if folder := self._locked_folder():
             splits = self._run.splits
-            collector.write(self._folder.predictions_file, splits.val, splits.classes)
+            collector.write(folder.predictions_file, splits.val, splits.classes)
 
     def save(self, checkpoint: Mapping[str, Any]) -> None:
         """Save a checkpoint in the background, and skipped.csv if images were skipped.
@@ -157,16 +161,15 @@ class Recorder:
         Raises:
             CheckpointNotSaved: if the checkpoint before could not be written.
         """
-        if self._folder is None:
+        if (folder := self._locked_folder()) is None:
             return
-        self._folder.lock.check()
         rows = self._metrics.text.partition("\n")[2]
-        self._folder.checkpoints.start({**checkpoint, "metrics": rows})
+        folder.checkpoints.start({**checkpoint, "metrics": rows})
         skipped = checkpoint["progress"]["skipped"]
         if len(skipped) > self._skipped:
             self._skipped = len(skipped)
             image, reason = list(skipped.items())[-1]
-            file = self._folder.skipped_file
+            file = folder.skipped_file
             self.log(
                 f"{len(skipped)} training images could not be read and had others in their place "
                 f"({file.name}), the last: {image}: {reason}"
@@ -175,9 +178,8 @@ class Recorder:
 
     def keep_best(self) -> None:
         """Keep the last checkpoint as the best."""
-        if self._folder is not None:
-            self._folder.lock.check()
-            self._folder.checkpoints.keep_best()
+        if folder := self._locked_folder():
+            folder.checkpoints.keep_best()
 
     def wait_until_saved(self) -> None:
         """Return when the last checkpoint is on disk.
@@ -195,13 +197,12 @@ class Recorder:
             step: updates finished; 0 before the first.
             model: the model that would be evaluated.
         """
-        if self._folder is None:
+        if (folder := self._locked_folder()) is None:
             return
-        self._folder.lock.check()
         if self._run.plan.snapshots(step):
-            self._folder.snapshots.mkdir(exist_ok=True)
+            folder.snapshots.mkdir(exist_ok=True)
             weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-            with atomic_file(self._folder.snapshots / f"step-{step:08d}.safetensors") as file:
+            with atomic_file(folder.snapshots / f"step-{step:08d}.safetensors") as file:
                 file.write(save(weights, metadata={"step": str(step)}))
 
     def finish(self, row: dict[str, Any], images: str) -> dict[str, Any]:
@@ -211,9 +212,8 @@ class Recorder:
             row: the evaluation of the weights that are kept.
             images: their fingerprint.
         """
-        if self._folder is None:
+        if (folder := self._locked_folder()) is None:
             return {}
-        self._folder.lock.check()
         run, config, seconds = self._run, self._run.config, self.seconds
         seen = self._step * run.plan.batch_size
         result = {
@@ -235,7 +235,7 @@ class Recorder:
             "seconds": round(seconds, 3),
             "images_per_second": round(seen / seconds, 1) if seconds else None,
         }
-        self._folder.write_json(self._folder.result_file, result)
+        folder.write_json(folder.result_file, result)
         best = f" at step {row['step']}" if row["step"] < self._step else ""
         self.log(f"finished in {format_duration(seconds)}: top-1 {row['top1']:.2f}%{best}")
         return result
