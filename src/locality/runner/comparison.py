@@ -131,7 +131,7 @@ def plan(
                 f"{folder} holds another comparison ({describe_changes(changed)}); give another "
                 f"--output"
             )
-        if (before_images := there.get("images")) and before_images != fingerprint():
+        if (recorded := there.get("images")) is not None and recorded != fingerprint():
             raise UserError(
                 f"{folder} was begun with other images, labels or classes than '{data.root}' has "
                 f"now; restore them, or give another --output"
