@@ -87,8 +87,8 @@ def reproduce(
     Args:
         name: "convit/table-3", a paper ("convit", "cvt"), "beyond", or "all".
         scale: one of `SCALES`, or a scale of one's own.
-        out: folder for the files: `out/SCALE/convit-table-3.md`, `.csv`, `.html`, `.json`, and
-            `.png` for figures.
+        out: folder for the files: `out/SCALE/convit-table-3.md`, `.csv`, `.json`, and `.png` for
+            figures.
         plan_only: print runs, images, multiply-accumulates and hours, and do nothing.
         finished_only: start no run; what is not finished stays empty.
         executor: "local", "submitit", "ray", or an object with their `map`.

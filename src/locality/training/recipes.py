@@ -88,7 +88,7 @@ def fashion_mnist(model: str = "convit_nano", patch_size: int = 4, seed: int = 0
     Command: `locality train fashion_mnist`, and `--model.name deit_nano` for the baseline. Without
     Debian's dataset-fashion-mnist, also `--data.root DATA --data.download true`.
     Cost: 3,000 steps of 64 images, 4 to 8 minutes on one core; 14×14 patches cost 5 times as much.
-    Expect: not in the papers; `docs/reproducing.md` has what came out here.
+    Expect: not in the papers; docs/findings.md has the results here.
     Of the eight settings that are best on digits, these are the best on 500 photographs
     (docs/recipes.md).
     """
