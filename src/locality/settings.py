@@ -12,6 +12,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml
@@ -42,8 +43,13 @@ class Setting(NamedTuple):
     text: str
 
 
-def settings_of(cls: type, prefix: str = "") -> dict[str, Setting]:
+def settings_of(cls: Any, prefix: str = "") -> dict[str, Setting]:
     """The settings of a configuration dataclass by dotted name, those of its groups among them."""
+    return _settings_of(cls, prefix)
+
+
+@cache
+def _settings_of(cls: Any, prefix: str) -> dict[str, Setting]:
     sections = (inspect.cleandoc(base.__doc__ or "") for base in reversed(cls.__mro__))
     texts = {
         name: " ".join(text.split())
@@ -130,7 +136,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for name, value in values.items():
         dotted = f"{path}.{name}" if path else str(name)
         if name == open_to and isinstance(value, Mapping):
-            others |= value
+            others = dict(value)
         elif dataclasses.is_dataclass(hints.get(name)) and not isinstance(value, hints[name]):
             given[name] = from_dict(hints[name], value, dotted)
         elif name in hints:
@@ -138,7 +144,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         elif open_to is not None:
             others[str(name)] = value
         elif (name, value) not in getattr(cls, "REMOVED", ()):
-            raise unknown_setting(dotted, settings_of(cls, f"{path}." if path else ""))
+            named = [*flatten({dotted: value}), dotted]
+            raise unknown_setting(named[0], settings_of(cls, f"{path}." if path else ""))
     if open_to is not None:
         given.setdefault(open_to, others)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -148,56 +155,28 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     return cls(**given)
 
 
-def replace(config: T, changes: Mapping[str, Any], prefix: str = "") -> T:
+def replace(config: T, changes: Mapping[str, Any]) -> T:
     """`config` with some settings changed, by dotted name.
 
     Example:
         >>> replace(recipe(), {"optim.lr": 1e-3, "model.locality_strength": 2.0})
 
     Raises:
-        UserError: as `from_dict`; `prefix` comes before the name.
+        UserError: as `from_dict`.
     """
-    cls: Any = type(config)
-    open_to, hints = getattr(cls, "OPEN", None), type_hints(cls)
-    given: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {}
+    values = to_dict(config)
     for dotted, value in changes.items():
-        name, _, rest = dotted.partition(".")
-        if dataclasses.is_dataclass(hints.get(name)):
-            if not rest and not isinstance(value, hints[name]):
-                value = from_dict(hints[name], value, f"{prefix}{name}")
-            (groups.setdefault(name, {}) if rest else given)[rest or name] = value
-        elif dotted in hints:
-            given[dotted] = value
-        elif open_to is None:
-            raise unknown_setting(prefix + dotted, settings_of(cls, prefix))
-    given |= {
-        name: replace(getattr(config, name), of, f"{prefix}{name}.") for name, of in groups.items()
-    }
-    if open_to is not None:
-        others = {
-            name.removeprefix(f"{open_to}."): value
-            for name, value in changes.items()
-            if name not in hints
-        }
-        before = given.get(open_to, getattr(config, open_to))
-        given[open_to] = {**before, **others} if isinstance(before, Mapping) else before
-    return dataclasses.replace(config, **given)  # type: ignore[type-var]
-
-
-def typed_changes(cls: type, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of a configuration of type `cls` by dotted name, each as the type of its setting.
-
-    What is no setting by itself, such as a group, stays as it is.
-
-    Raises:
-        UserError: for a wrong type.
-    """
-    known = settings_of(cls)
-    return {
-        name: typed(name, value, known[name].hint) if name in known else value
-        for name, value in changes.items()
-    }
+        *groups, name = dotted.split(".")
+        place: Any = values
+        cls: Any = type(config)
+        for group in groups:
+            if group != getattr(cls, "OPEN", None):
+                place = place.setdefault(group, {}) if isinstance(place, dict) else None
+                cls = type_hints(cls).get(group, object)
+        if not isinstance(place, dict):
+            raise unknown_setting(dotted, settings_of(type(config)))
+        place[name] = value
+    return from_dict(type(config), values)
 
 
 def parse(text: str, hint: Any, name: str) -> Any:

@@ -51,7 +51,7 @@ class TrainedRun:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))
-        if not RunFolder(self.folder).result_file.exists():
+        if not RunFolder(self.folder).is_finished:
             raise UserError(
                 f"there is no finished run in {self.folder}; `locality.fit` or `locality train` "
                 f"makes one, or ends one that was interrupted"

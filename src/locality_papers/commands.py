@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from locality import checks
 from locality.commands.parsing import Parser, first_word, peek
 from locality.commands.train import SHORT
 from locality.errors import UserError, lookup, unknown
@@ -39,15 +40,15 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--scale", "digits", ", ".join(scales))
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
-    parser.add("--seeds", None, "runs of every cell; the scale's unless given", int | None)
+    parser.add("--seeds", None, "runs of every cell; the scale's unless given", checks.Count)
     parser.add(
         "--fraction",
         None,
         "of the fractions of the data that a table compares, this alone",
-        float | None,
+        checks.Positive,
     )
     parser.add("--jobs", 2, "runs at a time")
-    parser.add("--threads", None, "threads per run", int | None)
+    parser.add("--threads", None, "threads per run", checks.Count)
     parser.add("--executor", "local", "local, submitit or ray")
     parser.add("--data", None, "folders: '{imagenet: PATH}'", dict[str, str] | None)
     parser.add("--recorded", None, "file of finished runs, to take from and to add to: X.jsonl.gz")

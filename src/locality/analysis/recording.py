@@ -117,7 +117,7 @@ def record_missing(folders: Iterable[Path]) -> list[str]:
         a sentence on each run that cannot be measured: a CNN has no attention.
     """
     refused = []
-    finished = [run for run in map(RunFolder, folders) if run.result_file.exists()]
+    finished = [run for run in map(RunFolder, folders) if run.is_finished]
     for run in finished:
         wanted = [run.path / MEASURES, run.predictions_file]
         wanted += [run.path / TRAJECTORY] if _snapshots(run) else []

@@ -78,7 +78,7 @@ class RecordedRun:
 
     @property
     def is_finished(self) -> bool:
-        return RunFolder(self.folder).result_file.exists()
+        return RunFolder(self.folder).is_finished
 
     @cached_property
     def result(self) -> dict[str, Any]:

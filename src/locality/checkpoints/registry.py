@@ -16,7 +16,7 @@ from typing import Any, Literal
 from locality import checks
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, near, unknown
-from locality.files import check_output, check_parent, read_yaml
+from locality.files import check_output, check_parent, parse_json, read_json, read_text, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
@@ -116,16 +116,71 @@ def read_run_settings(folder: Path, wanted: Mapping[str, Any] = {}) -> dict[str,
     return content
 
 
-def detect_kind(what: Path | str) -> Kind:
+# What a run's result.json holds, as far as others read it; a "?" marks what may be missing.
+_RESULT: dict[str, Any] = dict.fromkeys(
+    ("top1", "parameters", "train_images", "val_images", "steps"), float
+)
+_ALSO: dict[str, Any] = dict.fromkeys(
+    ("top5", "best_step", "macs", "seconds", "images_per_second"), float
+)
+_ALSO |= {"model": str, "dataset": str}
+
+
+def read_result(folder: Path | str, whole: bool = False) -> dict[str, Any] | None:
+    """The content of result.json in a folder, or None while there is none.
+
+    Args:
+        whole: the result of a training run, of which nothing may be missing.
+
+    Raises:
+        UserError: if it holds something else.
+    """
+    path = Path(folder) / "result.json"
+    if not path.exists():
+        return None
+    content = read_json(path)
+    optional = _ALSO if whole else _ALSO | _RESULT
+    shape = {f"{name}?": kind for name, kind in optional.items()}
+    checks.shaped(str(path), content, shape | (_RESULT if whole else {}))
+    return content
+
+
+def read_class_names(folder: Path | str) -> list[str]:
+    """The names of a run's classes, in the order of the logits.
+
+    Raises:
+        UserError: if the run has not got as far as opening its data, or the file holds no names.
+    """
+    path = Path(folder) / "classes.json"
+    if not path.exists():
+        raise UserError(f"run folder {folder} has no classes.json: the run never started")
+    names = parse_json(read_text(path), str(path))
+    checks.shaped(str(path), names, [str])
+    return names
+
+
+def detect_kind(what: Path | str, entry: str | None = None) -> Kind:
     """The kind of source that a path or name stands for.
 
     Whatever looks like a path is one, and has to be there: the hub is asked for nothing else than
     "user/name".
 
+    Args:
+        what: a path or name.
+        entry: the state dict to take, which only a file may have several of.
+
     Raises:
         FileNotFoundError: if it is a path that is not there, with the nearest name beside it.
-        UserError: for an address, an architecture without weights, or a name that nothing has.
+        UserError: for an address, an architecture without weights, a name that nothing has, or an
+            entry of what has none.
     """
+    kind = _kind(what)
+    if kind != "path":
+        check_no_entry(what, entry)
+    return kind
+
+
+def _kind(what: Path | str) -> Kind:
     path, name = Path(what), str(what)
     if is_run_folder(path):
         return "run"

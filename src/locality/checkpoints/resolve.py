@@ -34,10 +34,12 @@ from locality.checkpoints.registry import (
     WEIGHT_FILES,
     check_no_entry,
     detect_kind,
+    read_class_names,
+    read_result,
     read_run_settings,
     source,
 )
-from locality.checkpoints.run_state import load_best_state, read_class_names, read_result
+from locality.checkpoints.run_state import load_best_state
 from locality.checkpoints.safe_load import read_state, several_entries
 from locality.checkpoints.trial import check_graph, session_of
 from locality.data.config import Preprocessing
@@ -81,11 +83,9 @@ def read(
         UserError: if it cannot be opened, naming it and the cause.
     """
     path, name = Path(what), str(what)
-    kind = detect_kind(what)
+    kind = detect_kind(what, entry)
     if kind == "graph":
         raise graph_not_model(read_graph(path)[2])
-    if kind != "path":
-        check_no_entry(what, entry)
     like = like if variant is None else factory.variant(variant).config
     settings = settings or {}
     if kind == "run":

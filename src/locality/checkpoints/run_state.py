@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from locality import checks
 from locality.checkpoints.safe_load import unpickle
 from locality.errors import CheckpointNotSaved, NonFiniteWeights, RunFailed, UserError
-from locality.files import atomic_file, open_file, parse_json, read_json, read_text
+from locality.files import atomic_file, open_file
 
 LAST = "last.ckpt"
 PREVIOUS = "previous.ckpt"
@@ -292,49 +291,6 @@ class CheckpointFolder:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-
-
-# What a run's result.json holds, as far as others read it; a "?" marks what may be missing.
-_RESULT: dict[str, Any] = dict.fromkeys(
-    ("top1", "parameters", "train_images", "val_images", "steps"), float
-)
-_ALSO: dict[str, Any] = dict.fromkeys(
-    ("top5", "best_step", "macs", "seconds", "images_per_second"), float
-)
-_ALSO |= {"model": str, "dataset": str}
-
-
-def read_result(folder: Path | str, whole: bool = False) -> dict[str, Any] | None:
-    """The content of result.json in a folder, or None while there is none.
-
-    Args:
-        whole: the result of a training run, of which nothing may be missing.
-
-    Raises:
-        UserError: if it holds something else.
-    """
-    path = Path(folder) / "result.json"
-    if not path.exists():
-        return None
-    content = read_json(path)
-    optional = _ALSO if whole else _ALSO | _RESULT
-    shape = {f"{name}?": kind for name, kind in optional.items()}
-    checks.shaped(str(path), content, shape | (_RESULT if whole else {}))
-    return content
-
-
-def read_class_names(folder: Path | str) -> list[str]:
-    """The names of a run's classes, in the order of the logits.
-
-    Raises:
-        UserError: if the run has not got as far as opening its data, or the file holds no names.
-    """
-    path = Path(folder) / "classes.json"
-    if not path.exists():
-        raise UserError(f"run folder {folder} has no classes.json: the run never started")
-    names = parse_json(read_text(path), str(path))
-    checks.shaped(str(path), names, [str])
-    return names
 
 
 def load_best_state(folder: Path | str) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from locality.commands.parsing import (
     Parser,
     check_given,
     open_given,
-    read_settings,
     say,
     table,
 )
@@ -90,6 +89,7 @@ def predict(arguments: Sequence[str]) -> int:
     check_output(output, _PREDICTED, options.overwrite)
 
     files = list(image_files(options.images))
+    check_given(options.model, options)
     classifier = open_given(options.model, options)
     read: list[Path] = []
     bad: list[str] = []
@@ -329,7 +329,7 @@ def explore(arguments: Sequence[str]) -> None:
     parser = Parser("explore", explore.__doc__)
     parser.add_model("models", nargs="+", help=f"each a {MODEL}")
     parser.add("--images", None, _IMAGES, nargs="+")
-    parser.add("--count", None, "how many images at most, 8 or live 20 unless given", int | None)
+    parser.add("--count", None, "how many images at most, 8 or live 20 unless given", checks.Count)
     parser.add("--live", False, "a page that computes small DeiT and ConViT itself")
     parser.add(
         "--output", None, "the file to write; explorer.html or live.html in the run unless given"
@@ -382,7 +382,7 @@ def serve(arguments: Sequence[str]) -> None:
         check_new_folder(Path(options.export_space))
         from locality.checkpoints.exporting import export_space
 
-        given = options.variant, options.entry, read_settings(options)
+        given = options.variant, options.entry, dict(options.set)
         print(export_space(options.model, options.export_space, *given))
         return
     from locality.serve import server
@@ -492,7 +492,7 @@ def folders(arguments: Sequence[str]) -> int:
     parser.add("--dataset", None, "folder, or table with a labels.csv, unless given")
     parser.add("--allow_outside", False, "read images outside of the folder of a table")
     parser.add("--grey_bits", 16, "bits that 16-bit greys use, as --data.grey_bits of the run")
-    parser.add("--workers", None, "processes", int | None)
+    parser.add("--workers", None, "processes", checks.Count)
     parser.add("--quiet", False, "no progress bar")
     options = parser.read(arguments)
     if options.task != "check":

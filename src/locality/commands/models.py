@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from locality import checkpoints, models
+from locality import checkpoints, checks, models
 from locality.benchmark import BenchmarkConfig
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands.parsing import (
@@ -17,7 +17,6 @@ from locality.commands.parsing import (
     Parser,
     check_given,
     open_given,
-    read_settings,
     table,
 )
 from locality.data.folder import image_files
@@ -113,7 +112,7 @@ def convert(arguments: Sequence[str]) -> None:
         options.variant,
         options.entry,
         options.overwrite,
-        read_settings(options),
+        dict(options.set),
     )
     print(done)
 
@@ -129,7 +128,7 @@ def transform(arguments: Sequence[str]) -> None:
     parser.add("--random", False, "of timm/NAME, random weights in the place of timm's own")
     parser.add("--layers", "stage4", "a stage, names with commas, the last n, or all")
     parser.add("--alpha", None, "α of the layers, 7 unless given, or exact", _ALPHA)
-    parser.add("--gating", None, "λ of the layers' gates, above 0; 1 unless given", float | None)
+    parser.add("--gating", None, "λ of the layers' gates, above 0; 1 unless given", checks.Positive)
     parser.add_overwrite()
     options = parser.read(arguments)
     if not options.model.startswith(PREFIX):
@@ -213,7 +212,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     parser = Parser("benchmark", benchmark.__doc__)
     parser.add_model("models", nargs="*", default=[], help=f"name of an architecture, or {MODEL}")
     parser.add_settings(BenchmarkConfig())
-    parser.add("--output", None, "write JSON here as well", str | None)
+    parser.add("--output", None, "write JSON here as well", str)
     parser.add_overwrite()
     options = parser.read(arguments)
     if not options.models:

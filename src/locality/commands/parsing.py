@@ -8,14 +8,14 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, Namespace
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from locality.checkpoints.registry import check_no_entry, detect_kind
-from locality.checks import Count, Positive, choices
+from locality.checkpoints.registry import detect_kind
+from locality.checks import Count, choices
 from locality.errors import UserError, near
-from locality.files import parse_yaml, read_yaml
 from locality.settings import Setting, flatten, parse, settings_of, to_dict
 
 if TYPE_CHECKING:
@@ -59,23 +59,17 @@ class Parser(argparse.ArgumentParser):
     def add(
         self, name: str, default: Any, help: str, type: Any = None, also: str = "", **how: Any
     ) -> None:
-        """Add an option that takes one value of its default's type, or is a switch (False).
+        """Add an option that takes one value, or is a switch (False).
 
-        A whole number is 1 or more unless its type is given as int, a number above 0. `also` is
+        Without a `type` it takes text, or from 1 on whole numbers if its default is one. `also` is
         another name; `how` goes to argparse.
         """
         if default is False:
             how |= {"action": "store_true"}
-        elif not how:
-            whole = Count if type is None else int
-            bounded: dict[Any, Any] = {
-                int: whole,
-                int | None: Count,
-                float: Positive,
-                float | None: Positive,
-            }
-            hint = type or (str if default is None else default.__class__)
-            how = _typed(name[2:], bounded.get(hint, hint))
+        elif how:
+            how["type"] = type or str
+        else:
+            how = _typed(name[2:], type or (Count if isinstance(default, int) else str))
         self._values[name[2:]], self._texts[name[2:]] = default, help
         flags, how["help"] = [name, also] if also else [name], _explained(help, default)
         self.add_argument(*flags, dest=name[2:], default=SUPPRESS, **how)
@@ -100,11 +94,7 @@ class Parser(argparse.ArgumentParser):
             short: short options by dotted name.
         """
         values, known = flatten(to_dict(config), 1), settings_of(type(config))
-        order = [name.partition(".")[0] for name in known]
-        for name in sorted(
-            {**others, **known}, key=lambda name: order.index(name.partition(".")[0])
-        ):
-            setting = known.get(name) or others[name]
+        for name, setting in {**others, **known}.items():
             if name.partition(".")[0] not in skip:
                 option, default = f"{group}{name}", values.get(name)
                 flags = [*([short[name]] if name in short else []), f"--{option}"]
@@ -125,7 +115,7 @@ class Parser(argparse.ArgumentParser):
         self.add("--variant", None, "architecture, if the weights do not tell", also=also)
         self.add("--entry", None, "which state dict, if a file has several")
         text = "a setting of the model, where the weights do not tell it: kv_stride=1"
-        self.add("--set", [], text, str, action="append", metavar="NAME=VALUE")
+        self.add("--set", [], text, action="append", metavar="NAME=VALUE", type=_assigned)
 
     def add_overwrite(self) -> None:
         """Add the option to replace a file that the command did not write."""
@@ -195,13 +185,11 @@ class Parser(argparse.ArgumentParser):
 
     def _shorten(self, everything: bool) -> None:
         """Leave settings in groups, but for the first ones, to `--help.all`."""
-        groups: dict[str, list[str]] = {}
-        for name in self._paths:
-            if "." in name and name not in _FIRST:
-                groups.setdefault(name.partition(".")[0], []).append(name)
-        for name in [] if everything else [name for names in groups.values() for name in names]:
+        others = [name for name in self._paths if "." in name and name not in _FIRST]
+        for name in [] if everything else others:
             self._options()[name].help = SUPPRESS
-        listed = ", ".join(f"--{group}.* ({len(names)})" for group, names in groups.items())
+        groups = Counter(name.partition(".")[0] for name in others)
+        listed = ", ".join(f"--{group}.* ({count})" for group, count in groups.items())
         self.add_argument("--help.all", action="help", help=f"show all settings: {listed}")
 
     def _unknown(self, word: str) -> UserError:
@@ -228,6 +216,14 @@ def _typed(name: str, hint: Any) -> dict[str, Any]:
     return {"type": read, "metavar": f"[{shown}, …]" if "tuple" in str(hint) else shown}
 
 
+def _assigned(word: str) -> tuple[str, Any]:
+    """The name and the value, as YAML has it, of NAME=VALUE."""
+    name, equals, value = word.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"it is '{word}'; give NAME=VALUE, such as kv_stride=1")
+    return name.strip(), _typed(f"--set {name}", Any)["type"](value)
+
+
 def _explained(text: str, default: Any) -> str:
     shown = "" if default in (None, False, [], {}, "") else f" ({default})"
     return (text.rstrip(".") + shown).replace("%", "%%")
@@ -243,10 +239,9 @@ def open_given(what: str, options: Any) -> Classifier:
     Raises:
         FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
     """
-    check_given(what, options)
     from locality.checkpoints.api import open_model
 
-    return open_model(what, options.variant, options.entry, read_settings(options))
+    return open_model(what, options.variant, options.entry, dict(options.set))
 
 
 def check_given(what: str, options: Any) -> str:
@@ -255,9 +250,7 @@ def check_given(what: str, options: Any) -> str:
     Raises:
         FileNotFoundError, UserError: if it is not, or does not.
     """
-    kind = detect_kind(what)
-    if kind != "path":
-        check_no_entry(what, options.entry)
+    kind = detect_kind(what, options.entry)
     if kind == "graph" and (options.variant or options.set):
         raise UserError(f"{what} is a graph, which is run as it is; leave out --variant and --set")
     return kind
@@ -266,33 +259,6 @@ def check_given(what: str, options: Any) -> str:
 def say(sentence: str) -> None:
     """Print a sentence to standard error, apart from results."""
     print(f"locality: {sentence}", file=sys.stderr)
-
-
-def read_settings(options: Namespace) -> dict[str, Any]:
-    """The settings that `--set` gave, values as YAML has them.
-
-    Raises:
-        UserError: for words that are no NAME=VALUE.
-    """
-    settings = {}
-    for word in options.set:
-        name, equals, value = word.partition("=")
-        if not equals or not name.strip():
-            raise UserError(f"--set takes NAME=VALUE, such as --set kv_stride=1, not '{word}'")
-        settings[name.strip()] = parse_yaml(value, f"--set {name}")
-    return settings
-
-
-def read_settings_file(path: str) -> dict[str, Any]:
-    """The settings in a YAML file, nested.
-
-    Raises:
-        OSError, UserError: if it cannot be read, or holds something else.
-    """
-    values = read_yaml(path) or {}
-    if not isinstance(values, dict):
-        raise UserError(f"{path} does not hold settings by name")
-    return values
 
 
 def first_word(arguments: Sequence[str]) -> str | None:

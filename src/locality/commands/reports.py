@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from locality import checks
 from locality.checkpoints.registry import missing
 from locality.commands.parsing import Parser, say
 from locality.commands.resolve import images_at, page_in
@@ -75,16 +76,18 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument("images", help="folder of images by class, or a labels.csv")
     parser.add("--models", None, "names with commas; with --pretrained, weights")
     parser.add("--pretrained", False, "fine-tune public weights, those that can be had")
-    parser.add("--minutes", None, "for everything; 10 unless given", float | None)
-    parser.add("--steps", None, "of every run, in the place of --minutes", int | None)
-    parser.add("--seeds", None, "runs of each model and part; 3 unless given", int | None)
-    parser.add("--folds", None, "in the place of --seeds: evaluate on each of k parts", int | None)
+    parser.add("--minutes", None, "for everything; 10 unless given", checks.Positive)
+    parser.add("--steps", None, "of every run, in the place of --minutes", checks.Count)
+    parser.add("--seeds", None, "runs of each model and part; 3 unless given", checks.Count)
+    parser.add(
+        "--folds", None, "in the place of --seeds: evaluate on each of k parts", checks.Count
+    )
     text = "of the training images, with commas; 1 unless given"
     parser.add("--fractions", None, text)
-    parser.add("--img_size", None, "pixels, from scratch; 32 unless given", int | None)
+    parser.add("--img_size", None, "pixels, from scratch; 32 unless given", checks.Count)
     parser.add("--output", None, "folder for runs and page; runs/compare/… unless given")
     parser.add("--jobs", 2, "runs at a time")
-    parser.add("--threads", None, "threads per run", int | None)
+    parser.add("--threads", None, "threads per run", checks.Count)
     parser.add("--executor", "local", "local, submitit or ray")
     parser.add("--dry_run", False, "runs and time; no start")
     parser.add("--quiet", False, "no progress")

@@ -6,20 +6,19 @@ It is asked for as a recipe, as images or as a run to go on with, and with setti
 from __future__ import annotations
 
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality.checkpoints.registry import check_no_entry, detect_kind, is_run_folder, missing
+from locality.checkpoints.registry import is_run_folder, missing
 from locality.commands.parsing import say
-from locality.data.folder import check_root, place_name
+from locality.data.folder import place_name
 from locality.data.table import has_table
 from locality.errors import UserError
-from locality.settings import differences, replace, settings_of, typed_changes
+from locality.settings import differences, replace, settings_of
 from locality.training.config import ModelConfig, RunConfig, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted, recipe
-from locality.training.same_run import check_folder
+from locality.training.same_run import check_places
 
 if TYPE_CHECKING:
     from locality.training.autofit import AutoFit
@@ -86,7 +85,6 @@ def resolve(
     Raises:
         UserError: for a setting that does not exist or fit, or images that cannot be used.
     """
-    given = typed_changes(RunConfig, given)
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
         raise UserError(f"--minutes {ONLY_FOR_IMAGES}")
@@ -121,7 +119,7 @@ def resolve(
     from locality.training.model import settings_from_weights
 
     if as_weights and config.model.weights is not None:
-        given = settings_from_weights(config.model.weights, config.model.entry) | given
+        given = settings_from_weights(config.model.weights, config.model.entry) | dict(given)
     chosen = autofit(name, given, span)
     return chosen.config, folder, chosen
 
@@ -173,28 +171,6 @@ def run_to_resume(options: Any, asked: str | None) -> Path | None:
     if not run.exists():
         raise missing(run)
     return run
-
-
-def check_places(config: RunConfig, folder: Path) -> None:
-    """Refuse weights, images and a run folder that will not do, without torch, too.
-
-    Raises:
-        FileNotFoundError, UserError: naming what was given.
-    """
-    weights = None if is_run_folder(folder) else config.model.weights
-    if weights is not None and detect_kind(weights) != "path":
-        check_no_entry(weights, config.model.entry)
-    check_root(config.data)
-    check_folder(folder, config)
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not place.is_dir():
-        raise UserError(f"{place} is a file; a run needs a folder")
-    try:
-        tempfile.TemporaryDirectory(dir=place).cleanup()
-    except OSError as error:
-        raise UserError(
-            f"run folder {folder} cannot be written to ({error.strerror}); choose another"
-        ) from error
 
 
 def default_folder(config: RunConfig) -> Path:

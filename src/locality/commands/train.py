@@ -10,23 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locality import training
-from locality.commands.parsing import Parser, first_word, peek, read_settings_file, say
+from locality import checks, training
+from locality.commands.parsing import Parser, first_word, peek, say
 from locality.commands.resolve import (
     ONLY_FOR_IMAGES,
-    check_places,
     resolve,
     resumed,
     run_to_resume,
     what_to_train,
 )
 from locality.errors import UserError, some
-from locality.files import check_output, csv_text, write_atomic
+from locality.files import check_output, csv_text, read_yaml, write_atomic
 from locality.machine import is_main_process
 from locality.settings import flatten, to_yaml
 from locality.templates import PAGE_MARK
 from locality.training.config import RunConfig, model_settings
 from locality.training.recipes import RECIPES, adjusted, describe, recipe
+from locality.training.same_run import check_places
 
 if TYPE_CHECKING:
     from locality.trained import TrainedRun
@@ -173,11 +173,14 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser.add("--resume", None, "run folder, to go on with its own settings and no others")
     parser.add("--print_config", False, "print every setting as YAML, for --config; no start")
     parser.add(
-        "--minutes", None, "how long a run on a custom dataset may take; 10 unless given", float
+        "--minutes",
+        None,
+        "how long a run on a custom dataset may take; 10 unless given",
+        checks.Positive,
     )
     parser.add("--dry_run", False, "check everything, print the cost")
     text = "speed for --dry_run's hours; measured here unless given"
-    parser.add("--images_per_second", None, text, float)
+    parser.add("--images_per_second", None, text, checks.Positive)
     parser.add("--lr_find", False, "chart the loss over rising learning rates, suggest one; no run")
     parser.add("--record", False, "measure locality before and after, and of every snapshot")
     parser.add("--quiet", False, "print nothing while training")
@@ -200,7 +203,9 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
         options.output, options.fit = run, None
         return resumed(run, parser.settings), options
     for file in options.config:
-        given |= flatten(read_settings_file(file), 1)
+        values = read_yaml(file) or {}
+        checks.shaped(file, values, dict)
+        given |= flatten(values, 1)
     labelled = str(given.get("recipe"))
     name = asked if asked else labelled if labelled in RECIPES else "digits"
     if asked and "recipe" in given and labelled != name:
@@ -286,7 +291,7 @@ def demo(arguments: Sequence[str]) -> int | None:
     parser.add("--output", "demo", "folder for the runs and report.html")
     parser.add("--seeds", 1, "runs of each model and fraction")
     parser.add("--cvt", False, "train the CvT of that size as well")
-    parser.add("--steps", None, "updates; the recipe's unless given", int)
+    parser.add("--steps", None, "updates; the recipe's unless given", checks.Count)
     parser.add("--jobs", 2, "runs at a time")
     options = parser.read(arguments)
 

@@ -124,10 +124,7 @@ class Architecture:
     @classmethod
     def settings(cls) -> dict[str, Setting]:
         """What `with_overrides` takes, by name."""
-        return _settings_of(cls)  # type: ignore[arg-type]
-
-
-_settings_of = cache(settings_of)
+        return settings_of(cls)
 
 
 def signature_diff(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
@@ -519,7 +516,7 @@ class CvTConfig(Architecture):
             UserError: for an unknown field (with the nearest), a wrong number of values, or a
                 value that is not accepted.
         """
-        own, per_stage = _settings_of(CvTConfig), _settings_of(StageConfig)
+        own, per_stage = settings_of(CvTConfig), settings_of(StageConfig)
         if "patch_size" in fields:
             raise UserError(
                 "a CvT has no patch_size; set embed_stride, one per stage, and embedding='patch' "
@@ -555,9 +552,9 @@ class CvTConfig(Architecture):
 def _cvt_settings() -> dict[str, Setting]:
     stage = {
         name: of if name in _PER_BLOCK else of._replace(hint=of.hint | tuple[of.hint, ...])  # type: ignore[name-defined]
-        for name, of in _settings_of(StageConfig).items()
+        for name, of in settings_of(StageConfig).items()
     }
-    return _settings_of(CvTConfig) | stage | _SHORTHANDS
+    return settings_of(CvTConfig) | stage | _SHORTHANDS
 
 
 def _per_block(value: T | tuple[T, ...], depth: int) -> tuple[T, ...]:

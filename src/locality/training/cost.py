@@ -27,7 +27,7 @@ from locality.training.model import initialize_model, meta_model
 from locality.training.optim import create_optimizer
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import check_folder
+from locality.training.same_run import check_places
 
 STEP_FORWARDS = 3
 """A training step costs a forward pass, and twice as much for the gradients."""
@@ -422,11 +422,11 @@ def dry_run(
     """
     if images_per_second is not None:
         checks.typed("images_per_second", images_per_second, checks.Positive)
-    run_folder = None if folder is None else RunFolder(folder)
-    recorded = [] if run_folder is None else run_folder.recorded_classes()
+    recorded: list[str] = []
+    if folder is not None:
+        check_places(config, Path(folder))
+        recorded = RunFolder(folder).recorded_classes()
     run = ResolvedRun(config, classes=recorded)
-    if run_folder is not None:
-        check_folder(run_folder.path, config)
     run.check_memory()
     if config.model.weights is not None and not recorded:
         initialize_model(config, run.splits.classes)

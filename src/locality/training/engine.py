@@ -34,6 +34,7 @@ from locality.training.processes import Peers, SignalHandler, end_children, forw
 from locality.training.recorder import Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
+from locality.training.same_run import check_places
 from locality.training.state import Components, TrainState
 
 T = TypeVar("T")
@@ -213,6 +214,7 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
         DamagedCheckpoint: if there are checkpoints and none is whole.
     """
     config, folder = training.config, training.folder
+    check_places(config, folder.path)
     recorded = folder.recorded_classes()
     run = training.resolve()
     run.check_memory()

@@ -15,11 +15,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from locality.checks import typed
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
 from locality.errors import UserError, check_known, lookup
 from locality.models.config import to_2tuple
 from locality.models.variants import PREFIX, variant
-from locality.settings import from_dict, replace, to_dict
+from locality.settings import replace, settings_of
 from locality.training.config import (
     EngineConfig,
     ModelConfig,
@@ -480,8 +481,7 @@ def recipe(name: str, **choices: Any) -> RunConfig:
     """
     function = lookup("recipe", name, RECIPES)
     check_known(f"choice of recipe '{name}'", choices, _choices(name), UserError)
-    # As plain values and back, which gives each number its setting's type.
-    return from_dict(RunConfig, to_dict(function(**choices)))
+    return function(**choices)
 
 
 # Arguments of recipes that other settings depend on, as CvT's weight decay on the model.
@@ -500,10 +500,12 @@ def adjusted(name: str, changes: Mapping[str, Any]) -> RunConfig:
     Raises:
         UserError: for a name that does not exist (with the nearest), or as `settings.replace`.
     """
+    types = settings_of(RunConfig)
+    changes = {n: typed(n, x, types[n].hint) if n in types else x for n, x in changes.items()}
     known = _choices(name)
     choices = {key: changes[at] for key, at in _CHOICES.items() if key in known and at in changes}
     config = recipe(name, **choices)
-    return replace(config, _rescaled_schedule(config.schedule, changes) | dict(changes))
+    return replace(config, _rescaled_schedule(config.schedule, changes) | changes)
 
 
 def _rescaled_schedule(recipe: ScheduleConfig, changes: Mapping[str, Any]) -> dict[str, Any]:

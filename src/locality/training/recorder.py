@@ -248,7 +248,7 @@ class Recorder:
         """
         self._progress.close()
         for tracker in self._trackers:
-            finished = self._folder is not None and self._folder.result_file.exists()
+            finished = self._folder is not None and self._folder.is_finished
             tracker.finalize("success" if finished else "failed")
         self.wait_until_saved()
 

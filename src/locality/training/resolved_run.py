@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from locality import machine
-from locality.checkpoints.registry import detect_kind
 from locality.data import DataSplits, open_data
 from locality.data.classes import imbalance
-from locality.errors import UserError, prefix_errors, require, some, wrap_errors
+from locality.errors import UserError, require, some
 from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
 from locality.training.devices import (
@@ -70,9 +69,6 @@ class ResolvedRun:
         check_teacher(config.objective)
         if tracker := config.engine.tracker:
             require(f"engine.tracker={tracker}", _TRACKERS[tracker], tracker)
-        if config.model.weights is not None and not classes:
-            with wrap_errors("model.weights", FileNotFoundError), prefix_errors("model.weights"):
-                detect_kind(config.model.weights)
         meta_model(config, num_classes=1)
         self.config = config
         self.splits = splits or open_data(config.data, config.seed, classes)

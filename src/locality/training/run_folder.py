@@ -20,6 +20,7 @@ lock              held while the run is going on
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -35,13 +36,20 @@ from typing import IO, Any
 import psutil
 
 from locality import checks, settings
-from locality.checkpoints.run_state import CheckpointFolder, read_class_names, read_result
+from locality.checkpoints.registry import read_class_names, read_result
+from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import RunFailed, UserError
 from locality.files import read_json, read_rows, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import RunConfig, read_config
 from locality.training.evaluation import Predictions
-from locality.training.same_run import changed_settings, check_folder, describe_changes, same_path
+from locality.training.same_run import (
+    changed_settings,
+    check_folder,
+    describe_changes,
+    same_path,
+    writing,
+)
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
@@ -71,6 +79,11 @@ class RunFolder:
         self.checkpoints = CheckpointFolder(self.path / "checkpoints")
         self.lock = FolderLock(self.path / "lock")
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether it holds a result."""
+        return self.result_file.exists()
+
     def prepare(self, config: RunConfig) -> None:
         """Create, check and lock the folder, and write the configuration.
 
@@ -78,17 +91,11 @@ class RunFolder:
             UserError: if it belongs to another configuration or another process, holds something
                 else, or cannot be written to.
         """
-        try:
-            check_folder(self.path, config)
+        with writing(self.path):
             self.checkpoints.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
             check_folder(self.path, config)
             write_atomic(self.config_file, settings.to_yaml(config))
-        except OSError as error:
-            raise UserError(
-                f"run folder {self.path} cannot be written to ({error.strerror}); choose another, "
-                f"or free disk space and check its permissions"
-            ) from error
 
     def check_checkpoint_config(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
         """Check that a checkpoint is of this configuration, whatever config.yaml says by now.
@@ -102,7 +109,8 @@ class RunFolder:
         """
         # A checkpoint of an earlier version may lack settings; they are as they are now. Those of
         # the architecture are only written where they are given.
-        values = settings.to_dict(settings.replace(config, {"model.overrides": {}}))
+        model = dataclasses.replace(config.model, overrides={})
+        values = settings.to_dict(dataclasses.replace(config, model=model))
         for name, value in saved.items():
             values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
         before = settings.from_dict(RunConfig, values)
@@ -130,7 +138,7 @@ class RunFolder:
 
     def recorded_classes(self) -> list[str]:
         """The classes of a run that has a checkpoint or a result; none of others."""
-        begun = self.result_file.exists() or any(self.checkpoints.path.glob("*.ckpt"))
+        begun = self.is_finished or any(self.path.glob("checkpoints/*.ckpt"))
         return self.classes() if begun and self.classes_file.exists() else []
 
     def config(self) -> RunConfig:

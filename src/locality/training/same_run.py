@@ -1,27 +1,46 @@
-"""Whether a folder is free for a run or holds this very one, without importing torch."""
+"""Whether what a run needs is there, and its folder free, without importing torch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from locality import settings
-from locality.checkpoints.registry import is_run_folder
-from locality.errors import UserError, some
+from locality.checkpoints.registry import detect_kind, is_run_folder
+from locality.data.folder import check_root
+from locality.errors import UserError, prefix_errors, some, wrap_errors
 from locality.training.config import RunConfig, read_config
 
 
-def check_folder(folder: Path, config: RunConfig) -> None:
-    """Check that a folder is free or belongs to this configuration; changes nothing.
+def check_places(config: RunConfig, folder: Path) -> None:
+    """Refuse weights, images and a run folder that will not do; changes nothing.
 
     Raises:
-        UserError: if it does not.
+        FileNotFoundError, UserError: naming what was given.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; a run needs a folder")
+    if config.model.weights is not None and not is_run_folder(folder):
+        with wrap_errors("model.weights", FileNotFoundError), prefix_errors("model.weights"):
+            detect_kind(config.model.weights, config.model.entry)
+    check_root(config.data)
+    check_folder(folder, config)
+
+
+def check_folder(folder: Path, config: RunConfig) -> None:
+    """Check that a folder can be written to, and is free or belongs to this configuration.
+
+    Raises:
+        UserError: if not.
+    """
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not place.is_dir():
+        raise UserError(f"{place} is a file; a run needs a folder")
+    with writing(folder):
+        tempfile.TemporaryDirectory(dir=place).cleanup()
     if not is_run_folder(folder):
         names = sorted(entry.name for entry in folder.glob("*"))
         ours = ("lock", "checkpoints", "lr_find.csv", "lr_find.png", "lr_find.svg")
@@ -29,12 +48,23 @@ def check_folder(folder: Path, config: RunConfig) -> None:
             raise UserError(
                 f"{folder} holds {some(others)} and is no run folder; choose a new or empty one"
             )
-        return
-    if changes := describe_changes(changed_settings(read_config(folder), config, same_path)):
+    elif changes := describe_changes(changed_settings(read_config(folder), config, same_path)):
         raise UserError(
             f"run folder {folder} belongs to another configuration "
             f"({changes}); give its settings to resume it, or another folder"
         )
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say of what fails in the block that a run folder cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run folder {folder} cannot be written to ({error.strerror}); choose another, or "
+            f"free disk space and check its permissions"
+        ) from error
 
 
 def run_folders(folders: Iterable[Path | str]) -> list[Path]:
