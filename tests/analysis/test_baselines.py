@@ -120,6 +120,7 @@ def test_a_model_below_a_baseline_is_told_what_to_do():
     found = {"chance": 10.0, "nearest neighbour": 90.0, "logistic regression": 88.0}
     assert listed(found) == "chance 10.0%, nearest neighbour 90.0%, logistic regression 88.0%"
     assert advice("ConViT", 90.0, found) == ""
+    assert advice("ConViT", 89.96, found) == ""  # 90.0, too, as it is printed
     below = advice("ConViT", 87.5, found)
     assert below.startswith("ConViT (87.5%) is below nearest neighbour and logistic regression on")
     assert "augment.affine" in below and "locality finetune" in below

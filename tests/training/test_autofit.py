@@ -62,7 +62,7 @@ def test_more_time_or_speed_makes_a_larger_model_or_more_passes(
     root = given(photographs(tmp_path / "photos", 260, per_class=4))
     chosen = [autofit("photos", root, minutes).config for minutes in (0.1, 20, 45, 600)]
     sizes = [(config.model.name, config.model.img_size) for config in chosen]
-    assert sizes == [("cvt_nano", 32), ("convit_micro", 64), ("convit_mini", 128),
+    assert sizes == [("convit_nano", 32), ("convit_micro", 64), ("convit_mini", 128),
                      ("convit_tiny", 224)]  # fmt: skip
     speed["mac"], speed["loading"] = PER_MAC / 4, 2.5e-4
     faster = autofit("photos", root, 0.1).config
@@ -97,7 +97,7 @@ def test_the_time_is_for_the_choice_and_the_baselines_too(
     assert autofit("photos", root, 1).passes < 0.75 * quick.passes
 
 
-@pytest.mark.parametrize(("recipe", "minutes"), [("photos", 12), ("finetune", 0.6)])
+@pytest.mark.parametrize(("recipe", "minutes"), [("photos", 3), ("finetune", 0.6)])
 def test_a_run_that_learns_little_is_told_the_time_that_would_do(
     tmp_path: Path, speed: dict[str, float], recipe: str, minutes: float
 ) -> None:
@@ -118,7 +118,7 @@ def test_small_images_have_a_small_model_and_a_recipe_of_their_own(tmp_path: Pat
     root = given(photographs(tmp_path / "photos", 28))
     config = autofit("photos", root, 60).config
     model, augment = config.model, config.augment
-    assert (model.name, model.img_size, model.patch_size) == ("cvt_nano", 28, None)
+    assert (model.name, model.img_size, model.patch_size) == ("convit_nano", 28, 4)
     assert augment.affine and augment.crop == "pad" and augment.auto_augment is None
     assert config.engine.batch_size == 64
     deit = autofit("photos", root | {"model.name": "deit_nano"}, 60).config
@@ -144,7 +144,7 @@ def test_a_given_length_keeps_the_choice_of_model_and_measures_nothing(
     )
     chosen = [autofit("photos", root | length, None).config for length in lengths]
     sizes = [(config.model.name, config.model.img_size) for config in chosen]
-    assert sizes == [("cvt_nano", 32), ("cvt_nano", 32), ("convit_mini", 64)]
+    assert sizes == [("convit_nano", 32), ("convit_nano", 32), ("convit_mini", 64)]
     assert [config.schedule.length for config in chosen] == [9, 2, 9000]
 
 

@@ -209,7 +209,8 @@ def listed(baselines: Mapping[str, float]) -> str:
 
 def advice(what: str, top1: float, baselines: Mapping[str, float]) -> str:
     """What to do about a model, called `what`, that is below a baseline; "" if it is below none."""
-    above = [name for name, other in baselines.items() if top1 < other]
+    # As printed: a difference that cannot be seen is none.
+    above = [name for name, other in baselines.items() if round(top1, 1) < round(other, 1)]
     if not above:
         return ""
     return (

@@ -34,8 +34,6 @@ STEP_FORWARDS = 3
 
 # Images to train on and to evaluate on, and classes, as in `datasets.yaml`.
 _IMAGENET_22K = (14_197_122, 70_986, 21_841)
-# Steps take longer in a run than alone (12% on two cores), and a run also saves.
-_IN_A_RUN = 1.18
 # Baselines are computed on so many images at most, of so many numbers each, at this speed.
 _BASELINE_IMAGES, _BASELINE_PIXELS, _BASELINE_MACS = 20_000, 3072, 1e10
 _REGRESSION_STEPS = 200
@@ -43,7 +41,7 @@ _REGRESSION_STEPS = 200
 _TIMING_MACS = 2e10
 _TIMING_STEPS = 3
 _TIMING_SECONDS = 2.0
-_LOADING_IMAGES = 8
+_LOADING_IMAGES = 16
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def measure_speed(run: ResolvedRun, images_per_second: float | None = None) -> S
             steps = time_steps(
                 config, len(run.splits.classes), images, run.precision, seconds=_TIMING_SECONDS
             )
-        images_per_second = images * run.world_size * len(steps) / sum(steps) / _IN_A_RUN
+        images_per_second = images * run.world_size * len(steps) / sum(steps)
     loader = train_loader(
         run.splits.train,
         config.augment,
