@@ -95,7 +95,7 @@ def _cfg(row: Variant, source: Source | None = None) -> dict[str, Any]:
     if hierarchical:
         cfg["min_input_size"] = (config.in_chans, config.minimum_size, config.minimum_size)
     if source is not None:
-        cfg |= {"hf_hub_id": source.repo, "url": source.url, "license": source.licence}
+        cfg |= {"hf_hub_id": source.repo, "license": source.licence}
     return cfg
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
-import urllib.error
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import ModelHubMixin, constants, hf_hub_download, snapshot_download
+from huggingface_hub import ModelHubMixin, hf_hub_download, snapshot_download
 from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from locality.checkpoints.format import (
@@ -24,7 +21,6 @@ from locality.checkpoints.format import (
     write_folder,
 )
 from locality.checkpoints.registry import HUB_FILES, WEIGHT_SUFFIXES, Source
-from locality.checkpoints.safe_load import read_state
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.models.base import ImageClassifier
@@ -60,37 +56,12 @@ def locate_weights(row: Source) -> Path:
                     causes.append(error)
                     if not offline and not isinstance(error, RemoteEntryNotFoundError):
                         break  # nor can the other file be had
-    if row.url is not None and not constants.HF_HUB_OFFLINE:
-        try:
-            return _download(row, folder / f"{row.name}.pth")
-        except (OSError, RuntimeError) as error:
-            causes.append(error)
-    last = causes[-1]
-    reason = str(last.reason if isinstance(last, urllib.error.URLError) else last)
-    reason = reason.split("\n")[0].rstrip(". ") or type(last).__name__
-    wanted = f"{HUB_FILES[0]} of https://huggingface.co/{row.repo}"
-    if row.url is not None:
-        wanted += f" or {row.url}"
+    reason = str(causes[-1]).split("\n")[0].rstrip(". ") or type(causes[-1]).__name__
     raise UserError(
-        f"{row.name} could not be downloaded ({reason}); fetch {wanted} and put it at "
-        f"{folder / row.name}.safetensors (.pth and .bin are read too), or give its path as weights"
+        f"{row.name} could not be downloaded ({reason}); fetch {HUB_FILES[0]} of "
+        f"https://huggingface.co/{row.repo} and put it at {folder / row.name}.safetensors (.pth "
+        f"and .bin are read too), or give its path as weights"
     ) from causes[0]
-
-
-def _download(row: Source, path: Path) -> Path:
-    assert row.url is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A part of a file must never lie in its place, where it would be taken for the whole for ever.
-    # What came is compared with its hash where one is published, and read in any case.
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        partial = Path(folder) / path.name
-        torch.hub.download_url_to_file(row.url, str(partial), hash_prefix=row.sha256)
-        try:
-            read_state(partial)
-        except UserError as error:
-            raise RuntimeError(f"what came from {row.url} is no sound weight file") from error
-        os.replace(partial, path)
-    return path
 
 
 def download_snapshot(repository: str, **options: Any) -> Path:

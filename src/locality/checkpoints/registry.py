@@ -49,9 +49,6 @@ class Source:
     Attributes:
         name: as given to `create_model`.
         repo: repository on the Hugging Face hub.
-        url: direct address of the authors' file, where there is one.
-        sha256: the first characters of the SHA-256 of the file at `url`, as far as they are
-            published (its name carries them); None where none are.
         licence: as the repository declares it.
         preprocessing: of evaluation.
         top1: published ImageNet-1k top-1 in per cent.
@@ -64,8 +61,6 @@ class Source:
     top1: float
     published: str
     licence: str = "apache-2.0"
-    url: str | None = None
-    sha256: str | None = None
 
     @property
     def model(self) -> str:
