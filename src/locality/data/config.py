@@ -53,11 +53,9 @@ class DataConfig:
     Attributes:
         dataset: digits, folder (a folder of images per class), table, arrow, cifar10, cifar100,
             fashion_mnist, flowers102, pets, imagenet, imagenet100, imagenet_v2, imagenet_real,
-            streaming (shards in a folder or in object storage), or motifs_0, motifs_50 or
-            motifs_100 (`locality.data.motifs`).
-        root: folder of the dataset, of `streaming` also an address such as s3://bucket/photos;
-            `digits` and motifs have none, and `fashion_mnist` needs none where Debian's package is
-            installed.
+            or motifs_0, motifs_50 or motifs_100 (`locality.data.motifs`).
+        root: folder of the dataset; `digits` and motifs have none, and `fashion_mnist` needs none
+            where Debian's package is installed.
         download: let torchvision fetch what is missing (CIFAR, Fashion-MNIST, Flowers-102, Pets).
         part: which part of each class's images a run may use at all, for training or evaluation, as
             two fractions of an order that is always the same: (0, 0.25) to choose settings on and
@@ -94,8 +92,6 @@ class DataConfig:
         label_column: the same for labels.
         allow_outside: read images that a `table` or an `arrow` dataset names outside of its folder.
             Off by default: such a dataset could name any file of this machine.
-        cache_gb: gigabytes of shards in object storage that are kept on this machine's disk, of
-            `streaming`; images in the others are fetched whenever they are needed.
         workers: processes that load images; 0 loads in the training process.
     """
 
@@ -123,10 +119,9 @@ class DataConfig:
     image_column: str | None = None
     label_column: str | None = None
     allow_outside: bool = False
-    cache_gb: checks.NotNegative = setting(10.0, "how")
     workers: checks.Natural = setting(0, "how")
 
-    REMOVED = (("crops", "exact"), ("difficulty", None))
+    REMOVED = (("cache_gb", 10.0), ("crops", "exact"), ("difficulty", None))
 
     def __post_init__(self) -> None:
         checks.one_of("dataset", self.dataset, DATASETS)

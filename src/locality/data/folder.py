@@ -376,7 +376,7 @@ def check_root(config: DataConfig) -> None:
         _check_file(Path(config.root), name == "table")
     elif name == "folder":
         find_splits(config.root)
-    elif not kind and not (row.get("remote") and "://" in config.root):
+    elif not kind:
         require_folder(config.root)
 
 
@@ -401,9 +401,7 @@ def _check_file(path: Path, table: bool) -> None:
 def require_folder(root: Path | str | None) -> Path:
     """`root`, which `check_root` has seen is given, as a path, if it is a folder."""
     if "://" in str(root):
-        raise UserError(
-            f"'{root}' is no folder of this machine; data.dataset=streaming reads object storage"
-        )
+        raise UserError(f"'{root}' is an address; fetch the images, then give their folder")
     path = Path(root or "").expanduser()
     if not path.exists():
         raise UserError(f"the folder '{path}' does not exist")

@@ -48,14 +48,12 @@ class ImageSource(ABC):
         label_sets: where an image may have several right answers, one tuple of classes per
             image (ReaL labels); `labels` then holds the first of each. Else None.
         numbered: whether its classes are numbers and have no names.
-        remote_bytes: size of images that lie in object storage, and in none of `files`.
     """
 
     labels: npt.NDArray[np.int64]
     pixels: torch.Tensor | None = None
     label_sets: Sequence[tuple[int, ...]] | None = None
     numbered: bool = False
-    remote_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -106,7 +104,6 @@ class Subset(ImageSource):
 
     def __init__(self, source: ImageSource, indices: npt.NDArray[np.int64]) -> None:
         self.labels, self.numbered = source.labels[indices], source.numbered
-        self.remote_bytes = source.remote_bytes * len(indices) // max(1, len(source))
         if source.label_sets is not None:
             self.label_sets = [source.label_sets[index] for index in indices.tolist()]
         if isinstance(source, Subset):
@@ -181,7 +178,6 @@ class DataSplits:
             sizes = [_status(path)[0] for _, path in source.files(sample)]
             # A file per image, or all the files that hold them.
             total += sum(sizes) * (len(source) / len(sizes) if len(sizes) == len(sample) else 1)
-            total += source.remote_bytes
         return round(total)
 
 
