@@ -66,12 +66,19 @@ def open_data(
         UserError: the dataset is not there, is not usable, or a fraction leaves a class empty.
     """
     check_root(config)
-    opener = pkgutil.resolve_name(f"locality.data.{DATASETS[config.dataset]['opener']}")
-    opened = _ordered(opener(config), names, "images" not in DATASETS[config.dataset])
+    row = DATASETS[config.dataset]
+    opener = pkgutil.resolve_name(f"locality.data.{row['opener']}")
+    classes, train, val = _ordered(opener(config), names, custom="images" not in row)
+    if config.part != (0.0, 1.0):
+        train, val = (
+            each and each.subset(class_slice(each.labels, config.part, _PART_SEED))
+            for each in (train, val)
+        )
+    if val is None:
+        whole = whole or config.fold is not None
+        train, val = (train, train) if whole else _split(config, train)
     limits = config.skip_classes, config.first_classes
-    classes, train, val = _select_classes(
-        config, _split(config, whole, *_part_of(config, *opened)), *limits
-    )
+    classes, train, val = _select_classes(config, (classes, train, val), *limits)
     if config.val_part is not None:
         val = train.subset(class_slice(train.labels, config.val_part, config.split_seed))
     if config.fold is not None:
@@ -127,18 +134,6 @@ def renumber(opened: Any, order: list[str]) -> Any:
     return order, parts[0], parts[1]
 
 
-def _part_of(
-    config: DataConfig, classes: list[str], *sources: ImageSource | None
-) -> tuple[Any, ...]:
-    """The part of every source's classes that the run may use."""
-    if config.part == (0.0, 1.0):
-        return classes, *sources
-    return classes, *(
-        source and source.subset(class_slice(source.labels, config.part, _PART_SEED))
-        for source in sources
-    )
-
-
 def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int | None) -> Opened:
     """The first `count` classes without the first `skipped`, numbered from 0."""
     classes, *_ = opened
@@ -155,27 +150,15 @@ def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int
     return renumber(opened, classes[skipped:count])
 
 
-def _split(
-    config: DataConfig,
-    whole: bool,
-    classes: list[str],
-    source: ImageSource,
-    val_source: ImageSource | None,
-) -> Opened:
-    """Without validation images, divide the others class by class."""
-    if val_source is not None:
-        return classes, source, val_source
-    if whole:
-        return classes, source, source
-    if config.fold is not None:
-        return classes, source, source
+def _split(config: DataConfig, source: ImageSource) -> tuple[ImageSource, ImageSource]:
+    """Images to train on and to evaluate on, divided class by class."""
     train, val = stratified_split(source.labels, config.val_fraction, config.split_seed)
     if not len(train) or not len(val):
         raise UserError(
             f"{config.dataset} has too few images ({len(source)}) to set a part aside for "
             f"evaluation"
         )
-    return classes, source.subset(train), source.subset(val)
+    return source.subset(train), source.subset(val)
 
 
 # -- ImageNet and what belongs to it ---------------------------------------------------------------
