@@ -65,12 +65,15 @@ def test_a_dry_release_checks_and_tags_nothing(tmp_path):
             words, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True
         )
 
+    (tmp_path / "CHANGELOG.md").write_text(f"## {version} (unreleased)\n")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
     run("git", "init", "-q")
     run("git", "add", *files)
     run("git", *identity, "commit", "-qm", "all")
     dry = run(".ci/release", DRY="1")
     assert dry.returncode == 0 and version in dry.stdout
+    real = run(".ci/release", DRY="")
+    assert real.returncode == 1 and "CHANGELOG.md" in real.stderr
     assert not run("git", "tag").stdout
     (tmp_path / built[0]).unlink()
     assert run(".ci/release", DRY="1").returncode == 1

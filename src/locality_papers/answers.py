@@ -1,17 +1,18 @@
 """One rule by which every question is answered, from what the records measured.
 
 **yes**: the effect is significantly above 0. **no**: it is significantly below 0, the reverse of
-what was asked. **at most**: neither, but significantly smaller than the paper's own effect, or than
-a point of accuracy where the paper gives none; the upper end of the interval is then the answer.
-**cannot tell**: everything else, and whatever has fewer than three seeds.
+the question. **at most**: neither, but significantly smaller than the paper's effect, or than one
+point of accuracy if the paper gives none; the upper end of the interval is the answer. **cannot
+tell**: everything else, and anything with fewer than three seeds.
 
-Significant is Student's t over seeds at 5%, differences taken seed by seed, after Holm's correction
-for all questions of a scale that are the papers', or that are ours: first for those that differ
-from 0, then, among the others, for those that fall short. Where all seeds are evaluated on the same
-images, their scatter does not show what other images would have given: the variance that images
-leave is added (at most p (1 − p) / N of an accuracy p on N images), and the larger p-value and the
-wider interval count. Where evaluated images are drawn anew with each seed, the scatter shows them.
-What is counted on the models needs no seeds.
+Significance is Student's t over seeds at 5%, with differences taken seed by seed. Holm's correction
+covers all questions of a scale, the papers' and ours apart: first for those that differ from 0,
+then, among the others, for those that fall short.
+
+If all seeds are evaluated on the same images, the variance of the images is added, at most
+p (1 − p) / N of an accuracy p on N images; the larger p-value and the wider interval count. If
+images are drawn anew with each seed, the scatter of the seeds has it already. Numbers counted on
+the models need no seeds.
 """
 
 from __future__ import annotations

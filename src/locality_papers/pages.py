@@ -187,12 +187,12 @@ def everywhere(at: Mapping[str, Answer]) -> str:
 def said(answer: Answer) -> str:
     """An answer in a cell: "yes, +5.2 (+3.1 to +7.3)"."""
     unit = "" if answer["unit"] == "points" else f" {answer['unit']}".rstrip()
-    bound = f" {_number(answer, 'high')}" if answer["answer"] == AT_MOST else ""
-    text = f"{answer['answer']}{bound}, {_number(answer, 'effect')}{unit}"
+    more = f" {_number(answer, 'high')}" if answer["answer"] == AT_MOST else ""
+    if answer["answer"] == CANNOT_TELL and answer["seeds"]:
+        more = f" ({answer['seeds']} seeds would)"
+    text = f"{answer['answer']}{more}, {_number(answer, 'effect')}{unit}"
     if answer["low"] is not None:
         text += f" ({_number(answer, 'low')} to {_number(answer, 'high')})"
-    if answer["answer"] == CANNOT_TELL and answer["seeds"]:
-        text += f", {answer['seeds']} seeds would"
     return text
 
 
