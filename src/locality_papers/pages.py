@@ -132,10 +132,10 @@ def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Ans
 
 def findings(by_scale: Mapping[str, list[Record]], found: Sequence[Answer]) -> str:
     """Every question with its answer at each scale, as Markdown that lies in docs/."""
-    sections: dict[str, list[Any]] = {"Of the papers": [], "Of our own": []}
+    sections: dict[str, list[Any]] = {"The papers' questions": [], "Our own questions": []}
     for at in _by_question(found).values():
         question = next(iter(at.values()))
-        sections["Of the papers" if question["where"] else "Of our own"].append(
+        sections["The papers' questions" if question["where"] else "Our own questions"].append(
             question | {"at": at}
         )
     every = list(chain(*by_scale.values()))
