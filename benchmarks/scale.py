@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,25 +121,27 @@ def recipes() -> list[RunConfig]:
     ]
 
 
-def row(config: RunConfig) -> dict[str, str]:
-    """A line of the first table."""
+def row(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """A line of the table of time, and one of the table of bytes."""
     dry = plan(config)
     run = dry.run
     share = 6 * run.macs * dry.rate / GPUS / PEAK
-    return {
-        "recipe": f"`{config.recipe}`",
-        "model": f"`{config.model.name}`",
+    name = {"recipe": f"`{config.recipe}`", "model": f"`{config.model.name}`"}
+    time = {
         "operations": f"{dry.cost.operations(run.plan.images) / 1e18:.3g}·10¹⁸",
         "of peak": f"{100 * share:.1f}%",
         "time": format_duration(3600 * dry.hours),
-        "cores to read": f"{dry.speed.cores:,}",
-        "images": format_bytes(dry.file_bytes),
         "a step": f"{1000 * dry.step_seconds:.0f} ms",
+        "cores to read": f"{dry.speed.cores:,}",
+    }
+    size = {
+        "images": format_bytes(dry.file_bytes),
         "gradients sent": format_bytes(dry.wire_bytes),
         "per second": f"{format_bytes(dry.wire_bytes / dry.step_seconds)}",
         "activations": format_bytes(run.activation_bytes),
         "weights, gradients, moments": format_bytes(run.state_bytes),
     }
+    return name | time, name | size
 
 
 def memory_row(images: int) -> dict[str, str]:
@@ -154,7 +157,7 @@ def memory_row(images: int) -> dict[str, str]:
     return cells
 
 
-def table(rows: list[dict[str, str]]) -> str:
+def table(rows: Sequence[dict[str, str]]) -> str:
     """Rows as Markdown."""
     lines = [
         list(rows[0]),
@@ -164,10 +167,10 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def tables() -> tuple[str, str]:
-    """Both tables, which takes a minute or two."""
-    rows = [row(config) for config in recipes()]
-    return table(rows), table([memory_row(images) for images in IMAGES_PER_GPU])
+def tables() -> list[str]:
+    """All tables, which takes a minute or two."""
+    times, sizes = zip(*map(row, recipes()), strict=True)
+    return [*map(table, (times, sizes, [memory_row(images) for images in IMAGES_PER_GPU]))]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,7 @@ def page(
             {
                 "record": record,
                 "seeds": usual_n(record),
-                "headings": headings,
-                "lines": lines,
+                "tables": list(_tables(headings, lines)),
                 "notes": list(notes),
                 "missing": list(missing),
                 "picture": record.get("picture") and place + record["picture"],
@@ -120,6 +119,16 @@ def page(
         )
     title = records[0]["title"]
     return _rendered("experiment.md", name=records[0]["name"], title=title, parts=parts)
+
+
+def _tables(
+    headings: list[str], lines: list[list[str]]
+) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """A table in parts that fit a page, each with the rows' labels."""
+    step = 6 if len(headings) > 9 else 9
+    for first in range(1, len(headings), step):
+        columns = slice(first, first + step)
+        yield [headings[0], *headings[columns]], [[line[0], *line[columns]] for line in lines]
 
 
 def _by_question(found: Iterable[Answer]) -> dict[tuple[str, str], dict[str, Answer]]:

@@ -24,8 +24,9 @@ def scale() -> ModuleType:
 
 
 def test_a_row_of_the_page_is_computed(scale: ModuleType) -> None:
-    row = scale.row(deit_300("convit_tiny"))
-    assert " | ".join(row.values()) in (ROOT / "docs" / "scale.md").read_text()
+    page = (ROOT / "docs" / "scale.md").read_text()
+    for row in scale.row(deit_300("convit_tiny")):
+        assert " | ".join(row.values()) in page
 
 
 @pytest.mark.slow
