@@ -129,9 +129,9 @@ class TrainedRun:
         Raises:
             OSError, UserError: if its images can no longer be read.
         """
-        names, images = zip(*run_images(str(self.folder), count), strict=True)
+        names, labels, images = zip(*run_images(str(self.folder), count), strict=True)
         output = output or self.folder / "explorer.html"
-        return Page(write_explorer([self.classifier], images, output, names))
+        return Page(write_explorer([self.classifier], images, output, names, labels=labels))
 
     def __repr__(self) -> str:
         run, result = self._recorded, self.result

@@ -153,6 +153,7 @@ def test_numbers_on_the_page_are_the_attention_of_the_patch_pointed_at(
 
 def test_colours_are_the_logarithm_of_the_attention(open_ready, file, subjects, images):
     page = open_ready(file)
+    page.locator("#scale").select_option("map")
     click(page, 3, 0)
     maps = compute_maps(subjects[0], images[0])[0]
     true = true_row(maps, "mixed", 1, 12)
@@ -172,6 +173,56 @@ def test_colours_are_the_logarithm_of_the_attention(open_ready, file, subjects, 
 def test_the_pages_colours_are_those_of_the_figures(open_ready, file):
     table = (matplotlib.colormaps["viridis"](np.linspace(0, 1, 256))[:, :3] * 255).round()
     assert np.abs(np.array(open_ready(file).evaluate("COLOURS")) - table).max() <= 1
+
+
+def test_a_small_map_becomes_the_large_one(open_ready, file):
+    page = open_ready(file)
+    page.locator('.row .cell[data-model="1"][data-layer="2"][data-head="3"] canvas').click()
+    for model in range(3):
+        large = page.locator(f'.model[data-model="{model}"] .large .chosen')
+        assert large.get_attribute("data-layer") == "2" and large.get_attribute("data-head") == "3"
+        others = page.locator(f'.model[data-model="{model}"] .large .cell:not(.chosen) canvas')
+        wide = [each.bounding_box()["width"] for each in (large.locator("canvas"), others.first)]
+        assert wide[0] > 2 * wide[1]
+    page.keyboard.press("h")
+    assert page.evaluate("[explorer.state.layer, explorer.state.head]") == [2, 0]
+
+
+def test_names_labels_and_probabilities_are_shown(open_ready, subjects, images, tmp_path):
+    labels, names = ["3", "unknown"], ["three/a.png", "what/b.png"]
+    written = write_explorer(subjects, images[:2], tmp_path / "x.html", names, labels=labels)
+    page = open_ready(written)
+    assert page.locator("#named").inner_text() == "three/a.png · labelled 3"
+    for number, subject in enumerate(subjects):
+        shown = page.locator(f'.model[data-model="{number}"] .bars b').all_text_contents()
+        found = [float(text[:-1]) for text in shown]
+        np.testing.assert_allclose(found, 100 * subject(images[:1])[0], atol=0.51)
+    page.keyboard.press("2")
+    page.wait_for_function("explorer.state.image === 1")
+    assert page.locator("#named").inner_text() == "what/b.png"
+
+
+def test_the_class_token_has_no_place_in_the_image(open_ready, file):
+    page = open_ready(file)
+    boxes = page.locator(".query >> visible=true")
+    assert boxes.count() > 0
+    page.keyboard.press("t")
+    assert boxes.count() == 0
+
+
+def test_uniform_attention_is_one_value_in_all_stages(open_ready, images, tmp_path):
+    model = build("cvt_nano")
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attn.q.linear.weight", "attn.q.linear.bias")):
+            torch.nn.init.zeros_(parameter)
+    subject = Classifier.of(model, "CvT", SMALL)
+    page = open_ready(write_explorer([subject], images[:1], tmp_path / "even.html"))
+    values = page.locator(".dot").evaluate_all("(all) => all.map((dot) => dot.dataset.value)")
+    assert [float(value) for value in values] == pytest.approx([1.0] * len(values), rel=1e-4)
+    line = page.locator("#plots .even").get_attribute("y1")
+    assert float(line) == pytest.approx(
+        float(page.locator(".dot").first.get_attribute("cy")), abs=0.1
+    )
 
 
 def test_keys_sliders_and_switches(open_ready, file):

@@ -18,7 +18,9 @@ from locality.analysis.measures import measure_model, nonlocality
 from locality.analysis.pictures import validation_images
 from locality.analysis.taps import capture, content_off, position_off
 from locality.checkpoints import Classifier, Preprocessing, open_model
+from locality.checkpoints.api import MODES
 from locality.cli import main
+from locality.data.preprocessing import eval_transform
 from locality.errors import UserError
 from locality.models import build
 from locality.training import recipe
@@ -229,6 +231,55 @@ def test_sliders_move_gates_and_a_button_puts_them_back(open_ready, file, traine
     assert page.locator("#gate-value").inner_text() == "as trained"
     page.evaluate("document.querySelector('.model').dataset.right = ''")
     assert int(counted(page, 0)) == truth[0]
+
+
+def test_without_gates_the_strength_of_locality_does_nothing(open_ready, file):
+    page = open_ready(file)
+    for gate, disabled in ((-100, True), (-99, False), (100, False)):
+        slide(page, "gate", gate)
+        assert page.locator("#strength").is_disabled() == disabled
+
+
+def test_the_introduction_names_the_models_of_the_page(trained, examples):
+    both = live_page(trained, [image for _, image in examples])
+    assert "convit_nano (ConViT)" in both and "deit_nano (DeiT)" in both
+    alone = live_page(trained[1:], [image for _, image in examples])
+    assert "ConViT)" not in alone and "gate that each head" not in alone
+
+
+PREPARATIONS = {
+    "bicubic": {"crop_pct": 0.875},
+    "squash": {"crop_mode": "squash", "crop_pct": 1.0, "interpolation": "bilinear"},
+    "high": {"img_size": (12, 8), "crop_pct": 0.9, "interpolation": "lanczos"},
+    "nearest": {"crop_pct": 1.0, "interpolation": "nearest"},
+    "grey": {"in_chans": 1, "crop_pct": 1.0, "interpolation": "box"},
+}
+
+
+@pytest.mark.parametrize("settings", PREPARATIONS.values(), ids=PREPARATIONS)
+def test_a_photograph_of_ones_own_is_prepared_as_by_python(open_ready, tmp_path, settings):
+    settings = {"img_size": (8, 8)} | settings
+    size, channels = settings.pop("img_size"), settings.pop("in_chans", 3)
+    model = build("convit_nano", img_size=size, in_chans=channels, num_classes=3)
+    preparation = Preprocessing(size, (0.4,) * channels, (0.3,) * channels, **settings)
+    subject = Classifier.of(model, "one", preparation, ("coat", "hat", "shoe"))
+    noise = np.random.default_rng(0).integers(0, 256, (7, 9, 3), np.uint8)
+    image = Image.fromarray(noise).resize((61, 45), Image.Resampling.BICUBIC)
+    image.save(tmp_path / "mine.png")
+    page = open_ready(
+        write_live([subject], [image], tmp_path / "one.html", ["hat"], names=["a/one.png"])
+    )
+    assert page.locator("#named").inner_text() == "a/one.png · labelled hat"
+    page.locator("#own").set_input_files(tmp_path / "mine.png")
+    page.wait_for_function("live.state.named === 'mine.png'")
+    found = np.array(page.evaluate("Array.from(live.state.pixels)"), int).reshape(*size, channels)
+    expected = np.asarray(eval_transform(preparation)(image.convert(MODES[channels])))
+    np.testing.assert_allclose(found, expected.transpose(1, 2, 0), atol=1)
+    page.wait_for_function("document.getElementById('named').textContent === 'mine.png'")
+    assert "labelled" not in page.locator(".prediction").inner_text()
+    (tmp_path / "notes.txt").write_text("not an image")
+    page.locator("#own").set_input_files(tmp_path / "notes.txt")
+    page.wait_for_function("document.getElementById('named').textContent.includes('notes.txt')")
 
 
 def test_nonlocality_is_that_of_the_measure(open_ready, file, trained, examples):

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from locality import __version__
-from locality.analysis.measures import measure_model, positional_vectors
+from locality.analysis.measures import measure_model, nonlocality_unit, positional_vectors
 from locality.analysis.pictures import DECADES, data_url, prepare_sample
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
@@ -33,6 +33,7 @@ from locality.models.variants import family_of
 from locality.templates import render, write_page
 
 _MAX_MODELS = 4
+_FEW_CLASSES = 12  # all of which are listed
 _MEASURED = ("name", "kind", "heads", "grid", "key_grid", "gates")
 
 
@@ -42,13 +43,14 @@ def write_explorer(
     output: Path | str,
     names: Sequence[str] | None = None,
     overwrite: bool = False,
+    labels: Sequence[str] = (),
 ) -> Path:
     """Write the explorer of some models on some images.
 
     Args:
         output: the HTML file to write; its folder is created.
         overwrite: replace a file that is not a page of ours.
-        subjects, images, names: as for `explorer_page`.
+        subjects, images, names, labels: as for `explorer_page`.
 
     Returns:
         the path of the file.
@@ -56,7 +58,7 @@ def write_explorer(
     Raises:
         UserError: as `explorer_page` and `write_page`.
     """
-    return write_page(output, explorer_page(subjects, images, names), overwrite)
+    return write_page(output, explorer_page(subjects, images, names, labels=labels), overwrite)
 
 
 def explorer_page(
@@ -64,6 +66,7 @@ def explorer_page(
     images: Sequence[Image.Image],
     names: Sequence[str] | None = None,
     shown: Sequence[Image.Image] | None = None,
+    labels: Sequence[str] = (),
 ) -> str:
     """The page of some models on some images.
 
@@ -72,6 +75,7 @@ def explorer_page(
         images: shown to every model with its own preprocessing.
         names: of the images.
         shown: the images in more detail, as `high_resolution_crop` makes them unless given.
+        labels: the class of each, or none; shown where a model has that class.
 
     Raises:
         UserError: if there is no model or no image, or a model's attention cannot be read.
@@ -84,12 +88,20 @@ def explorer_page(
     ]
     if shown is None:
         shown = [high_resolution_crop(image, subjects[0].preprocessing) for image in images]
+    layers = [layer for about, _ in observed for layer in about["layers"]]
+    unit, divisors, uniform = nonlocality_unit(layers)
+    for layer, divisor in zip(layers, divisors, strict=True):
+        layer["unit"] = divisor
+    labels = known_labels(labels, subjects)
     page = {
         "decades": DECADES,
+        "unit": unit,
+        "uniform": uniform,
         "images": [
             {
                 "source": data_url(np.asarray(picture)),
                 "name": names[index] if names else f"image {index + 1}",
+                "label": labels[index] if labels else None,
             }
             for index, picture in enumerate(shown)
         ],
@@ -110,6 +122,13 @@ def explorer_page(
     )
 
 
+def known_labels(labels: Sequence[str], subjects: Sequence[Classifier]) -> list[str | None]:
+    """The labels, with None for one that is a class of no model; none at all if all would be."""
+    classes = {name for subject in subjects for name in subject.classes or ()}
+    known = [label if label in classes else None for label in labels]
+    return known if any(known) else []
+
+
 def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[bytes]]:
     """One model on all images: its description, and its queries and keys image by image."""
     model = subject.module()
@@ -119,7 +138,6 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
     for layer, found in zip(layers, measure_model(model, batch)["layers"], strict=True):
         layer |= {name: found[name] for name in _MEASURED}
         layer["nonlocality"] = found["nonlocality"]["mean"]
-    top1 = [logits.softmax(dim=-1).max(dim=-1) for _, _, logits in observed]
     prefix = None
     if any(layer["prefix"] for layer in layers):
         # timm's models have None for a class token where registers alone precede the patches.
@@ -130,11 +148,16 @@ def _observe(subject: Classifier, batch: Tensor) -> tuple[dict[str, Any], list[b
         "prefix": prefix,
         "family": family_of(getattr(model, "variant", None)),
         "layers": layers,
-        "predictions": [
-            f"{subject.label(int(index))} ({100 * float(value):.3g}%)" for value, index in top1
-        ],
+        "answers": [_answers(subject, logits[0].softmax(dim=-1)) for _, _, logits in observed],
     }
     return about, [packed for packed, _, _ in observed]
+
+
+def _answers(subject: Classifier, probabilities: Tensor) -> list[tuple[str, float]]:
+    """All classes with their probabilities; of many, the most likely five."""
+    few = len(probabilities) <= _FEW_CLASSES
+    shown = range(len(probabilities)) if few else probabilities.topk(5).indices.tolist()
+    return [(subject.label(index), float(probabilities[index])) for index in shown]
 
 
 def _pack(model: nn.Module, image: Tensor) -> tuple[bytes, list[dict[str, Any]], Tensor]:

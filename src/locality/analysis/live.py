@@ -17,7 +17,8 @@ from markupsafe import Markup
 from PIL import Image
 
 from locality import __version__
-from locality.analysis.explorer import half_precision, to_blob, to_script
+from locality.analysis.explorer import half_precision, known_labels, to_blob, to_script
+from locality.analysis.measures import nonlocality_unit
 from locality.analysis.pictures import DECADES, prepare_sample
 from locality.checkpoints import Classifier
 from locality.errors import UserError
@@ -42,13 +43,14 @@ def write_live(
     labels: Sequence[str] = (),
     digits: bool = False,
     overwrite: bool = False,
+    names: Sequence[str] = (),
 ) -> Path:
     """Write the live page of some models.
 
     Args:
         output: the HTML file to write; its folder is created.
         overwrite: replace a file that is not a page of ours.
-        subjects, images, labels, digits: as for `live_page`.
+        subjects, images, labels, digits, names: as for `live_page`.
 
     Returns:
         the path of the file.
@@ -56,7 +58,8 @@ def write_live(
     Raises:
         UserError: as `live_page` and `write_page`.
     """
-    return write_page(output, live_page(subjects, images, labels, digits), overwrite)
+    page = live_page(subjects, images, labels, digits, names=names)
+    return write_page(output, page, overwrite)
 
 
 def live_page(
@@ -65,6 +68,7 @@ def live_page(
     labels: Sequence[str] = (),
     digits: bool = False,
     about: str | None = None,
+    names: Sequence[str] = (),
 ) -> str:
     """The live page of some models.
 
@@ -73,6 +77,7 @@ def live_page(
         images: examples to choose from.
         labels: the class of each, by which the page counts how many are recognised; or none.
         digits: there is a place to draw on, for models of 8×8 digits.
+        names: of the images' files, or none.
         about: HTML that stands below, on a page of the site, which links to the site's others.
 
     Raises:
@@ -95,12 +100,22 @@ def live_page(
     shown = prepare_sample(subjects[0], images).shown[..., :channels]
     for subject in subjects:
         subject.check_logits(subject.logits(subject.prepare(images)))
+    unit, divisors, uniform = nonlocality_unit([model for model, _ in models])
+    for (model, _), divisor in zip(models, divisors, strict=True):
+        model["unit"] = divisor
+    preprocessing = subjects[0].preprocessing
     page = {
         "decades": DECADES,
+        "unit": unit,
+        "uniform": uniform,
+        "crop_pct": preprocessing.crop_pct,
+        "crop_mode": preprocessing.crop_mode,
+        "interpolation": preprocessing.interpolation,
         "size": [height, width],
         "channels": channels,
         "images": len(images),
-        "labels": list(labels),
+        "labels": known_labels(labels, subjects),
+        "names": list(names),
         "digits": digits and (height, width) == DRAWN_SIZE,
         "models": [model for model, _ in models],
     }
@@ -112,7 +127,8 @@ def live_page(
         data=to_script(page),
         blobs=blobs,
         digits=page["digits"],
-        names=[subject.name for subject in subjects],
+        models=page["models"],
+        unit=unit,
         version=__version__,
         site=about is not None,
         about=Markup(about or ""),
@@ -155,6 +171,7 @@ def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
         "size": list(preprocessing.size),
         "mean": list(preprocessing.mean),
         "std": list(preprocessing.std),
+        "kind": config.positional_attention if config.gpsa_layers else "sa",
         "patch": config.patch_size,
         "grid": list(grid),
         "width": config.embed_dim,

@@ -62,7 +62,7 @@ def uniform_nonlocality(layer: Record) -> float:
     """The nonlocality of uniform attention on the grids of a layer's record, in query tokens."""
     grid = layer["grid"]
     keys = layer.get("key_grid") or grid
-    stride = math.ceil(grid[0] / keys[0]), math.ceil(grid[1] / keys[1])
+    stride = layer.get("key_stride") or [math.ceil(n / m) for n, m in zip(grid, keys, strict=True)]
     return float(token_distances(grid, keys, stride).mean())
 
 
@@ -75,7 +75,7 @@ def nonlocality_unit(layers: Sequence[Record]) -> tuple[str, list[float], float]
     """
     uniform = [uniform_nonlocality(layer) for layer in layers]
     if len(set(uniform)) > 1:
-        return "of uniform attention's", uniform, 1.0
+        return "× uniform", uniform, 1.0
     return "patches", [1.0] * len(uniform), uniform[0] if uniform else 1.0
 
 

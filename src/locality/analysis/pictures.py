@@ -11,7 +11,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
 from locality.data import open_data
 from locality.data.config import Preprocessing
+from locality.data.folder import short_name
 from locality.data.preprocessing import eval_transform, normalise
-from locality.data.sources import ImageSource
+from locality.data.sources import DataSplits, ImageSource
 from locality.errors import UserError, wrap_errors
 from locality.files import open_file, parse_json, write_atomic
 from locality.layers.grid import Grid
@@ -111,20 +112,28 @@ def sample_at(
     return Sample(normalise(pixels, preprocessing), shown, labels, classes)
 
 
-def run_images(run: str, count: int) -> list[tuple[str, Image.Image]]:
-    """The first validation images of a run, one of each class in turn, with their class's name."""
+def run_images(run: str, count: int) -> list[tuple[str, str, Image.Image]]:
+    """The first validation images of a run, one of each class in turn: names of file and class,
+    and the image."""
     folder = RunFolder(run)
-    return validation_images(folder.config(), count, folder.classes())
+    config = folder.config()
+    splits = open_data(config.data, config.seed, folder.classes())
+    return [
+        (short_name(splits.val.describe(index)), splits.classes[label], image)
+        for index, label, image in _validation_images(splits, count)
+    ]
 
 
-def validation_images(
-    config: RunConfig, count: int, classes: Sequence[str] = ()
-) -> list[tuple[str, Image.Image]]:
-    """The first validation images of a configuration, as `run_images`."""
-    splits = open_data(config.data, config.seed, classes)
-    chosen = round_robin_indices(splits.val.labels, count).tolist()
-    labels = splits.val.labels
-    return [(splits.classes[labels[index]], splits.val.read_or_raise(index)) for index in chosen]
+def validation_images(config: RunConfig, count: int) -> list[tuple[str, Image.Image]]:
+    """As `run_images`, of a configuration: names of classes, and the images."""
+    splits = open_data(config.data, config.seed)
+    found = _validation_images(splits, count)
+    return [(splits.classes[label], image) for _, label, image in found]
+
+
+def _validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, int, Image.Image]]:
+    for index in round_robin_indices(splits.val.labels, count).tolist():
+        yield index, splits.val.labels[index], splits.val.read_or_raise(index)
 
 
 def validation_sample(

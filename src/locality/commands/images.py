@@ -24,7 +24,7 @@ from locality.commands.parsing import (
 )
 from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
-from locality.data.folder import check_root, image_files, read_image
+from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
 from locality.files import check_new_folder, check_output, check_parent, csv_text, write_output
@@ -348,14 +348,12 @@ def explore(arguments: Sequence[str]) -> None:
     from locality.analysis.live import write_live
 
     subjects = [open_given(model, options) for model in options.models]
-    names, images = [name for name, _ in shown], [image for _, image in shown]
+    names, labels, images = zip(*shown, strict=True)
     if options.live:
-        # Files have names, and a run's own images have classes.
-        labels = names if options.images is None else ()
         digits = is_run_folder(first) and read_config(Path(first)).data.dataset == "digits"
-        page = write_live(subjects, images, output, labels, digits, options.overwrite)
+        page = write_live(subjects, images, output, labels, digits, options.overwrite, names)
     else:
-        page = write_explorer(subjects, images, output, names, options.overwrite)
+        page = write_explorer(subjects, images, output, names, options.overwrite, labels)
     print(page.absolute())
 
 
@@ -444,7 +442,7 @@ def _draw(figure: NamedFigure, options: Any) -> Figure:
     if figure.takes == "runs":
         return figure.draw(options.sources)
     given = options.sources if figure.takes == "images" else options.images
-    images = [image for _, image in _shown(given, options.sources[0], options.count)]
+    images = [image for _, _, image in _shown(given, options.sources[0], options.count)]
     if figure.takes == "images":
         return figure.draw(images, place=options.place)
     models = [open_given(source, options) for source in options.sources]
@@ -452,8 +450,9 @@ def _draw(figure: NamedFigure, options: Any) -> Figure:
     return figure.draw(models, images, layers=layers, heads=options.heads, place=options.place)
 
 
-def _shown(given: list[str] | None, model: str, count: int) -> list[tuple[str, Image.Image]]:
-    """The images that are given, or else a run's own, with a name for each."""
+def _shown(given: list[str] | None, model: str, count: int) -> list[tuple[str, str, Image.Image]]:
+    """The images that are given, or else a run's own, with names of each one's file and class,
+    which is the folder that it is in."""
     if given is None:
         if not is_run_folder(model):
             raise UserError(f"{model} is no run folder with images of its own; give --images")
@@ -462,8 +461,7 @@ def _shown(given: list[str] | None, model: str, count: int) -> list[tuple[str, I
         return run_images(model, count)
     files = list(image_files(given))
     places, labels = np.unique([str(file.parent) for file in files], return_inverse=True)
-    several = len(places) > 1
-    if several:  # one of each class's folder in turn
+    if len(places) > 1:  # one of each class's folder in turn
         from locality.analysis.pictures import round_robin_indices
 
         files = [files[index] for index in round_robin_indices(labels, len(files))]
@@ -472,9 +470,9 @@ def _shown(given: list[str] | None, model: str, count: int) -> list[tuple[str, I
     images = list(islice(_read_images(files, model, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are left out; --count {len(files)} takes all")
-    names = [f"{file.parent.name}/{file.name}" if several else file.name for file in read]
     _report_unreadable(bad, files)
-    return list(zip(names, images, strict=True))
+    named = ((short_name(file), file.absolute().parent.name) for file in read)
+    return [(*names, image) for names, image in zip(named, images, strict=True)]
 
 
 def folders(arguments: Sequence[str]) -> int:

@@ -314,6 +314,11 @@ def place_name(root: Path | str) -> str:
     return path.parent.name if path.is_file() else path.name
 
 
+def short_name(path: Path | str) -> str:
+    """A file with the folder that it is in, as people call it: "coat/12.png"."""
+    return "/".join(Path(path).parts[-2:])
+
+
 def image_files(given: Iterable[str]) -> Iterator[Path]:
     """The image files that paths of files and folders name, those of a folder in sorted order.
 

@@ -8,10 +8,10 @@ const state = {
   place: [0.5, 0.5], // of the query, as fractions of (height, width)
   classToken: false,
   mode: "mixed",
-  // The brightest colour is the maximum of each map, of its layer, or of all maps; with "range" the darkest is its minimum, as the
-  // last layers of a CvT often differ little from uniform attention.
-  scale: DATA.models.some(({ layers }) => layers.some((layer) => Math.max(...layer.key_stride) > 1)) ? "range" : "map",
-  layer: 0, // the one shown large
+  // The brightest colour is the maximum of each map, of its layer, or of all maps; with "range" the darkest is its minimum, as
+  // some layers differ little from uniform attention.
+  scale: "range",
+  layer: 0, head: 0, // shown large
   rollout: false, // whether it is shown beside the heads
   hovered: null, // {model, layer, head, key}
 };
@@ -126,21 +126,8 @@ function distanceOf(layer, attention) {
   return mass > 0 ? sum / mass : null;
 }
 
-// The mean distance of uniform attention in a layer: over all queries and keys.
-function uniformDistance({ grid, key_grid, key_stride }) {
-  let sum = 0;
-  const along = (axis) => Array.from({ length: grid[axis] }, (_, query) =>
-    Array.from({ length: key_grid[axis] }, (_, key) => key * key_stride[axis] - query)).flat();
-  const columns = along(1), rows = along(0);
-  for (const y of rows) for (const x of columns) sum += Math.hypot(y, x);
-  return sum / (rows.length * columns.length);
-}
-
-// Whether a row of attention is the same to every patch, to a tenth.
-function isUniform(layer, attention) {
-  const patches = attention.subarray(layer.prefix);
-  return Math.max(...patches) <= 1.1 * Math.min(...patches);
-}
+// The heads' nonlocality in the unit that all layers have in common.
+const distancesOf = ({ nonlocality, unit }) => nonlocality.map((value) => value === null ? null : value / unit);
 
 const meanOf = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
@@ -203,7 +190,12 @@ function makeCell(model, index, head, large) {
   if (label) node.append(label);
   const cell = { model, index, head, node, view, canvas, keys, query, label };
   view.addEventListener("pointermove", (event) => hover(cell, event));
-  view.addEventListener("click", (event) => hover(cell, event));
+  view.addEventListener("click", (event) => {
+    hover(cell, event);
+    const article = node.closest(".model");
+    choose(head === ROLLOUT ? state.layer : index, head);
+    article.querySelector(".large .chosen").scrollIntoView({ block: "nearest" });
+  });
   // On touch screens the pointer leaves when the finger is lifted; the readout stays.
   view.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hover(null); });
   cells.push(cell);
@@ -214,17 +206,20 @@ function buildModels() {
   DATA.models.forEach((model, number) => {
     const overview = element("div", { class: "overview" });
     model.layers.forEach((layer, index) => {
-      const choose = element("button", { title: `show layer ${index + 1} large` }, String(index + 1));
-      choose.addEventListener("click", () => setLayer(index));
-      const row = element("div", { class: "row", "data-layer": index }, choose);
+      const button = element("button", { title: `show layer ${index + 1} large` }, String(index + 1));
+      button.addEventListener("click", () => choose(index));
+      const row = element("div", { class: "row", "data-layer": index }, button);
       for (let head = 0; head < layer.heads; head++) row.append(makeCell(number, index, head, false));
       overview.append(row);
     });
     const most = Math.max(...model.layers.map((layer) => layer.heads));
     overview.style.setProperty("--heads", most);
+    const answers = model.answers[0];
     $("models").append(element("article", { class: `model ${model.family}`, "data-model": number },
       element("h2", {}, model.label), element("p", { class: "prediction" }),
-      element("p", { class: "layer" }), element("div", { class: "large" }), overview));
+      element("div", { class: "parts" },
+        element("div", {}, element("p", { class: "layer" }), element("div", { class: "large" })),
+        element("div", {}, makeBars(answers.length, answers.every(([name]) => name.length <= 2)), overview))));
   });
 }
 
@@ -238,25 +233,23 @@ function buildLarge() {
     large.replaceChildren();
     for (let head = 0; head < layers[index].heads; head++) large.append(makeCell(number, index, head, true));
     if (state.rollout && canRollOut(DATA.models[number])) large.append(makeCell(number, layers.length - 1, ROLLOUT, true));
-    article.querySelectorAll(".row").forEach((row, at) => row.classList.toggle("selected", at === index));
+    const chosen = (node) => node.dataset.head === String(state.head);
+    ([...large.children].find(chosen) ?? large.lastChild).classList.add("chosen");
+    article.querySelectorAll(".row").forEach((row, at) => {
+      row.classList.toggle("selected", at === index);
+      row.querySelectorAll(".cell").forEach((node) => node.classList.toggle("chosen", at === index && chosen(node)));
+    });
   });
   showImageUnderMaps();
 }
 
 function buildPlots() {
   const images = DATA.images.length === 1 ? "this image" : `these ${DATA.images.length} images`;
-  const keys = element("p", {});
-  DATA.models.forEach((model) => {
-    keys.append(element("span", { class: `key ${model.family}` }, model.label));
-  });
-  const far = DATA.models.flatMap((model) => model.layers.flatMap((layer) => layer.nonlocality));
-  $("plots").append(keys, plot("Nonlocality", "mean distance (patches)", `Mean attention distance in patches by layer, over ${images}. Each dot is a head, the line their mean.`,
-    (layer) => layer.nonlocality, Math.max(...far), highlight, setLayer));
+  $("plots").append(keys(), distancePlot("Nonlocality", images, distancesOf, highlight, choose));
   if (DATA.models.some((model) => model.layers.some((layer) => layer.gates))) {
     $("plots").append(plot("Gates", "gate σ(λ)", "Gate by layer: 1 attends to position alone, 0 to content alone. Layers without dots have no gate.",
-      (layer) => layer.gates, 1, highlight, setLayer));
+      (layer) => layer.gates, 1, highlight, choose));
   }
-  keys.style.gridColumn = "1 / -1";
   $("plots").append(element("details", {}, element("summary", {}, "mean distance of every layer, as a table"), summary()));
 }
 
@@ -264,11 +257,11 @@ function buildPlots() {
 function summary() {
   const line = (name, cells) => element("tr", {}, ...cells.map((cell) => element(name, {}, cell)));
   const rows = DATA.models.flatMap((model) => model.layers.map((layer, index) => {
-    const far = layer.nonlocality.filter((value) => value !== null), even = uniformDistance(layer);
+    const far = distancesOf(layer).filter((value) => value !== null);
     const numbers = far.length ? [meanOf(far), Math.min(...far), Math.max(...far)].map((value) => value.toFixed(2)) : ["–", "–", "–"];
-    return line("td", [model.label, String(index + 1), ...numbers, even.toFixed(2), layer.gates ? meanOf(layer.gates).toFixed(2) : "–"]);
+    return line("td", [model.label, String(index + 1), ...numbers, DATA.uniform.toFixed(2), layer.gates ? meanOf(layer.gates).toFixed(2) : "–"]);
   }));
-  return element("table", {}, line("th", ["model", "layer", "mean (patches)", "nearest head", "farthest head", "uniform attention", "mean gate"]), ...rows);
+  return element("table", {}, line("th", ["model", "layer", `mean (${DATA.unit})`, "nearest head", "farthest head", "uniform attention", "mean gate"]), ...rows);
 }
 
 // -- rendering ------------------------------------------------------------------------------------
@@ -297,29 +290,22 @@ function topOf(cell) {
   return tops.get({ layer, all: "all" }[scale] ?? `${layer}.${cell.head}`);
 }
 
-// How many powers of ten the colours of a map span.
-function decadesOf(layer, attention) {
-  if (state.scale !== "range") return DATA.decades;
-  if (isUniform(layer, attention)) return 0;
-  const patches = attention.subarray(layer.prefix);
-  return Math.min(DATA.decades, Math.log10(Math.max(...patches) / Math.min(...patches)));
-}
-
 function queryCell() {
   return QUERY_GRID.map((size, axis) => Math.min(size - 1, Math.floor(state.place[axis] * size)));
 }
 
 function showCell(cell) {
   const layer = DATA.models[cell.model].layers[cell.index];
-  const attention = rowOf(cell), distance = distanceOf(layer, attention);
+  const attention = rowOf(cell), distance = distanceOf(layer, attention), patches = attention?.subarray(layer.prefix);
   cell.node.classList.toggle("none", !attention);
-  if (attention) paint(cell.canvas, attention, layer.prefix, topOf(cell), decadesOf(layer, attention), cell.keys);
+  if (attention) paint(cell.canvas, attention, layer.prefix, topOf(cell), state.scale === "range" ? rangeOf(patches) : DATA.decades, cell.keys);
   cell.node.dataset.distance = distance === null ? "" : distance;
+  cell.query.hidden = state.classToken;
   placeBox(cell.query, layer.grid, cellOf(layer));
   if (cell.label) {
     const gate = layer.gates && cell.head !== ROLLOUT && !commonGate(layer) ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
-    const even = attention && isUniform(layer, attention) ? " · uniform" : "";
-    const far = distance === null ? even : `${even} · distance ${distance.toFixed(2)}`;
+    const even = attention && isUniform(patches) ? " · uniform" : "";
+    const far = distance === null ? even : `${even} · distance ${(distance / layer.unit).toFixed(2)}`;
     cell.label.textContent = `${cell.head === ROLLOUT ? "rollout, all layers" : `head ${cell.head + 1}`}${far}${gate}`;
   }
 }
@@ -349,7 +335,7 @@ function readout() {
     const empty = !document.querySelector(".cell.none") ? "" : state.classToken
       ? `Hatched: the ${PREFIX} joins the patches only after these layers. `
       : "Hatched: these layers have no positional attention. ";
-    $("readout").textContent = empty + "Point at a map to read its numbers.";
+    $("readout").textContent = empty + "Point at a map, or tap it, to read its numbers; a click or tap shows it large.";
     delete $("readout").dataset.attention;
     return;
   }
@@ -365,8 +351,8 @@ function readout() {
     $("readout").dataset.attention = value;
   }
   const distance = distanceOf(layer, attention);
-  if (attention && isUniform(layer, attention)) parts.push("uniform: the same to every patch");
-  if (distance !== null) parts.push(`mean distance ${distance.toFixed(2)} patches`);
+  if (attention && isUniform(attention.subarray(layer.prefix))) parts.push("uniform: the same to every patch");
+  if (distance !== null) parts.push(`mean distance ${(distance / layer.unit).toFixed(2)} ${DATA.unit}`);
   if (attention && layer.prefix) parts.push(`${number(100 * attention[0])}% to the ${DATA.models[at.model].prefix}`);
   if (attention && layer.prefix > 1) {
     const others = attention.subarray(1, layer.prefix).reduce((a, b) => a + b);
@@ -407,7 +393,7 @@ async function setImage(image) {
   state.image = image;
   const shown = DATA.images[image];
   $("image").src = shown.source;
-  $("image").alt = shown.name;
+  $("image").alt = $("named").textContent = described(shown.name, shown.label);
   await $("image").decode();
   const large = $("image").naturalWidth > 64;
   document.body.classList.toggle("smooth", large);
@@ -416,15 +402,18 @@ async function setImage(image) {
   document.querySelectorAll("#thumbnails button").forEach((button, at) =>
     button.setAttribute("aria-pressed", at === image));
   document.querySelectorAll(".model").forEach((article, at) => {
-    article.querySelector(".prediction").textContent = `predicts ${DATA.models[at].predictions[image]}`;
+    const [name, part] = showBars(article.querySelector(".bars"), DATA.models[at].answers[image]);
+    article.querySelector(".prediction").textContent = `predicts ${name} (${percent(part)})` +
+      (shown.label && name !== shown.label ? `, labelled ${shown.label}` : "");
   });
   showImageUnderMaps();
   show();
 }
 
-function setLayer(layer) {
+function choose(layer, head = state.head) {
   const depth = Math.max(...DATA.models.map((model) => model.layers.length));
   state.layer = Math.max(0, Math.min(depth - 1, layer));
+  state.head = head;
   $("layer").value = state.layer + 1;
   buildLarge();
   show();
@@ -462,7 +451,7 @@ function listen() {
     setCell(Math.floor((event.clientY - box.top) / box.height * QUERY_GRID[0]),
       Math.floor((event.clientX - box.left) / box.width * QUERY_GRID[1]));
   });
-  $("layer").addEventListener("input", () => setLayer(Number($("layer").value) - 1));
+  $("layer").addEventListener("input", () => choose(Number($("layer").value) - 1));
   $("scale").addEventListener("change", () => { state.scale = $("scale").value; show(); });
   $("opacity").addEventListener("input", () =>
     document.documentElement.style.setProperty("--opacity", $("opacity").value / 100));
@@ -480,7 +469,9 @@ function listen() {
       setCell(row + moves[event.key][0], column + moves[event.key][1]);
       event.preventDefault();
     } else if (event.key === "[" || event.key === "]") {
-      setLayer(state.layer + (event.key === "]" ? 1 : -1));
+      choose(state.layer + (event.key === "]" ? 1 : -1));
+    } else if (event.key === "h") {
+      choose(state.layer, (Number(state.head) + 1) % Math.max(...DATA.models.flatMap(({ layers }) => layers.map((layer) => layer.heads))) || 0);
     } else if ("mcp".includes(event.key)) {
       setMode({ m: "mixed", c: "content", p: "position" }[event.key]);
     } else if (event.key === "t" && !$("class-token-choice").hidden) {

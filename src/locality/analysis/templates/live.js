@@ -4,7 +4,8 @@
 
 const state = {
   pixels: null, // of the image shown, (H, W, channels), 0 … 255
-  example: 0, // which one it is; null for a drawing
+  example: 0, // which one it is; null for a drawing or photograph
+  named: "", // what a photograph is called
   strokes: [], // of the drawing: lists of points, as fractions of the pad
   cell: [0, 0], // the query patch
   mode: "mixed",
@@ -19,7 +20,6 @@ const answers = []; // of each model to the image shown
 const GRID = DATA.models[0].grid; // of the patch that is chosen; models with other patches are asked at its centre
 
 const cellOf = (model) => state.cell.map((at, axis) => Math.floor((at + 0.5) / GRID[axis] * model.grid[axis]));
-const percent = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)}%`;
 
 // -- building the page --------------------------------------------------------------------------
 
@@ -37,9 +37,7 @@ function makeMap(model, part) {
 
 function buildModel(model, number) {
   const few = model.classes.length <= 12;
-  const bars = element("ol", { class: few && model.classes.every((name) => name.length <= 2) ? "bars upright" : "bars" });
-  const shown = few ? model.classes.length : 5;
-  for (let at = 0; at < shown; at++) bars.append(element("li", {}, element("span"), element("i"), element("b")));
+  const bars = makeBars(few ? model.classes.length : 5, few && model.classes.every((name) => name.length <= 2));
   const parts = ["content", "position", "mixed"].filter((part) => part !== "position" || model.positional);
   const apart = element("div", { class: "large" });
   for (const part of model.positional ? parts : ["mixed"]) {
@@ -62,7 +60,7 @@ function buildModel(model, number) {
       small.push(map);
       row.append(map.node);
     }
-    row.append(element("span", { class: "far", title: "nonlocality on this image, in patches" }));
+    row.append(element("span", { class: "far", title: `nonlocality on this image (${DATA.unit})` }));
     overview.append(row);
   }
   return element("article", { class: `model ${model.family}`, "data-model": number },
@@ -85,7 +83,7 @@ function build() {
   examples.forEach((pixels, at) => {
     const canvas = element("canvas", { width: WIDTH, height: HEIGHT });
     paintPixels(canvas, pixels);
-    const name = DATA.labels.length ? `example ${at + 1}: ${DATA.labels[at]}` : `example ${at + 1}`;
+    const name = [`example ${at + 1}`, exampleName(at)].filter(Boolean).join(": ");
     const button = element("button", { type: "button", title: name, "aria-label": name }, canvas);
     button.addEventListener("click", () => chooseExample(at));
     $("thumbnails").append(button);
@@ -94,10 +92,12 @@ function build() {
   $("modes").hidden = !positional;
   $("moving").hidden = !positional;
   $("gate-choice").hidden = !gated;
-  $("low").textContent = `1/${10 ** DATA.decades} of it`;
   const table = $("colours").getContext("2d");
   COLOURS.forEach((colour, at) => { table.fillStyle = `rgb(${colour})`; table.fillRect(at, 0, 1, 1); });
 }
+
+// What an example is: its file's name where it has one, and its class.
+const exampleName = (at) => (DATA.names.length ? described(DATA.names[at], DATA.labels[at]) : DATA.labels[at]);
 
 // -- showing ------------------------------------------------------------------------------------
 
@@ -122,7 +122,8 @@ function rowOf(model, layer, head, part) {
 function showMap(map, layer, head, part) {
   const { grid } = models[map.model], found = answers[map.model].layers[layer], row = rowOf(map.model, layer, head, part);
   map.node.classList.toggle("none", !row);
-  if (row) paint(map.canvas, row, found.prefix, row.subarray(found.prefix).reduce((a, b) => Math.max(a, b), 0));
+  const patches = row?.subarray(found.prefix);
+  if (row) paint(map.canvas, row, found.prefix, Math.max(...patches), rangeOf(patches));
   placeBox(map.query, grid, cellOf(models[map.model]));
   map.strip.classList.toggle("absent", !found.gates);
   if (found.gates) {
@@ -133,22 +134,15 @@ function showMap(map, layer, head, part) {
 
 function showAnswer(article, model, number) {
   const answer = answers[number];
-  const order = answer.probabilities.map((_, at) => at).sort((a, b) => answer.probabilities[b] - answer.probabilities[a]);
-  const best = model.classes[order[0]];
-  article.querySelector(".prediction").replaceChildren("takes it for ", element("strong", {}, best), ` (${percent(answer.probabilities[order[0]])})`);
-  const few = model.classes.length <= 12;
-  article.querySelectorAll(".bars li").forEach((item, at) => {
-    const index = few ? at : order[at], [name, bar, value] = item.children;
-    name.textContent = model.classes[index];
-    value.textContent = percent(answer.probabilities[index]);
-    bar.style.setProperty("--part", answer.probabilities[index]);
-    item.classList.toggle("best", index === order[0]);
-    item.classList.toggle("low", answer.probabilities[index] < 0.05);
-  });
+  const bars = article.querySelector(".bars"), all = model.classes.map((name, at) => [name, answer.probabilities[at]]);
+  if (bars.children.length < all.length) all.sort((one, other) => other[1] - one[1]).splice(bars.children.length);
+  const [best, part] = showBars(bars, all), label = DATA.labels[state.example];
+  article.querySelector(".prediction").replaceChildren("takes it for ", element("strong", {}, best), ` (${percent(part)})`,
+    label && label !== best ? `, labelled ${label}` : "");
   answer.best = best;
   const [name, share] = $("brief").children[number].children;
   name.textContent = best;
-  share.textContent = ` ${percent(answer.probabilities[order[0]])} `;
+  share.textContent = ` ${percent(part)} `;
 }
 
 function showLarge(article, model, number) {
@@ -172,14 +166,9 @@ function showLarge(article, model, number) {
 
 function showPlot() {
   DATA.models.forEach((model, number) => {
-    model.layers = answers[number].layers.map((layer) => ({ nonlocality: models[number].distances(layer) }));
+    model.layers = answers[number].layers.map((layer) => ({ far: models[number].distances(layer) }));
   });
-  const keys = element("p", {}, ...models.map((model) => element("span", { class: `key ${model.family}` }, model.label)));
-  const uniform = nonlocality(new Float32Array((GRID[0] * GRID[1]) ** 2).fill(1), 0, GRID);
-  const figure = plot("Nonlocality of this image", "mean distance (patches)",
-    `Mean attention distance in patches by layer. Each dot is a head, the line their mean; attention that is the same everywhere has ${uniform.toFixed(2)}.`,
-    (layer) => layer.nonlocality, uniform, () => {}, (layer) => choosePart(layer, state.head));
-  $("plots").replaceChildren(keys, figure);
+  $("plots").replaceChildren(keys(), distancePlot("Nonlocality of this image", "this image", ({ far }) => far, () => {}, choosePart));
 }
 
 // The page in words, for those who do not see it, and for those who do.
@@ -203,6 +192,7 @@ let describing = 0;
 function show() {
   const [row, column] = state.cell;
   placeBox($("query"), GRID, state.cell);
+  $("named").textContent = state.named || (state.example !== null && exampleName(state.example)) || "";
   $("where").textContent = `row ${row + 1}, column ${column + 1} of ${GRID.join(" × ")} patches`;
   document.querySelectorAll(".model").forEach((article, number) => {
     showAnswer(article, models[number], number);
@@ -242,21 +232,21 @@ let counting = 0;
 function count() {
   clearTimeout(counting);
   const waiting = models.map((_, number) => number).filter((number) => models[number].positional || !models[number].counted);
-  if (!DATA.labels.length || !waiting.length) return;
+  const labelled = examples.map((_, at) => at).filter((at) => DATA.labels[at]), count = labelled.length;
+  if (!count || !waiting.length) return;
   const right = models.map(() => 0), places = document.querySelectorAll(".model");
-  let at = 0;
   const next = () => {
+    const at = labelled.pop();
     for (const number of waiting) {
       const { classes } = models[number], { logits } = forward(models[number], examples[at], state.change);
       right[number] += classes[logits.indexOf(Math.max(...logits))] === DATA.labels[at];
     }
-    at += 1;
-    if (at < examples.length) { counting = setTimeout(next); return; }
+    if (labelled.length) { counting = setTimeout(next); return; }
     for (const number of waiting) {
       models[number].counted = true;
       places[number].dataset.right = right[number];
-      places[number].querySelector("h2 small").textContent = `${right[number]} of ${at} examples right`;
-      $("brief").children[number].lastChild.textContent = `${right[number]} of ${at} right`;
+      places[number].querySelector("h2 small").textContent = `${right[number]} of ${count} examples right`;
+      $("brief").children[number].lastChild.textContent = `${right[number]} of ${count} right`;
     }
   };
   counting = setTimeout(next, 60);
@@ -264,12 +254,23 @@ function count() {
 
 // -- actions ------------------------------------------------------------------------------------
 
-function chooseExample(at) {
-  state.example = at;
-  state.strokes = [];
-  state.pixels = examples[at];
+// What is looked at from now on: an example of that number, a drawing, or a photograph of that name.
+function look(pixels, example = null, named = "") {
+  Object.assign(state, { pixels, example, named });
+  if (example !== null || named) state.strokes = [];
   showDrawing();
   update();
+}
+
+const chooseExample = (at) => look(examples[at], at);
+
+async function choosePhotograph(file) {
+  if (!file) return;
+  try {
+    look(await photographPixels(file), null, file.name);
+  } catch {
+    $("named").textContent = `${file.name} is not an image that this browser can read.`;
+  }
 }
 
 function choosePart(layer, head) {
@@ -303,13 +304,15 @@ function move() {
     $(slider).setAttribute("aria-valuetext", $(value).textContent);
   }
   $("trained").disabled = !gate && !strength;
+  // With every gate at 0 positions have no part in attention.
+  $("strength").disabled = gate === -100 && models.every((model) => model.gated || !model.positional);
   update();
   count();
 }
 
 function showDrawing() {
   document.querySelectorAll("#thumbnails button").forEach((button, at) => button.setAttribute("aria-pressed", at === state.example));
-  $("image").setAttribute("aria-label", state.example === null ? "your drawing" : $("thumbnails").children[state.example].title);
+  $("image").setAttribute("aria-label", state.example === null ? state.named || "your drawing" : $("thumbnails").children[state.example].title);
   if (!DATA.digits) return;
   $("hint").hidden = state.strokes.length > 0;
   const pad = $("pad"), context = pad.getContext("2d");
@@ -322,19 +325,11 @@ function showDrawing() {
   }
 }
 
-function draw() {
-  state.example = null;
-  state.pixels = drawnPixels(state.strokes, DATA.channels);
-  showDrawing();
-  update();
-}
+const draw = () => look(drawnPixels(state.strokes, DATA.channels));
 
 function clearDrawing() {
   state.strokes = [];
-  state.pixels = new Uint8Array(HEIGHT * WIDTH * DATA.channels);
-  state.example = null;
-  showDrawing();
-  update();
+  look(new Uint8Array(HEIGHT * WIDTH * DATA.channels));
 }
 
 function listenToPad() {
@@ -393,15 +388,21 @@ function listen() {
   $("trained").addEventListener("click", () => { $("gate").value = $("strength").value = 0; move(); });
   document.querySelectorAll('input[name="mode"]').forEach((input) => input.addEventListener("change", () => chooseMode(input.value)));
   document.addEventListener("keydown", pressed);
+  $("own").addEventListener("change", () => { choosePhotograph($("own").files[0]); $("own").value = ""; });
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => { event.preventDefault(); choosePhotograph(event.dataTransfer.files[0]); });
   if (DATA.digits) listenToPad();
 }
 
 async function start() {
   for (const [number, about] of DATA.models.entries()) {
     const model = unpackModel(about, await inflate(`weights-${number}`));
-    model.positional = Object.keys(model.weights).some((name) => name.endsWith("v_pos"));
-    model.gated = Object.keys(model.weights).some((name) => name.endsWith("gating"));
-    model.distances = (layer) => layer.heads.map((head) => nonlocality(head.mixed, layer.prefix, model.grid));
+    model.positional = model.kind !== "sa";
+    model.gated = model.kind === "gpsa";
+    model.distances = (layer) => layer.heads.map((head) => {
+      const far = nonlocality(head.mixed, layer.prefix, model.grid);
+      return far && far / model.unit;
+    });
     models.push(model);
   }
   const pixels = await inflate("images"), size = HEIGHT * WIDTH * DATA.channels;

@@ -71,6 +71,13 @@ const COLOURS = Array.from({ length: 256 }, (_, at) => {
   });
 });
 
+// Whether a row of attention is the same to every patch, to a tenth.
+const isUniform = (patches) => Math.max(...patches) <= 1.1 * Math.min(...patches);
+
+// How many powers of ten lie between the least and the most attention to a patch; none in uniform attention.
+const rangeOf = (patches) =>
+  (isUniform(patches) ? 0 : Math.min(DATA.decades, Math.log10(Math.max(...patches) / Math.min(...patches))));
+
 // The pixels of a map: `top` is the brightest colour, and what lies so many powers of ten below it the darkest; without any, all
 // are alike. A pixel shows the key of that number in `keys`, or of its own.
 function paint(canvas, attention, prefix, top, decades = DATA.decades, keys = null) {
@@ -94,11 +101,38 @@ function placeBox(box, grid, cell) {
   box.style.width = `${100 / grid[1]}%`;
 }
 
+// -- answers ---------------------------------------------------------------------------------------
+
+const percent = (part) => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)}%`;
+
+// A bar for each of so many classes; upright where names are as short as digits.
+function makeBars(count, upright) {
+  const row = () => element("li", {}, element("span"), element("i"), element("b"));
+  return element("ol", { class: upright ? "bars upright" : "bars" }, ...Array.from({ length: count }, row));
+}
+
+// Fills them from pairs of a name and a probability; the most likely of them.
+function showBars(bars, answers) {
+  const best = answers.reduce((one, other) => (other[1] > one[1] ? other : one));
+  answers.forEach(([name, part], at) => {
+    const item = bars.children[at], [label, bar, value] = item.children;
+    label.textContent = label.title = name;
+    value.textContent = percent(part);
+    bar.style.setProperty("--part", part);
+    item.classList.toggle("best", name === best[0]);
+    item.classList.toggle("low", part < 0.05);
+  });
+  return best;
+}
+
+// What an image is: its file's name, and what it is labelled.
+const described = (name, label) => [name, label && `labelled ${label}`].filter(Boolean).join(" · ");
+
 // -- plots ---------------------------------------------------------------------------------------
 
 // One figure of a number per head by layer, with its mean. `axis` names the numbers, `caption` explains. `marked` and `chosen` are told of the dot that is
-// pointed at and of the layer that is clicked.
-function plot(title, axis, caption, valuesOf, largest, marked, chosen) {
+// pointed at and of the layer that is clicked; `even` is where a dashed line lies.
+function plot(title, axis, caption, valuesOf, largest, marked, chosen, even = null) {
   const [width, height, left, bottom, right] = [460, 226, 50, 42, 8];
   const depth = Math.max(...DATA.models.map((model) => model.layers.length));
   const ticks = ticksTo(largest), top = ticks.at(-1);
@@ -116,6 +150,7 @@ function plot(title, axis, caption, valuesOf, largest, marked, chosen) {
     label.textContent = layer + 1;
     svg.append(label);
   }
+  if (even !== null) svg.append(element("line", { class: "even", x1: left, x2: width - right, y1: y(even), y2: y(even) }));
   const middle = (height - bottom + 10) / 2;
   svg.append(element("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "layer"),
     element("text", { x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` }, axis));
@@ -139,13 +174,26 @@ function plot(title, axis, caption, valuesOf, largest, marked, chosen) {
         dot.append(text);
         dot.addEventListener("pointerenter", () => marked(number, index, head));
         dot.addEventListener("pointerleave", () => marked());
-        dot.addEventListener("click", () => chosen(index));
+        dot.addEventListener("click", () => chosen(index, head));
         dots.push(dot);
       });
     });
     svg.append(element("polyline", { class: `mean ${model.family}`, points: means.join(" ") }), ...dots);
   });
   return element("figure", {}, element("h2", {}, title), svg, element("figcaption", {}, caption));
+}
+
+// Which colour is whose, where there are several.
+function keys() {
+  const shown = DATA.models.length > 1 ? DATA.models : [];
+  return element("p", { class: "keys" }, ...shown.map(({ label, family }) => element("span", { class: `key ${family}` }, label)));
+}
+
+// The plot of how far heads look, in the unit that all layers have in common.
+function distancePlot(title, images, valuesOf, marked, chosen) {
+  const far = DATA.models.flatMap((model) => model.layers.flatMap(valuesOf));
+  return plot(title, `mean distance (${DATA.unit})`, `Mean attention distance by layer, over ${images}. Each dot is a head, the line their mean; ` +
+    `dashed: attention that is the same everywhere (${number(DATA.uniform)}).`, valuesOf, Math.max(...far, DATA.uniform), marked, chosen, DATA.uniform);
 }
 
 // 0, step, 2 step, … up to the first that is not below `largest`: exact numbers, 3 to 6 of them.
