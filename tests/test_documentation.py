@@ -147,8 +147,8 @@ def commands(snippet: Snippet) -> Iterator[list[str]]:
 
 def shortened(words: list[str]) -> list[str]:
     if words[0] in ("train", "finetune") and "--dry_run" not in words:
-        if "--minutes" in words:  # the steps say how long
-            del words[(at := words.index("--minutes")) : at + 2]
+        for length in {"--minutes", "--steps"} & set(words):  # the steps say how long
+            del words[(at := words.index(length)) : at + 2]
         return [*words, *SHORT]
     if words[0] == "search" and not {"--dry_run", "--resume"} & set(words):
         return [*words, *SHORT, "--evaluations=4"]
