@@ -137,7 +137,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     source = {value: key for key, value in TOP.items()}.get(place, f"docs/{place}")
     paths = dict(linked(source))
-    if place == "findings.md" or place.startswith("results/"):
+    if place in ("findings.md", "scale.md") or place.startswith("results/"):
         page.meta["hide"] = ["toc"]  # tables need the width
 
     def moved(found: re.Match[str]) -> str:
