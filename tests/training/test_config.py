@@ -49,7 +49,6 @@ BAD = {
     "engine.precision": ["bf16", "half"],
     "engine.accelerator": ["gpu0"],
     "engine.strategy": ["fsdp"],
-    "engine.tracker": ["wandbb"],
     "engine.ema_decay": [1.0],
     "engine.ema_warmup": [True],  # without an average
     "engine.max_bad_losses": [-1],

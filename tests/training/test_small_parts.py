@@ -21,11 +21,10 @@ from locality.models.config import signature_diff
 from locality.training import devices, dry_run, recipe, replace
 from locality.training.cost import Speed
 from locality.training.devices import choose_precision, resolve_accelerator
-from locality.training.loggers import ProgressBar
 from locality.training.loop import seed_pass
 from locality.training.model import initialize_model, settings_from_weights
 from locality.training.recipes import adjusted
-from locality.training.recorder import Recorder
+from locality.training.recorder import ProgressBar, Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.state import TrainState
@@ -140,7 +139,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
 
 
 def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locality.training.loggers.find_spec", lambda name: None)
+    monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = RunFolder(tmp_path)
     Recorder(run, ResolvedRun(tiny(engine__tensorboard=True)), TrainState(), True)

@@ -20,7 +20,7 @@ from locality.commands.resolve import (
     what_to_train,
 )
 from locality.errors import UserError, some
-from locality.files import check_output, csv_text, read_yaml, write_atomic
+from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
 from locality.settings import flatten, to_yaml
 from locality.templates import PAGE_MARK
@@ -62,9 +62,6 @@ def train(arguments: Sequence[str], command: str = "train") -> None:
     first = is_main_process()
     if options.fit is not None and not options.quiet and first:
         print(options.fit, file=sys.stderr)
-    if options.lr_find:
-        _find_lr(config, folder)
-        return
     if options.dry_run:
         measured = None if options.fit is None else options.fit.images_per_second
         print(training.dry_run(config, folder, options.images_per_second or measured))
@@ -129,20 +126,6 @@ def _closing(folder: Path, result: dict[str, Any], baselines: str) -> list[str]:
     return [*lines, *(f"next      locality {command}" for command in following)]
 
 
-def _find_lr(config: RunConfig, folder: Path) -> None:
-    from locality.figures import charts, style
-    from locality.training import lr_find
-
-    found = lr_find(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = zip(found.rates, found.losses, found.smoothed, strict=True)
-    write_atomic(folder / "lr_find.csv", csv_text([("lr", "loss", "smoothed"), *rows]))
-    figure = charts.chart(charts.draw_lr_find, found)
-    assert figure is not None
-    chart, _ = style.save(figure, folder / "lr_find", overwrite=True)
-    print(f"suggested: --optim.lr {found.suggested:.2g}; see {chart}")
-
-
 def finetune(arguments: Sequence[str]) -> None:
     """Train a model on a folder of images or a labels.csv from weights: --from WEIGHTS, short for
     --model.weights, takes a run folder, a file, a public name, or timm/NAME. Learning rates,
@@ -181,7 +164,6 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser.add("--dry_run", False, "check everything, print the cost")
     text = "speed for --dry_run's hours; measured here unless given"
     parser.add("--images_per_second", None, text, checks.Positive)
-    parser.add("--lr_find", False, "chart the loss over rising learning rates, suggest one; no run")
     parser.add("--record", False, "measure locality before and after, and of every snapshot")
     parser.add("--quiet", False, "print nothing while training")
     model = peek(arguments, "--model", "--model.name") or base.model.name
@@ -191,9 +173,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     if not options.dry_run:
         parser.refuse("images_per_second", "is for the hours that --dry_run estimates")
     else:
-        parser.refuse("record quiet lr_find", "does nothing beside --dry_run")
-    if options.lr_find:
-        parser.refuse("record quiet", "does nothing beside --lr_find")
+        parser.refuse("record quiet", "does nothing beside --dry_run")
 
     recipes = [*options.recipe, *(["finetune"] if command == "finetune" else [])]
     asked, given = what_to_train(options.what, recipes)

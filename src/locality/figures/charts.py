@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import fill, shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import NullFormatter
 
 from locality.analysis.measures import nonlocality_unit
 from locality.analysis.runs import RecordedRun, RunGroup, baselines_at
@@ -25,9 +24,6 @@ from locality.figures.style import (
     new_figure,
     settings,
 )
-
-if TYPE_CHECKING:
-    from locality.training.range_test import RangeTest
 
 PANEL = (4.4, 3.1)  # inches: readable on a phone's width, two or three beside each other elsewhere
 
@@ -199,20 +195,6 @@ def draw_curves(
             axes.axvline(best["step"], color=FAINT, linestyle=":", linewidth=1.2)
     _label_axes(axes, "step", y_label)
     return any(map(len, curves.values()))
-
-
-def draw_lr_find(axes: Axes, found: RangeTest) -> None:
-    """The loss of each step over its learning rate, and the rate that is suggested."""
-    axes.plot(found.rates, found.losses, color=FAINT, linewidth=0.8, label="loss of a step")
-    axes.plot(found.rates, found.smoothed, color=INK, label="smoothed")
-    label = f"suggested: {found.suggested:.2g}"
-    axes.axvline(found.suggested, color=CONVIT, linestyle=":", label=label)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    # Where the loss diverges there is nothing to see.
-    axes.set_ylim(0.95 * min(found.losses), 1.5 * found.smoothed[0])
-    _label_axes(axes, "learning rate (optim.lr)", "training loss")
 
 
 def draw_confusion(axes: Axes, matrix: npt.NDArray[np.int64], names: Sequence[str]) -> None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from locality.training.evaluation import open_for as open_for
     from locality.training.model import initial_model as initial_model
     from locality.training.model import load_run as load_run
-    from locality.training.range_test import lr_find as lr_find
     from locality.training.recipes import RECIPES as RECIPES
     from locality.training.recipes import recipe as recipe
     from locality.training.run_folder import RunFolder as RunFolder

@@ -259,8 +259,6 @@ class EngineConfig:
         max_bad_losses: updates that may be skipped because their loss is not finite.
         tensorboard: write TensorBoard logs beside the CSV, where TensorBoard is installed
             (`pip install 'locality[tensorboard]'`).
-        tracker: log to Weights & Biases ("wandb") or MLflow ("mlflow") too, as their own
-            environment variables say where.
     """
 
     batch_size: checks.Count = 64
@@ -279,7 +277,8 @@ class EngineConfig:
     deterministic: bool = False
     max_bad_losses: checks.Natural = 0
     tensorboard: bool = setting(True, "how")
-    tracker: Literal["wandb", "mlflow"] | None = setting(None, "how")
+
+    REMOVED = tuple(("tracker", kind) for kind in (None, "wandb", "mlflow"))
 
     def on_one_device(self) -> EngineConfig:
         """The same in one process."""

@@ -6,18 +6,21 @@ import contextlib
 import resource
 import statistics
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from lightning_fabric.loggers import TensorBoardLogger
 from safetensors.torch import save
+from tqdm import tqdm
 
-from locality.errors import UserError
+from locality.errors import UserError, printable
 from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
 from locality.models import ImageClassifier
 from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
-from locality.training.loggers import MEDIAN_STEPS, ProgressBar, open_trackers
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.state import TrainState
@@ -25,7 +28,7 @@ from locality.training.state import TrainState
 # One row per evaluation. metrics.csv is reproducible; what differs between runs is in timing.csv.
 METRICS = ("step", "epoch", "images", "lr", "train_loss", "train_top1", "top1", "top5", "val_loss")
 TIMING = ("step", "seconds", "images_per_second", "eval_seconds", "peak_memory_mb")
-# Their names in trackers.
+# Their names in TensorBoard.
 _TAGS = {
     "train_loss": "loss/train",
     "val_loss": "loss/val",
@@ -35,6 +38,9 @@ _TAGS = {
     "lr": "lr",
     "images_per_second": "images_per_second",
 }
+_SECONDS_BETWEEN_LINES = 30.0
+# The median step time of so many steps leaves out the first ones, which allocate and compile.
+_MEDIAN_STEPS = 20
 
 
 def restore_metrics(folder: RunFolder, checkpoint: Mapping[str, Any]) -> list[str]:
@@ -77,7 +83,7 @@ class Recorder:
         self._timed_seconds, self._timed_steps, self._step = 0.0, evaluated, state.step
         self._step_seconds: list[float] = []  # since the last evaluation
         self._skipped = 0
-        self._trackers: list[Any] = []
+        self._board: TensorBoardLogger | None = None
         if folder is None:
             return
         self._metrics = CsvTable(folder.metrics_file, METRICS)
@@ -85,7 +91,10 @@ class Recorder:
         self._metrics.cut(state.evaluated)
         if rows := self._timing.cut(state.evaluated):
             self._timed_seconds = number(rows[-1]["seconds"]) or 0.0
-        self._trackers = open_trackers(folder, run.config, evaluated)
+        if run.config.engine.tensorboard and find_spec("tensorboard"):
+            purge = evaluated + 1 if evaluated else None  # a resumed run goes on in its log
+            board = TensorBoardLogger(folder.tensorboard, name="", version="", purge_step=purge)
+            self._board = board
 
     @property
     def seconds(self) -> float:
@@ -110,7 +119,7 @@ class Recorder:
         if self._progress.wants_update(state.step):
             images = max(1, state.num_images)
             loss, top1 = state.loss_sum / images, 100 * state.num_correct / images
-            seconds = statistics.median(self._step_seconds[-MEDIAN_STEPS:])
+            seconds = statistics.median(self._step_seconds[-_MEDIAN_STEPS:])
             self._progress.update(state.step, loss, top1, self.images_per_second(), seconds)
 
     def images_per_second(self) -> float:
@@ -137,10 +146,10 @@ class Recorder:
         }
         self._metrics.append(row)
         self._timing.append(timing)
-        found = row | timing
-        tagged = {tag: found[name] for name, tag in _TAGS.items() if found[name] is not None}
-        for tracker in self._trackers:
-            tracker.log_metrics(tagged, row["step"])
+        if self._board is not None:
+            found = row | timing
+            tagged = {tag: found[name] for name, tag in _TAGS.items() if found[name] is not None}
+            self._board.log_metrics(tagged, row["step"])
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
         self.log(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}top-1 {row['top1']:.2f}%, "
@@ -241,16 +250,82 @@ class Recorder:
         return result
 
     def close(self) -> None:
-        """Close the progress bar and the trackers, and wait for the last checkpoint.
+        """Close the progress bar and TensorBoard's log, and wait for the last checkpoint.
 
         Raises:
             CheckpointNotSaved: if the last checkpoint could not be written.
         """
         self._progress.close()
-        for tracker in self._trackers:
-            finished = self._folder is not None and self._folder.is_finished
-            tracker.finalize("success" if finished else "failed")
+        if self._board is not None:
+            self._board.finalize("success")
         self.wait_until_saved()
+
+
+class ProgressBar:
+    """The progress of a run: a bar on a terminal, a line every 30 seconds elsewhere.
+
+    Args:
+        total: steps in all.
+        step: steps finished already.
+        quiet: print nothing.
+    """
+
+    def __init__(self, total: int, step: int, quiet: bool) -> None:
+        self.quiet = quiet
+        self._total = total
+        self._first = step
+        self._printed = time.monotonic()
+        self._bar: Any = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+
+    def log(self, text: str) -> None:
+        """Print a line."""
+        if self.quiet:
+            return
+        text = printable(text, keep="\n")
+        with self._ignoring_closed_terminal():
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stderr)
+            else:
+                print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def _ignoring_closed_terminal(self) -> Iterator[None]:
+        # A run whose terminal was closed goes on until it has saved.
+        try:
+            yield
+        except OSError:
+            self.quiet, self._bar = True, None
+
+    def wants_update(self, step: int) -> bool:
+        """Whether to call `update` after `step` steps."""
+        if self.quiet:
+            return False
+        if step == (self._first + _MEDIAN_STEPS if self._bar is None else self._total):
+            return True
+        wait = _SECONDS_BETWEEN_LINES if self._bar is None else 0.1
+        return time.monotonic() - self._printed > wait
+
+    def update(
+        self, step: int, loss: float, top1: float, images_per_second: float, seconds: float
+    ) -> None:
+        """Show the progress; a step takes `seconds`."""
+        self._printed = time.monotonic()
+        figures = f"loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
+        if self._bar is not None:
+            with self._ignoring_closed_terminal():
+                self._bar.set_postfix_str(figures, refresh=False)
+                self._bar.update(step - self._bar.n)
+        else:
+            left = format_duration(seconds * (self._total - step))
+            self.log(f"step {step}/{self._total}: {figures}, {left} left")
+
+    def close(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            with self._ignoring_closed_terminal():
+                self._bar.close()
 
 
 def peak_memory_mb() -> int:

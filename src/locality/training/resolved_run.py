@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from locality import machine
 from locality.data import DataSplits, open_data
 from locality.data.classes import imbalance
-from locality.errors import UserError, require, some
+from locality.errors import UserError, some
 from locality.models import count_macs, count_parameters
 from locality.training.config import RunConfig
 from locality.training.devices import (
@@ -27,9 +27,6 @@ from locality.training.devices import (
 from locality.training.model import meta_model
 from locality.training.objective import check_teacher
 from locality.training.optim import Plan, check_optimizer, make_plan
-
-# `engine.tracker` → what to install.
-_TRACKERS = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
 class ResolvedRun:
@@ -67,8 +64,6 @@ class ResolvedRun:
         # Check the settings before a large dataset is read.
         check_optimizer(config.optim)
         check_teacher(config.objective)
-        if tracker := config.engine.tracker:
-            require(f"engine.tracker={tracker}", _TRACKERS[tracker], tracker)
         meta_model(config, num_classes=1)
         self.config = config
         self.splits = splits or open_data(config.data, config.seed, classes)

@@ -13,7 +13,6 @@ skipped.csv       images that could not be read, if there were any
 predictions.csv   what the model says of every validation image
 class_counts.json how many images of each class there are to train on
 result.json       written once, at the end
-lr_find.csv, .png, .svg   a learning-rate range test, if one was made before
 lock              held while the run is going on
 """
 

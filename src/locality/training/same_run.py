@@ -43,8 +43,9 @@ def check_folder(folder: Path, config: RunConfig) -> None:
         tempfile.TemporaryDirectory(dir=place).cleanup()
     if not is_run_folder(folder):
         names = sorted(entry.name for entry in folder.glob("*"))
-        ours = ("lock", "checkpoints", "lr_find.csv", "lr_find.png", "lr_find.svg")
-        if others := [n for n in names if n not in ours and not n.endswith(".tmp")]:
+        if others := [
+            n for n in names if n not in ("lock", "checkpoints") and not n.endswith(".tmp")
+        ]:
             raise UserError(
                 f"{folder} holds {some(others)} and is no run folder; choose a new or empty one"
             )
