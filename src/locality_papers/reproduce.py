@@ -14,9 +14,8 @@ from locality.errors import UserError, unknown
 from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
-from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import Executor, run_all
-from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
+from locality.runner.runs import Outcome, Run, Workload, run_cost, threads_per_run, with_needs
 from locality.training.cost import format_duration
 from locality_papers import (  # noqa: F401 (they register)
     beyond,
@@ -265,7 +264,7 @@ def list_experiments(
     every = with_needs(run for _, needed in wanted for run in needed)
     # As many threads as `reproduce` gives a run: more than a machine has free wait for each other.
     threads = threads_per_run(jobs=2)
-    costs = estimate_costs(every, threads) if hours else {}
+    costs = {run.folder: run_cost(run, threads) for run in every} if hours else {}
     rows = []
     for item, needed in wanted:
         waiting = [run for run in needed if not run.is_finished()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 import time
@@ -13,19 +12,15 @@ import torch
 
 from locality import settings
 from locality.errors import UserError
-from locality.runner import executors
-from locality.runner.costs import Workload, estimate_costs
 from locality.runner.executors import (
     Executor,
-    RunsProgress,
     create_executor,
     execute,
     log_file,
-    part_done,
     run_all,
     visible_gpus,
 )
-from locality.runner.runs import Outcome, Run
+from locality.runner.runs import Outcome, Run, Workload, run_cost
 from locality.training import load_run
 from locality.training.cost import format_duration
 
@@ -107,8 +102,7 @@ def test_a_plan_counts_without_starting(tmp_path, tiny_run, failing, here):
 
 def test_networks_of_a_name_may_be_taken_as_fast_for_their_size(tmp_path, tiny_run):
     small, wide = tiny_run(tmp_path), tiny_run(tmp_path, model__overrides={"embed_dim": 144})
-    costs = estimate_costs([small, wide])
-    one, other = costs[small.folder], costs[wide.folder]
+    one, other = run_cost(small), run_cost(wide)
     assert other.macs > 1.5 * one.macs
     assert other.seconds / one.seconds == pytest.approx(other.macs / one.macs)
 
@@ -117,10 +111,9 @@ def test_evaluations_take_time_too(tmp_path, tiny_config):
     often, once = (
         Run("", tiny_config(schedule__eval_every=every), tmp_path / str(every)) for every in (1, 3)
     )
-    costs = estimate_costs([often, once])
     # 24 images are trained on, and 451 evaluated on at a third of the cost, thrice and once.
     expected = (24 + 3 * 451 / 3) / (24 + 451 / 3)
-    assert costs[often.folder].seconds / costs[once.folder].seconds == pytest.approx(expected)
+    assert run_cost(often).seconds / run_cost(once).seconds == pytest.approx(expected)
 
 
 def test_progress_says_a_line_per_run_where_there_is_no_terminal(tmp_path, tiny_run, here, capsys):
@@ -289,37 +282,3 @@ def test_a_run_among_others_takes_one_device_unless_it_says_more(
     for devices in (0, 2):
         execute(Run("", tiny_config(engine__devices=devices), tmp_path / "run"))
     assert [config.engine.devices for config in seen] == [1, 2]
-
-
-def test_a_bar_counts_parts_of_runs_that_go_on(tmp_path, tiny_run, monkeypatch):
-    run, other, *later = (tiny_run(tmp_path, seed=seed) for seed in range(4))
-    run.folder.mkdir()
-    assert part_done(run) == 0
-    (run.folder / "metrics.csv").write_text("step,epoch\n1,0.1\n2,0.2\n")
-    assert part_done(run) == pytest.approx(2 / 3)  # of three steps
-    bar = io.StringIO()
-    bar.isatty = lambda: True
-    monkeypatch.setattr("sys.stderr", bar)
-    monkeypatch.setattr(executors, "_BAR_SECONDS", 0)
-    with RunsProgress([run, other, *later]) as progress:
-        progress.ended(Outcome(other))
-        progress.going_on([run])
-    assert "1.7/4 runs" in bar.getvalue() and "convit_nano 0 67%" in bar.getvalue()
-    assert "left" in bar.getvalue()
-
-
-def test_the_time_left_counts_runs_that_go_on_but_not_what_was_done_before(
-    tmp_path, tiny_run, monkeypatch, capsys
-):
-    run, resumed, _ = runs = [tiny_run(tmp_path, seed=seed) for seed in range(3)]
-    for started in (run, resumed):
-        started.folder.mkdir()
-    (resumed.folder / "metrics.csv").write_text("step,epoch\n2,0.2\n")  # two of three steps
-    clock = iter((0.0, 99.0, 100.0))
-    monkeypatch.setattr(executors.time, "monotonic", lambda: next(clock))
-    with RunsProgress(runs) as progress:
-        (run.folder / "metrics.csv").write_text("step,epoch\n1,0.1\n")
-        progress.going_on([run, resumed])
-        progress.ended(Outcome(resumed))
-    # 100 s for one third and one third; left are two thirds and one.
-    assert "[1/3]" in (said := capsys.readouterr().err) and "about 4 min left" in said

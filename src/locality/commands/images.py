@@ -18,11 +18,12 @@ from locality.commands.parsing import (
     MODEL,
     Parser,
     check_given,
+    images_at,
     open_given,
+    page_in,
     say,
     table,
 )
-from locality.commands.resolve import images_at, page_in
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint

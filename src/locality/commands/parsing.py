@@ -11,10 +11,12 @@ from argparse import SUPPRESS, Namespace
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from locality.checkpoints.registry import detect_kind
+from locality.checkpoints.registry import detect_kind, missing
 from locality.checks import Count, choices
+from locality.data.table import has_table
 from locality.errors import UserError, near
 from locality.settings import Setting, flatten, parse, settings_of, to_dict
 
@@ -274,6 +276,20 @@ def peek(arguments: Sequence[str], *flags: str) -> str | None:
         if flag in flags:
             given = value if equals else following
     return given
+
+
+def images_at(path: Path) -> dict[str, Any]:
+    """The settings of a custom dataset: a table of them, or a folder."""
+    if not path.exists():
+        raise missing(path)
+    table = path.is_file() or has_table(path)
+    return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
+
+
+def page_in(given: Sequence[str], name: str) -> Path:
+    """Where a page goes: into the run or the folder of runs, where one is given; else here."""
+    place = Path(given[0])
+    return place / name if len(given) == 1 and place.is_dir() else Path(name)
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

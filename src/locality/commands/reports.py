@@ -7,8 +7,7 @@ from pathlib import Path
 
 from locality import checks
 from locality.checkpoints.registry import missing
-from locality.commands.parsing import Parser, say
-from locality.commands.resolve import images_at, page_in
+from locality.commands.parsing import Parser, images_at, page_in, say
 from locality.data.folder import place_name
 from locality.errors import UserError, one_line, wrap_errors
 from locality.files import check_output

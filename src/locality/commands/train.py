@@ -6,30 +6,28 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locality import checks, training
-from locality.commands.parsing import Parser, first_word, peek, say
-from locality.commands.resolve import (
-    ONLY_FOR_IMAGES,
-    resolve,
-    resumed,
-    run_to_resume,
-    what_to_train,
-)
+from locality.checkpoints.registry import is_run_folder, missing
+from locality.commands.parsing import Parser, first_word, images_at, peek, say
+from locality.data.folder import place_name
 from locality.errors import UserError, some
 from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
-from locality.settings import flatten, to_yaml
+from locality.settings import differences, flatten, replace, to_yaml
 from locality.templates import PAGE_MARK
-from locality.training.config import RunConfig, model_settings
-from locality.training.recipes import RECIPES, adjusted, describe, recipe
+from locality.training.config import RunConfig, model_settings, read_config
+from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted, describe, recipe
 from locality.training.same_run import check_places
 
 if TYPE_CHECKING:
     from locality.trained import TrainedRun
+    from locality.training.autofit import AutoFit
+
+_ONLY_FOR_IMAGES = "is for a custom dataset: locality train FOLDER"
 
 # What people type most, in short.
 SHORT = {
@@ -179,7 +177,7 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     asked, given = what_to_train(options.what, recipes)
     run = run_to_resume(options, asked)
     if run is not None:
-        parser.refuse("minutes", ONLY_FOR_IMAGES)
+        parser.refuse("minutes", _ONLY_FOR_IMAGES)
         options.output, options.fit = run, None
         return resumed(run, parser.settings), options
     for file in options.config:
@@ -196,6 +194,145 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     new = options.minutes, options.output, options.quiet
     config, options.output, options.fit = resolve(name, given, *new)
     return config, options
+
+
+def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """The recipe that is asked for, and the settings of the images that are.
+
+    Args:
+        word: a recipe, or the path of images; None is neither.
+        recipes: those asked for otherwise.
+
+    Raises:
+        FileNotFoundError, UserError: if there are no such images, or for two recipes.
+    """
+    given: dict[str, Any] = {}
+    if word is not None:
+        named = word in RECIPES or not ("/" in word or Path(word).exists())
+        both = word in CUSTOM_DATA_RECIPES and Path(word).is_dir()
+        if both or not named:
+            given = images_at(Path(word))
+        elif Path(word).is_dir() and not is_run_folder(word):
+            say(f"{word} is a recipe; to train on the folder of that name, write ./{word}")
+        recipes = [*recipes, word] if named and not (both and recipes) else recipes or ["photos"]
+    if len(set(recipes)) > 1:
+        raise UserError(f"recipes {' and '.join(recipes)} are asked for; give one")
+    return (recipes[0] if recipes else None), given
+
+
+def resolve(
+    name: str,
+    given: Mapping[str, Any],
+    minutes: float | None = None,
+    output: Path | str | None = None,
+    quiet: bool = False,
+) -> tuple[RunConfig, Path, AutoFit | None]:
+    """A new run, its folder, and what was chosen for it where it is on a custom dataset.
+
+    Of such images a run that has begun stays as it is: today the machine may be faster.
+
+    Args:
+        name: of the recipe.
+        given: settings by dotted name.
+        minutes: how long a run on a custom dataset may take, unless a length is given.
+        output: the folder; one in runs/ unless given.
+        quiet: say nothing of what is ignored.
+
+    Raises:
+        UserError: for a setting that does not exist or fit, or images that cannot be used.
+    """
+    on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
+    if minutes is not None and not on_images:
+        raise UserError(f"--minutes {_ONLY_FOR_IMAGES}")
+    lengths = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
+    if lengths and minutes is not None:
+        raise UserError(
+            f"--minutes and --{lengths[0]} both say how long to train; give one of them"
+        )
+    weights = given.get("model.weights", recipe(name).model.weights)
+    as_weights = on_images and weights is not None and "model.name" not in given
+    # The architecture that settings of the model are of is then only known from the weights.
+    read = ("model.weights", "model.entry")
+    named = {n: x for n, x in given.items() if n in read or not n.startswith("model.")}
+    config = adjusted(name, named if as_weights else given)
+    folder = Path(output or default_folder(config))
+    if not on_images:
+        return config, folder, None
+    span = None if lengths else 10 if minutes is None else minutes
+    if output is None:
+        length = f"{config.schedule.length:g}{config.schedule.unit}"
+        length = length if span is None else f"{span:g}min"
+        folder = Path("runs", name, f"{place_name(given['data.root'])}-{length}-s{config.seed}")
+    if is_run_folder(folder):
+        begun = read_config(folder)
+        if output is not None and minutes is not None and not quiet:
+            planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
+            say(f"{folder} keeps the {planned} it was planned for; --minutes does nothing")
+        return replace(begun, given), folder, None
+    check_places(config, folder)
+    from locality.training.autofit import autofit
+    from locality.training.model import settings_from_weights
+
+    if as_weights:
+        given = settings_from_weights(weights, config.model.entry) | dict(given)
+    chosen = autofit(name, given, span)
+    return chosen.config, folder, chosen
+
+
+def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a run that goes on, with some settings changed.
+
+    Args:
+        run: its folder.
+        given: settings by dotted name.
+
+    Raises:
+        UserError: if its schedule would change, with the command for a run from its weights.
+    """
+    begun = read_config(run)
+    config, planned = replace(begun, given), begun.schedule
+    if config.schedule != planned:
+        changed = [name for name, *_ in differences(begun, config)]
+        others = [name for name in changed if not name.startswith("schedule.")]
+        also = f" (and {', '.join(others)})" if others else ""
+        words = [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
+        raise UserError(
+            f"{run} was planned for {planned.length:g} {planned.unit}, and a run keeps "
+            f"its schedule{also}; to go on from its weights with another one, start a run: "
+            f"locality train --config {run / 'config.yaml'} --model.weights {run} "
+            f"--output {run}-longer {shlex.join(words)}"
+        )
+    return config
+
+
+def run_to_resume(options: Any, asked: str | None) -> Path | None:
+    """The run that `--resume` names, or `--output` where nothing else says what to train.
+
+    Raises:
+        UserError: if it is not there, or there is more than one word on what to train.
+    """
+    others = [*([asked] if asked else []), *options.config]
+    output = options.output
+    if options.resume is None:
+        return Path(output) if output and not others and is_run_folder(output) else None
+    if output:
+        others.append(f"--output {output}")
+    if others:
+        raise UserError(
+            f"--resume goes on with the settings of {options.resume}, in its folder; leave out "
+            f"{', '.join(others)}"
+        )
+    run = Path(options.resume)
+    if not run.exists():
+        raise missing(run)
+    return run
+
+
+def default_folder(config: RunConfig) -> Path:
+    """runs/RECIPE/MODEL-FRACTION-sSEED."""
+    model = config.model.name.replace("/", "-")
+    name = f"{model}-{config.data.dataset}-{config.data.percent}pct-s{config.seed}"
+    return Path("runs", config.recipe or "custom", name)
 
 
 def fit(

@@ -29,9 +29,8 @@ from locality.files import read_json, read_yaml, write_atomic
 from locality.layers.cpu import arithmetic_threads
 from locality.machine import processors
 from locality.models.variants import PREFIX, variant
-from locality.runner.costs import Workload
 from locality.runner.executors import visible_gpus
-from locality.runner.runs import Run, content_folder, threads_per_run
+from locality.runner.runs import Run, Workload, content_folder, threads_per_run
 from locality.training import RunConfig, train
 from locality.training.autofit import MIN_EPOCHS, SLACK, Measured, batch_size, measured
 from locality.training.cost import format_duration, image_counts

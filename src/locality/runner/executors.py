@@ -28,15 +28,12 @@ from tqdm import tqdm
 
 from locality import checks
 from locality.errors import Interrupted, ProcessKilled, UserError, lookup, one_line, require
-from locality.files import read_rows
 from locality.runner.runs import Outcome, Run, threads_per_run, with_needs
 from locality.training import RunConfig
 from locality.training.cost import format_duration
 from locality.training.devices import launched_externally
-from locality.training.run_folder import RunFolder
 
 _POLL_SECONDS = 0.2
-_BAR_SECONDS = 2.0
 
 
 def execute(run: Run) -> str | None:
@@ -112,13 +109,9 @@ class Executor:
         jobs: runs at a time.
         threads: CPU threads per run; the machine's divided by `jobs` unless given. Another number
             of threads changes the rounding of sums.
-
-    Attributes:
-        watch: called with the runs that go on, again and again while they do.
     """
 
     def __init__(self, jobs: int, threads: int | None = None) -> None:
-        self.watch: Callable[[list[Run]], None] = lambda runs: None
         self.max_jobs = jobs
         self.threads = threads or threads_per_run(jobs)
 
@@ -155,7 +148,6 @@ class Executor:
                     running.remove((run, job))
                     yield Outcome(run, self.error(job))
                 if not ended:
-                    self.watch([run for run, _ in running])
                     time.sleep(_POLL_SECONDS)
         finally:
             try:
@@ -410,9 +402,10 @@ def run_all(
         executor = create_executor(executor, jobs, threads, logs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
-    with RunsProgress(waiting, quiet) as progress:
-        if isinstance(executor, Executor):
-            executor.watch = progress.going_on
+    # tqdm's None: only on a terminal. The runs of one kind may come first.
+    hidden = True if quiet or not waiting else None
+    count, started = 0, time.monotonic()
+    with tqdm(total=len(waiting), unit="run", disable=hidden, smoothing=0) as bar:
         while waiting:
             later = {run.folder for run in waiting}
             # Runs whose needs are finished execute in parallel.
@@ -422,7 +415,9 @@ def run_all(
             ready = [run for run in wave if not _failed(run, outcomes)]
             for outcome in itertools.chain(refused, executor.map(ready)):
                 outcomes[outcome.run.folder] = outcome
-                progress.ended(outcome)
+                count += 1
+                if not quiet:
+                    _show(outcome, bar, count, started)
                 ended(outcome)
     return [Outcome(run, outcomes[run.folder].error) for run in runs]
 
@@ -436,73 +431,17 @@ def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
     return None
 
 
-class RunsProgress:
-    """A bar over runs on a terminal, with parts of those that go on; elsewhere a line per run.
-
-    Args:
-        runs: all of them, none finished.
-        quiet: print nothing.
-    """
-
-    def __init__(self, runs: Sequence[Run], quiet: bool = False) -> None:
-        self._total, self._ended, self._quiet = len(runs), 0, quiet
-        # How much of each is done.
-        self._parts = {} if quiet else {run.folder: part_done(run) for run in runs}
-        self._begun = sum(self._parts.values())
-        self._started = self._looked = time.monotonic()
-        # tqdm's None: only on a terminal.
-        self._bar = tqdm(
-            total=self._total,
-            initial=self._begun,
-            unit="run",
-            disable=True if quiet or not self._total else None,
-            smoothing=0,  # the runs of one kind may come first
-            bar_format="{n:.1f}/{total} runs |{bar}| {elapsed}, {remaining} left{postfix}",
-        )
-
-    def __enter__(self) -> RunsProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def going_on(self, runs: Sequence[Run]) -> None:
-        """Show how far these runs are."""
-        now = time.monotonic()
-        if self._quiet or now - self._looked < _BAR_SECONDS:
-            return
-        self._looked = now
-        self._parts |= {run.folder: part_done(run) for run in runs}
-        self._bar.n = sum(self._parts.values())
-        shown = ", ".join(f"{run.name} {self._parts[run.folder]:.0%}" for run in runs)
-        self._bar.set_postfix_str(shown)
-
-    def ended(self, outcome: Outcome) -> None:
-        """Count a run that has its result, or failed."""
-        self._ended += 1
-        if self._quiet:
-            return
-        self._parts[outcome.run.folder] = 1.0
-        self._bar.n = done = sum(self._parts.values())
-        self._bar.refresh()
-        line = _outcome_line(outcome)
-        if self._bar.disable:
-            if self._ended < self._total:
-                # Runs that go on count as well, and what was done before does not.
-                each = (time.monotonic() - self._started) / max(done - self._begun, 0.01)
-                line += f"; about {format_duration(each * (self._total - done))} left"
-            print(f"[{self._ended}/{self._total}] {line}", file=sys.stderr, flush=True)
-        elif outcome.error is not None:
-            self._bar.write(line, file=sys.stderr)
-
-
-def part_done(run: Run) -> float:
-    """The part of a run's length that its evaluations have seen, 0 … 1."""
-    schedule = run.config.schedule
-    with contextlib.suppress(OSError, UserError, LookupError, ValueError):
-        row = read_rows(RunFolder(run.folder).metrics_file)[-1]
-        return min(1.0, float(row[schedule.unit.removesuffix("s")]) / schedule.length)
-    return 0.0
+def _show(outcome: Outcome, bar: tqdm[Any], ended: int, started: float) -> None:
+    """Count a run that has its result, or failed: on a terminal in the bar, elsewhere in a line."""
+    bar.update()
+    line, total = _outcome_line(outcome), bar.total
+    if bar.disable:
+        if ended < total:
+            left = (time.monotonic() - started) / ended * (total - ended)
+            line += f"; about {format_duration(left)} left"
+        print(f"[{ended}/{total}] {line}", file=sys.stderr, flush=True)
+    elif outcome.error is not None:
+        bar.write(line, file=sys.stderr)
 
 
 def _outcome_line(outcome: Outcome) -> str:

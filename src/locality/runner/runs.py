@@ -1,4 +1,4 @@
-"""A training run as a request: its configuration, its folder, and what it needs first."""
+"""A training run as a request: its configuration, its folder, what it needs first, its cost."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from locality.checkpoints.registry import is_run_folder
+from locality.errors import UserError
 from locality.files import read_yaml
 from locality.machine import processors
 from locality.settings import flatten, to_dict, with_role
 from locality.training.config import RunConfig, read_config
+from locality.training.cost import (
+    STEP_FORWARDS,
+    Cost,
+    Speed,
+    format_duration,
+    forward_macs,
+    image_counts,
+    training_speed,
+)
+from locality.training.optim import make_plan
 from locality.training.run_folder import RunFolder
 from locality.training.same_run import changed_settings
 
@@ -137,3 +148,100 @@ def with_needs(runs: Iterable[Run]) -> list[Run]:
 def threads_per_run(jobs: int) -> int:
     """CPU threads for each of `jobs` runs at a time, at least 1."""
     return max(1, processors() // jobs)
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """The cost of a run.
+
+    Attributes:
+        images: seen in training.
+        macs: multiply-accumulates of training: three forward passes per image.
+        seconds: on this machine, as the result of a finished run says or a few steps suggest.
+        problem: why the run cannot start, if it cannot; its cost is then 0.
+    """
+
+    images: int
+    macs: float
+    seconds: float
+    problem: str | None = None
+
+
+def run_cost(run: Run, threads: int = 1) -> RunCost:
+    """The cost of a run.
+
+    One network of each name is timed; the others of that name are assumed to be as fast per
+    multiply-accumulate.
+
+    Args:
+        run: any.
+        threads: CPU threads that it will have.
+    """
+    config = run.config
+    result = run.result() if run.is_finished() else None
+    if result and {"steps", "macs", "seconds"} <= set(result):
+        images = result["steps"] * config.engine.batch_size
+        return RunCost(images, STEP_FORWARDS * result["macs"] * images, result["seconds"])
+    try:
+        training, validation, classes = image_counts(config)
+        plan = make_plan(config, training)
+        macs = forward_macs(config.model, classes)
+        computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
+        speed = Speed(0, computing, 0, on_processor=True)  # these images are small
+        cost = Cost(training, validation, classes, macs, speed)
+        seconds = cost.seconds(plan.images, plan.evaluations)
+        return RunCost(plan.images, STEP_FORWARDS * macs * plan.images, seconds)
+    except (UserError, OSError) as error:
+        return RunCost(0, 0, 0, str(error))
+
+
+class Workload:
+    """The cost of a set of runs.
+
+    Attributes:
+        runs: the runs and all they need, each folder once.
+        costs: the cost of each by folder.
+        jobs: runs at a time.
+
+    Args:
+        threads: CPU threads per run; the machine's divided by `jobs` unless given.
+    """
+
+    def __init__(self, runs: Iterable[Run], jobs: int = 2, threads: int | None = None) -> None:
+        self.runs, self.jobs = with_needs(runs), jobs
+        threads = threads or threads_per_run(jobs)
+        self.costs = {run.folder: run_cost(run, threads) for run in self.runs}
+
+    def __str__(self) -> str:
+        waiting = [run for run in self.runs if not run.is_finished()]
+        resumed = sum(run.is_started() for run in waiting)
+        costs = [self.costs[run.folder] for run in waiting]
+        problems = sum(cost.problem is not None for cost in costs)
+        finished = f"{len(self.runs)} runs: {len(self.runs) - len(waiting)} finished"
+        lines = [f"{finished}, {resumed} to resume, {len(waiting) - resumed} to start"]
+        if problems:
+            lines.append(f"{problems} of them cannot start; the table of runs says why")
+        if waiting:
+            seconds = sum(cost.seconds for cost in costs) / self.jobs
+            lines.append(
+                f"to do: {sum(cost.images for cost in costs):.3g} images, "
+                f"{sum(cost.macs for cost in costs):.3g} multiply-accumulates, "
+                f"about {format_duration(seconds)} with {self.jobs} at a time on this machine"
+            )
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """A line per run: name, state and cost."""
+        width = max((len(run.name) for run in self.runs), default=4)
+        lines = [f"{'run':{width}}  {'state':8}  {'images':>9}  {'MACs':>9}  {'time':>8}"]
+        for run in self.runs:
+            cost = self.costs[run.folder]
+            state = "finished" if run.is_finished() else "resume" if run.is_started() else "start"
+            if cost.problem is not None:
+                lines.append(f"{run.name:{width}}  cannot start: {cost.problem}")
+                continue
+            lines.append(
+                f"{run.name:{width}}  {state:8}  {cost.images:9.3g}  {cost.macs:9.2e}  "
+                f"{format_duration(cost.seconds):>8}"
+            )
+        return "\n".join(lines)
