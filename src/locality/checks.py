@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import typing
 from collections.abc import Iterable
@@ -53,9 +54,16 @@ def typed(name: str, value: Any, hint: Any) -> Any:
             named = isinstance(given, str) or typing.get_origin(hint) is Literal
             if names and named and given not in names:
                 raise unknown(f"value of {name}", str(given), names) from None
-        accepted = str(error).replace("Expected", "expected").replace("array", "list")
-        accepted = accepted.replace(f"<= {_LARGEST}", "< inf").replace(f">= -{_LARGEST}", "> -inf")
-        raise UserError(f"{name} is {value!r}; {accepted}") from None
+        said = _in_words(error)
+        raise UserError(f"{name} is {value!r}; {said[0].lower()}{said[1:]}") from None
+
+
+def _in_words(error: msgspec.ValidationError) -> str:
+    """What msgspec says of a value, with the place in it that is meant."""
+    said, _, place = str(error).replace("array", "list").partition(" - at `$")
+    said = said.replace(f"<= {_LARGEST}", "< inf").replace(f">= -{_LARGEST}", "> -inf")
+    place = re.sub(r"\[(\d+)\]", lambda item: f" item {int(item[1]) + 1}", place.rstrip("`"))
+    return f"{said} in {place.lstrip(' .')}" if place else said
 
 
 def choices(hint: Any) -> list[str]:
@@ -100,7 +108,7 @@ def shaped(where: str, value: object, wanted: Any) -> None:
     try:
         msgspec.convert(value, _as_type(wanted))
     except msgspec.ValidationError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {_in_words(error)}") from None
 
 
 def _as_type(wanted: Any) -> Any:

@@ -43,13 +43,9 @@ class Setting(NamedTuple):
     text: str
 
 
+@cache
 def settings_of(cls: Any, prefix: str = "") -> dict[str, Setting]:
     """The settings of a configuration dataclass by dotted name, those of its groups among them."""
-    return _settings_of(cls, prefix)
-
-
-@cache
-def _settings_of(cls: Any, prefix: str) -> dict[str, Setting]:
     sections = (inspect.cleandoc(base.__doc__ or "") for base in reversed(cls.__mro__))
     texts = {
         name: " ".join(text.split())
@@ -190,10 +186,10 @@ def parse(text: str, hint: Any, name: str) -> Any:
     return typed(name, parse_yaml(text, name), hint)
 
 
-def unknown_setting(name: str, known: Mapping[str, Setting]) -> UserError:
-    """The error for a setting that there is not, with the nearest."""
+def unknown_setting(name: str, known: Mapping[str, Setting], kind: str = "setting") -> UserError:
+    """The error for a setting that does not exist, with the nearest."""
     texts = {name: setting.text for name, setting in known.items()}
-    return unknown("setting", name, texts, texts=texts)
+    return unknown(kind, name, texts, texts=texts)
 
 
 def to_yaml(config: Any) -> str:

@@ -100,7 +100,7 @@ def search(arguments: Sequence[str]) -> None:
     choose one within the limits, and write a page. The name gives every setting, and the training's
     are those of `locality train`. Stopped, the same command goes on.
     """
-    from locality_papers.search.config import SEARCHES, named, read_search
+    from locality_papers.search.config import SEARCHES, check_model, named, read_search
 
     resumed, name = peek(arguments, "--resume"), first_word(arguments) or "digits"
     config = read_search(resumed) if resumed else named(name)
@@ -117,6 +117,7 @@ def search(arguments: Sequence[str]) -> None:
     if resumed and parser.settings:
         names = ", ".join(parser.settings)
         raise UserError(f"--resume takes the search's own settings; leave {names} out")
+    check_model(parser.settings.get("run.model.name", config.run.model.name))
     config = replace(config, parser.settings)
     from locality_papers.search.run import Search, dry_run
 

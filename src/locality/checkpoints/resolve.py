@@ -174,8 +174,8 @@ def _from_weights(
     }
     if assumed:
         _log.warning(
-            f"{path}: these weights do not specify {format_settings(assumed)}, which are "
-            f"assumed here; if they differ, give --set NAME=VALUE, or settings={{...}} in Python"
+            f"{path}: assumed of the model, since weights do not tell: {format_settings(assumed)}; "
+            f"where it differs, give --set NAME=VALUE, or settings={{...}} in Python"
         )
     return Checkpoint(config, ours, name, key_map=key_map.name, described=False)
 

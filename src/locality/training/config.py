@@ -15,9 +15,9 @@ from msgspec import Meta
 from locality import checks, settings
 from locality.checkpoints.registry import read_run_settings
 from locality.data.config import AugmentConfig, DataConfig, Preprocessing
-from locality.errors import UserError, unknown
+from locality.errors import UserError
 from locality.models.variants import PREFIX, variant
-from locality.settings import Setting, check, setting, settings_of
+from locality.settings import Setting, check, setting, settings_of, unknown_setting
 
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
@@ -56,9 +56,11 @@ class ModelConfig:
             if name in ("img_size", "patch_size", "num_classes", "in_chans"):
                 told = f"give model.{name}" if "size" in name else "the data decides it"
                 raise UserError(f"model.overrides has '{name}'; {told}")
-            if f"model.{name}" not in known and not self.name.startswith(PREFIX):
-                texts = {name: setting.text for name, setting in known.items()}
-                raise unknown(f"setting of {self.name}", f"model.{name}", texts, texts=texts)
+            if self.name.startswith(PREFIX):
+                continue
+            if f"model.{name}" not in known:
+                raise unknown_setting(f"model.{name}", known, f"setting of {self.name}")
+            checks.typed(f"model.{name}", self.overrides[name], known[f"model.{name}"].hint)
         if not self.name.startswith(PREFIX):
             variant(self.name).config.with_overrides(**self.fields)
 

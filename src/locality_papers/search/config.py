@@ -51,8 +51,7 @@ class SearchConfig:
         check(self)
         if self.run.data.fraction < 1:
             raise UserError("a search sets data.fraction itself; use a data.train_part instead")
-        if variant(self.run.model.name).family != "cvt":
-            raise UserError(f"the search is over CvTs; model.name is {self.run.model.name}")
+        check_model(self.run.model.name)
 
     @property
     def limits(self) -> dict[str, float]:
@@ -81,6 +80,16 @@ class SearchConfig:
                 changes["schedule.constant_images"] = run.schedule.unit == "epochs"
             runs.append(replace(run, changes))
         return runs
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that is not a CvT.
+
+    Raises:
+        UserError: naming it.
+    """
+    if variant(name).family != "cvt":
+        raise UserError(f"model.name is '{name}', and a search is over CvTs, such as cvt_nano")
 
 
 def _scaled_schedule(run: RunConfig, part: float) -> RunConfig:
