@@ -16,11 +16,11 @@ from locality.errors import UserError
 from locality.settings import from_yaml
 from locality.training import RunFolder, evaluate_run, initial_model, load_run, replace
 from locality.training import train as train_run
+from locality.training.config import check_folder
 from locality.training.devices import resolve_accelerator
 from locality.training.model import build_model
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
-from locality.training.same_run import check_folder
 from locality.training.state import TrainState
 
 from .conftest import tiny, train, train_interrupted

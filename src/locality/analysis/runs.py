@@ -23,9 +23,8 @@ from locality.errors import UserError, wrap_errors
 from locality.files import read_json, read_rows
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
 from locality.settings import flatten, with_role
-from locality.training.config import RunConfig
+from locality.training.config import RunConfig, run_folders
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import run_folders
 
 # Settings in which runs of one group may differ: seed, amount of data, and how it was computed.
 _MAX_SETTINGS = 3  # in the label of a group

@@ -30,10 +30,10 @@ from locality.benchmark.measure import (
     training_step,
 )
 from locality.checkpoints import KEY_MAPS
-from locality.checkpoints.beside import TIMM_NAMES
+from locality.checkpoints.beside import CVT_STAGES, TIMM_NAMES
 from locality.errors import UserError, require
 from locality.machine import processor_name
-from locality.models import ImageClassifier, StageConfig, ViTConfig, build
+from locality.models import ImageClassifier, ViTConfig, build
 from locality.models.factory import TimmModel
 from locality.training.devices import autocast
 from locality.training.resolved_run import saved_activations
@@ -149,26 +149,19 @@ def _transformers_cvt(model: ImageClassifier) -> nn.Module:
     # Its MLPs have the exact GELU, always.
     config = dataclasses.replace(model.config, activation="gelu")
     state = KEY_MAPS["cvt-transformers"].from_native(model.state_dict(), config)
-    # transformers' name of a setting → ours, a list with an entry per stage.
-    per_stage: dict[str, Callable[[StageConfig], Any]] = {
-        "patch_sizes": lambda stage: stage.embed_kernel,
-        "patch_stride": lambda stage: stage.embed_stride,
-        "patch_padding": lambda stage: stage.embed_padding,
-        "embed_dim": lambda stage: stage.embed_dim,
-        "num_heads": lambda stage: stage.num_heads,
-        "depth": lambda stage: stage.depth,
-        "mlp_ratio": lambda stage: stage.mlp_ratios[0],
-        "kernel_qkv": lambda stage: stage.projection_kernel,
-        "padding_q": lambda stage: stage.projection_kernel // 2,
-        "padding_kv": lambda stage: stage.resolved_kv_padding,
-        "stride_kv": lambda stage: stage.kv_strides[0],
-        "qkv_bias": lambda stage: stage.qkv_bias,
-        "drop_path_rate": lambda stage: 0.0,
-    }
+    stages = model.config.stages
     settings: dict[str, Any] = {
-        name: [of(stage) for stage in model.config.stages] for name, of in per_stage.items()
+        theirs: [getattr(stage, ours) for stage in stages] for theirs, ours in CVT_STAGES.items()
     }
-    settings |= {"num_labels": model.num_classes, "num_channels": model.in_chans}
+    settings |= {
+        "mlp_ratio": [stage.mlp_ratios[0] for stage in stages],
+        "stride_kv": [stage.kv_strides[0] for stage in stages],
+        "padding_kv": [stage.resolved_kv_padding for stage in stages],
+        "padding_q": [stage.projection_kernel // 2 for stage in stages],
+        "drop_path_rate": [0.0] * len(stages),
+        "num_labels": model.num_classes,
+        "num_channels": model.in_chans,
+    }
     peer = CvtForImageClassification(CvtConfig(**settings))
     peer.load_state_dict(state)
     return _LogitsWrapper(peer)

@@ -47,8 +47,7 @@ _ONLY_IN_TRAINING = {
     *("drop_path_rate", "weight_init", "dynamic_img_size", "strict_img_size"),
 }
 
-# transformers' settings of CvT, a list with one value per stage → our fields.
-_STAGES = {
+CVT_STAGES = {
     **{name: name for name in ("embed_dim", "num_heads", "depth", "mlp_ratio", "qkv_bias")},
     "patch_sizes": "embed_kernel",
     "patch_stride": "embed_stride",
@@ -57,6 +56,8 @@ _STAGES = {
     "stride_kv": "kv_stride",
     "padding_kv": "kv_padding",
 }
+"""transformers' settings of CvT, a list with one value per stage → our fields."""
+
 # By the number that Pillow gives it.
 _RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 # From this size on ConvNeXT's processor, which is CvT's too, keeps all of an image.
@@ -164,7 +165,7 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Described:
             f"it describes a '{content['model_type']}' of transformers, of which only 'cvt' is read"
         )
     checks.shaped(
-        "it", content, {**dict.fromkeys((*_STAGES, "cls_token"), list), "id2label?": dict}
+        "it", content, {**dict.fromkeys((*CVT_STAGES, "cls_token"), list), "id2label?": dict}
     )
     kernels = content["kernel_qkv"]
     only = {
@@ -178,12 +179,12 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Described:
             raise UserError(
                 f"{name} is {content[name]!r}, and of transformers' CvTs only {value} is read"
             )
-    rows = zip(*(content[theirs] for theirs in _STAGES), strict=True)
+    rows = zip(*(content[theirs] for theirs in CVT_STAGES), strict=True)
     labels = content.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # its default is left out
     prepared = _preprocessor(folder / PREPROCESSOR)
     config = CvTConfig(
         tuple(
-            from_dict(StageConfig, dict(zip(_STAGES.values(), row, strict=True))) for row in rows
+            from_dict(StageConfig, dict(zip(CVT_STAGES.values(), row, strict=True))) for row in rows
         ),
         num_classes=len(labels),
         in_chans=content.get("num_channels", 3),

@@ -30,8 +30,7 @@ from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
 from locality.files import check_new_folder, check_output, check_parent, csv_text, write_output
 from locality.templates import PAGE_MARK
-from locality.training.config import read_config
-from locality.training.same_run import run_folders, same_path
+from locality.training.config import read_config, run_folders, same_path
 
 if TYPE_CHECKING:
     from PIL import Image

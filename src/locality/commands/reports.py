@@ -13,7 +13,7 @@ from locality.errors import UserError, one_line, wrap_errors
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
 from locality.templates import PAGE_MARK
-from locality.training.same_run import run_folders
+from locality.training.config import run_folders
 
 
 def report(arguments: Sequence[str]) -> int:

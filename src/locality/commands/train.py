@@ -19,9 +19,8 @@ from locality.files import check_output, read_yaml
 from locality.machine import is_main_process
 from locality.settings import differences, flatten, replace, to_yaml
 from locality.templates import PAGE_MARK
-from locality.training.config import RunConfig, model_settings, read_config
+from locality.training.config import RunConfig, check_places, model_settings, read_config
 from locality.training.recipes import CUSTOM_DATA_RECIPES, RECIPES, adjusted, describe, recipe
-from locality.training.same_run import check_places
 
 if TYPE_CHECKING:
     from locality.trained import TrainedRun

@@ -33,13 +33,13 @@ from locality.runner.executors import visible_gpus
 from locality.runner.runs import Run, Workload, content_folder, threads_per_run
 from locality.training import RunConfig, train
 from locality.training.autofit import MIN_EPOCHS, SLACK, Measured, batch_size, measured
+from locality.training.config import describe_changes
 from locality.training.cost import format_duration, image_counts
 from locality.training.devices import resolve_accelerator
 from locality.training.model import build_model, settings_from_weights
 from locality.training.optim import make_plan
 from locality.training.recipes import SMALL_SIDE, adjusted
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import describe_changes
 
 SCRATCH = ("convit_nano", "deit_nano", "cvt_nano", "timm/test_resnet")
 """Models of at most half a million parameters, which minutes of a processor are enough for."""

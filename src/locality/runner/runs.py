@@ -15,7 +15,7 @@ from locality.errors import UserError
 from locality.files import read_yaml
 from locality.machine import processors
 from locality.settings import flatten, to_dict, with_role
-from locality.training.config import RunConfig, read_config
+from locality.training.config import RunConfig, changed_settings, read_config
 from locality.training.cost import (
     STEP_FORWARDS,
     Cost,
@@ -27,7 +27,6 @@ from locality.training.cost import (
 )
 from locality.training.optim import make_plan
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import changed_settings
 
 TRAIN = "locality.training:train"
 _RUNS = with_role(RunConfig, "run")

@@ -21,13 +21,12 @@ from locality.data import BatchLoader, open_data, train_loader
 from locality.data.config import DATASETS, DataConfig
 from locality.layers.cpu import arithmetic_threads
 from locality.models import count_macs, count_parameters
-from locality.training.config import ModelConfig, RunConfig
+from locality.training.config import ModelConfig, RunConfig, check_places
 from locality.training.devices import autocast, resolve_accelerator
 from locality.training.model import initialize_model, meta_model
 from locality.training.optim import create_optimizer
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import check_places
 
 STEP_FORWARDS = 3
 """A training step costs a forward pass, and twice as much for the gradients."""

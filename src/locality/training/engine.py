@@ -26,7 +26,7 @@ from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.files import write_atomic
 from locality.layers.cpu import arithmetic_threads
 from locality.models import ImageClassifier
-from locality.training.config import RunConfig
+from locality.training.config import RunConfig, check_places
 from locality.training.devices import create_fabric
 from locality.training.loop import Loop
 from locality.training.model import build_model, initialize_model
@@ -34,7 +34,6 @@ from locality.training.processes import Peers, SignalHandler, end_children, forw
 from locality.training.recorder import Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
-from locality.training.same_run import check_places
 from locality.training.state import Components, TrainState
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.models import ImageClassifier
+from locality.training.config import computation_settings
 from locality.training.evaluation import PredictionCollector, evaluate
 from locality.training.processes import Collectives, SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
-from locality.training.same_run import computation_settings
 from locality.training.state import Components, TrainState
 
 

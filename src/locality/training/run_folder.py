@@ -40,15 +40,16 @@ from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import RunFailed, UserError
 from locality.files import read_json, read_rows, write_atomic
 from locality.machine import describe_environment
-from locality.training.config import RunConfig, read_config
-from locality.training.evaluation import Predictions
-from locality.training.same_run import (
+from locality.training.config import (
+    RunConfig,
     changed_settings,
     check_folder,
     describe_changes,
+    read_config,
     same_path,
     writing,
 )
+from locality.training.evaluation import Predictions
 
 # Loading processes of a killed run exit, and release the lock, within 5 s.
 STALE_LOCK_SECONDS = 20.0
