@@ -32,6 +32,7 @@ from locality.checkpoints.key_map import (
 )
 from locality.checkpoints.registry import (
     WEIGHT_FILES,
+    Kind,
     check_no_entry,
     detect_kind,
     read_class_names,
@@ -64,6 +65,7 @@ def read(
     settings: Mapping[str, Any] | None = None,
     *,
     like: Any = None,
+    kind: Kind | None = None,
 ) -> Checkpoint:
     """The checkpoint of a model, wherever it is.
 
@@ -77,13 +79,14 @@ def read(
         settings: fields of the model's configuration that stand above what `what` says.
         like: the configuration of the model they are for, in place of `variant`; image size,
             channels and classes may differ.
+        kind: as `detect_kind` gave it, if it was asked already.
 
     Raises:
         FileNotFoundError: if `what` is a path that is not there.
         UserError: if it cannot be opened, naming it and the cause.
     """
     path, name = Path(what), str(what)
-    kind = detect_kind(what, entry)
+    kind = kind or detect_kind(what, entry)
     if kind == "graph":
         raise graph_not_model(read_graph(path)[2])
     like = like if variant is None else factory.variant(variant).config

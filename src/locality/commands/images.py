@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from locality import checks, data, training
-from locality.checkpoints.registry import is_run_folder
 from locality.commands.parsing import (
     MODEL,
+    GivenModel,
     Parser,
-    check_given,
     images_at,
-    open_given,
     page_in,
     say,
     table,
@@ -89,12 +87,12 @@ def predict(arguments: Sequence[str]) -> int:
     check_output(output, _PREDICTED, options.overwrite)
 
     files = list(image_files(options.images))
-    check_given(options.model, options)
-    classifier = open_given(options.model, options)
+    given = GivenModel(options.model, options)
+    classifier = given.open()
     read: list[Path] = []
     bad: list[str] = []
     probabilities: list[Tensor] = []
-    images = _read_images(files, options.model, read, bad)
+    images = _read_images(files, given.decoding, read, bad)
     # One by one: a large image is shrunk before the next is read.
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
@@ -152,22 +150,16 @@ def predictions_csv(
     return csv_text(listed)
 
 
-def _decoding_of(model: str) -> Decoding:
-    """A run's images are decoded as in training, other models' by default."""
-    return read_config(Path(model)).data.decoding if is_run_folder(model) else DEFAULT_DECODING
-
-
 def _read_images(
-    files: Iterable[Path], model: str, read: list[Path], bad: list[str]
+    files: Iterable[Path], decoding: Decoding, read: list[Path], bad: list[str]
 ) -> Iterator[Image.Image]:
-    """The images in files that can be read, decoded as those of `model` where it is a run.
+    """The images in files that can be read.
 
     Args:
         files: what to read.
-        model: as somebody typed it.
+        decoding: how.
         read, bad: are given the files of the images so far, and a sentence on each other.
     """
-    decoding = _decoding_of(model)
     for file in files:
         try:
             # In no variable, which would keep it while the next one is decoded.
@@ -216,9 +208,7 @@ def evaluate(arguments: Sequence[str]) -> None:
         options.run, options.images = None, options.run
     if (options.run is None) == (options.weights is None):
         raise UserError("give one model to evaluate, by itself or as --weights")
-    what = options.weights if options.run is None else options.run
-
-    is_run = check_given(what, options) == "run"
+    model = GivenModel(options.weights if options.run is None else options.run, options)
     check_parent(options.predictions)
     check_output(options.predictions, _EVALUATED, options.overwrite)
 
@@ -228,24 +218,26 @@ def evaluate(arguments: Sequence[str]) -> None:
             raise UserError(f"{options.images} and --data.root {given['root']} are both images")
         named = images_at(Path(options.images)).items()
         given = {name.removeprefix("data."): value for name, value in named} | given
-    chosen, seed = DataConfig(), 0
-    if is_run:
-        config = read_config(Path(what))
+    own, seed = DataConfig(), 0
+    if model.kind == "run":
+        config = read_config(Path(model.what))
         seed = config.seed
         # Options change the run's own data; another dataset starts from nothing.
         if given.get("dataset", config.data.dataset) == config.data.dataset:
-            chosen = config.data
-    root = given.get("root")
-    own = chosen.root and root and (same_path(chosen.root, root) or _moved_to(root, Path(what)))
-    other = root is not None and not own
-    if other:  # which parts a run trained on says nothing of other images
-        chosen = dataclasses.replace(chosen, **_WHOLE)
-    chosen = dataclasses.replace(chosen, **given)
+            own = config.data
+    chosen = dataclasses.replace(own, **given)
     check_root(chosen)
 
-    opened = open_given(what, options)
+    opened, splits, other = model.open(), None, False
+    if chosen.root is not None and not same_path(own.root, chosen.root):
+        splits = _moved(model.what, own, chosen.root) if own.root is not None else None
+        other = splits is None
+    if other:  # which parts a run trained on says nothing of other images
+        chosen = dataclasses.replace(own, **_WHOLE | given)
+    if given.keys() - {"root", "dataset"}:
+        splits = None  # others than the run's own
     whole = other and not given.keys() & {"val_part", "val_fraction", "fold"}
-    splits = training.open_for(opened, chosen, seed, whole, recorded=not other)
+    splits = training.open_for(opened, chosen, seed, whole, recorded=not other, splits=splits)
     seen: list[tuple[int, int, Tensor]] = []
     collector = training.PredictionCollector(len(splits.val))
 
@@ -278,14 +270,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     print("\n".join(_by_class(collector.predictions(splits.val, classes))))
 
 
-def _moved_to(root: str, run: Path) -> bool:
-    """Whether what lies in `root` now are the images that a run has finished on."""
-    config, folder = read_config(run), training.RunFolder(run)
-    moved = dataclasses.replace(config.data, root=root)
+def _moved(run: str, own: DataConfig, root: str) -> data.DataSplits | None:
+    """The images in `root`, if they are those that a run has finished on."""
+    folder, moved = training.RunFolder(run), dataclasses.replace(own, root=root)
     with contextlib.suppress(UserError):
-        splits = data.open_data(moved, config.seed, folder.recorded_classes())
-        return ImageFingerprint.of(splits).fingerprint == (folder.result() or {}).get("images")
-    return False
+        splits = data.open_data(moved, folder.config().seed, folder.recorded_classes())
+        if ImageFingerprint.of(splits).fingerprint == (folder.result() or {}).get("images"):
+            return splits
+    return None
 
 
 def _by_class(predictions: Predictions) -> list[str]:
@@ -339,18 +331,17 @@ def explore(arguments: Sequence[str]) -> None:
     page_name = "live.html" if options.live else "explorer.html"
     output = options.output or page_in(options.models, page_name)
 
-    for model in options.models:
-        check_given(model, options)
+    given = [GivenModel(model, options) for model in options.models]
     check_output(output, PAGE_MARK, options.overwrite)
-    first = options.models[0]
-    shown = _shown(options.images, first, options.count or (20 if options.live else 8))
+    shown = _shown(options.images, given[0], options.count or (20 if options.live else 8))
     from locality.analysis.explorer import write_explorer
     from locality.analysis.live import write_live
 
-    subjects = [open_given(model, options) for model in options.models]
+    subjects = [model.open() for model in given]
     names, labels, images = zip(*shown, strict=True)
     if options.live:
-        digits = is_run_folder(first) and read_config(Path(first)).data.dataset == "digits"
+        run = Path(given[0].what) if given[0].kind == "run" else None
+        digits = run is not None and read_config(run).data.dataset == "digits"
         page = write_live(subjects, images, output, labels, digits, options.overwrite, names)
     else:
         page = write_explorer(subjects, images, output, names, options.overwrite, labels)
@@ -373,26 +364,25 @@ def serve(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
 
     checks.integer("port", options.port, 0, 65535)
-    check_given(options.model, options)
+    given = GivenModel(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     if options.export_space is not None:
         parser.refuse("host port hosts title", "does nothing beside --export_space")
         check_new_folder(Path(options.export_space))
         from locality.checkpoints.exporting import export_space
 
-        given = options.variant, options.entry, dict(options.set)
-        print(export_space(options.model, options.export_space, *given))
+        how = options.variant, options.entry, dict(options.set)
+        print(export_space(options.model, options.export_space, *how))
         return
     from locality.serve import server
 
-    opened = open_given(options.model, options)
     server.serve(
-        opened,
+        given.open(),
         options.host,
         options.port,
         options.hosts or (),
         options.title or "",
-        _decoding_of(options.model),
+        given.decoding,
     )
 
 
@@ -423,8 +413,7 @@ def figure(arguments: Sequence[str]) -> None:
     parser.refuse(unused, f"does nothing for {options.name}, drawn from {takes}")
 
     if takes == "models":
-        for source in options.sources:
-            check_given(source, options)
+        options.sources = [GivenModel(source, options) for source in options.sources]
     elif takes == "runs":
         run_folders(options.sources)
     from locality.figures.style import FORMS, save
@@ -441,25 +430,27 @@ def figure(arguments: Sequence[str]) -> None:
 def _draw(figure: NamedFigure, options: Any) -> Figure:
     if figure.takes == "runs":
         return figure.draw(options.sources)
-    given = options.sources if figure.takes == "images" else options.images
-    images = [image for _, _, image in _shown(given, options.sources[0], options.count)]
     if figure.takes == "images":
+        images = [image for *_, image in _shown(options.sources, None, options.count)]
         return figure.draw(images, place=options.place)
-    models = [open_given(source, options) for source in options.sources]
+    images = [image for *_, image in _shown(options.images, options.sources[0], options.count)]
+    models = [source.open() for source in options.sources]
     layers = None if options.layers is None else [layer - 1 for layer in options.layers]
     return figure.draw(models, images, layers=layers, heads=options.heads, place=options.place)
 
 
-def _shown(given: list[str] | None, model: str, count: int) -> list[tuple[str, str, Image.Image]]:
-    """The images that are given, or else a run's own, with names of each one's file and class,
-    which is the folder that it is in."""
-    if given is None:
-        if not is_run_folder(model):
-            raise UserError(f"{model} is no run folder with images of its own; give --images")
+def _shown(
+    given: list[str] | None, model: GivenModel | None, count: int
+) -> list[tuple[str, str, Image.Image]]:
+    """The images that are given, or else those of the model's run, with names of each one's file
+    and class, which is the folder that it is in."""
+    if given is None and model is not None:
+        if model.kind != "run":
+            raise UserError(f"{model.what} is no run folder with images of its own; give --images")
         from locality.analysis.pictures import run_images
 
-        return run_images(model, count)
-    files = list(image_files(given))
+        return run_images(model.what, count)
+    files = list(image_files(given or []))
     places, labels = np.unique([str(file.parent) for file in files], return_inverse=True)
     if len(places) > 1:  # one of each class's folder in turn
         from locality.analysis.pictures import round_robin_indices
@@ -467,7 +458,8 @@ def _shown(given: list[str] | None, model: str, count: int) -> list[tuple[str, s
         files = [files[index] for index in round_robin_indices(labels, len(files))]
     read: list[Path] = []
     bad: list[str] = []
-    images = list(islice(_read_images(files, model, read, bad), count))
+    decoding = DEFAULT_DECODING if model is None else model.decoding
+    images = list(islice(_read_images(files, decoding, read, bad), count))
     if left := len(files) - len(read) - len(bad):
         say(f"{left} more images are left out; --count {len(files)} takes all")
     _report_unreadable(bad, files)

@@ -14,9 +14,8 @@ from locality.benchmark import BenchmarkConfig
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands.parsing import (
     MODEL,
+    GivenModel,
     Parser,
-    check_given,
-    open_given,
     table,
 )
 from locality.data.folder import image_files
@@ -102,7 +101,7 @@ def convert(arguments: Sequence[str]) -> None:
     parser.add("--to", "locality", f"one of: {', '.join(KEY_MAP_NAMES)}")
     parser.add_overwrite()
     options = parser.read(arguments)
-    check_given(options.source, options)
+    GivenModel(options.source, options)
     check_target(Path(options.target), options.to, options.overwrite)
 
     done = checkpoints.convert(
@@ -133,7 +132,7 @@ def transform(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
     if not options.model.startswith(PREFIX):
         parser.refuse("weights random", "is for a network by its name, timm/NAME")
-        check_given(options.model, options)
+        given = GivenModel(options.model, options)
     elif options.weights is not None:
         parser.refuse("random", "does nothing beside --weights")
     if not options.overwrite:
@@ -148,7 +147,7 @@ def transform(arguments: Sequence[str]) -> None:
             options.model, weights=options.weights, entry=options.entry
         ).eval()
     else:
-        opened = open_given(options.model, options)
+        opened = given.open()
         before = opened.module()
         about = {"preprocessing": opened.preprocessing, "classes": opened.classes}
     starts = {"alpha": options.alpha, "gating": options.gating}
@@ -185,12 +184,12 @@ def export(arguments: Sequence[str]) -> None:
     options = parser.read(arguments)
 
     check_export_path(Path(options.output), options.format, options.overwrite)
-    check_given(options.model, options)
+    given = GivenModel(options.model, options)
     if options.int8 is not None:
         if options.format != "onnx":
             raise UserError("--int8 is for ONNX graphs; leave --format out")
         next(iter(image_files([options.int8])))  # or says that there is none
-    opened = open_given(options.model, options)
+    opened = given.open()
     settings: Any = {"preprocessing": opened.preprocessing, "classes": opened.classes}
     settings["overwrite"] = options.overwrite
     if options.int8 is None:
@@ -225,7 +224,7 @@ def benchmark(arguments: Sequence[str]) -> None:
 
     for name in options.models:
         if name not in VARIANTS:
-            check_given(name, options)
+            GivenModel(name, options)
     for name in options.models:
         _opened(name, options)  # refused before anything is measured
     measure = partial(_measure, config=config, options=options)
@@ -262,7 +261,7 @@ def _measure(name: str, config: BenchmarkConfig, options: Any) -> dict[str, Any]
 
 
 def _opened(name: str, options: Any) -> models.ImageClassifier | None:
-    return None if name in VARIANTS else open_given(name, options).module()
+    return None if name in VARIANTS else GivenModel(name, options).open().module()
 
 
 def _describe(machine: dict[str, Any]) -> str:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from locality.checkpoints.registry import detect_kind, missing
 from locality.checks import Count, choices
+from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.data.table import has_table
 from locality.errors import UserError, near
 from locality.settings import Setting, flatten, parse, settings_of, to_dict
+from locality.training.config import read_config
 
 if TYPE_CHECKING:
     from locality.checkpoints.api import Classifier
@@ -109,7 +111,7 @@ class Parser(argparse.ArgumentParser):
                 self.add_argument(*flags, dest=option, default=SUPPRESS, help=help, **how)
 
     def add_model(self, name: str, also: str = "", **how: Any) -> None:
-        """Add an argument that names a model, and the options that `open_given` reads with it.
+        """Add an argument that names a model, and the options that `GivenModel` reads.
 
         `also` is another name of `--variant`.
         """
@@ -235,27 +237,42 @@ MODEL = "run folder, weights of any format, public name, hub repository or ONNX 
 """What a command that asks for a model takes."""
 
 
-def open_given(what: str, options: Any) -> Classifier:
-    """What `what` names, opened with the options that `Parser.add_model` added.
+class GivenModel:
+    """A model that a command was given, which is there; only `open` imports torch.
+
+    Args:
+        what: its path or name.
+        options: those that `Parser.add_model` added.
 
     Raises:
-        FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
+        FileNotFoundError, UserError: if it is not there, or does not take these options.
     """
-    from locality.checkpoints.api import open_model
 
-    return open_model(what, options.variant, options.entry, dict(options.set))
+    def __init__(self, what: str, options: Any) -> None:
+        self.what, self._options = what, options
+        self.kind = detect_kind(what, options.entry)
+        if self.kind == "graph" and (options.variant or options.set):
+            raise UserError(
+                f"{what} is a graph, which is run as it is; leave out --variant and --set"
+            )
 
+    @property
+    def decoding(self) -> Decoding:
+        """A run's images are decoded as in training, other models' by default."""
+        if self.kind != "run":
+            return DEFAULT_DECODING
+        return read_config(Path(self.what)).data.decoding
 
-def check_given(what: str, options: Any) -> str:
-    """Check that what `what` names is there and takes these options; its kind. Without torch.
+    def open(self) -> Classifier:
+        """The model.
 
-    Raises:
-        FileNotFoundError, UserError: if it is not, or does not.
-    """
-    kind = detect_kind(what, options.entry)
-    if kind == "graph" and (options.variant or options.set):
-        raise UserError(f"{what} is a graph, which is run as it is; leave out --variant and --set")
-    return kind
+        Raises:
+            FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
+        """
+        from locality.checkpoints.api import open_model
+
+        given = self._options
+        return open_model(self.what, given.variant, given.entry, dict(given.set), kind=self.kind)
 
 
 def say(sentence: str) -> None:

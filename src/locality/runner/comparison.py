@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -97,6 +98,16 @@ class ComparisonSpec:
         """Of all runs."""
         return len(self.models) * len(self.fractions) * self.repeats
 
+    def command(self, minutes: int) -> str:
+        """The command that makes this comparison in other minutes."""
+        named = ",".join(map(shlex.quote, self.models))
+        words = f"locality compare {shlex.quote(self.data['data.root'])} --models {named}"
+        words += f" --folds {self.folds}" if self.folds else f" --seeds {self.seeds}"
+        if len(self.fractions) > 1:
+            words += f" --fractions {','.join(f'{part:g}' for part in self.fractions)}"
+        words += f" --img_size {self.img_size}" if self.img_size else ""
+        return f"{words}{' --pretrained' * self.pretrained} --minutes {minutes}"
+
 
 def plan(
     spec: ComparisonSpec, folder: Path, jobs: int, threads: int | None = None, keep: bool = True
@@ -167,52 +178,20 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
     with arithmetic_threads(threads):
         found = {model: measured(recipe, alike | of, splits) for model, of in starts.items()}
     spent = perf_counter() - started
-    each = _seconds_each(spec, found, jobs, spent)
+    # Seconds for everything but the runs, and for each of these.
+    baselines = next(iter(found.values())).cost.baselines * spec.repeats * sum(spec.fractions)
+    beside = spent + baselines + _PAGE_SECONDS
+    at_once = min(jobs, spec.count, len(visible_gpus()) or processors())
+    each = (60 * spec.minutes - beside) * at_once / spec.count - _RUN_SECONDS
     if any(one.passes(each) < MIN_EPOCHS for one in found.values()):
-        raise UserError(_too_short(spec, found, jobs, spent))
+        longest = max(one.seconds(MIN_EPOCHS) for one in found.values())
+        runs = spec.count * (longest + _RUN_SECONDS) / at_once
+        raise UserError(
+            f"in {spec.minutes:g} minutes {spec.count} runs would see each image fewer than "
+            f"{MIN_EPOCHS} times on this machine, which teaches nothing; this is enough: "
+            f"{spec.command(math.ceil(SLACK * (runs + beside) / 60))}"
+        )
     return {model: _fit(one, each) for model, one in found.items()}
-
-
-def _lanes(spec: ComparisonSpec, jobs: int) -> int:
-    """Runs at a time."""
-    return min(jobs, spec.count, len(visible_gpus()) or processors())
-
-
-def _beside(spec: ComparisonSpec, found: Mapping[str, Measured], spent: float) -> float:
-    """Seconds for everything but the runs."""
-    baselines = next(iter(found.values())).cost.baselines
-    return spent + baselines * spec.repeats * sum(spec.fractions) + _PAGE_SECONDS
-
-
-def _seconds_each(
-    spec: ComparisonSpec, found: Mapping[str, Measured], jobs: int, spent: float
-) -> float:
-    """Seconds for each run."""
-    left = 60 * (spec.minutes or 0) - _beside(spec, found, spent)
-    return left * _lanes(spec, jobs) / spec.count - _RUN_SECONDS
-
-
-def _enough(spec: ComparisonSpec, found: Mapping[str, Measured], jobs: int, spent: float) -> int:
-    """Minutes in which every model learns something."""
-    longest = max(found[model].seconds(MIN_EPOCHS) for model in spec.models)
-    runs = spec.count * (longest + _RUN_SECONDS) / _lanes(spec, jobs)
-    return math.ceil(SLACK * (runs + _beside(spec, found, spent)) / 60)
-
-
-def _too_short(spec: ComparisonSpec, found: Mapping[str, Measured], jobs: int, spent: float) -> str:
-    """Why a comparison is refused, the minutes that would do, and a command for less."""
-    by_cost = sorted(spec.models, key=lambda model: found[model].cost.speed.training)
-    less = replace(spec, models=tuple(by_cost[:2]), fractions=(1.0,), seeds=min(2, spec.seeds))
-    repeats = f"--folds {spec.folds}" if spec.folds else f"--seeds {less.seeds}"
-    command = (
-        f"locality compare {spec.data['data.root']} --models {','.join(less.models)} {repeats} "
-        f"--minutes {_enough(less, found, jobs, spent)}{' --pretrained' * spec.pretrained}"
-    )
-    return (
-        f"in {spec.minutes:g} minutes {spec.count} runs would see each image fewer than "
-        f"{MIN_EPOCHS} times on this machine, which teaches nothing; give --minutes "
-        f"{_enough(spec, found, jobs, spent)}, or compare less: {command}"
-    )
 
 
 def _start(spec: ComparisonSpec, model: str) -> dict[str, Any]:

@@ -134,6 +134,7 @@ def open_for(
     seed: int = 0,
     whole: bool = False,
     recorded: bool = False,
+    splits: DataSplits | None = None,
 ) -> DataSplits:
     """The images that a model is evaluated on, whose classes are numbered as its outputs are.
 
@@ -144,12 +145,14 @@ def open_for(
         opened: the model.
         data, seed, whole: as `open_data` takes them.
         recorded: they are those of the model's own run, divided in the order it has recorded.
+        splits: these images, if they are open already.
 
     Raises:
         UserError: if there are images of classes that the model does not have.
     """
     count, names = opened.module().num_classes, joinable(opened.classes)
-    splits = open_data(data, seed, names if recorded or names is None else (), whole)
+    if splits is None:
+        splits = open_data(data, seed, names if recorded or names is None else (), whole)
     held = {splits.classes[label] for label in np.unique(splits.val.labels)}
     numbers = [str(number) for number in range(count)]
     if names is None and set(splits.classes) == set(numbers):
