@@ -9,10 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from lightning_fabric import Fabric
@@ -35,8 +34,6 @@ from locality.training.recorder import Recorder, restore_metrics
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
 from locality.training.state import Components, TrainState
-
-T = TypeVar("T")
 
 
 def train(
@@ -96,10 +93,9 @@ def launch(training: Training) -> dict[str, Any]:
     fabric = create_fabric(engine)
     peers = Peers(fabric)
     spawned = engine.strategy in ("ddp_spawn", "ddp_fork")
-    work = partial(_train, training)
     try:
         with forward_signals() if spawned else peers.watch():
-            outcome = fabric.launch(partial(_train_on_rank, work, training.folder, peers))
+            outcome = fabric.launch(partial(_train_on_rank, training, peers))
     except ProcessExitedException as error:
         if error.exit_code >= 0:
             raise
@@ -116,17 +112,12 @@ def launch(training: Training) -> dict[str, Any]:
     raise peers.exit_error(outcome) if fabric.global_rank > 0 else outcome
 
 
-def _train_on_rank(
-    work: Callable[[Fabric], dict[str, Any] | Exception],
-    folder: RunFolder,
-    peers: Peers,
-    fabric: Fabric,
-) -> dict[str, Any] | Exception:
+def _train_on_rank(training: Training, peers: Peers, fabric: Fabric) -> dict[str, Any] | Exception:
     """Train in one process: the content of result.json, or the error that every rank raises."""
     atexit.register(end_children)
     try:
         with translate_killed_worker():
-            return work(fabric)
+            return _train(training, fabric)
     except BaseException as error:
         # The traceback holds the model, which holds the process group.
         _clear_frames(error)
@@ -138,7 +129,7 @@ def _train_on_rank(
             return lost
         raise
     finally:
-        folder.lock.release()
+        training.folder.lock.release()
 
 
 def _clear_frames(error: BaseException | None) -> None:
@@ -150,7 +141,14 @@ def _clear_frames(error: BaseException | None) -> None:
 
 def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
     config, folder, quiet = training.config, training.folder, training.quiet
-    shared, opened = _on_rank0(fabric, partial(_open_on_rank0, training))
+    shared: Any = None
+    opened: _Opened | None = None
+    if fabric.is_global_zero:
+        try:
+            shared, opened = _open_on_rank0(training)
+        except (UserError, OSError, DamagedCheckpoint) as error:
+            shared = error
+    shared = fabric.broadcast(shared)
     if isinstance(shared, Exception):
         return shared
     if isinstance(shared, dict):
@@ -158,7 +156,11 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             print(f"run {folder.path} is finished: top-1 {shared['top1']:.2f}%")
         return shared
     name, fingerprint, notes = shared
-    run, checkpoint, initial = opened or _open_on_others(training, name)
+    if opened is None:  # another rank, after rank 0 has checked everything
+        folder.lock.join()
+        resumed = read_checkpoint(folder.checkpoints.path / name) if name else None
+        opened = training.resolve(), resumed, None
+    run, checkpoint, initial = opened
     classes = run.splits.classes
     with arithmetic_threads(config.engine.threads), SignalHandler().installed() as signals:
         # A resumed run takes its weights from the checkpoint, whatever it started from.
@@ -175,25 +177,12 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
             loop = Loop(fabric, run, parts, recorder, signals, state, fingerprint)
             if fabric.is_global_zero:
                 folder.record_start(config, state.step, str(fabric.device), run.precision)
-                resumed = [f"resumed after step {state.step:,}"] if state.step else []
+                if state.step:
+                    notes.insert(0, f"resumed after step {state.step:,}")
                 lines = [f"run {folder.path}, seed {config.seed}", *str(run).splitlines()]
-                lines += [f"note    {note}" for note in (*resumed, *notes)]
+                lines += [f"note    {note}" for note in notes]
                 recorder.log("\n  ".join(lines))
             return fabric.broadcast(recorder.finish(loop.run(), fingerprint))
-
-
-def _on_rank0(fabric: Fabric, work: Callable[[], tuple[Any, T | None]]) -> tuple[Any, T | None]:
-    """What `work` returns on rank 0: the first of two on every rank, the second on rank 0 alone.
-
-    A user's error takes the place of the first.
-    """
-    shared, opened = None, None
-    if fabric.is_global_zero:
-        try:
-            shared, opened = work()
-        except (UserError, OSError, DamagedCheckpoint) as error:
-            shared = error
-    return fabric.broadcast(shared), opened
 
 
 _Initial = tuple[ImageClassifier, list[str]]
@@ -242,13 +231,6 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     counts = np.bincount(splits.train.labels, minlength=len(splits.classes)).tolist()
     folder.write_json(folder.counts_file, dict(zip(splits.classes, counts, strict=True)))
     return (name, record.fingerprint, notes), (run, checkpoint, initial)
-
-
-def _open_on_others(training: Training, name: str) -> _Opened:
-    """Open the run and its checkpoint on another rank, after rank 0 has checked them."""
-    training.folder.lock.join()
-    run = training.resolve()
-    return run, read_checkpoint(training.folder.checkpoints.path / name) if name else None, None
 
 
 def _check_finished(

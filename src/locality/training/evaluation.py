@@ -395,14 +395,14 @@ class Predictions:
     @property
     def macro(self) -> float:
         """The accuracy in percent of a class, on average over those that have images."""
-        rows = [row for row in self.per_class() if row["images"]]
-        return float(100 * np.mean([row["right"] / row["images"] for row in rows]))
+        images = np.bincount(self.labels)
+        right = np.bincount(self.labels[self.right], minlength=len(images))
+        return float(100 * np.mean(right[images > 0] / images[images > 0]))
 
     @property
     def never(self) -> list[str]:
         """Classes that have images, and that no image is predicted as."""
-        rows = zip(self.classes, self.per_class(), strict=True)
-        return [name for name, row in rows if row["images"] and not row["called"]]
+        return [self.classes[n] for n in np.setdiff1d(self.labels, self.predicted)]
 
     def calibration(self) -> tuple[npt.NDArray[np.float64], float]:
         """Whether confidence is accuracy: of images in each of 15 equal ranges of confidence that
