@@ -10,7 +10,7 @@ from loader import run_loading
 from torch import nn
 
 from locality.benchmark import BenchmarkConfig
-from locality.benchmark.measure import Timing, interleave, launches, peak_memory
+from locality.benchmark.measure import Timing, interleave, peak_memory
 from locality.benchmark.run import peers, randomise, run_benchmark, to_table
 from locality.cli import main
 from locality.errors import UserError
@@ -67,28 +67,6 @@ def test_peak_memory_sees_a_large_temporary():
 
     peak = peak_memory(work, torch.device("cpu"))
     assert peak is None or 0.5 * size < peak < 4 * size
-
-
-def test_launches_are_operations_that_are_no_views():
-    """y = W x + b of a matrix and its loss; backward: of the loss, of W and of b."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten())
-    assert launches(model, (2, 4), training=False) == 1
-    with_loss = launches(model, (2, 4), training=True)
-    assert with_loss > 1 + 2
-    deeper = nn.Sequential(nn.Linear(4, 4), *model)
-    # Forward, and of W, b and x.
-    assert launches(deeper, (2, 4), training=True) == with_loss + 4
-    assert next(model.parameters()).device.type == "cpu"
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_a_gpu_launches_little_more_for_convit_than_for_a_plain_vit(training):
-    model = build("convit_small")
-    plain = peers(model, "timm")["plain ViT"]
-    floor = launches(plain, (2, 3, 224, 224), training)
-    assert launches(model, (2, 3, 224, 224), training) <= 1.35 * floor
-    if not training:
-        assert launches(model.fuse(), (2, 3, 224, 224), training) <= 1.27 * floor
 
 
 def test_contenders_take_turns():

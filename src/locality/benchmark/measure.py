@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import statistics
 import time
@@ -10,18 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from locality.checkpoints.api import open_model
 from locality.data.folder import image_files, read_image
-from locality.layers import position
 
 Work = Callable[[], object]
 
@@ -119,59 +113,6 @@ def training_step(model: nn.Module, images: Tensor, autocast: Callable[[], objec
         optimizer.zero_grad(set_to_none=True)
 
     return work
-
-
-class _Launches(TorchDispatchMode):
-    """Counts operations that compute or move something: neither views nor allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        schema = operation._schema
-        views = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
-        silent = ("empty", "new_empty", "_unsafe_view", "promote_types")
-        self.count += not any(views) and not schema.name.split("::")[1].startswith(silent)
-        return operation(*args, **(kwargs or {}))
-
-
-class _FlashAttention(TorchFunctionMode):
-    """Attention without a mask as the one kernel it is on a GPU, whatever the device."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if function is F.scaled_dot_product_attention and given.pop("attn_mask", None) is None:
-            return torch.ops.aten._scaled_dot_product_flash_attention(*args, **given)[0]
-        return function(*args, **(kwargs or {}))
-
-
-def launches(model: nn.Module, images: Sequence[int], training: bool) -> int:
-    """How many kernels a GPU launches for a forward pass or a training step without its update.
-
-    Counted in single precision on the meta device, with what the layers do on a GPU. Autocast adds
-    its casts of weights, to every model alike.
-
-    Args:
-        model: stays as it is.
-        images: (B, C, H, W).
-        training: with the backward pass, or else without gradients.
-    """
-    model = copy.deepcopy(model).to("meta")
-    batch = torch.empty(*images, device="meta")
-    position.FUSED_DEVICES.add("meta")
-    try:
-        with _Launches() as launched, _FlashAttention(), torch.set_grad_enabled(training):
-            logits = model(batch)
-            if training:
-                logits.float().square().mean().backward()
-    finally:
-        position.FUSED_DEVICES.discard("meta")
-    return launched.count
 
 
 def peak_memory(function: Work, device: torch.device) -> int | None:

@@ -25,7 +25,6 @@ from locality.benchmark.measure import (
     Work,
     inference,
     interleave,
-    launches,
     peak_memory,
     training_step,
 )
@@ -223,10 +222,7 @@ def _measure(
     precision = partial(autocast, images.device.type, what["precision"])
     work: dict[str, Work] = {}
     kept: dict[str, int] = {}
-    launched: dict[str, int] = {}
     for label, model in _for_task(contenders, what["task"]):
-        if what["mode"] == "eager":
-            launched[label] = launches(model, images.shape, what["task"] == "training")
         if what["task"] == "training" and what["mode"] == "eager" and config.memory:
             kept[label] = saved_activations(model, images, precision)
         called: Any = torch.compile(model) if what["mode"] == "compiled" else model
@@ -236,8 +232,6 @@ def _measure(
     rows = timed_rows(timing, config.batch_size, what)
     for row in rows:
         label = row["contender"]
-        if label in launched:
-            row["launches"] = launched[label]
         if config.memory:
             row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
             row["saved_activations_mb"] = _megabytes(kept.get(label))
@@ -302,7 +296,6 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "images/s": lambda row: f"{row['images_per_second']:.1f}",
     "ours is": lambda row: _shown(row["locality_is_times_as_fast"], "{:.2f}×"),
     "middle half": lambda row: _shown(row["middle_half"], "{0[0]:.2f}–{0[1]:.2f}"),
-    "kernels": lambda row: _shown(row.get("launches"), "{}"),
     "peak MB": lambda row: _shown(row.get("peak_memory_mb"), "{:.0f}"),
     "kept MB": lambda row: _shown(row.get("saved_activations_mb"), "{:.0f}"),
 }

@@ -83,7 +83,8 @@ def _with_one_device(config: RunConfig) -> RunConfig:
     """
     if config.engine.devices or launched_externally():
         return config
-    return dataclasses.replace(config, engine=config.engine.on_one_device())
+    one = dataclasses.replace(config.engine, devices=1, num_nodes=1, strategy="auto")
+    return dataclasses.replace(config, engine=one)
 
 
 def log_file(folder: Path) -> Path:

@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -288,10 +288,6 @@ class EngineConfig:
     tensorboard: bool = setting(True, "how")
 
     REMOVED = tuple(("tracker", kind) for kind in (None, "wandb", "mlflow"))
-
-    def on_one_device(self) -> EngineConfig:
-        """The same in one process."""
-        return replace(self, devices=1, num_nodes=1, strategy="auto")
 
     def __post_init__(self) -> None:
         check(self, "engine.")
