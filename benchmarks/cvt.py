@@ -41,8 +41,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from locality.benchmark.measure import inference, interleave, training_step
-from locality.benchmark.run import machine, peers, randomise
+from locality.benchmark.measure import (
+    inference,
+    interleave,
+    machine,
+    peers,
+    randomise,
+    training_step,
+)
 from locality.files import write_atomic
 from locality.machine import commit
 from locality.models import build

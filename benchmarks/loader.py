@@ -23,8 +23,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
 from locality.benchmark import BenchmarkConfig
-from locality.benchmark.measure import Work, interleave
-from locality.benchmark.run import machine, timed_rows, to_table
+from locality.benchmark.measure import Work, interleave, machine, timed_rows, to_table
 from locality.data import Preprocessing, train_loader
 from locality.data.config import DEFAULT_DECODING, IMAGENET_MEAN, IMAGENET_STD
 from locality.data.folder import list_folder

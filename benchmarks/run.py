@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from locality.benchmark import BenchmarkConfig
-from locality.benchmark.measure import interleave
-from locality.benchmark.run import one_process_each, run_benchmark, to_table
+from locality.benchmark.measure import interleave, one_process_each, run_benchmark, to_table
 from locality.files import write_atomic
 from locality.machine import commit
 

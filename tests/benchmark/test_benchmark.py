@@ -10,8 +10,15 @@ from loader import run_loading
 from torch import nn
 
 from locality.benchmark import BenchmarkConfig
-from locality.benchmark.measure import Timing, interleave, peak_memory
-from locality.benchmark.run import peers, randomise, run_benchmark, to_table
+from locality.benchmark.measure import (
+    Timing,
+    interleave,
+    peak_memory,
+    peers,
+    randomise,
+    run_benchmark,
+    to_table,
+)
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
@@ -118,7 +125,7 @@ def test_models_that_disagree_are_not_timed(monkeypatch):
         randomise(found["timm"], seed=1)
         return found
 
-    monkeypatch.setattr("locality.benchmark.run.peers", other_weights)
+    monkeypatch.setattr("locality.benchmark.measure.peers", other_weights)
     with pytest.raises(ValueError, match="nothing was timed"):
         run_benchmark("convit_tiny", BenchmarkConfig(img_sizes=(32,), **QUICK))
 

@@ -152,7 +152,7 @@ def test_pages_with_fixed_names_are_checked_before_the_work(place, capsys):
 
 
 def test_measurements_replace_measurements_alone(place, monkeypatch):
-    from locality.benchmark import run
+    from locality.benchmark import measure as run
 
     monkeypatch.setattr(run, "run_benchmark", lambda name, *_: {"model": name, "machine": {}})
     monkeypatch.setattr(run, "to_table", lambda result: (["", "ours"], [["inference", "1"]]))

@@ -231,7 +231,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     if len(options.models) == 1:
         results = [measure(options.models[0])]
     else:
-        from locality.benchmark.run import one_process_each
+        from locality.benchmark.measure import one_process_each
 
         with one_process_each() as pool:
             results = list(pool.map(measure, options.models))
@@ -243,7 +243,7 @@ _MEASURED = b'[\n  {\n    "model": "'
 
 
 def _show(results: list[dict[str, Any]], options: Any) -> None:
-    from locality.benchmark.run import to_table
+    from locality.benchmark.measure import to_table
 
     for result in results:
         header, cells = to_table(result)
@@ -255,7 +255,7 @@ def _show(results: list[dict[str, Any]], options: Any) -> None:
 
 
 def _measure(name: str, config: BenchmarkConfig, options: Any) -> dict[str, Any]:
-    from locality.benchmark.run import run_benchmark
+    from locality.benchmark.measure import run_benchmark
 
     return run_benchmark(name, config, _opened(name, options))
 
