@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,15 +155,17 @@ class RunCost:
     """The cost of a run.
 
     Attributes:
+        state: "finished", "resume" or "start".
         images: seen in training.
         macs: multiply-accumulates of training: three forward passes per image.
         seconds: on this machine, as the result of a finished run says or a few steps suggest.
         problem: why the run cannot start, if it cannot; its cost is then 0.
     """
 
-    images: int
-    macs: float
-    seconds: float
+    state: str
+    images: int = 0
+    macs: float = 0.0
+    seconds: float = 0.0
     problem: str | None = None
 
 
@@ -176,11 +179,13 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
         run: any.
         threads: CPU threads that it will have.
     """
-    config = run.config
-    result = run.result() if run.is_finished() else None
-    if result and {"steps", "macs", "seconds"} <= set(result):
-        images = result["steps"] * config.engine.batch_size
-        return RunCost(images, STEP_FORWARDS * result["macs"] * images, result["seconds"])
+    config, state = run.config, "resume" if run.is_started() else "start"
+    if run.is_finished():
+        state, result = "finished", run.result() or {}
+        if {"steps", "macs", "seconds"} <= set(result):
+            images = result["steps"] * config.engine.batch_size
+            macs = STEP_FORWARDS * result["macs"] * images
+            return RunCost(state, images, macs, result["seconds"])
     try:
         training, validation, classes = image_counts(config)
         plan = make_plan(config, training)
@@ -189,9 +194,9 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
         speed = Speed(0, computing, 0, on_processor=True)  # these images are small
         cost = Cost(training, validation, classes, macs, speed)
         seconds = cost.seconds(plan.images, plan.evaluations)
-        return RunCost(plan.images, STEP_FORWARDS * macs * plan.images, seconds)
+        return RunCost(state, plan.images, STEP_FORWARDS * macs * plan.images, seconds)
     except (UserError, OSError) as error:
-        return RunCost(0, 0, 0, str(error))
+        return RunCost(state, problem=str(error))
 
 
 class Workload:
@@ -212,19 +217,19 @@ class Workload:
         self.costs = {run.folder: run_cost(run, threads) for run in self.runs}
 
     def __str__(self) -> str:
-        waiting = [run for run in self.runs if not run.is_finished()]
-        resumed = sum(run.is_started() for run in waiting)
-        costs = [self.costs[run.folder] for run in waiting]
-        problems = sum(cost.problem is not None for cost in costs)
-        finished = f"{len(self.runs)} runs: {len(self.runs) - len(waiting)} finished"
-        lines = [f"{finished}, {resumed} to resume, {len(waiting) - resumed} to start"]
-        if problems:
+        states = Counter(cost.state for cost in self.costs.values())
+        waiting = [cost for cost in self.costs.values() if cost.state != "finished"]
+        lines = [
+            f"{len(self.runs)} runs: {states['finished']} finished, {states['resume']} to resume, "
+            f"{states['start']} to start"
+        ]
+        if problems := sum(cost.problem is not None for cost in waiting):
             lines.append(f"{problems} of them cannot start; the table of runs says why")
         if waiting:
-            seconds = sum(cost.seconds for cost in costs) / self.jobs
+            seconds = sum(cost.seconds for cost in waiting) / self.jobs
             lines.append(
-                f"to do: {sum(cost.images for cost in costs):.3g} images, "
-                f"{sum(cost.macs for cost in costs):.3g} multiply-accumulates, "
+                f"to do: {sum(cost.images for cost in waiting):.3g} images, "
+                f"{sum(cost.macs for cost in waiting):.3g} multiply-accumulates, "
                 f"about {format_duration(seconds)} with {self.jobs} at a time on this machine"
             )
         return "\n".join(lines)
@@ -235,12 +240,10 @@ class Workload:
         lines = [f"{'run':{width}}  {'state':8}  {'images':>9}  {'MACs':>9}  {'time':>8}"]
         for run in self.runs:
             cost = self.costs[run.folder]
-            state = "finished" if run.is_finished() else "resume" if run.is_started() else "start"
-            if cost.problem is not None:
-                lines.append(f"{run.name:{width}}  cannot start: {cost.problem}")
-                continue
             lines.append(
-                f"{run.name:{width}}  {state:8}  {cost.images:9.3g}  {cost.macs:9.2e}  "
+                f"{run.name:{width}}  cannot start: {cost.problem}"
+                if cost.problem is not None
+                else f"{run.name:{width}}  {cost.state:8}  {cost.images:9.3g}  {cost.macs:9.2e}  "
                 f"{format_duration(cost.seconds):>8}"
             )
         return "\n".join(lines)
