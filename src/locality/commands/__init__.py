@@ -1,1 +1,93 @@
-"""The commands: each reads its options and calls the package that does the work."""
+"""The commands: each reads its options and calls the package that does the work.
+
+Here is what several of them share.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locality.checkpoints.registry import detect_kind, missing
+from locality.data.config import DEFAULT_DECODING, Decoding
+from locality.data.table import has_table
+from locality.errors import UserError
+from locality.training.config import read_config
+
+if TYPE_CHECKING:
+    from locality.checkpoints.api import Classifier
+
+MODEL = "run folder, weights of any format, public name, hub repository or ONNX graph"
+"""What a command that asks for a model takes."""
+
+
+class GivenModel:
+    """A model that a command was given, which is there; only `open` imports torch.
+
+    Args:
+        what: its path or name.
+        options: those that `Parser.add_model` added.
+
+    Raises:
+        FileNotFoundError, UserError: if it is not there, or does not take these options.
+    """
+
+    def __init__(self, what: str, options: Any) -> None:
+        self.what, self._options = what, options
+        self.kind = detect_kind(what, options.entry)
+        if self.kind == "graph" and (options.variant or options.set):
+            raise UserError(
+                f"{what} is a graph, which is run as it is; leave out --variant and --set"
+            )
+
+    @property
+    def decoding(self) -> Decoding:
+        """A run's images are decoded as in training, other models' by default."""
+        if self.kind != "run":
+            return DEFAULT_DECODING
+        return read_config(Path(self.what)).data.decoding
+
+    def open(self) -> Classifier:
+        """The model.
+
+        Raises:
+            FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
+        """
+        from locality.checkpoints.api import open_model
+
+        given = self._options
+        return open_model(self.what, given.variant, given.entry, dict(given.set), kind=self.kind)
+
+
+def say(sentence: str) -> None:
+    """Print a sentence to standard error, apart from results."""
+    print(f"locality: {sentence}", file=sys.stderr)
+
+
+def images_at(path: Path) -> dict[str, Any]:
+    """The settings of a custom dataset: a table of them, or a folder."""
+    if not path.exists():
+        raise missing(path)
+    table = path.is_file() or has_table(path)
+    return {"data.root": str(path), "data.dataset": "table" if table else "folder"}
+
+
+def page_in(given: Sequence[str], name: str) -> Path:
+    """Where a page goes: into the run or the folder of runs, where one is given; else here."""
+    place = Path(given[0])
+    return place / name if len(given) == 1 and place.is_dir() else Path(name)
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """A plain text table: the first column left-aligned, the others by content."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    columns = []
+    for title, *column in zip(*cells, strict=True):
+        width = max(map(len, (title, *column)))
+        numeric = all(re.match(r"^[-+]?[\d.,]*[%MGx×]?$", cell) for cell in column)
+        aligned = [f"{cell:{'>' if numeric else '<'}{width}}" for cell in (title, *column)]
+        columns.append([aligned[0], "─" * width, *aligned[1:]])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

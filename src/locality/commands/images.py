@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from locality import checks, data, training
-from locality.commands.parsing import (
-    MODEL,
-    GivenModel,
-    Parser,
-    images_at,
-    page_in,
-    say,
-    table,
-)
+from locality.commands import MODEL, GivenModel, images_at, page_in, say, table
+from locality.commands.parsing import Parser
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint

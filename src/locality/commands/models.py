@@ -12,12 +12,8 @@ from typing import Any, Literal
 from locality import checkpoints, checks, models
 from locality.benchmark import BenchmarkConfig
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
-from locality.commands.parsing import (
-    MODEL,
-    GivenModel,
-    Parser,
-    table,
-)
+from locality.commands import MODEL, GivenModel, table
+from locality.commands.parsing import Parser
 from locality.data.folder import image_files
 from locality.errors import UserError, lookup, unknown
 from locality.files import check_new_folder, check_output, check_parent, write_output

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from locality import checks
 from locality.checkpoints.registry import missing
-from locality.commands.parsing import Parser, images_at, page_in, say
+from locality.commands import images_at, page_in, say
+from locality.commands.parsing import Parser
 from locality.data.folder import place_name
 from locality.errors import UserError, one_line, wrap_errors
 from locality.files import check_output

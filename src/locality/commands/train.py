@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from locality import checks, training
 from locality.checkpoints.registry import is_run_folder, missing
-from locality.commands.parsing import Parser, first_word, images_at, peek, say
+from locality.commands import images_at, say
+from locality.commands.parsing import Parser, first_word, peek
 from locality.data.folder import place_name
 from locality.errors import UserError, some
 from locality.files import check_output, read_yaml
