@@ -218,15 +218,17 @@ def evaluate(arguments: Sequence[str]) -> None:
         # Options change the run's own data; another dataset starts from nothing.
         if given.get("dataset", config.data.dataset) == config.data.dataset:
             own = config.data
+    root, splits = given.get("root"), None
+    other = root is not None and not (own.root and same_path(own.root, root))
+    if other and own.root:
+        splits = _moved(model.what, own, root)
+        other = splits is None
+    if other:  # which parts a run trained on says nothing of other images
+        own = dataclasses.replace(own, **_WHOLE)
     chosen = dataclasses.replace(own, **given)
     check_root(chosen)
 
-    opened, splits, other = model.open(), None, False
-    if chosen.root is not None and not same_path(own.root, chosen.root):
-        splits = _moved(model.what, own, chosen.root) if own.root is not None else None
-        other = splits is None
-    if other:  # which parts a run trained on says nothing of other images
-        chosen = dataclasses.replace(own, **_WHOLE | given)
+    opened = model.open()
     if given.keys() - {"root", "dataset"}:
         splits = None  # others than the run's own
     whole = other and not given.keys() & {"val_part", "val_fraction", "fold"}
