@@ -141,7 +141,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             others[str(name)] = value
         elif (name, value) not in getattr(cls, "REMOVED", ()):
             named = [*flatten({dotted: value}), dotted]
-            raise unknown_setting(named[0], settings_of(cls, f"{path}." if path else ""))
+            known = settings_of(cls, f"{path}." if path else "")  # type: ignore[arg-type]
+            raise unknown_setting(named[0], known)
     if open_to is not None:
         given.setdefault(open_to, others)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -170,7 +171,7 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
                 place = place.setdefault(group, {}) if isinstance(place, dict) else None
                 cls = type_hints(cls).get(group, object)
         if not isinstance(place, dict):
-            raise unknown_setting(dotted, settings_of(type(config)))
+            raise unknown_setting(dotted, settings_of(type(config)))  # type: ignore[arg-type]
         place[name] = value
     return from_dict(type(config), values)
 
