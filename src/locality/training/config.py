@@ -59,7 +59,7 @@ class ModelConfig:
         if self.entry is not None and self.weights is None:
             raise UserError("model.entry is set but model.weights is not")
         known = settings_of(ModelConfig, "model.") | model_settings(self.name)
-        for name in self.overrides:
+        for name, value in self.overrides.items():
             if name in ("img_size", "patch_size", "num_classes", "in_chans"):
                 told = f"give model.{name}" if "size" in name else "the data decides it"
                 raise UserError(f"model.overrides has '{name}'; {told}")
@@ -67,7 +67,8 @@ class ModelConfig:
                 continue
             if f"model.{name}" not in known:
                 raise unknown_setting(f"model.{name}", known, f"setting of {self.name}")
-            checks.typed(f"model.{name}", self.overrides[name], known[f"model.{name}"].hint)
+            if value is not None:
+                checks.typed(f"model.{name}", value, known[f"model.{name}"].hint)
         if not self.name.startswith(PREFIX):
             variant(self.name).config.with_overrides(**self.fields)
 
@@ -391,9 +392,8 @@ def check_folder(folder: Path, config: RunConfig) -> None:
         tempfile.TemporaryDirectory(dir=place).cleanup()
     if not is_run_folder(folder):
         names = sorted(entry.name for entry in folder.glob("*"))
-        if others := [
-            n for n in names if n not in ("lock", "checkpoints") and not n.endswith(".tmp")
-        ]:
+        ours = ("lock", "checkpoints")
+        if others := [n for n in names if n not in ours and not n.endswith(".tmp")]:
             raise UserError(
                 f"{folder} holds {some(others)} and is no run folder; choose a new or empty one"
             )
