@@ -22,6 +22,7 @@ from typing import IO, Any, TypeVar
 
 import yaml
 
+from locality import checks
 from locality.errors import UserError, wrap_errors
 
 # What is read as text, hundreds of times what this library writes; YAML takes longer to read.
@@ -122,6 +123,19 @@ def read_json(path: Path | str) -> dict[str, Any]:
     content = parse_json(read_text(path), str(path))
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def read_shaped(path: Path, wanted: Any, missing: Any = None) -> Any:
+    """The JSON object in a file, built as `checks.shaped` says; `missing` if there is no file.
+
+    Raises:
+        OSError, UserError: as `read_json`, and if it is built otherwise.
+    """
+    if not path.exists():
+        return missing
+    content = read_json(path)
+    checks.shaped(str(path), content, wanted)
     return content
 
 

@@ -20,7 +20,7 @@ from locality import checks
 from locality.data import DataSplits, Preprocessing, eval_loader, open_data
 from locality.data.sources import ImageSource
 from locality.errors import UserError
-from locality.files import read_json, write_atomic
+from locality.files import read_shaped, write_atomic
 from locality.training.config import RunConfig
 from locality.training.model import meta_model
 from locality.training.run_folder import RunFolder
@@ -33,7 +33,7 @@ MAX_IMAGES = 20_000
 
 BASELINES = "baselines.json"
 CHANCE = "chance"
-_SHAPE = {"top1": dict, "train_images": int, "all_train_images": int}
+_SHAPE = {"top1": dict[str, checks.Finite], "train_images": int, "all_train_images": int}
 _BATCH = 512
 
 
@@ -187,13 +187,8 @@ def read_baselines(folder: Path | str) -> dict[str, float]:
     Raises:
         UserError: if the file holds something else.
     """
-    path = Path(folder) / BASELINES
-    if not path.exists():
-        return {}
-    record = read_json(path)
-    checks.shaped(str(path), record, _SHAPE)
-    checks.shaped(str(path), list(record["top1"].values()), [float])
-    return _named(record)
+    record = read_shaped(Path(folder) / BASELINES, _SHAPE)
+    return {} if record is None else _named(record)
 
 
 def _named(record: Mapping[str, Any]) -> dict[str, float]:

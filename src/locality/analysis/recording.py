@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from locality import checks
 from locality.analysis.baselines import record_baselines
 from locality.analysis.measures import Record, measure_model
 from locality.analysis.pictures import (
@@ -27,7 +26,7 @@ from locality.analysis.pictures import (
 from locality.analysis.taps import capture
 from locality.data import open_data
 from locality.errors import UserError, one_line
-from locality.files import read_json, write_atomic
+from locality.files import read_shaped, write_atomic
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig
 from locality.training.devices import resolve_accelerator
@@ -151,12 +150,8 @@ def recorded_trajectory(folder: Path | str) -> Record | None:
     Raises:
         UserError: if the file holds something else.
     """
-    path = Path(folder) / TRAJECTORY
-    if not path.exists():
-        return None
-    found = read_json(path)
-    checks.shaped(str(path), found, {"steps": [int], "epochs": [float], "layers": [_CURVES]})
-    return found
+    shape = {"steps": [int], "epochs": [float], "layers": [_CURVES]}
+    return read_shaped(Path(folder) / TRAJECTORY, shape)
 
 
 def measure_trajectory(folder: Path | str, images: int = 256) -> Record:

@@ -13,14 +13,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from locality import checks
 from locality.analysis.baselines import read_baselines
 from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.checkpoints.registry import read_run_settings
 from locality.errors import UserError, wrap_errors
-from locality.files import read_json, read_rows
+from locality.files import read_rows, read_shaped
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
 from locality.settings import flatten, with_role
 from locality.training.config import RunConfig, run_folders
@@ -92,10 +91,7 @@ class RecordedRun:
     @cached_property
     def measures(self) -> dict[str, Any]:
         """What the instruments measured before and after; empty if they did not run."""
-        path = self.folder / MEASURES
-        content = read_json(path) if path.exists() else {}
-        checks.shaped(str(path), content, _MEASURES)
-        return content
+        return read_shaped(self.folder / MEASURES, _MEASURES, {})
 
     @cached_property
     def baselines(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from locality import checks
 from locality.data.config import Preprocessing
 from locality.errors import UserError, lookup, near, unknown
-from locality.files import check_output, check_parent, parse_json, read_json, read_text, read_yaml
+from locality.files import check_output, check_parent, parse_json, read_shaped, read_text, read_yaml
 from locality.models.variants import PREFIX, VARIANTS
 from locality.settings import from_dict
 
@@ -130,14 +130,9 @@ def read_result(folder: Path | str, whole: bool = False) -> dict[str, Any] | Non
     Raises:
         UserError: if it holds something else.
     """
-    path = Path(folder) / "result.json"
-    if not path.exists():
-        return None
-    content = read_json(path)
     optional = _ALSO if whole else _ALSO | _RESULT
-    shape = {f"{name}?": kind for name, kind in optional.items()}
-    checks.shaped(str(path), content, shape | (_RESULT if whole else {}))
-    return content
+    shape = {f"{name}?": kind for name, kind in optional.items()} | (_RESULT if whole else {})
+    return read_shaped(Path(folder) / "result.json", shape)
 
 
 def read_class_names(folder: Path | str) -> list[str]:

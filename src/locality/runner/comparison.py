@@ -26,7 +26,7 @@ from locality.checkpoints.run_state import BEST, LAST, PREVIOUS
 from locality.data import open_data
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, one_line, prefix_errors
-from locality.files import read_json, read_yaml, write_atomic
+from locality.files import read_shaped, read_yaml, write_atomic
 from locality.layers.cpu import arithmetic_threads
 from locality.machine import processors
 from locality.models.variants import PREFIX, variant
@@ -278,11 +278,9 @@ def measure_inference(runs: Sequence[Run], folder: Path) -> dict[str, float]:
     """
     path = folder / _SPEED
     wanted = {run.config.model.name: run for run in runs}
-    if path.exists():
-        known = read_json(path)
-        checks.shaped(str(path), list(known.values()), [float])
-        if wanted.keys() <= known.keys():
-            return known
+    known = read_shaped(path, dict[str, checks.Finite], {})
+    if wanted.keys() <= known.keys():
+        return known
     device = torch.device(resolve_accelerator("auto"))
     work = {}
     for name, run in wanted.items():

@@ -34,11 +34,11 @@ from typing import IO, Any
 
 import psutil
 
-from locality import checks, settings
+from locality import settings
 from locality.checkpoints.registry import read_class_names, read_result
 from locality.checkpoints.run_state import CheckpointFolder
 from locality.errors import RunFailed, UserError
-from locality.files import read_json, read_rows, write_atomic
+from locality.files import read_json, read_rows, read_shaped, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import (
     RunConfig,
@@ -159,11 +159,7 @@ class RunFolder:
         Raises:
             UserError: if the file is something else.
         """
-        if not self.environment_file.exists():
-            return {}
-        content = read_json(self.environment_file)
-        checks.shaped(str(self.environment_file), content, {"starts?": [dict]})
-        return content
+        return read_shaped(self.environment_file, {"starts?": [dict]}, {})
 
     def class_counts(self) -> dict[str, int]:
         """How many images of each class there are to train on; empty if that was not recorded.
@@ -171,11 +167,7 @@ class RunFolder:
         Raises:
             UserError: if the file is something else.
         """
-        if not self.counts_file.exists():
-            return {}
-        counts = read_json(self.counts_file)
-        checks.shaped(str(self.counts_file), list(counts.values()), [int])
-        return counts
+        return read_shaped(self.counts_file, dict[str, int], {})
 
     def skipped(self) -> list[dict[str, str]]:
         """The images that could not be read, each with a `reason`.
