@@ -62,9 +62,9 @@ def _in_words(error: msgspec.ValidationError) -> str:
     """What msgspec says of a value, with the place in it that is meant."""
     said, _, place = str(error).replace("array", "list").partition(" - at `$")
     said = said.replace(f"<= {_LARGEST}", "< inf").replace(f">= -{_LARGEST}", "> -inf")
-    place = place.replace("[...]", " an entry")
+    place = place.replace("[...]", ", an entry")
     place = re.sub(r"\[(\d+)\]", lambda item: f" item {int(item[1]) + 1}", place.rstrip("`"))
-    return f"{said} in {place.lstrip(' .')}" if place else said
+    return f"{said} in {place.lstrip(' .,')}" if place else said
 
 
 def choices(hint: Any) -> list[str]:
