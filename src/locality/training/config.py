@@ -465,16 +465,13 @@ def changed_settings(
 
 
 def describe_changes(changed: list[tuple[str, Any, Any]]) -> str:
-    return "; ".join(
-        f"{name}: {_as_json(old)} there, {_as_json(new)} now" for name, old, new in changed
-    )
+    def shown(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    return "; ".join(f"{name}: {shown(old)} there, {shown(new)} now" for name, old, new in changed)
 
 
 def same_path(old: Any, new: Any) -> bool:
     """Whether two values are the same path; either may have timm's prefix "local-dir:"."""
     first, second = (str(value).removeprefix("local-dir:") for value in (old, new))
     return os.path.abspath(first) == os.path.abspath(second)
-
-
-def _as_json(value: Any) -> str:
-    return "null" if value is None else json.dumps(value, ensure_ascii=False)
