@@ -43,9 +43,13 @@ class Setting(NamedTuple):
     text: str
 
 
-@cache
 def settings_of(cls: Any, prefix: str = "") -> dict[str, Setting]:
     """The settings of a configuration dataclass by dotted name, those of its groups among them."""
+    return _settings_of(cls, prefix)
+
+
+@cache
+def _settings_of(cls: Any, prefix: str) -> dict[str, Setting]:
     sections = (inspect.cleandoc(base.__doc__ or "") for base in reversed(cls.__mro__))
     texts = {
         name: " ".join(text.split())
@@ -141,8 +145,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             others[str(name)] = value
         elif (name, value) not in getattr(cls, "REMOVED", ()):
             named = [*flatten({dotted: value}), dotted]
-            known = settings_of(cls, f"{path}." if path else "")  # type: ignore[arg-type]
-            raise unknown_setting(named[0], known)
+            raise unknown_setting(named[0], settings_of(cls, f"{path}." if path else ""))
     if open_to is not None:
         given.setdefault(open_to, others)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -171,7 +174,7 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
                 place = place.setdefault(group, {}) if isinstance(place, dict) else None
                 cls = type_hints(cls).get(group, object)
         if not isinstance(place, dict):
-            raise unknown_setting(dotted, settings_of(type(config)))  # type: ignore[arg-type]
+            raise unknown_setting(dotted, settings_of(type(config)))
         place[name] = value
     return from_dict(type(config), values)
 

@@ -220,7 +220,7 @@ def evaluate(arguments: Sequence[str]) -> None:
             own = config.data
     root, splits = given.get("root"), None
     other = root is not None and not (own.root and same_path(own.root, root))
-    if other and own.root:
+    if root is not None and other and own.root:
         splits = _moved(model.what, own, root)
         other = splits is None
     if other:  # which parts a run trained on says nothing of other images

@@ -405,8 +405,8 @@ def run_all(
     waiting = [run for run in everything if run.folder not in outcomes]
     # tqdm's None: only on a terminal. The runs of one kind may come first.
     hidden = True if quiet or not waiting else None
-    count, started = 0, time.monotonic()
-    with tqdm(total=len(waiting), unit="run", disable=hidden, smoothing=0) as bar:
+    count, total, started = 0, len(waiting), time.monotonic()
+    with tqdm(total=total, unit="run", disable=hidden, smoothing=0) as bar:
         while waiting:
             later = {run.folder for run in waiting}
             # Runs whose needs are finished execute in parallel.
@@ -418,7 +418,7 @@ def run_all(
                 outcomes[outcome.run.folder] = outcome
                 count += 1
                 if not quiet:
-                    _show(outcome, bar, count, started)
+                    _show(outcome, bar, (count, total), started)
                 ended(outcome)
     return [Outcome(run, outcomes[run.folder].error) for run in runs]
 
@@ -432,10 +432,10 @@ def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
     return None
 
 
-def _show(outcome: Outcome, bar: tqdm[Any], ended: int, started: float) -> None:
+def _show(outcome: Outcome, bar: tqdm[Any], count: tuple[int, int], started: float) -> None:
     """Count a run that has its result, or failed: on a terminal in the bar, elsewhere in a line."""
     bar.update()
-    line, total = _outcome_line(outcome), bar.total
+    line, (ended, total) = _outcome_line(outcome), count
     if bar.disable:
         if ended < total:
             left = (time.monotonic() - started) / ended * (total - ended)
