@@ -94,7 +94,8 @@ def test_a_folder_of_classes_is_explored_across_them(run, tmp_path):
             Image.new("RGB", (8, 8)).save(tmp_path / name / f"{index}.png")
     shown = _shown([str(tmp_path)], None, 4)
     assert [name for name, *_ in shown] == ["a/0.png", "b/0.png", "c/0.png", "a/1.png"]
-    assert [name for name, *_ in _shown([str(tmp_path / "b")], None, 2)] == ["0.png", "1.png"]
+    shown = _shown([str(tmp_path / "b")], None, 2)
+    assert [name for name, *_ in shown] == ["b/0.png", "b/1.png"]
 
 
 def test_predictions_are_written_to_a_table(run, images, tmp_path, capsys):

@@ -177,7 +177,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
     for words, said in (
         (["nowhere"], "unknown search 'nowhere'"),
         (["digits", "--macs", "1e5"], "no candidate has macs of 100000 or less; the least is"),
-        (["digits", "--model.name", "convit_nano"], "embed_dim"),
+        (["digits", "--model.name", "convit_nano"], "model.name is 'convit_nano'"),
         (["digits", "--method", "darts"], "method"),
         (["--resume", str(tmp_path)], "holds no search"),
     ):
