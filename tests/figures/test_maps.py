@@ -59,12 +59,10 @@ def test_even_attention_has_the_middle_colour_whatever_the_number_of_patches():
     middle = tuple(bytes.fromhex(uniform_colour(1)[1:]))
     for side in (4, 14):
         even = np.full((side, side), 1 / side**2)
-        assert set(
-            map(tuple, map_to_rgb(even, relative_to_uniform=True).reshape(-1, 3).tolist())
-        ) == {middle}
+        assert set(map(tuple, map_to_rgb(even).reshape(-1, 3).tolist())) == {middle}
         one = np.zeros((side, side))
         one[1, 2] = 1
-        drawn = map_to_rgb(one, relative_to_uniform=True)
+        drawn = map_to_rgb(one)
         brightest = uniform_colour(min(side**2, REACH))
         assert bytes(drawn[1, 2]).hex() == brightest[1:] != uniform_colour(1)[1:]
         assert bytes(drawn[0, 0]).hex() == uniform_colour(0)[1:] == uniform_colour(1 / REACH)[1:]

@@ -98,6 +98,16 @@ def test_one_seed_says_nothing(compared):
     assert pairs_of(found)[0].p_value == 1
 
 
+def test_the_interval_of_few_seeds_is_over_images(compared, tmp_path):
+    runs, (best, _) = compared(seeds=2, convit_nano=180, deit_nano=150)
+    right = np.array(list(best.right.values()))
+    low, high = stats.ttest_1samp(right, 0).confidence_interval(0.95)
+    assert best.top1.mean == pytest.approx(right.mean())
+    assert (best.top1.low, best.top1.high) == pytest.approx((low, high))
+    path, _ = build_comparison([runs], tmp_path / "comparison.html", {})
+    assert f"locality predict {runs}/convit_nano-1.0-1 IMAGES" in path.read_text()
+
+
 def test_folds_share_images_and_their_intervals_are_wider(compared):
     alone, folds = (compared(convit_nano=180, deit_nano=150)[1][0].top1.half_width,
                     compared(fold=3, cvt_nano=180, convit_micro=150)[1])  # fmt: skip

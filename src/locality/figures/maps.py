@@ -216,15 +216,10 @@ def _draw_rows(
         line[0].set_ylabel(label, fontsize=8)
 
 
-def map_to_rgb(attention: Array, relative_to_uniform: bool = False) -> npt.NDArray[np.uint8]:
-    """A map (H, W) in colours, a pixel per patch: (H, W, 3).
-
-    The brightest colour is the largest attention, as in `maps`. With `relative_to_uniform` the
-    colours are those of `uniform_colour`, so uniform attention has one colour everywhere.
-    """
-    even = _EVEN, attention * attention.size
-    norm, values = even if relative_to_uniform else _scaled(attention)
-    return (matplotlib.colormaps[MAP_COLOURS](norm(values))[..., :3] * 255).round().astype(np.uint8)
+def map_to_rgb(attention: Array) -> npt.NDArray[np.uint8]:
+    """A map (H, W) in colours of `uniform_colour`, a pixel per patch: (H, W, 3)."""
+    colours = matplotlib.colormaps[MAP_COLOURS](_EVEN(attention * attention.size))
+    return (colours[..., :3] * 255).round().astype(np.uint8)
 
 
 def uniform_colour(times: float) -> str:

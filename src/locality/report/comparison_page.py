@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -32,6 +33,8 @@ _MAX_CLASSES = 20
 _PAGE_SHARE = 0.05
 # Models trained from scratch have learnt little in fewer epochs.
 _MIN_PASSES = 20
+# With two, Student's t is 12.7.
+_ENOUGH_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,16 @@ class Candidate:
 
     @property
     def top1(self) -> Estimate:
-        return self.over_runs("top1")
+        """The mean over runs, with the interval over them, or where they are few over images."""
+        over_runs = self.over_runs("top1")
+        if len(self.runs) >= _ENOUGH_RUNS:
+            return over_runs
+        return replace(estimate([*self.right.values()]), mean=over_runs.mean)
+
+    @property
+    def best(self) -> RecordedRun:
+        """Its most accurate run."""
+        return max(self.runs, key=lambda run: float(run.result["top1"]))
 
     @property
     def calibration_error(self) -> Estimate:
@@ -141,7 +153,7 @@ def conclusion(
     open_ = [pair for pair, sure in own if not sure]
     reached = f"{best.label} has the highest accuracy, {format_share(best.top1)}%"
     if len(best.runs) < 2:
-        return f"{reached}, of a single run each, so without an interval."
+        return f"{reached}, of a single run each, so without an interval over seeds."
     if not open_:
         return f"{reached}, significantly above {below} over seeds and over images."
     rest = join_names([pair.second for pair in open_], "or")
@@ -263,6 +275,8 @@ def build_comparison(
             if remark
         ],
         folds=folds and folds[1],
+        few=len(found[0].runs) < _ENOUGH_RUNS,
+        command=shlex.join(["locality", "predict", str(found[0].best.folder)]),
         candidates=found,
         result=found[0].runs[0].result,
         evaluated=len(found[0].right),

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from locality import __version__
 from locality.analysis.baselines import advice
-from locality.analysis.pictures import DECADES, LayerPicture, Pictures, data_url, load_pictures
+from locality.analysis.pictures import LayerPicture, Pictures, data_url, load_pictures
 from locality.analysis.recording import MAX_MISTAKES, MISTAKES, recorded_trajectory
 from locality.analysis.runs import (
     BaselinePair,
@@ -26,7 +26,7 @@ from locality.analysis.runs import (
 )
 from locality.analysis.statistics import Estimate, estimate
 from locality.data.config import Decoding
-from locality.data.folder import place_name, read_image
+from locality.data.folder import place_name, read_image, short_name
 from locality.data.sources import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
@@ -93,6 +93,12 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         for part in (fractions if several else [])
         if any(len(run.curve) > 1 for one in groups for run in one.at(part))
     ]
+    below = [
+        sentence.rpartition(": ")
+        for one in groups
+        for part in one.fractions
+        if (sentence := _below(one, part, baselines[part]))
+    ]
     return {
         "title": _title(groups),
         "kind": "run" if not several else "experiment" if len(fractions) > 1 else "comparison",
@@ -103,16 +109,12 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "besides": sorted({name for each in comparisons for name in each.other_changed_settings()}),
         "groups": groups,
         "several_seeds": any(len(one.at(part)) > 1 for one in groups for part in one.fractions),
-        "families": {one.family for one in groups},
+        "families": {one.family for one in groups if any(run.measures for run in one.runs)},
         # Of five classes or fewer, the five most probable ones are all.
         "top5": any(len(RunFolder(run.folder).classes()) > 5 for run in runs),
         "baselines": baselines,
-        "below": [
-            sentence
-            for one in groups
-            for part in one.fractions
-            if (sentence := _below(one, part, baselines[part]))
-        ],
+        # The advice is the same for all.
+        "below": below and f"{'; '.join(head for head, *_ in below)}: {below[0][-1]}",
         "accuracy": charts.chart(charts.draw_accuracy, groups) if several else None,
         "learning": _panels("Learning curves", learnt, charts.draw_learning, groups),
         "gates": [
@@ -128,7 +130,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         # Where the gates start, if all of them start at the same value.
         "first_gate": first_gates.pop() if len(first_gates) == 1 else None,
         "galleries": _attention_galleries(groups),
-        "decades": DECADES,
+        "reach": maps.REACH,
         "shared": {n: value for n, value in _settings(runs[0]).items() if n not in apart},
         "differing": differing_settings([_settings(one.runs[0]) for one in groups]),
         "rows": [
@@ -298,8 +300,6 @@ def _maps(pictures: Pictures, image: int) -> list[dict[str, Any]]:
         {
             "layer": index + 1,
             "box": _box(layer),
-            # Each is drawn on its own scale, where a hundredth of a difference would be seen.
-            "uniform": bool((maps_of.max(axis=(1, 2)) <= 1.1 * maps_of.min(axis=(1, 2))).all()),
             "heads": [
                 (data_url(maps.map_to_rgb(found)), gate)
                 for found, gate in zip(
@@ -419,7 +419,6 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
     )
     return {
         "predictions": predictions,
-        "reach": maps.REACH,
         "unread": int(run.result["val_images"]) - len(predictions.labels),
         "rows": worst[:_MAX_CLASSES],
         "confusion": charts.chart(charts.draw_confusion, predictions.confusion(shown), names),
@@ -436,22 +435,16 @@ def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]
     captured = load_pictures(path) if path.exists() else None
     wrong = predictions.mistakes(MAX_MISTAKES)
     files = [Path(predictions.paths[row]) for row in wrong]
-    names = [file.name for file in files]
     return [
         {
-            "file": names[place]
-            if names.count(names[place]) == 1
-            else f"{files[place].parent.name}/{names[place]}",
+            "file": short_name(files[place]),
             "label": predictions.classes[predictions.labels[row]],
             "says": predictions.classes[predictions.predicted[row]],
             "confidence": predictions.confidence[row],
             "image": data_url(captured.images[place])
             if captured
             else _thumbnail(files[place], run),
-            "map": captured
-            and data_url(
-                maps.map_to_rgb(captured.layers[-1].mixed[place, 0], relative_to_uniform=True)
-            ),
+            "map": captured and data_url(maps.map_to_rgb(captured.layers[-1].mixed[place, 0])),
         }
         for place, row in enumerate(wrong)
         if captured is None or place < len(captured.images)

@@ -257,6 +257,8 @@ def _page(classifier: Classifier, title: str = "") -> str:
         "locality.report",
         "serve.html",
         title=title or classifier.name,
+        # Names may hold what is no text in UTF-8.
+        classes=[] if title else [printable(name) for name in classifier.classes or ()],
         size=classifier.preprocessing.size,
         megabytes=MEGABYTES,
         version=__version__,
