@@ -546,6 +546,11 @@ def test_the_page_in_a_browser(process, browser, width, tmp_path):
         assert page.evaluate(WIDE) <= 0 and frame.evaluate(WIDE) <= 0
         assert page.locator("#busy").is_hidden() and page.locator("#chosen img").count() == 0
         assert not errors
+        # The whole photograph is beside what is cut of it.
+        whole, crop = (page.locator(name) for name in ("#whole", "#crop"))
+        assert page.locator("#named").inner_text() == "photo.png"
+        assert whole.evaluate("(node) => [node.naturalWidth, node.naturalHeight]") == [448, 320]
+        assert crop.evaluate("(node) => node.naturalWidth === node.naturalHeight")
         # Of several images each can be looked at.
         page.set_input_files("#file", [file, none])
         images = page.locator("#chosen button")
@@ -555,7 +560,8 @@ def test_the_page_in_a_browser(process, browser, width, tmp_path):
         images.nth(1).get_by_text("–").wait_for()  # each has its class below it
         assert images.nth(0).inner_text() == best
         images.nth(1).click()
-        page.get_by_text("not an image").wait_for()
+        page.get_by_text(re.compile("notes.txt: .*not an image")).wait_for()
+        assert whole.is_hidden() and images.nth(1).locator("img").count() == 0
         assert images.nth(1).get_attribute("aria-pressed") == "true"
         assert page.locator("#busy").is_hidden()
         page.get_by_role("button", name="copy").press("Enter")

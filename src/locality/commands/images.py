@@ -354,7 +354,7 @@ def serve(arguments: Sequence[str]) -> None:
     parser.add("--port", 8000, "port; 0 takes a free one", int)
     hosts = "names that it is reached by beside this machine's own; '*' is any"
     parser.add_argument("--hosts", nargs="+", default=None, help=hosts)
-    parser.add("--title", None, "of the page; the model's name unless given")
+    parser.add("--title", None, "of the page; its classes unless given")
     parser.add("--export_space", None, "write a folder for a Hugging Face Space; answer nothing")
     options = parser.read(arguments)
 

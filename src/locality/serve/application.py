@@ -43,6 +43,7 @@ _LARGEST = MEGABYTES * 1_000_000 + 10_000
 _MAX_READ_BYTES = 400_000_000
 _SECONDS = 60
 _MAX_FORM_PARTS = 100
+_MAX_NAMED = 6  # classes in the title
 # Of all requests together. Counting requests instead would let some that send slowly shut out all.
 _MAX_HELD_BYTES = 100_000_000
 
@@ -172,7 +173,7 @@ def application(
 
     Args:
         classifier: which answers; a graph has no attention to show.
-        title: of the page; the model's name unless given.
+        title: of the page; a question about its classes unless given.
         decoding: as of the model's images; they are turned as they were held in any case.
     """
     refused: dict[int | str, dict[str, Any]] = {
@@ -256,13 +257,20 @@ def _page(classifier: Classifier, title: str = "") -> str:
     return render(
         "locality.report",
         "serve.html",
-        title=title or classifier.name,
-        # Names may hold what is no text in UTF-8.
-        classes=[] if title else [printable(name) for name in classifier.classes or ()],
+        title=title or _question(classifier),
+        name=classifier.name,
         size=classifier.preprocessing.size,
         megabytes=MEGABYTES,
         version=__version__,
     )
+
+
+def _question(classifier: Classifier) -> str:
+    """What the model answers: "coat, shirt or t-shirt?"; its name where classes have none."""
+    *names, last = map(printable, classifier.classes or [classifier.name])
+    if len(names) >= _MAX_NAMED:
+        return f"Which of {len(names) + 1:,} classes?"
+    return f"{', '.join(names)} or {last}?" if names else last
 
 
 def content_policy(classifier: Classifier, framed: bool) -> str:

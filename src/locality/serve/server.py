@@ -181,7 +181,7 @@ def serve(
         port: 0 takes a free one.
         hosts: names that the page is reached by, beside the machine's own; with "*" all are, and
             other pages may show this one in a frame.
-        title: of the page; the model's name unless given.
+        title: of the page; a question about its classes unless given.
         decoding: as of the model's images; they are turned as they were held in any case.
 
     Raises:
