@@ -398,6 +398,7 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
         "skipped": folder.skipped(),
         "duplicates": duplicates(folder.images_file) if folder.images_file.exists() else None,
         "predictions": None,
+        "mistakes": [],
         "unread": 0,
     }
     if folder.predictions_file.exists():
