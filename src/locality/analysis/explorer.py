@@ -92,7 +92,7 @@ def explorer_page(
     unit, divisors, uniform = nonlocality_unit(layers)
     for layer, divisor in zip(layers, divisors, strict=True):
         layer["unit"] = divisor
-    labels = known_labels(labels, subjects)
+    known = known_labels(labels, subjects)
     page = {
         "decades": DECADES,
         "unit": unit,
@@ -101,7 +101,7 @@ def explorer_page(
             {
                 "source": data_url(np.asarray(picture)),
                 "name": names[index] if names else f"image {index + 1}",
-                "label": labels[index] if labels else None,
+                "label": known[index] if known else None,
             }
             for index, picture in enumerate(shown)
         ],

@@ -62,7 +62,8 @@ def uniform_nonlocality(layer: Record) -> float:
     """The nonlocality of uniform attention on the grids of a layer's record, in query tokens."""
     grid = layer["grid"]
     keys = layer.get("key_grid") or grid
-    stride = layer.get("key_stride") or [math.ceil(n / m) for n, m in zip(grid, keys, strict=True)]
+    coarser = math.ceil(grid[0] / keys[0]), math.ceil(grid[1] / keys[1])
+    stride = layer.get("key_stride") or coarser
     return float(token_distances(grid, keys, stride).mean())
 
 

@@ -133,7 +133,7 @@ def validation_images(config: RunConfig, count: int) -> list[tuple[str, Image.Im
 
 def _validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, int, Image.Image]]:
     for index in round_robin_indices(splits.val.labels, count).tolist():
-        yield index, splits.val.labels[index], splits.val.read_or_raise(index)
+        yield index, int(splits.val.labels[index]), splits.val.read_or_raise(index)
 
 
 def validation_sample(
