@@ -35,7 +35,7 @@ from locality_papers.measures import (
     masked_top1,
     measured,
 )
-from locality_papers.scales import FAMILIES, Scale
+from locality_papers.scales import FAMILIES, Scale, variation
 from locality_papers.specs import Cells, Column, Question, Table, experiment, rows_of
 
 FRACTIONS = (0.05, 0.2, 1.0)
@@ -278,13 +278,13 @@ def transformed(s: Scale) -> Table:
 
 
 _STARTS: dict[str, dict[str, Any]] = {
-    "DeiT, default": {"role": "DeiT-3×3"},
-    "ConViT, default": {"role": "ConViT-3×3", "fields": {"conv_init": False}},
-    "ConViT, conv (Eq. 5)": {"role": "ConViT-3×3"},
-    "DeiT, mimetic": {"role": "DeiT-3×3", "fields": {"init": "mimetic"}},
-    "ConViT, mimetic": {"role": "ConViT-3×3", "fields": {"init": "mimetic", "conv_init": False}},
-    "DeiT, impulse": {"role": "DeiT-3×3", "fields": {"init": "impulse"}},
-    "ConViT, impulse": {"role": "ConViT-3×3", "fields": {"init": "impulse", "conv_init": False}},
+    "DeiT, default": variation("DeiT-3×3"),
+    "ConViT, default": variation("ConViT-3×3", conv_init=False),
+    "ConViT, conv (Eq. 5)": variation("ConViT-3×3"),
+    "DeiT, mimetic": variation("DeiT-3×3", init="mimetic"),
+    "ConViT, mimetic": variation("ConViT-3×3", init="mimetic", conv_init=False),
+    "DeiT, impulse": variation("DeiT-3×3", init="impulse"),
+    "ConViT, impulse": variation("ConViT-3×3", init="impulse", conv_init=False),
 }
 
 

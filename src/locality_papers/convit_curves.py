@@ -26,7 +26,7 @@ from locality_papers.measures import (
     relative_gain,
     top1_at,
 )
-from locality_papers.scales import FAMILIES, Scale
+from locality_papers.scales import FAMILIES, Scale, variation
 from locality_papers.specs import (
     Figure,
     Panel,
@@ -75,9 +75,9 @@ def accuracy_by_size(
 
 
 _BIASES: dict[str, dict[str, Any]] = {
-    "hard: convolutions": {"role": "ConViT-3×3", "fields": {"positional_attention": "conv"}},
-    "soft: ConViT": {"role": "ConViT-3×3"},
-    "none: DeiT": {"role": "DeiT-3×3"},
+    "hard: convolutions": variation("ConViT-3×3", positional_attention="conv"),
+    "soft: ConViT": variation("ConViT-3×3"),
+    "none: DeiT": variation("DeiT-3×3"),
 }
 
 

@@ -23,7 +23,7 @@ from locality_papers.measures import (
     masked_top1,
     relative_gain,
 )
-from locality_papers.scales import FAMILIES, Scale
+from locality_papers.scales import FAMILIES, Scale, variation
 from locality_papers.specs import (
     Cells,
     Column,
@@ -112,19 +112,15 @@ def table_2(s: Scale) -> Table:
 
 _UNGATED = {"freeze_gating": True, "gating_init": 0.0}
 INGREDIENTS: dict[str, dict[str, Any]] = {
-    "a: ConViT": {"role": "ConViT-S+"},
-    "b: gate frozen at λ = 0": {"role": "ConViT-S+", "fields": _UNGATED},
-    "c: no convolutional init": {"role": "ConViT-S+", "fields": {"conv_init": False}},
-    "d: neither": {"role": "ConViT-S+", "fields": {**_UNGATED, "conv_init": False}},
-    "e: DeiT": {"role": "DeiT-S+"},
-    "f: GPSA frozen at conv. init": {
-        "role": "ConViT-S+",
-        "fields": {**_UNGATED, "freeze_gpsa": True},
-    },
-    "g: GPSA frozen, random init": {
-        "role": "ConViT-S+",
-        "fields": {**_UNGATED, "freeze_gpsa": True, "conv_init": False},
-    },
+    "a: ConViT": variation("ConViT-S+"),
+    "b: gate frozen at λ = 0": variation("ConViT-S+", **_UNGATED),
+    "c: no convolutional init": variation("ConViT-S+", conv_init=False),
+    "d: neither": variation("ConViT-S+", **_UNGATED, conv_init=False),
+    "e: DeiT": variation("DeiT-S+"),
+    "f: GPSA frozen at conv. init": variation("ConViT-S+", **_UNGATED, freeze_gpsa=True),
+    "g: GPSA frozen, random init": variation(
+        "ConViT-S+", **_UNGATED, freeze_gpsa=True, conv_init=False
+    ),
 }
 """The rows of Table 3. f and g cross out "Train gating" too, which footnote 4 explains as λ frozen
 at 0."""

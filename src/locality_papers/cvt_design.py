@@ -14,7 +14,7 @@ from locality.training.config import ModelConfig
 from locality_papers import diagrams, published
 from locality_papers.convit_maps import skeleton
 from locality_papers.measures import TOP1, Quantity, combined, computed
-from locality_papers.scales import PAPERS_MODELS, Scale, counted
+from locality_papers.scales import PAPERS_MODELS, Scale, counted, variation
 from locality_papers.specs import (
     Cells,
     Column,
@@ -138,18 +138,15 @@ def _changed(s: Scale, place: str, models: dict[str, dict[str, Any]]) -> Cells:
 @experiment("cvt/table-5", "Position embeddings")
 def table_5(s: Scale) -> Table:
     """With and without."""
-    cells = _changed(
-        s,
-        "cvt/table-5",
-        {
-            "a: DeiT-S": {"role": "DeiT-S"},
-            "b: DeiT-S, none": {"role": "DeiT-S", "fields": {"use_pos_embed": False}},
-            "c: CvT-13, every stage": {"role": "CvT-13", "fields": {"position": "every"}},
-            "d: CvT-13, first stage": {"role": "CvT-13", "fields": {"position": "first"}},
-            "e: CvT-13, last stage": {"role": "CvT-13", "fields": {"position": "last"}},
-            "f: CvT-13, none": {"role": "CvT-13"},
-        },
-    )
+    models = {
+        "a: DeiT-S": variation("DeiT-S"),
+        "b: DeiT-S, none": variation("DeiT-S", use_pos_embed=False),
+        "c: CvT-13, every stage": variation("CvT-13", position="every"),
+        "d: CvT-13, first stage": variation("CvT-13", position="first"),
+        "e: CvT-13, last stage": variation("CvT-13", position="last"),
+        "f: CvT-13, none": variation("CvT-13"),
+    }
+    cells = _changed(s, "cvt/table-5", models)
     a, b, c, _, _, f = (of["top1"] for of in cells.values())
     asked = {
         "Does DeiT need its position embedding?": a - b,
@@ -166,22 +163,13 @@ def table_5(s: Scale) -> Table:
 @experiment("cvt/table-6", "Convolutional token embedding")
 def table_6(s: Scale) -> Table:
     """Convolutions or patches."""
-    cells = _changed(
-        s,
-        "cvt/table-6",
-        {
-            "a: patches": {"role": "CvT-13", "fields": {"embedding": "patch"}},
-            "b: patches, position embedding": {
-                "role": "CvT-13",
-                "fields": {"embedding": "patch", "position": "every"},
-            },
-            "c: convolutions, position embedding": {
-                "role": "CvT-13",
-                "fields": {"position": "every"},
-            },
-            "d: convolutions": {"role": "CvT-13"},
-        },
-    )
+    models = {
+        "a: patches": variation("CvT-13", embedding="patch"),
+        "b: patches, position embedding": variation("CvT-13", embedding="patch", position="every"),
+        "c: convolutions, position embedding": variation("CvT-13", position="every"),
+        "d: convolutions": variation("CvT-13"),
+    }
+    cells = _changed(s, "cvt/table-6", models)
     a, b, c, d = (of["top1"] for of in cells.values())
     asked = {
         "Is convolutional embedding above patches (d, a)?": d - a,
@@ -199,14 +187,11 @@ def table_6(s: Scale) -> Table:
 @experiment("cvt/table-7", "Stride of the key and value projections")
 def table_7(s: Scale) -> Table:
     """Keys and values squeezed or not."""
-    cells = _changed(
-        s,
-        "cvt/table-7",
-        {
-            "a: stride 1": {"role": "CvT-13", "fields": {"kv_stride": 1}},
-            "b: stride 2": {"role": "CvT-13"},
-        },
-    )
+    models = {
+        "a: stride 1": variation("CvT-13", kv_stride=1),
+        "b: stride 2": variation("CvT-13"),
+    }
+    cells = _changed(s, "cvt/table-7", models)
     a, b = (of["top1"] for of in cells.values())
     asked = {"Does squeezing keys and values cost accuracy?": a - b}
     return Table(
@@ -223,18 +208,15 @@ def table_8(s: Scale) -> Table:
 
     def conv_until(stage: int) -> dict[str, Any]:
         projection = ["conv"] * stage + ["linear"] * (3 - stage)
-        return {"role": "CvT-13", "fields": {"projection": projection}}
+        return variation("CvT-13", projection=projection)
 
-    cells = _changed(
-        s,
-        "cvt/table-8",
-        {
-            "a: no stage": conv_until(0),
-            "b: stage 1": conv_until(1),
-            "c: stages 1 and 2": conv_until(2),
-            "d: all stages": {"role": "CvT-13"},
-        },
-    )
+    models = {
+        "a: no stage": conv_until(0),
+        "b: stage 1": conv_until(1),
+        "c: stages 1 and 2": conv_until(2),
+        "d: all stages": variation("CvT-13"),
+    }
+    cells = _changed(s, "cvt/table-8", models)
     linear, *_, every = (of["top1"] for of in cells.values())
     asked = {"Is convolutional projection above linear?": every - linear}
     return Table(

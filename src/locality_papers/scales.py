@@ -223,6 +223,11 @@ class Scale:
         return f"needs the folder of {name}; say where with --data.{name} PATH"
 
 
+def variation(role: str, **fields: Any) -> dict[str, Any]:
+    """A role's model with some fields of its configuration changed, as `Scale.runs` takes it."""
+    return {"role": role, "fields": fields}
+
+
 def counted(model: Callable[[], tuple[ModelConfig, int]]) -> dict[str, Quantity]:
     """Millions of parameters and billions of multiply-accumulates of a model by its settings."""
     return {

@@ -25,7 +25,7 @@ from PIL import Image
 from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import decode, read_bytes
-from locality.data.folder import is_inside, require_folder
+from locality.data.folder import is_inside, part_of, require_folder, train_and_val
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError, require, some
 from locality.files import atomic_file
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("locality")
 
-# The first of them that there is.
-_VAL_NAMES = ("val", "validation", "valid", "dev", "test")
 # Image files hardly compress, and labels are small beside them: what Parquet files may hold, in
 # bytes and as a multiple of their size.
 _MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION = 1 << 24, 100
@@ -44,7 +42,6 @@ _MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION = 1 << 24, 100
 _BATCH_ROWS = 100
 # ImageNet has 21,841.
 _MAX_CLASSES = 1_000_000
-_SPLIT_NAMES = re.compile(rf"^(train|{'|'.join(_VAL_NAMES)})(?=$|[-_.])", re.IGNORECASE)
 
 
 class ArrowSource(ImageSource):
@@ -165,15 +162,14 @@ def _parts(folder: Path) -> dict[str, list[Path]]:
         raise UserError(f"no .arrow or .parquet files in '{folder}'")
     named: dict[str, list[Path]] = {}
     for path in files:
-        matches = filter(None, map(_SPLIT_NAMES.match, path.relative_to(folder).parts))
-        if match := next(matches, None):
-            named.setdefault(match.group(1).lower(), []).append(path)
+        words = (re.split("[-_.]", name)[0] for name in path.relative_to(folder).parts)
+        if part := next(filter(None, map(part_of, words)), None):
+            named.setdefault(part, []).append(path)
     if not named:
         return {"train": files}
     if "train" not in named:
         raise UserError(f"'{folder}' has no files whose name or folder begins with 'train'")
-    val = [named[name] for name in _VAL_NAMES if name in named]
-    return {"train": named["train"]} | ({"val": val[0]} if val else {})
+    return {part: named[name] for part, name in train_and_val(named).items()}
 
 
 def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:

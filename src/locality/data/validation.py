@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 from locality.data.classes import class_difference, imbalance
@@ -155,14 +156,19 @@ class CheckReport:
 
 
 class ImageInfo(NamedTuple):
-    """Digest, size and colour mode of an image, or the reason why it cannot be decoded."""
+    """Digest, size, colour mode and used bits of an image."""
 
     digest: bytes
     width: int
     height: int
     mode: str
-    reason: str | None
-    bits: tuple[int, int] | None = None
+    bits: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, content: bytes, mode: str, image: Image.Image) -> ImageInfo:
+        """Of an image whose content tells whether two are the same."""
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        return cls(digest, image.width, image.height, mode, image.info.get("bits"))
 
 
 def check(
@@ -225,8 +231,8 @@ def check(
         for path, item in zip(names, examined, strict=True):
             bar.update()
             # Bad files are reported as such; all empty ones would be duplicates of each other.
-            if item.reason is not None:
-                report.bad_files[path] = item.reason
+            if isinstance(item, str):
+                report.bad_files[path] = item
                 continue
             good.append(item)
             if (earlier := first[part].setdefault(item.digest, path)) != path:
@@ -250,8 +256,8 @@ def _percentiles(sides: Iterable[int]) -> tuple[int, ...]:
 
 def _inspect_all(
     source: ImageSource, names: list[str], decoding: Decoding, workers: int | None
-) -> Iterator[ImageInfo]:
-    """What each image of a source is: files, in parallel, as themselves, others decoded."""
+) -> Iterator[ImageInfo | str]:
+    """Each image of a source, or why it cannot be decoded: files, in parallel, as themselves."""
     if names != [path for _, path in source.files(np.arange(len(source)))]:
         yield from (_inspect_decoded(source, index) for index in range(len(source)))
         return
@@ -268,26 +274,21 @@ def _inspect_all(
         raise ProcessKilled("a process that checks images") from error
 
 
-def _inspect(path: str, decoding: Decoding) -> ImageInfo:
+def _inspect(path: str, decoding: Decoding) -> ImageInfo | str:
     try:
         data = read_bytes(path)
         image = load(data, decoding)
-        mode = image.mode
-        image = to_rgb(image, decoding)
+        return ImageInfo.of(data, image.mode, to_rgb(image, decoding))
     except BadImage as error:
-        return ImageInfo(b"", 0, 0, "", str(error))
-    digest = hashlib.blake2b(data, digest_size=16).digest()
-    return ImageInfo(digest, image.width, image.height, mode, None, image.info.get("bits"))
+        return str(error)
 
 
-def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo:
+def _inspect_decoded(source: ImageSource, index: int) -> ImageInfo | str:
     try:
         image = source.read(index)
+        return ImageInfo.of(image.tobytes(), image.mode, image)
     except BadImage as error:
-        return ImageInfo(b"", 0, 0, "", str(error))
-    digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
-    bits = image.info.get("bits")
-    return ImageInfo(digest, image.width, image.height, image.mode, None, bits)
+        return str(error)
 
 
 def _most_used(bits: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
