@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-import importlib.metadata
 import io
 import json
 import os
@@ -23,7 +22,6 @@ import anyio
 import psutil
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 import locality
@@ -454,64 +452,6 @@ def test_a_port_that_is_taken(process, model, capsys):
     port = urlparse(process.address).port
     assert main(["serve", str(model), "--port", str(port)]) == 2
     assert f"port {port}, cannot be listened at" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(
-    importlib.metadata.version("locality") != locality.__version__,
-    reason="the version that is installed is another one, and a Space is of what is installed",
-)
-class TestSpace:
-    @staticmethod
-    def framed(headers):
-        assert "frame-ancestors *" in headers["content-security-policy"]
-        assert "x-frame-options" not in headers
-
-    def test_it_answers_from_its_own_folder(self, model, tmp_path, capsys):
-        image, folder = tmp_path / "photo.png", tmp_path / "space"
-        image.write_bytes(photo())
-        folder.mkdir()
-        assert main(["predict", str(image), "--model", str(model), "--json"]) == 0
-        (wanted,) = json.loads(capsys.readouterr().out)
-        assert main(["serve", str(model), "--export-space", str(folder)]) == 0
-        assert capsys.readouterr().out == f"{folder}\n"
-        there = {"README.md", "Dockerfile", "requirements.txt", "model", "locality"}
-        assert {entry.name for entry in folder.iterdir()} == there
-        head = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
-        assert head == {"title": model.name, "sdk": "docker", "app_port": 7860}
-        pinned = (folder / "requirements.txt").read_text().splitlines()[2:]
-        versions = dict(line.split("==") for line in pinned)
-        assert {"torch", "timm", "fastapi", "uvicorn"} <= versions.keys()
-        assert not {"onnx", "pytest"} & versions.keys()
-        for name, version in versions.items():
-            installed = importlib.metadata.version(name.partition("[")[0])
-            assert installed.partition("+")[0] == version
-
-        said = re.search(r"^CMD (.*)$", (folder / "Dockerfile").read_text(), re.MULTILINE)
-        python, *words, port = json.loads(said[1])
-        assert (python, port) == ("python", str(head["app_port"]))
-        alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        options = {"cwd": folder, "env": alone}
-        which = [sys.executable, "-c", "import locality; print(locality.__file__)"]
-        used = subprocess.run(which, capture_output=True, text=True, **options).stdout
-        assert used == f"{folder / 'locality' / '__init__.py'}\n"
-        with answering([sys.executable, *words, "0"], **options) as started:
-            assert started.address.startswith("http://0.0.0.0:")
-            # Under any name, and in a frame, as a Space is.
-            place = {"Host": "me-it.hf.space", "Origin": "https://me-it.hf.space"}
-            framed = {"headers": place, "check": lambda headers: self.framed(dict(headers))}
-            page = request(started.address, "GET", "/", **framed)[1]
-            assert b"Drop images" in page and f"<h1>{model.name}</h1>".encode() in page
-            sent = "POST", "/predict", image.read_bytes()
-            status, answer = request(started.address, *sent, **framed)
-        shares = {each["name"]: each["probability"] for each in json.loads(answer)["classes"]}
-        assert status == 200 and shares == pytest.approx(wanted["classes"], rel=1e-5)
-
-    def test_it_is_written_whole_or_not_at_all(self, tmp_path, capsys):
-        bad = tmp_path / "bad.safetensors"
-        bad.write_bytes(b"no weights")
-        assert main(["serve", str(bad), "--export-space", str(tmp_path / "space")]) == 2
-        assert "bad.safetensors" in capsys.readouterr().err
-        assert list(tmp_path.iterdir()) == [bad]
 
 
 WIDE = "document.documentElement.scrollWidth - innerWidth"

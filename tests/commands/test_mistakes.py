@@ -94,9 +94,6 @@ MISTAKES = [
     ("report nowhere", "there is no file or folder nowhere"),
     ("explore nope.pth --images photos", "there is no file or folder nope.pth"),
     ("serve nope.pth", "there is no file or folder nope.pth"),
-    ("serve runs/photos --export-space photos", "photos is"),
-    ("serve runs/photos --export-space no/space", "there is no folder no to write space to"),
-    ("serve nope.pth --export-space space", "there is no file or folder nope.pth"),
     ("serve runs/photos --port 65536", "port is"),
     ("convert nope.pth out", "there is no file or folder nope.pth"),
     ("convert runs/photos out.zip", "a folder or a .safetensors file, not out.zip"),
@@ -160,7 +157,6 @@ WAYS = {
     "compare photos --steps 2 --folds 2": "minutes seeds",
     "explore runs/photos": "entry",
     "serve runs/photos": "entry",
-    "serve runs/photos --export_space made": "entry host hosts port title",
     "figure gates runs/photos": "place count images layers heads variant entry set",
     "figure maps runs/photos": "entry",
     "figure initial-maps photos/cat": "images layers heads variant entry set",
@@ -195,7 +191,7 @@ VALUES = {
     "against": "timm", "img_sizes": "[8]", "precisions": "[fp32]", "modes": "[eager]",
     "models": "convit_nano,deit_nano", "folds": "2", "fractions": "1",
     "tasks": "[inference]", "rounds": "1", "warmup": "1", "device": "cpu", "memory": "false",
-    "host": "127.0.0.1", "port": "0", "export_space": "made",
+    "host": "127.0.0.1", "port": "0",
     "recorded": "made.jsonl.gz",
 }  # fmt: skip
 

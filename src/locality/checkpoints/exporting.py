@@ -1,15 +1,11 @@
-"""Export: to another format of weights, to ONNX (in eight bits too), torch.export, and a Space."""
+"""Export: to another format of weights, to ONNX (in eight bits too), and to torch.export."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import logging
-import re
-import shutil
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from huggingface_hub import SpaceCardData
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.export import Dim
 
-from locality import __version__
 from locality.checkpoints.foreign import KEY_MAPS
 from locality.checkpoints.format import (
     FORMAT,
@@ -39,19 +33,15 @@ from locality.checkpoints.resolve import read
 from locality.checkpoints.trial import INPUT, OUTPUT, session_of
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors, require
-from locality.files import atomic_file, check_new_folder, write_atomic
+from locality.files import atomic_file, write_atomic
 from locality.models.base import ImageClassifier
 from locality.models.config import CvTConfig
-from locality.templates import render
 
 Format = Literal["onnx", "torch-export"]
 
 
 DESCRIPTION = "locality.json"
 """The name of the description inside a torch.export file."""
-
-PORT = 7860
-"""Where the page answers inside a Space."""
 
 TOLERANCE = 1e-4
 """How far the logits of an ONNX graph may lie from the model's, in units of the largest logit."""
@@ -172,75 +162,6 @@ def export(
         with atomic_file(path) as file:
             torch.export.save(program, file, extra_files={DESCRIPTION: description})
     return path
-
-
-def export_space(
-    source: Path | str,
-    folder: Path | str,
-    model: str | None = None,
-    entry: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a model as a folder that a Hugging Face Space runs: the page of `locality serve`.
-
-    It is written whole or not at all: model, this very package, and what it needs, in Docker.
-
-    Args:
-        source, model, entry, settings: as for `convert`.
-        folder: to be made; if it is there it has to be empty.
-
-    Returns:
-        the folder.
-
-    Raises:
-        FileNotFoundError, UserError: as `convert`, or if `folder` holds something, or this package
-            has not been installed as it is now.
-        ModuleNotFoundError: if something that serving needs is not installed.
-    """
-    folder = Path(folder).resolve()
-    check_new_folder(folder)
-    title = Path(source).resolve().name
-    card = SpaceCardData(title=title, sdk="docker", app_port=PORT)
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    pages: dict[str, dict[str, Any]] = {
-        "README.md": {"metadata": card.to_yaml(), "title": title, "version": __version__},
-        "Dockerfile": {"python": version, "port": PORT, "title": title},
-        "requirements.txt": {"packages": _pinned_requirements()},
-    }
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = Path(scratch) / folder.name
-        shutil.copytree(
-            Path(__file__).parents[1],
-            made / "locality",
-            ignore=shutil.ignore_patterns("__pycache__", "*.pyc"),
-        )
-        convert(source, made / "model", "locality", model, entry, settings=settings)
-        for name, content in pages.items():
-            write_atomic(made / name, render("locality.checkpoints", f"space-{name}", **content))
-        made.rename(folder)
-    return folder
-
-
-def _pinned_requirements() -> list[str]:
-    """What serving needs beside this package, each as `name==version` of what is installed here.
-
-    Of versions for one kind of hardware, such as 2.9.0+cu128, the public part.
-    """
-    if importlib.metadata.version("locality") != __version__:
-        raise UserError(
-            f"this is locality {__version__}, and version "
-            f"{importlib.metadata.version('locality')} is what was installed; install it again"
-        )
-    needed = []
-    for line in importlib.metadata.requires("locality") or []:
-        requirement, _, condition = line.partition(";")
-        if "extra" not in condition or 'extra == "serve"' in condition:
-            found = re.match(r"([\w.-]+)(\[.*\])?", requirement)
-            assert found is not None
-            name, extras = found.groups("")
-            version = importlib.metadata.version(name).partition("+")[0]
-            needed.append(f"{name}{extras}=={version}")
-    return needed
 
 
 def _dynamic_axes(model: ImageClassifier) -> dict[int, Any]:

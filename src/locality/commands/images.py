@@ -19,7 +19,7 @@ from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
-from locality.files import check_new_folder, check_output, check_parent, csv_text, write_output
+from locality.files import check_output, check_parent, csv_text, write_output
 from locality.templates import PAGE_MARK
 from locality.training.config import read_config, run_folders, same_path
 
@@ -355,20 +355,11 @@ def serve(arguments: Sequence[str]) -> None:
     hosts = "names that it is reached by beside this machine's own; '*' is any"
     parser.add_argument("--hosts", nargs="+", default=None, help=hosts)
     parser.add("--title", None, "of the page; its classes unless given")
-    parser.add("--export_space", None, "write a folder for a Hugging Face Space; answer nothing")
     options = parser.read(arguments)
 
     checks.integer("port", options.port, 0, 65535)
     given = GivenModel(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
-    if options.export_space is not None:
-        parser.refuse("host port hosts title", "does nothing beside --export_space")
-        check_new_folder(Path(options.export_space))
-        from locality.checkpoints.exporting import export_space
-
-        how = options.variant, options.entry, dict(options.set)
-        print(export_space(options.model, options.export_space, *how))
-        return
     from locality.serve import server
 
     server.serve(
