@@ -70,10 +70,8 @@ def open_data(
     opener = pkgutil.resolve_name(f"locality.data.{row['opener']}")
     classes, train, val = _ordered(opener(config), names, custom="images" not in row)
     if config.part != (0.0, 1.0):
-        train, val = (
-            each and each.subset(class_slice(each.labels, config.part, _PART_SEED))
-            for each in (train, val)
-        )
+        train = train.subset(class_slice(train.labels, config.part, _PART_SEED))
+        val = val and val.subset(class_slice(val.labels, config.part, _PART_SEED))
     if val is None:
         whole = whole or config.fold is not None
         train, val = (train, train) if whole else _split(config, train)
