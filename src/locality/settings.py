@@ -99,9 +99,12 @@ def check(config: Any, prefix: str = "") -> None:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as nested plain values: dictionaries, lists, numbers, strings, None."""
-    values = {
-        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
-    }
+    return {name: _plain(value) for name, value in _values(config).items()}
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """The values of a configuration by name, its groups as they are."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return values | values.pop(getattr(config, "OPEN", ""), {})
 
 
@@ -164,15 +167,17 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
     Raises:
         UserError: as `from_dict`.
     """
-    values = to_dict(config)
+    values = _values(config)
     for dotted, value in changes.items():
         *groups, name = dotted.split(".")
         place: Any = values
         cls: Any = type(config)
         for group in groups:
             if group != getattr(cls, "OPEN", None):
-                place = place.setdefault(group, {}) if isinstance(place, dict) else None
-                cls = type_hints(cls).get(group, object)
+                inner = place.setdefault(group, {}) if isinstance(place, dict) else None
+                if dataclasses.is_dataclass(inner):  # one that nothing changes stays as it is
+                    inner = place[group] = _values(inner)
+                place, cls = inner, type_hints(cls).get(group, object)
         if not isinstance(place, dict):
             raise unknown_setting(dotted, settings_of(type(config)))
         place[name] = value
