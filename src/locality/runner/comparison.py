@@ -100,13 +100,16 @@ class ComparisonSpec:
 
     def command(self, minutes: int) -> str:
         """The command that makes this comparison in other minutes."""
-        named = ",".join(map(shlex.quote, self.models))
-        words = f"locality compare {shlex.quote(self.data['data.root'])} --models {named}"
-        words += f" --folds {self.folds}" if self.folds else f" --seeds {self.seeds}"
+        root, models = self.data["data.root"], ",".join(self.models)
+        repeats = ("--folds", self.folds) if self.folds else ("--seeds", self.seeds)
+        words = ["locality", "compare", root, "--models", models, *repeats]
         if len(self.fractions) > 1:
-            words += f" --fractions {','.join(f'{part:g}' for part in self.fractions)}"
-        words += f" --img_size {self.img_size}" if self.img_size else ""
-        return f"{words}{' --pretrained' * self.pretrained} --minutes {minutes}"
+            words += ["--fractions", ",".join(f"{part:g}" for part in self.fractions)]
+        if self.img_size:
+            words += ["--img_size", self.img_size]
+        if self.pretrained:
+            words.append("--pretrained")
+        return shlex.join(map(str, [*words, "--minutes", minutes]))
 
 
 def plan(
