@@ -49,7 +49,7 @@ def reproduce(arguments: Sequence[str]) -> None:
     )
     parser.add("--jobs", 2, "runs at a time")
     parser.add("--threads", None, "threads per run", checks.Count)
-    parser.add("--executor", "local", "local, submitit or ray")
+    parser.add("--executor", "local", "local or submitit")
     parser.add("--data", None, "folders: '{imagenet: PATH}'", dict[str, str] | None)
     parser.add("--recorded", None, "file of finished runs, to take from and to add to: X.jsonl.gz")
     parser.add("--quiet", False, "no progress")

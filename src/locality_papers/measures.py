@@ -22,7 +22,7 @@ from torch import nn
 from locality.analysis.recording import measure_trajectory
 from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, estimate
-from locality.benchmark.measure import inference, interleave
+from locality.benchmark import inference, interleave
 from locality.checkpoints import load, open_model
 from locality.data.config import DATASETS
 from locality.errors import UserError

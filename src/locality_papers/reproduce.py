@@ -90,7 +90,7 @@ def reproduce(
             figures.
         plan_only: print runs, images, multiply-accumulates and hours, and do nothing.
         finished_only: start no run; what is not finished stays empty.
-        executor: "local", "submitit", "ray", or an object with their `map`.
+        executor: "local", "submitit", or an object with their `map`.
         jobs: runs at a time.
         threads: processor threads per run; the machine's divided by `jobs` unless given.
         runs: folder for the run folders, which experiments share: `runs/reproduce/SCALE/…`.

@@ -88,7 +88,7 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add("--output", None, "folder for runs and page; runs/compare/… unless given")
     parser.add("--jobs", 2, "runs at a time")
     parser.add("--threads", None, "threads per run", checks.Count)
-    parser.add("--executor", "local", "local, submitit or ray")
+    parser.add("--executor", "local", "local or submitit")
     parser.add("--dry_run", False, "runs and time; no start")
     parser.add("--quiet", False, "no progress")
     options = parser.read(arguments)

@@ -21,7 +21,7 @@ import yaml
 from msgspec import Meta
 
 from locality import checks, settings
-from locality.benchmark.measure import inference, interleave
+from locality.benchmark import inference, interleave
 from locality.checkpoints.run_state import BEST, LAST, PREVIOUS
 from locality.data import open_data
 from locality.data.sources import ImageFingerprint

@@ -1,4 +1,4 @@
-"""Executors of runs: local processes, submitit or Ray.
+"""Executors of runs: local processes, or Slurm through submitit.
 
 An executor executes each run once and reports whether it failed. Results are read from the run
 folders.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 import itertools
 import multiprocessing
 import os
@@ -18,13 +16,14 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from tqdm import tqdm
 
 from locality import checks
 from locality.errors import Interrupted, ProcessKilled, UserError, lookup, one_line, require
@@ -62,19 +61,6 @@ def execute(run: Run) -> str | None:
     return None if run.is_finished() else f"it ended without a result.json (output in {log})"
 
 
-def execute_in(place: str, threads: int, run: Run) -> str | None:
-    """`execute` in a process that a backend started.
-
-    Args:
-        place: the folder that relative paths of the run start from.
-        threads: CPU threads.
-        run: the run.
-    """
-    os.chdir(place)
-    torch.set_num_threads(threads)
-    return execute(run)
-
-
 def _with_one_device(config: RunConfig) -> RunConfig:
     """One device where the settings say all, since runs execute in parallel.
 
@@ -100,11 +86,8 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-class Executor:
+class Executor(ABC):
     """Executes independent runs, several at a time.
-
-    A backend implements `submit` (runs → jobs), `error` (of a job that is done), `cancel` and, for
-    jobs without `done()`, `is_done`.
 
     Args:
         jobs: runs at a time.
@@ -113,23 +96,21 @@ class Executor:
     """
 
     def __init__(self, jobs: int, threads: int | None = None) -> None:
+        checks.integer("jobs", jobs, 1)
         self.max_jobs = jobs
         self.threads = threads or threads_per_run(jobs)
 
+    @abstractmethod
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        raise NotImplementedError
+        """Start runs; jobs with `done()`."""
 
-    def is_done(self, job: Any) -> bool:
-        return job.done()
-
+    @abstractmethod
     def error(self, job: Any) -> str | None:
-        raise NotImplementedError
+        """The error of a job that is done, or waited for."""
 
+    @abstractmethod
     def cancel(self, jobs: Sequence[Any]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Release resources when all jobs are done."""
+        """Stop the jobs that are left, if any; nothing is submitted after this."""
 
     def map(self, runs: Sequence[Run]) -> Iterator[Outcome]:
         """Execute all runs and yield the outcome of each as it ends, in any order.
@@ -144,17 +125,14 @@ class Executor:
                 batch, waiting = waiting[:free], waiting[free:]
                 if batch:
                     running += zip(batch, self.submit(batch), strict=True)
-                ended = [pair for pair in running if self.is_done(pair[1])]
+                ended = [pair for pair in running if pair[1].done()]
                 for run, job in ended:
                     running.remove((run, job))
                     yield Outcome(run, self.error(job))
                 if not ended:
                     time.sleep(_POLL_SECONDS)
         finally:
-            try:
-                self.cancel([job for _, job in running])
-            finally:
-                self.close()
+            self.cancel([job for _, job in running])
 
 
 class LocalExecutor(Executor):
@@ -163,47 +141,41 @@ class LocalExecutor(Executor):
     def __init__(self, jobs: int = 2, threads: int | None = None) -> None:
         super().__init__(jobs, threads)
         gpus: list[str | None] = [*visible_gpus()] or [None]
-        self._workers = [WorkerProcess(self.threads, gpus[n % len(gpus)]) for n in range(jobs)]
-        self._idle = self._workers[::-1]
+        self._idle = [_Worker(self.threads, gpus[n % len(gpus)]) for n in reversed(range(jobs))]
 
-    def submit(self, runs: Sequence[Run]) -> Sequence[WorkerProcess]:
+    def submit(self, runs: Sequence[Run]) -> Sequence[_Worker]:
         workers = [self._idle.pop() for _ in runs]
         for worker, run in zip(workers, runs, strict=True):
             worker.start(run)
         return workers
 
-    def error(self, job: WorkerProcess) -> str | None:
+    def error(self, job: _Worker) -> str | None:
         self._idle.append(job)
         return job.error()
 
-    def cancel(self, jobs: Sequence[WorkerProcess]) -> None:
+    def cancel(self, jobs: Sequence[_Worker]) -> None:
         for worker in jobs:
             worker.stop()
         for worker in jobs:
             self.error(worker)  # waits until the run has saved
-
-    def close(self) -> None:
-        for worker in self._workers:
+        for worker in self._idle:
             worker.close()
 
 
-class WorkerProcess:
-    """A process that executes one run after the other.
-
-    It starts with its first run, and again with the next one if it has died.
+class _Worker:
+    """A process that executes one run after the other, and is replaced if it dies.
 
     Args:
         threads: CPU threads.
         gpu: its GPU, as CUDA_VISIBLE_DEVICES names it; None leaves that variable alone.
     """
 
-    def __init__(self, threads: int, gpu: str | None = None) -> None:
+    def __init__(self, threads: int, gpu: str | None) -> None:
         self._settings = threads, gpu
         self._process: Any = None
         self._connection: Any = None
 
     def start(self, run: Run) -> None:
-        """Start a run."""
         if self._process is None or not self._process.is_alive():
             # A forked child would inherit locks held by this process's threads.
             context = multiprocessing.get_context("spawn")
@@ -219,7 +191,6 @@ class WorkerProcess:
         return self._connection.poll()
 
     def error(self) -> str | None:
-        """The error of the run, or of a process that died."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):
@@ -234,7 +205,6 @@ class WorkerProcess:
         self._process.terminate()
 
     def close(self) -> None:
-        """End the process and wait for it."""
         if self._process is not None:
             self._connection.close()
             self._process.join()
@@ -274,7 +244,7 @@ class SubmititExecutor(Executor):
     """
 
     def __init__(
-        self, jobs: int, threads: int | None, logs: Path, parameters: dict[str, Any] | None = None
+        self, jobs: int, threads: int | None, logs: Path, parameters: Mapping[str, Any] = {}
     ) -> None:
         super().__init__(jobs, threads)
         require("executor 'submitit'", "locality[slurm]", "submitit")
@@ -289,11 +259,10 @@ class SubmititExecutor(Executor):
             "timeout_min": 60 * 72,
             "slurm_array_parallelism": jobs,
         }
-        self._executor.update_parameters(**defaults | (parameters or {}))
-        self._execute = functools.partial(execute_in, os.getcwd(), self.threads)
+        self._executor.update_parameters(**defaults | {**parameters})
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        return self._executor.map_array(self._execute, runs)
+        return self._executor.map_array(partial(_execute_in, os.getcwd(), self.threads), runs)
 
     def error(self, job: Any) -> str | None:
         problem = job.exception()
@@ -307,70 +276,11 @@ class SubmititExecutor(Executor):
             job.cancel(check=False)
 
 
-class RayExecutor(Executor):
-    """Tasks of a Ray cluster, which is started here unless `RAY_ADDRESS` is set.
-
-    Args:
-        jobs: runs at a time.
-        threads: processor cores per run.
-        resources: further ones per run, such as `{"num_gpus": 1}`.
-    """
-
-    def __init__(
-        self, jobs: int, threads: int | None, resources: dict[str, Any] | None = None
-    ) -> None:
-        super().__init__(jobs, threads)
-        require("executor 'ray'", "locality[ray]", "ray")
-        self._ray = importlib.import_module("ray")
-        self._resources = {"num_cpus": self.threads} | (resources or {})
-        self._started_here = False
-
-    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        if not self._ray.is_initialized():
-            self._started_here = True
-            here = None if os.environ.get("RAY_ADDRESS") else self.max_jobs * self.threads
-            self._ray.init(num_cpus=here, include_dashboard=False, log_to_driver=False)
-        # Ray would silently retry a failed run.
-        task = self._ray.remote(max_retries=0, **self._resources)(execute_in)
-        return [task.remote(os.getcwd(), self.threads, run) for run in runs]
-
-    def is_done(self, job: Any) -> bool:
-        return bool(self._ray.wait([job], timeout=0)[0])
-
-    def error(self, job: Any) -> str | None:
-        try:
-            return self._ray.get(job)
-        except self._ray.exceptions.RayError as error:
-            return f"its Ray task failed: {str(error).splitlines()[0]}"
-
-    def cancel(self, jobs: Sequence[Any]) -> None:
-        for job in jobs:
-            self._ray.cancel(job)
-
-    def close(self) -> None:
-        if self._started_here:
-            self._ray.shutdown()
-            self._started_here = False
-
-
-def create_executor(
-    name: str, jobs: int, threads: int | None = None, logs: Path | None = None
-) -> Executor:
-    """The executor of this name.
-
-    Args:
-        name: "local", "submitit" or "ray".
-        jobs: runs at a time.
-        threads: processor threads per run; the machine's divided by `jobs` unless given.
-        logs: where submitit keeps its files.
-
-    Raises:
-        UserError: for another name, less than one job, or a package that is not installed.
-    """
-    checks.integer("jobs", jobs, 1)
-    submitit = functools.partial(SubmititExecutor, logs=logs or Path("runs/submitit"))
-    made: dict[str, Any] = {"local": LocalExecutor, "ray": RayExecutor, "submitit": submitit}
-    return lookup("executor", name, made)(jobs, threads)
+def _execute_in(place: str, threads: int, run: Run) -> str | None:
+    """`execute` on another machine, where relative paths start from the folder `place` too."""
+    os.chdir(place)
+    torch.set_num_threads(threads)
+    return execute(run)
 
 
 def run_all(
@@ -388,7 +298,7 @@ def run_all(
     Args:
         runs: in any order; the same folder may come up more than once.
         jobs: runs at a time.
-        executor: "local", "submitit", "ray", or an object with their `map`.
+        executor: "local", "submitit", or an object with their `map`.
         threads: processor threads per run; the machine's divided by `jobs` unless given.
         quiet: print no progress.
         ended: called with the outcome of each run that was executed, while the others go on.
@@ -398,28 +308,30 @@ def run_all(
     """
     runs = list(runs)
     everything = with_needs(runs)
-    if isinstance(executor, str):
-        logs = runs[0].folder.parent / "submitit" if runs else None
-        executor = create_executor(executor, jobs, threads, logs)
     outcomes = {run.folder: Outcome(run) for run in everything if run.is_finished()}
     waiting = [run for run in everything if run.folder not in outcomes]
-    # tqdm's None: only on a terminal. The runs of one kind may come first.
-    hidden = True if quiet or not waiting else None
+    if isinstance(executor, str):
+        logs = runs[0].folder.parent / "submitit" if runs else Path("submitit")
+        slurm = partial(SubmititExecutor, logs=logs)
+        made: dict[str, Any] = {"local": LocalExecutor, "submitit": slurm}
+        executor = cast(Executor, lookup("executor", executor, made)(jobs, threads))
     count, total, started = 0, len(waiting), time.monotonic()
-    with tqdm(total=total, unit="run", disable=hidden, smoothing=0) as bar:
-        while waiting:
-            later = {run.folder for run in waiting}
-            # Runs whose needs are finished execute in parallel.
-            wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
-            waiting = [run for run in waiting if run not in wave]
-            refused = [Outcome(run, why) for run in wave if (why := _failed(run, outcomes))]
-            ready = [run for run in wave if not _failed(run, outcomes)]
-            for outcome in itertools.chain(refused, executor.map(ready)):
-                outcomes[outcome.run.folder] = outcome
-                count += 1
-                if not quiet:
-                    _show(outcome, bar, (count, total), started)
-                ended(outcome)
+    while waiting:
+        later = {run.folder for run in waiting}
+        # Runs whose needs are finished execute in parallel.
+        wave = [run for run in waiting if not any(each.folder in later for each in run.needs)]
+        waiting = [run for run in waiting if run not in wave]
+        refused = [Outcome(run, why) for run in wave if (why := _failed(run, outcomes))]
+        ready = [run for run in wave if not _failed(run, outcomes)]
+        for outcome in itertools.chain(refused, executor.map(ready)):
+            outcomes[outcome.run.folder] = outcome
+            count += 1
+            if not quiet:
+                left = (time.monotonic() - started) / count * (total - count)
+                then = f"; about {format_duration(left)} left" if count < total else ""
+                line = f"[{count}/{total}] {_outcome_line(outcome)}{then}"
+                print(line, file=sys.stderr, flush=True)
+            ended(outcome)
     return [Outcome(run, outcomes[run.folder].error) for run in runs]
 
 
@@ -430,19 +342,6 @@ def _failed(run: Run, outcomes: Mapping[Path, Outcome]) -> str | None:
         if error is not None:
             return f"it needs {needed.name}, which failed: {error}"
     return None
-
-
-def _show(outcome: Outcome, bar: tqdm[Any], count: tuple[int, int], started: float) -> None:
-    """Count a run that has its result, or failed: on a terminal in the bar, elsewhere in a line."""
-    bar.update()
-    line, (ended, total) = _outcome_line(outcome), count
-    if bar.disable:
-        if ended < total:
-            left = (time.monotonic() - started) / ended * (total - ended)
-            line += f"; about {format_duration(left)} left"
-        print(f"[{ended}/{total}] {line}", file=sys.stderr, flush=True)
-    elif outcome.error is not None:
-        bar.write(line, file=sys.stderr)
 
 
 def _outcome_line(outcome: Outcome) -> str:
