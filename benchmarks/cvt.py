@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from locality.benchmark.measure import (
+from locality.benchmark import (
     inference,
     interleave,
     machine,

@@ -27,7 +27,7 @@ from integers import doubled, logits_error
 from onnxruntime import quantization
 from onnxruntime.quantization import QuantType
 
-from locality.benchmark.measure import Timing, inference, interleave, machine, randomise
+from locality.benchmark import Timing, inference, interleave, machine, randomise
 from locality.checkpoints import export, quantise
 from locality.checkpoints.trial import INPUT
 from locality.files import write_atomic

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 
-from locality.benchmark import BenchmarkConfig
-from locality.benchmark.measure import Work, interleave, machine, timed_rows, to_table
+from locality.benchmark import Work, interleave, machine, timed_rows, to_table
 from locality.data import Preprocessing, train_loader
 from locality.data.config import DEFAULT_DECODING, IMAGENET_MEAN, IMAGENET_STD
 from locality.data.folder import list_folder
@@ -34,7 +33,7 @@ from locality.training.recipes import DEIT_AUGMENT
 _SIZE = 224
 
 
-def run_loading(config: BenchmarkConfig, files: int = 256, batch_size: int = 64) -> dict[str, Any]:
+def run_loading(rounds: int, files: int = 256, batch_size: int = 64) -> dict[str, Any]:
     """Measure how fast one thread decodes, augments, normalises and mixes JPEG files.
 
     Seconds are the processor's, so that waiting for a disk does not count. Every contender goes
@@ -42,7 +41,7 @@ def run_loading(config: BenchmarkConfig, files: int = 256, batch_size: int = 64)
     changes every image twice, timm's policy once on average.
 
     Args:
-        config: its rounds and warm-up.
+        rounds: how often each contender is timed.
         files: how many to write, about 500×375 pixels and 110 kB each.
         batch_size: a divisor of `files`.
 
@@ -55,12 +54,11 @@ def run_loading(config: BenchmarkConfig, files: int = 256, batch_size: int = 64)
         contenders = _contenders(folder, batch_size)
         work = {label: _mixed(batches) for label, batches in contenders.items()}
         here = torch.device("cpu")
-        timing = interleave(work, here, config.rounds, config.warmup, time.process_time)
+        timing = interleave(work, here, rounds, clock=time.process_time)
     what = {"task": "loading", "img_size": _SIZE, "precision": "fp32", "mode": "one core"}
     return {
         "model": f"the DeiT recipe's images ({files} JPEG files)",
         "machine": machine(here),
-        "settings": dataclasses.asdict(config),
         "rows": timed_rows(timing, files, what),
     }
 
@@ -149,8 +147,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--output", type=Path, default=None, help="write JSON here as well")
     options = parser.parse_args()
-    result = run_loading(BenchmarkConfig(rounds=options.rounds))
-    header, cells = to_table(result)
+    result = run_loading(options.rounds)
+    header, cells = to_table(result["rows"])
     print(*map("  ".join, [header, *cells]), sep="\n")
     if options.output:
         write_atomic(options.output, json.dumps([result], indent=2) + "\n")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from lightning_fabric import Fabric
 
-from locality.benchmark.measure import interleave
+from locality.benchmark import interleave
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import RunFolder, recipe, replace

@@ -16,85 +16,96 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from locality.benchmark import BenchmarkConfig
-from locality.benchmark.measure import interleave, one_process_each, run_benchmark, to_table
+from locality.benchmark import interleave, run_benchmark, to_table
 from locality.files import write_atomic
 from locality.machine import commit
 
 RESULTS = Path(__file__).parent / "results"
 
+Settings = list[dict[str, Any]]
+
+
+def settings(**named: Any) -> Settings:
+    """Arguments of `run_benchmark`: one dictionary for each combination of what is in lists."""
+    lists = [value if isinstance(value, list) else [value] for value in named.values()]
+    return [dict(zip(named, values, strict=True)) for values in product(*lists)]
+
+
+_PIXELS, _FORMS, _BOTH = [224, 384, 512], [False, True], ["fp32", "bf16"]
+_INFERENCE, _TRAINING = ("inference",), ("training",)
 # question → (what is asked, models, what to measure)
-PLAN: dict[str, tuple[str, list[str], BenchmarkConfig]] = {
+PLAN: dict[str, tuple[str, list[str], Settings]] = {
     "resolution": (
         "What separable positional attention saves as images grow: inference, fp32",
         ["convit_tiny"],
-        BenchmarkConfig(img_sizes=(224, 384, 512), tasks=("inference",), memory=False),
+        settings(img_size=_PIXELS, tasks=_INFERENCE),
     ),
     "floor": (
         "Beside a plain ViT of the same width and heads: 224 px, fp32, eager and compiled",
         ["convit_tiny", "convit_small"],
-        BenchmarkConfig(modes=("eager", "compiled"), memory=False),
+        settings(compiled=_FORMS),
     ),
     "bf16": (
         "bf16 autocast beside fp32: inference at 224 px",
         ["convit_tiny", "convit_small"],
-        BenchmarkConfig(precisions=("fp32", "bf16"), tasks=("inference",), memory=False),
+        settings(precision=_BOTH, tasks=_INFERENCE),
     ),
     "memory": (
         "What the backward pass keeps: a training step at 224 and 384 px",
         ["convit_small"],
-        BenchmarkConfig(img_sizes=(224, 384), tasks=("training",), batch_size=2),
+        settings(img_size=[224, 384], tasks=_TRAINING, batch_size=2),
     ),
-    "deit": (
-        "DeiT beside timm's: 224 px, fp32",
-        ["deit_tiny"],
-        BenchmarkConfig(memory=False),
-    ),
+    "deit": ("DeiT beside timm's: 224 px, fp32", ["deit_tiny"], settings()),
     "cvt": (
         "CvT beside transformers': 224 px, fp32",
         ["cvt_13"],
-        BenchmarkConfig(against="transformers", memory=False),
+        settings(against="transformers"),
     ),
 }
-_BF16 = BenchmarkConfig(batch_size=64, precisions=("bf16",), modes=("eager", "compiled"))
-_SIZES = BenchmarkConfig(
-    img_sizes=(224, 384, 512), precisions=("fp32", "bf16"), modes=("eager", "compiled")
-)
-GPU_PLAN: dict[str, tuple[str, list[str], BenchmarkConfig]] = {
+_SIZES = {"img_size": _PIXELS, "precision": _BOTH, "compiled": _FORMS}
+GPU_PLAN: dict[str, tuple[str, list[str], Settings]] = {
     "gpu": (
         "The soft bias on a GPU: 224 px, batches of 64, bf16, eager and compiled",
         ["convit_tiny", "convit_small", "convit_base"],
-        _BF16,
+        settings(batch_size=64, precision="bf16", compiled=_FORMS),
     ),
     "gpu_large": (
         "The soft bias on a GPU as images grow: batches of 32, bf16",
         ["convit_tiny", "convit_small"],
-        replace(_BF16, batch_size=32, img_sizes=(384, 512), memory=False),
+        settings(batch_size=32, precision="bf16", compiled=_FORMS, img_size=[384, 512]),
     ),
     "gpu_cvt": (
         "CvT on a GPU beside transformers': 224 px, batches of 64, bf16, eager and compiled",
         ["cvt_13", "cvt_21"],
-        replace(_BF16, against="transformers"),
+        settings(batch_size=64, precision="bf16", compiled=_FORMS, against="transformers"),
     ),
     "sizes": (
         "ConViT and DeiT: 224, 384 and 512 px, fp32 and bf16, eager and compiled",
         [f"{family}_{size}" for family in ("convit", "deit") for size in ("tiny", "small", "base")],
-        _SIZES,
+        settings(**_SIZES),
     ),
     "sizes_cvt": (
         "CvT beside transformers': 224, 384 and 512 px, fp32 and bf16, eager and compiled",
         ["cvt_13", "cvt_21", "cvt_w24"],
-        replace(_SIZES, against="transformers"),
+        settings(**_SIZES, against="transformers"),
     ),
 }
+
+
+def measure(model: str, asked: Settings, rounds: int) -> dict[str, Any]:
+    """What `run_benchmark` measures of a model under several settings, in one result."""
+    results = [run_benchmark(model, rounds=rounds, **each) for each in asked]
+    return {**results[0], "rows": [row for result in results for row in result["rows"]]}
 
 
 def main() -> None:
@@ -107,12 +118,13 @@ def main() -> None:
     options = parser.parse_args()
     measured, remarks = {}, []
     for question in options.only:
-        about, models, config = plan[question]
+        about, models, asked = plan[question]
         rounds = 1 if question == "memory" else options.rounds
         print(f"{question}: {about} …", flush=True)
-        with one_process_each() as pool:
-            measure = partial(run_benchmark, config=replace(config, rounds=rounds))
-            measured[about] = list(pool.map(measure, models))
+        # A process for each model, so that none inherits another's memory or caches.
+        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+            work = partial(measure, asked=asked, rounds=rounds)
+            measured[about] = list(pool.map(work, models))
         if question == "bf16":
             remarks += map(bf16_gain, measured[about])
     RESULTS.mkdir(exist_ok=True)
@@ -157,7 +169,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     for question, results in content["measured"].items():
         lines += ["", f"## {question}"]
         for result in results:
-            header, cells = to_table(result)
+            header, cells = to_table(result["rows"])
             rows = [header, ["---"] * len(header), *cells]
             lines += ["", f"`{result['model']}`", ""]
             lines += [f"| {' | '.join(row)} |" for row in rows]

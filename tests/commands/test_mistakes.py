@@ -188,9 +188,9 @@ VALUES = {
     "steps": "4", "epochs": "1", "lr": "0.001", "batch": "16",
     "weights": "runs/photos", "config": "runs/photos/config.yaml", "resume": "",
     "recipe": "digits", "seed": "1", "images_per_second": "9", "minutes": "1",
-    "against": "timm", "img_sizes": "[8]", "precisions": "[fp32]", "modes": "[eager]",
+    "against": "timm",
     "models": "convit_nano,deit_nano", "folds": "2", "fractions": "1",
-    "tasks": "[inference]", "rounds": "1", "warmup": "1", "device": "cpu", "memory": "false",
+    "rounds": "1", "device": "cpu",
     "host": "127.0.0.1", "port": "0",
     "recorded": "made.jsonl.gz",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from locality.errors import UserError
 from locality.models import build
 
 DIGITS = ["--data.dataset", "digits", "--data.workers", "0"]
-QUICK = "--img_sizes [32] --rounds 1 --warmup 1 --batch_size 2 --tasks [inference] --memory false"
+QUICK = "--img_size 32 --rounds 1 --batch_size 2"
 # Given the model, an image and a folder to write to.
 COMMANDS = {
     "predict": lambda what, image, out: ["predict", image, "--model", what],

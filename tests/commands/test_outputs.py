@@ -152,10 +152,11 @@ def test_pages_with_fixed_names_are_checked_before_the_work(place, capsys):
 
 
 def test_measurements_replace_measurements_alone(place, monkeypatch):
-    from locality.benchmark import measure as run
+    from locality import benchmark
 
-    monkeypatch.setattr(run, "run_benchmark", lambda name, *_: {"model": name, "machine": {}})
-    monkeypatch.setattr(run, "to_table", lambda result: (["", "ours"], [["inference", "1"]]))
+    measured = {"model": "", "machine": {}, "rows": []}
+    monkeypatch.setattr(benchmark, "run_benchmark", lambda *_, **__: measured)
+    monkeypatch.setattr(benchmark, "to_table", lambda rows: (["", "ours"], [["inference", "1"]]))
     monkeypatch.setattr("locality.commands.models._describe", str)
     command, path = "benchmark convit_nano --output {}", place / "speed.json"
     for code, before in ((0, ""), (0, '[\n  {\n    "model": "deit_nano"'), (2, '[{"a": 1}]')):

@@ -11,7 +11,7 @@ import timm
 import torch
 
 from locality.analysis.measures import measure_model
-from locality.benchmark.measure import peak_memory
+from locality.benchmark import peak_memory
 from locality.models import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

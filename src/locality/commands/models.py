@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from locality import checkpoints, checks, models
-from locality.benchmark import BenchmarkConfig
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands import MODEL, GivenModel, table
 from locality.commands.parsing import Parser
@@ -18,7 +16,6 @@ from locality.data.folder import image_files
 from locality.errors import UserError, lookup, unknown
 from locality.files import check_new_folder, check_output, check_parent, write_output
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
-from locality.settings import from_dict
 
 
 def architectures(arguments: Sequence[str]) -> None:
@@ -191,7 +188,7 @@ def export(arguments: Sequence[str]) -> None:
     if options.int8 is None:
         print(checkpoints.export(opened.module(), options.output, options.format, **settings))
         return
-    from locality.benchmark.measure import compare_graphs
+    from locality.benchmark import compare_graphs
 
     with tempfile.TemporaryDirectory() as folder:
         whole = checkpoints.export(opened.module(), Path(folder) / "float.onnx", **settings)
@@ -206,58 +203,46 @@ def benchmark(arguments: Sequence[str]) -> None:
     """
     parser = Parser("benchmark", benchmark.__doc__)
     parser.add_model("models", nargs="*", default=[], help=f"name of an architecture, or {MODEL}")
-    parser.add_settings(BenchmarkConfig())
-    parser.add("--output", None, "write JSON here as well", str)
+    parser.add("--against", "timm", "timm or transformers", Literal["timm", "transformers"])
+    parser.add("--img_size", None, "pixels; the model's unless given", checks.Count)
+    parser.add("--batch_size", 8, "images per call")
+    parser.add("--precision", "fp32", "fp32, or bf16 for autocast", Literal["fp32", "bf16"])
+    parser.add("--compiled", False, "by torch.compile")
+    parser.add("--rounds", 11, "how often each contender is timed; medians are reported")
+    parser.add("--threads", None, "of the processor", checks.Count)
+    parser.add("--device", "auto", "auto, cpu or cuda", Literal["auto", "cpu", "cuda"])
+    parser.add("--output", None, "write JSON here as well")
     parser.add_overwrite()
     options = parser.read(arguments)
     if not options.models:
         raise UserError("give the models to measure; `locality models` lists them")
     if all(name in VARIANTS for name in options.models):
         parser.refuse("variant entry set", "is for weights, and none are given")
-    config = from_dict(BenchmarkConfig, parser.settings)
     check_parent(options.output)
     check_output(options.output, _MEASURED, options.overwrite)
 
+    given = {name: GivenModel(name, options) for name in options.models if name not in VARIANTS}
+    opened = {name: model.open().module() for name, model in given.items()}
+    from locality.benchmark import run_benchmark, to_table
+
+    asked = {name: value for name, value in vars(options).items() if name in _ASKED}
+    results = []
     for name in options.models:
-        if name not in VARIANTS:
-            GivenModel(name, options)
-    for name in options.models:
-        _opened(name, options)  # refused before anything is measured
-    measure = partial(_measure, config=config, options=options)
-    if len(options.models) == 1:
-        results = [measure(options.models[0])]
-    else:
-        from locality.benchmark.measure import one_process_each
-
-        with one_process_each() as pool:
-            results = list(pool.map(measure, options.models))
-    _show(results, options)
-
-
-# How the file of `--output` begins.
-_MEASURED = b'[\n  {\n    "model": "'
-
-
-def _show(results: list[dict[str, Any]], options: Any) -> None:
-    from locality.benchmark.measure import to_table
-
-    for result in results:
-        header, cells = to_table(result)
-        print(f"\n{result['model']} on {_describe(result['machine'])}\n")
+        result = run_benchmark(opened.get(name, name), **asked)
+        results.append(result | {"model": name})
+        header, cells = to_table(result["rows"])
+        print(f"\n{name} on {_describe(result['machine'])}\n")
         print(table(cells, header))
     if options.output:
         content = json.dumps(results, indent=2) + "\n"
         write_output(options.output, content, _MEASURED, options.overwrite)
 
 
-def _measure(name: str, config: BenchmarkConfig, options: Any) -> dict[str, Any]:
-    from locality.benchmark.measure import run_benchmark
-
-    return run_benchmark(name, config, _opened(name, options))
-
-
-def _opened(name: str, options: Any) -> models.ImageClassifier | None:
-    return None if name in VARIANTS else GivenModel(name, options).open().module()
+_ASKED = {
+    *("against", "img_size", "batch_size", "precision", "compiled", "rounds", "threads", "device")
+}
+# How the file of `--output` begins.
+_MEASURED = b'[\n  {\n    "model": "'
 
 
 def _describe(machine: dict[str, Any]) -> str:

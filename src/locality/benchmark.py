@@ -1,4 +1,4 @@
-"""Benchmarks of models, their peers, and graphs of one: time and memory, measured in turn."""
+"""Speed and memory of a model beside its peers, and of graphs of one: measured in turn."""
 
 from __future__ import annotations
 
@@ -6,40 +6,35 @@ import copy
 import ctypes
 import dataclasses
 import datetime
-import itertools
-import math
-import multiprocessing
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import psutil
 import timm
 import torch
 from torch import Tensor, nn
 
-from locality import __version__, checks
-from locality.benchmark import Against, BenchmarkConfig
+from locality import __version__
 from locality.checkpoints import KEY_MAPS
 from locality.checkpoints.api import open_model
 from locality.checkpoints.beside import CVT_STAGES, TIMM_NAMES
 from locality.data.folder import image_files, read_image
-from locality.errors import UserError, require
+from locality.errors import UserError, lookup, require
 from locality.machine import processor_name
 from locality.models import ImageClassifier, ViTConfig, build
 from locality.models.factory import TimmModel
-from locality.training.devices import autocast
+from locality.training.devices import autocast, resolve_accelerator
 from locality.training.resolved_run import saved_activations
 
 Work = Callable[[], object]
 
-_MOST_IMAGES, _BATCH_SIZE, _ROUNDS = 2000, 32, 11
+_MOST_IMAGES, _BATCH_SIZE = 2000, 32
 
 
 @dataclass(frozen=True)
@@ -76,13 +71,13 @@ def interleave(
     work: Mapping[str, Work],
     device: torch.device,
     rounds: int,
-    warmup: int,
+    warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
     """Time each piece of work once per round, all of them in every round.
 
     Other load then slows all contenders equally, and the ratio within a round varies less than
-    absolute times. On CUDA, device events replace `clock`.
+    absolute times. `warmup` rounds come first. On CUDA, device events replace `clock`.
     """
     for _ in range(warmup):
         for function in work.values():
@@ -170,48 +165,65 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 0.1}
 
 
 def run_benchmark(
-    name: str, config: BenchmarkConfig, model: ImageClassifier | None = None
+    model: ImageClassifier | str,
+    against: str = "timm",
+    *,
+    img_size: int | None = None,
+    batch_size: int = 8,
+    precision: str = "fp32",
+    compiled: bool = False,
+    tasks: Sequence[str] = ("inference", "training"),
+    rounds: int = 11,
+    threads: int | None = None,
+    device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure one model and its peers at every size, precision, mode and task.
+    """Measure an architecture with random weights, and its peers.
 
     Args:
-        name: one of `list_models()`; a title if `model` is given.
-        config: what to measure.
-        model: whose architecture to measure, with random weights.
+        model: whose architecture, or its name.
+        against: see `peers`.
+        img_size: in pixels; the model's unless given.
+        batch_size: images per call.
+        precision: "fp32", or "bf16" for autocast.
+        compiled: by torch.compile.
+        tasks: "inference", "training" (forward, backward, AdamW).
+        rounds: how often each contender is timed.
+        threads: of the processor; torch's choice unless given.
+        device: "auto", "cpu" or "cuda".
 
     Returns:
-        a plain dictionary: `machine`, `settings`, and `rows`, one per measurement and contender.
+        a plain dictionary: `model`, `machine`, and `rows`, one per task and contender.
 
     Raises:
         UserError: if the peer does not exist, or its logits differ from ours on equal weights.
     """
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(here if config.device == "auto" else config.device)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    rows: list[dict[str, Any]] = []
-    for size in config.img_sizes:
-        contenders = _contenders(model or name, size, config.against, device)
-        images = torch.randn(config.batch_size, 3, size, size, device=device)
-        difference = _check_logits(contenders, images, "fp32", name)
-        for precision in config.precisions:
-            _check_logits(contenders, images, precision, name)
-            for mode, task in itertools.product(config.modes, config.tasks):
-                what = {"task": task, "img_size": size, "precision": precision, "mode": mode}
-                measured = _measure(contenders, images, config, what)
-                rows += [{**row, "max_abs_logit_difference_fp32": difference} for row in measured]
-    return {
-        "model": name,
-        "machine": machine(device),
-        "settings": dataclasses.asdict(config),
-        "rows": rows,
-    }
-
-
-def one_process_each() -> ProcessPoolExecutor:
-    """A process for each model, so that none inherits another's memory or caches."""
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawn, max_tasks_per_child=1)
+    place = torch.device(resolve_accelerator(device))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    contenders = _contenders(model, img_size, against, place)
+    ours = contenders["locality"]
+    images = torch.randn(batch_size, 3, *ours.img_size, device=place)
+    cast = partial(autocast, place.type, precision)
+    difference = _check_logits(contenders, images, "fp32")
+    _check_logits(contenders, images, precision)
+    rows = []
+    for task in tasks:
+        work: dict[str, Work] = {}
+        kept: dict[str, int] = {}
+        for label, contender in _for_task(contenders, task):
+            if task == "training" and not compiled:
+                kept[label] = saved_activations(contender, images, cast)
+            called: Any = torch.compile(contender) if compiled else contender
+            work[label] = (inference if task == "inference" else training_step)(
+                called, images, cast
+            )
+        what = {"task": task, "img_size": images.shape[-1], "precision": precision}
+        what["mode"] = "compiled" if compiled else "eager"
+        for row in timed_rows(interleave(work, place, rounds), batch_size, what):
+            row["peak_memory_mb"] = _megabytes(peak_memory(work[row["contender"]], place))
+            row["saved_activations_mb"] = _megabytes(kept.get(row["contender"]))
+            rows.append(row | {"max_abs_logit_difference_fp32": difference})
+    return {"model": ours.variant, "machine": machine(place), "rows": rows}
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
@@ -237,8 +249,7 @@ def peers(model: ImageClassifier, against: str) -> dict[str, nn.Module]:
     Raises:
         UserError: if that library has no such model.
     """
-    checks.typed("against", against, Against)
-    return _timm_peers(model) if against == "timm" else {against: _transformers_cvt(model)}
+    return lookup("library", against, _PEERS)(model)
 
 
 def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
@@ -264,7 +275,7 @@ def _timm_peers(model: ImageClassifier) -> dict[str, nn.Module]:
     return found
 
 
-def _transformers_cvt(model: ImageClassifier) -> nn.Module:
+def _transformers_cvt(model: ImageClassifier) -> dict[str, nn.Module]:
     require("measuring against transformers", "transformers", "transformers")
     from transformers import CvtConfig, CvtForImageClassification
 
@@ -291,7 +302,10 @@ def _transformers_cvt(model: ImageClassifier) -> nn.Module:
     }
     peer = CvtForImageClassification(CvtConfig(**settings))
     peer.load_state_dict(state)
-    return _LogitsWrapper(peer)
+    return {"transformers": _LogitsWrapper(peer)}
+
+
+_PEERS = {"timm": _timm_peers, "transformers": _transformers_cvt}
 
 
 class _LogitsWrapper(nn.Module):
@@ -306,12 +320,13 @@ class _LogitsWrapper(nn.Module):
 
 
 def _contenders(
-    model: ImageClassifier | str, size: int, against: str, device: torch.device
-) -> dict[str, nn.Module]:
+    model: ImageClassifier | str, size: int | None, against: str, device: torch.device
+) -> dict[str, Any]:
     """Ours and its peers on one device."""
     # transformers' CvT has the exact GELU, so ours is measured with it too.
     fields: dict[str, Any] = {"activation": "gelu"} if against == "transformers" else {}
-    fields["img_size"] = size
+    if size is not None:
+        fields["img_size"] = size
     ours = build(model if isinstance(model, str) else model.config, **fields)
     ours.variant = model if isinstance(model, str) else model.variant
     randomise(ours)
@@ -321,49 +336,24 @@ def _contenders(
     return contenders
 
 
-def _check_logits(
-    contenders: dict[str, nn.Module], images: Tensor, precision: str, name: str
-) -> float:
+def _check_logits(contenders: dict[str, Any], images: Tensor, precision: str) -> float | None:
     """Nothing is timed before the peer with our weights, if there is one, has given our logits.
 
     Returns:
         the largest difference.
     """
-    largest = math.nan
-    for label in contenders.keys() & set(get_args(Against)):
+    largest = None
+    for label in contenders.keys() & _PEERS:
         with torch.no_grad(), autocast(images.device.type, precision):
             ours, theirs = contenders["locality"](images), contenders[label](images)
         largest = (ours.float() - theirs.float()).abs().max().item()
         share = largest / max(1.0, theirs.float().abs().max().item())
         if not share <= TOLERANCE[precision]:
             raise UserError(
-                f"{name} and its {label} peer differ by {share:.2g} of the largest logit in "
-                f"{precision} with equal weights; nothing was timed"
+                f"{contenders['locality'].variant} and its {label} peer differ by {share:.2g} of "
+                f"the largest logit in {precision} with equal weights; nothing was timed"
             )
     return largest
-
-
-def _measure(
-    contenders: dict[str, nn.Module], images: Tensor, config: BenchmarkConfig, what: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """One row per contender; `what` says the task, the image size, the precision and the mode."""
-    precision = partial(autocast, images.device.type, what["precision"])
-    work: dict[str, Work] = {}
-    kept: dict[str, int] = {}
-    for label, model in _for_task(contenders, what["task"]):
-        if what["task"] == "training" and what["mode"] == "eager" and config.memory:
-            kept[label] = saved_activations(model, images, precision)
-        called: Any = torch.compile(model) if what["mode"] == "compiled" else model
-        make = inference if what["task"] == "inference" else training_step
-        work[label] = make(called, images, precision)
-    timing = interleave(work, images.device, config.rounds, config.warmup)
-    rows = timed_rows(timing, config.batch_size, what)
-    for row in rows:
-        label = row["contender"]
-        if config.memory:
-            row["peak_memory_mb"] = _megabytes(peak_memory(work[label], images.device))
-            row["saved_activations_mb"] = _megabytes(kept.get(label))
-    return rows
 
 
 def timed_rows(timing: Timing, images: int, what: dict[str, Any]) -> list[dict[str, Any]]:
@@ -429,11 +419,9 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def to_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def to_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The rows of a result as text: header and cells."""
-    memory = any(row.get("peak_memory_mb") is not None for row in result["rows"])
-    header = [title for title in _COLUMNS if memory or not title.endswith("MB")]
-    return header, [[_COLUMNS[title](row) for title in header] for row in result["rows"]]
+    return [*_COLUMNS], [[text(row) for text in _COLUMNS.values()] for row in rows]
 
 
 def _shown(value: Any, form: str) -> str:
@@ -461,7 +449,7 @@ def compare_graphs(before: Path, after: Path, folder: str) -> str:
     theirs, ours = (torch.cat(of) for of in zip(*chosen, strict=True))
     first = next(batches())
     work = {name: partial(of.logits, first) for name, of in zip("ab", graphs, strict=True)}
-    ratios = interleave(work, first.device, _ROUNDS, warmup=2).ratios("b", "a")
+    ratios = interleave(work, first.device, rounds=11).ratios("b", "a")
     return (
         f"{len(files):,} images: {_top1(files, graphs[0].classes, theirs, ours)}"
         f"{(theirs == ours).double().mean():.2%} get the same class; here it is "
