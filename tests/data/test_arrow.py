@@ -130,10 +130,10 @@ def test_a_choice_of_columns(tmp_path):
     columns = {"image": [png(1)] * 2, "label": [0, 1], "labels": [1, 0]}
     write_parquet(tmp_path / "train.parquet", **columns)
     write_parquet(tmp_path / "val.parquet", **columns)
-    with pytest.raises(UserError, match=r"has several \('label', 'labels'\).*as label_column"):
+    with pytest.raises(UserError, match=r"has several \('label', 'labels'\).*give label_column"):
         opened("arrow", tmp_path)
     assert opened("arrow", tmp_path, label_column="labels").val.labels.tolist() == [1, 0]
-    with pytest.raises(UserError, match="should have one image column, and has none"):
+    with pytest.raises(UserError, match="none for the image column"):
         opened("arrow", tmp_path, image_column="picture", label_column="label")
 
 
@@ -204,7 +204,7 @@ def test_what_files_hold_is_bounded_by_their_size(tmp_path, image):
     table = pa.table({"image": image, "label": [0, 1] * (len(image) // 2)})
     pq.write_table(table, path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 500_000 and pq.read_table(path).nbytes >= 400_000_000
-    with pytest.raises(UserError, match=r"train\.parquet' has .* bytes and would take more than"):
+    with pytest.raises(UserError, match=r"train\.parquet' would take more than"):
         opened("arrow", tmp_path)
     assert not any(Path(datasets.config.HF_DATASETS_CACHE).rglob("*.*"))
 
@@ -222,7 +222,7 @@ def test_no_training_part(tmp_path):
 
 def test_files_of_two_formats(train_val):
     write_parquet(saved(train_val) / "train" / "a.parquet", image=[png(1)], label=[0])
-    with pytest.raises(UserError, match=r"both \.arrow and \.parquet"):
+    with pytest.raises(UserError, match=r"has \.arrow and \.parquet"):
         opened("arrow", train_val / "saved")
 
 
@@ -254,8 +254,8 @@ def test_parts_with_different_classes(tmp_path):
     ("train", "val", "message"),
     [
         (["a", "b"], ["c"], "only val has 'c'"),
-        ([0, 1], [2], "goes from 2 to 2, but train has 2 classes"),
-        ([-1, 1], [0], "label of train in .* goes from -1 to 1; classes are numbered from 0"),
+        ([0, 1], [2], "goes from 2 to 2; give 0 to 1"),
+        ([-1, 1], [0], "label of train in .* goes from -1 to 1; give 0 to"),
         ([0, -1, 2**62], [0], "goes from -1 to 4611686018427387904"),
         ([0, 2**62], [0], "goes from 0 to 4611686018427387904"),
         ([0, None], [0], "1 rows of train in .* have no label"),

@@ -340,7 +340,7 @@ def test_programs_are_not_run():
 def test_pixel_limit():
     data = encoded(Image.new("L", (100, 50)))
     assert decode(data, Decoding(max_pixels=5000)).size == (100, 50)
-    with pytest.raises(BadImage, match=r"100 × 50 pixels, more than the 4,999"):
+    with pytest.raises(BadImage, match=r"100 × 50 pixels, more than 4,999"):
         decode(data, Decoding(max_pixels=4999))
 
 
@@ -380,7 +380,7 @@ def with_scans(count, **options):
 def test_scans_are_counted_where_all_are_decoded():
     once, often = (with_scans(count, progressive=True) for count in (1, 100))
     assert decode(once).size == (64, 64)
-    with pytest.raises(BadImage, match="has 109 scans, more than the 50 that are decoded"):
+    with pytest.raises(BadImage, match="has 109 scans; up to 50"):
         decode(often)
     # Bytes of a comment that look like scans are none; a scan of all components is decoded alone.
     image = Image.fromarray(RAMP)

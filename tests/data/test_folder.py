@@ -3,8 +3,6 @@
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import unicodedata
 
 import numpy as np
@@ -136,7 +134,7 @@ def test_a_part_without_images(train_val, missing):
 
 def test_tables_of_images_are_pointed_to(tmp_path):
     (tmp_path / "train-0.parquet").touch()
-    with pytest.raises(UserError, match=r"holds tables of images, which data\.dataset=arrow"):
+    with pytest.raises(UserError, match=r"holds tables of images; .*data\.dataset arrow"):
         folder(tmp_path)
 
 
@@ -154,7 +152,7 @@ def test_images_without_class_folders(tmp_path, image_file):
 
 def test_no_val(train_val):
     (train_val / "val").rename(train_val / "other")
-    with pytest.raises(UserError, match="has a folder train but no val"):
+    with pytest.raises(UserError, match="has train but no val"):
         folder(train_val)
 
 
@@ -211,7 +209,7 @@ def test_files_left_out_are_counted_by_suffix(train_val, image_file, caplog):
     assert "14 of 32 files are left out (12 .heic, 1 .png, 1 .txt; " in caplog.text
     assert "locality[heif]" in caplog.text and "'beside.png'" in caplog.text
     lines = check(train_val, workers=1, progress=False).lines()
-    assert any("14 files are ignored (12 .heic" in line for line in lines)
+    assert any("ignored (12 .heic, 1 .png, 1 .txt; " in line for line in lines)
 
 
 def test_images_of_unread_formats_alone_are_named(tmp_path):
@@ -223,15 +221,12 @@ def test_images_of_unread_formats_alone_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar", "gztar"])
-def test_archives_come_with_the_command_to_unpack_them(train_val, tmp_path_factory, kind):
+def test_archives_are_not_read(train_val, tmp_path_factory, kind):
     place = tmp_path_factory.mktemp("archive")
     archive = shutil.make_archive(str(place / "my photos"), kind, train_val)
     for dataset in ("folder", "table"):
-        with pytest.raises(UserError, match="is an archive") as error:
+        with pytest.raises(UserError, match="is an archive"):
             open_data(DataConfig(dataset, archive), seed=0)
-    command = str(error.value).split("unpack it, ")[1].split(", and give")[0]
-    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True, cwd=place)
-    assert len(folder(place / "my photos").train) == 18
 
 
 def test_class_names_in_other_forms_of_unicode_are_the_same(train_val):

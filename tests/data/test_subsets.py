@@ -151,9 +151,7 @@ def test_digits():
     assert image.mode == "RGB" and image.size == (8, 8)
     assert splits.train.pixels.min() == 0 and splits.train.pixels.max() == 255
     assert splits.train.describe(3).startswith("digits[")
-    with pytest.raises(
-        UserError, match=r"data.root is 'photos'; give data.dataset, such as folder"
-    ):
+    with pytest.raises(UserError, match=r"to read 'photos' give data.dataset too, such as folder"):
         open_data(DataConfig(root="photos"), seed=0)
 
 

@@ -58,7 +58,7 @@ def test_columns_are_chosen_by_number_or_name(cells):
         ("", "has no rows"),
         ("file,class\n", "names no image"),
         ("a.png", "single column"),
-        ("file,class\nimages/cell00.png,1,\n", "line 2 of .* too many columns"),
+        ("file,class\nimages/cell00.png,1,\n", "line 2 of .* has 3 columns"),
         ("file,class\nimages/cell00.png,1\n,2\n", "line 3"),
         ("file,class\nimages/cell00.png,1\nimages/cell01.png,\n", "line 3 .*no class"),
         ('file,class\nimages/cell00.png,"1\nimages/cell01.png,2\n', "line 2 .*quotation"),
@@ -77,8 +77,14 @@ def test_columns_are_chosen_by_number_or_name(cells):
         ("file,mask,class\n" + "images/cell00.png,images/cell01.png,1\n", "image_column 1"),
         ("file,split\nimages/cell00.png,train\nimages/cell01.png,val\n", "no column of classes"),
         ("images/gone.png,1", "names 'images/gone.png', which is not in"),
-        ("images/cell00.png,1\nimages/cell01.png", "too few columns: 'images/cell01.png'"),
-        ("images/cell00.png,1\nimages/cell00.png,2", "names 'images/cell00.png' more than once"),
+        (
+            "images/cell00.png,1\nimages/cell01.png",
+            "has 1 columns, the first row 2: 'images/cell01.png'",
+        ),
+        (
+            "images/cell00.png,1\nimages/cell00.png,2",
+            "names 'images/cell00.png', and so does line 1",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_used(cells, text, said):
@@ -309,7 +315,7 @@ def test_its_images_are_checked(cells):
     (cells / "images" / "cell06.png").write_bytes((cells / "images" / "cell07.png").read_bytes())
     report = check(cells, dataset="table", workers=1, progress=False)
     assert list(report.bad_files) == [str(cells / "images" / "cell05.png")]
-    assert report.repeated + len(report.duplicates) == 1
+    assert len(report.repeats) + len(report.duplicates) == 1
 
 
 def test_images_in_memory_are_checked(fashion_mnist):

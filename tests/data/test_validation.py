@@ -58,7 +58,7 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     assert result.duplicates == [
         (str(train / "cat" / "002.png"), str(val / "cat" / "copy.png")),
     ]
-    assert result.repeated == 1
+    assert len(result.repeats) == 1
     assert result.ignored == [str(train / "notes.txt")]
     assert result.loops == [str(train / "ant" / "loop")]
     assert result.modes["L"] == 1
@@ -67,13 +67,13 @@ def test_everything_that_can_be_wrong(train_val, class_folders, image_file):
     text = "\n".join(result.lines())
     for words in (
         "4 classes",
-        "5 files cannot be decoded",
-        "1 validation image is also a training image",
-        "1 class of train is empty: 'dog'",
+        "cannot be decoded (5)",
+        "also training images (1)",
+        "classes of train without images (1): 'dog'",
         "only train has 'dog'",
-        "1 file repeats",
-        "1 file is ignored",
-        "1 link leads back",
+        "repeat an earlier one of the same part (1)",
+        "ignored (1 .txt)",
+        "lead back to a folder above, not followed (1)",
         "this folder needs attention",
     ):
         assert words in text

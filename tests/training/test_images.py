@@ -82,7 +82,7 @@ def test_many_validation_images_are_recognised_by_their_headers(
 ) -> None:
     monkeypatch.setattr(validation, "MAX_DECODED", 11)
     train_loudly(on(photos), tmp_path / "run")
-    assert "headers of 12 validation images are whole" in capsys.readouterr().err
+    assert "validation images: 12 whole headers" in capsys.readouterr().err
     (photos / "val/cat/0.bmp").write_bytes(b"")
     with pytest.raises(UserError, match=r"cat/0\.bmp.*is empty"):
         train(on(photos), tmp_path / "other")

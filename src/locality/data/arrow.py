@@ -25,7 +25,7 @@ from PIL import Image
 from locality.data.classes import class_difference, sort_classes
 from locality.data.config import DEFAULT_DECODING, DataConfig, Decoding
 from locality.data.decoding import decode, read_bytes
-from locality.data.folder import is_inside, part_of, require_folder, train_and_val
+from locality.data.folder import is_inside, outside_error, part_of, require_folder, train_and_val
 from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError, require, some
 from locality.files import atomic_file
@@ -76,17 +76,13 @@ class ArrowSource(ImageSource):
         cell = self._cell(index)
         if isinstance(cell, bytes):
             return cell
-        content = (cell or {}).get("bytes")
-        if content is not None:
-            return content
-        path = (cell or {}).get("path")
-        if path is None:
+        found = cell or {}
+        if found.get("bytes") is not None:
+            return found["bytes"]
+        if (path := found.get("path")) is None:
             raise BadImage("the row has no image")
         if self._inside is not None and not is_inside(self._inside, os.path.abspath(path)):
-            raise BadImage(
-                f"the row names '{path}', outside of '{self._inside}'; set data.allow_outside to "
-                f"true if images there are to be read"
-            )
+            raise BadImage(str(outside_error(f"the row names '{path}'", self._inside)))
         return read_bytes(path)
 
     def files(self, indices: npt.NDArray[np.int64]) -> Sequence[tuple[str, str]]:
@@ -112,10 +108,6 @@ def open_arrow(config: DataConfig) -> tuple[list[str], ImageSource, ImageSource 
     Args:
         config: its root is the folder; its columns are given where there is more than one
             candidate.
-
-    Raises:
-        UserError: no such files, no such columns, or parts with different classes; and with the
-            command to install it, when `datasets` is missing.
     """
     folder = require_folder(config.root)
     parts = _parts(folder)
@@ -177,9 +169,7 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
     arrow = [path for path in files if path.suffix == ".arrow"]
     parquet = [path for path in files if path.suffix == ".parquet"]
     if arrow and parquet:
-        raise UserError(
-            f"'{folder}' has both .arrow and .parquet files for {part}; keep one of the two"
-        )
+        raise UserError(f"'{folder}' has .arrow and .parquet files for {part}; keep one of the two")
     try:
         files = arrow or [_convert_parquet(path) for path in parquet]
         return hf.concatenate_datasets([hf.Dataset.from_file(str(path)) for path in files])
@@ -194,11 +184,7 @@ def _read(files: list[Path], part: str, folder: Path) -> datasets.Dataset:
 
 
 def _convert_parquet(path: Path) -> Path:
-    """A Parquet file as an Arrow file in the cache, written the first time.
-
-    Raises:
-        UserError: if it holds far more than its size.
-    """
+    """A Parquet file as an Arrow file in the cache, written the first time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -210,10 +196,8 @@ def _convert_parquet(path: Path) -> Path:
         return target
     most = max(_MIN_UNCOMPRESSED_LIMIT, _MAX_COMPRESSION * status.st_size)
     with pq.ParquetFile(path) as file:
-        groups = [
-            file.metadata.row_group(number).total_byte_size
-            for number in range(file.metadata.num_row_groups)
-        ]
+        about = file.metadata
+        groups = [about.row_group(n).total_byte_size for n in range(about.num_row_groups)]
         _check_uncompressed(path, sum(groups), most)
         _log.warning("'%s' is converted to Arrow, once; the copy is '%s'", path, target)
         cache.mkdir(parents=True, exist_ok=True)
@@ -229,8 +213,7 @@ def _convert_parquet(path: Path) -> Path:
 def _check_uncompressed(path: Path, size: int, most: int) -> None:
     if size > most:
         raise UserError(
-            f"'{path}' has {path.stat().st_size:,} bytes and would take more than {most:,} as "
-            f"Arrow; image files do not compress like that, so it was refused"
+            f"'{path}' would take more than {most:,} bytes as Arrow; images do not compress so much"
         )
 
 
@@ -246,8 +229,8 @@ def _column(
         return candidates[0]
     several = f"several ({some(candidates)})" if candidates else "none"
     raise UserError(
-        f"'{config.root}' should have one {what} column, and has {several} among "
-        f"{some(list(rows.features))}; give its name as {what}_column"
+        f"'{config.root}' has {several} for the {what} column among {some(rows.features)}; give "
+        f"{what}_column"
     )
 
 
@@ -258,18 +241,19 @@ def _classes(rows: datasets.Dataset, column: str, folder: Path) -> list[str]:
     values = rows.data.column(column).unique().drop_null().to_pylist()
     if all(isinstance(value, str) for value in values):
         return sort_classes(values)
-    if all(isinstance(value, int) for value in values):
-        if values and not 0 <= min(values) <= max(values) < _MAX_CLASSES:
-            raise UserError(
-                f"{column} of train in '{folder}' goes from {min(values)} to {max(values)}; "
-                f"classes are numbered from 0 to {_MAX_CLASSES - 1:,} at most"
-            )
-        return [str(number) for number in range(max(values, default=-1) + 1)]
-    raise UserError(f"the column {column} holds neither names nor whole numbers")
+    if not all(isinstance(value, int) for value in values):
+        raise UserError(f"the column {column} holds neither names nor whole numbers")
+    _check_numbers(values, _MAX_CLASSES, f"{column} of train in '{folder}'")
+    return [str(number) for number in range(max(values, default=-1) + 1)]
 
 
 def _names(rows: datasets.Dataset, column: str) -> list[str]:
     return list(getattr(rows.features[column], "names", None) or [])
+
+
+def _check_numbers(values: Any, count: int, what: str) -> None:
+    if len(values) and not 0 <= min(values) <= max(values) < count:
+        raise UserError(f"{what} goes from {min(values)} to {max(values)}; give 0 to {count - 1:,}")
 
 
 def _labels(
@@ -286,10 +270,6 @@ def _labels(
         held = [*classes, *names]
     if difference := class_difference({"train": classes, part: held}):
         raise UserError(f"train and {part} in '{folder}' have different classes: {difference}")
-    if len(values) and not 0 <= values.min() <= values.max() < len(classes):
-        raise UserError(
-            f"{column} of {part} in '{folder}' goes from {values.min()} to {values.max()}, but "
-            f"train has {len(classes)} classes"
-        )
+    _check_numbers(values, len(names or classes), f"{column} of {part} in '{folder}'")
     number = {name: index for index, name in enumerate(classes)}
     return np.array([number[name] for name in names], np.int64)[values] if names else values

@@ -13,6 +13,7 @@ import pkgutil
 import re
 import zlib
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -31,6 +32,7 @@ from locality.data.folder import (
     check_root,
     list_folder,
     no_images_error,
+    open_folder,
     open_splits,
     require_folder,
 )
@@ -140,8 +142,7 @@ def _select_classes(config: DataConfig, opened: Opened, skipped: int, count: int
     count = len(classes) if count is None else count
     if count > len(classes):
         raise UserError(
-            f"the first {count} classes are asked for, but {config.dataset} has {len(classes)} "
-            f"classes"
+            f"first {count} classes asked for; {config.dataset} has {len(classes)} classes"
         )
     if skipped >= count:
         raise UserError(f"skip_classes is {skipped}, but {config.dataset} has {count} classes here")
@@ -152,10 +153,7 @@ def _split(config: DataConfig, source: ImageSource) -> tuple[ImageSource, ImageS
     """Images to train on and to evaluate on, divided class by class."""
     train, val = stratified_split(source.labels, config.val_fraction, config.split_seed)
     if not len(train) or not len(val):
-        raise UserError(
-            f"{config.dataset} has too few images ({len(source)}) to set a part aside for "
-            f"evaluation"
-        )
+        raise UserError(f"{config.dataset} has too few images ({len(source)}) to set a part aside")
     return source.subset(train), source.subset(val)
 
 
@@ -164,14 +162,9 @@ def _split(config: DataConfig, source: ImageSource) -> tuple[ImageSource, ImageS
 
 def open_imagenet(config: DataConfig) -> Opened:
     """ImageNet-1k or -22k, train/ and val/ with a folder per class."""
-    root = require_folder(config.root)
-    parts = {part: root / part for part in ("train", "val")}
-    if missing := [part for part, folder in parts.items() if not folder.is_dir()]:
-        raise UserError(
-            f"'{root}' has no folder {' and no '.join(missing)}; ImageNet needs train and val, "
-            "both with one folder per class"
-        )
-    classes, (train, val) = open_splits(parts, config.decoding)
+    classes, train, val = open_folder(config)
+    if val is None:
+        raise UserError(f"'{config.root}' has no train and val; ImageNet needs both")
     return classes, train, val
 
 
@@ -185,26 +178,21 @@ def open_imagenet_v2(config: DataConfig) -> Opened:
 
     Sorted as text, as most readers do, they would be 0, 1, 10, 100, …, and most labels wrong. The
     root is the folder of class folders, or one that holds nothing else but that folder.
-
-    Raises:
-        UserError: not such a folder.
     """
     folder = require_folder(config.root)
     listing = list_folder(folder)
     if len(listing.classes) == 1 and not listing.classes[0].isdigit():
         listing = list_folder(folder / listing.classes[0])
-    numbers = set(map(str, range(_IMAGENET_CLASSES)))
-    if wrong := [name for name in listing.classes if name not in numbers]:
+    names = [str(number) for number in range(_IMAGENET_CLASSES)]
+    if wrong := sorted(set(listing.classes) - set(names)):
         raise UserError(
-            f"'{folder}' is not ImageNet-V2: its folders should be named 0 … "
-            f"{_IMAGENET_CLASSES - 1}, and it has {some(wrong)}"
+            f"'{folder}' is not ImageNet-V2, with folders 0 to 999: it has {some(wrong)}"
         )
     if not any(listing.files):
         raise no_images_error(listing.root)
-    classes = sorted(listing.classes, key=int)
-    source = listing.source(classes, config.decoding)
-    source.labels, source.numbered = np.array([int(name) for name in classes])[source.labels], True
-    return [str(number) for number in range(_IMAGENET_CLASSES)], source.subset([]), source
+    source = listing.source(names, config.decoding)
+    source.numbered = True
+    return names, source.subset([]), source
 
 
 def open_imagenet_real(config: DataConfig) -> Opened:
@@ -214,8 +202,6 @@ def open_imagenet_real(config: DataConfig) -> Opened:
     ImageNet's folder, with val/ in class folders, or val/ itself; `config.real_labels` is
     `real.json`, a list of class lists in the order of the files' numbers.
 
-    Raises:
-        UserError: files are missing or do not fit together.
     """
     folder, labels_file = require_folder(config.root), config.real_labels
     if (folder / "val").is_dir():
@@ -227,26 +213,21 @@ def open_imagenet_real(config: DataConfig) -> Opened:
         match = _VALIDATION_NUMBER.search(path)
         if match is None:
             raise UserError(
-                f"'{path}' in '{folder}' is not named as ImageNet's validation images are "
-                "(ILSVRC2012_val_00000001.JPEG), so its ReaL labels cannot be found"
+                f"'{path}' in '{folder}' is not named as ImageNet's validation images: "
+                f"ILSVRC2012_val_00000001.JPEG"
             )
         number = int(match.group(1))
         if not 1 <= number <= len(answers):
-            raise UserError(
-                f"'{labels_file}' has labels for {len(answers)} images, but '{path}' is number "
-                f"{number}"
-            )
+            raise UserError(f"'{labels_file}' labels {len(answers)} images; '{path}' is another")
         if answers[number - 1]:
             paths.append(path)
             sets.append(answers[number - 1])
     if set(classes) <= set(synsets := ImageNetInfo().label_names()):
         # The labels are numbers of ImageNet's classes, of which the folder may have some.
         classes = synsets
-    strange = [label for answer in sets for label in answer if not 0 <= label < len(classes)]
-    if strange:
+    if strange := [label for label in chain(*sets) if not 0 <= label < len(classes)]:
         raise UserError(
-            f"'{labels_file}' speaks of class {max(strange)}, but '{folder}' has {len(classes)} "
-            f"classes"
+            f"'{labels_file}' has class {max(strange)}; '{folder}' {len(classes)} classes"
         )
     chosen = FileSource(folder, paths, [answers[0] for answers in sets], config.decoding)
     chosen.label_sets = sets
@@ -273,9 +254,6 @@ def open_fashion_mnist(config: DataConfig) -> Opened:
     """Fashion-MNIST: 60,000 grey images to train on, 10,000 of test, 28×28, in memory.
 
     The four IDX files, compressed or not, lie in the root itself or where torchvision puts them.
-
-    Raises:
-        UserError: they are not there, or damaged.
     """
     if config.download:
         _parts(config)
@@ -299,9 +277,8 @@ def _find_idx_file(root: Path, name: str) -> Path:
             if path.exists():
                 return path
     raise UserError(
-        f"Fashion-MNIST is not in '{root}': there is no {name}; install it with `apt-get install "
-        f"dataset-fashion-mnist`, which needs no data.root, or give a folder as data.root and set "
-        f"data.download to true"
+        f"Fashion-MNIST is not in '{root}': there is no {name}; `apt-get install "
+        f"dataset-fashion-mnist`, or give a data.root and data.download=true"
     )
 
 
@@ -338,14 +315,11 @@ def _parts(config: DataConfig) -> list[Any]:
             f"{title} could not be downloaded ({error.reason}); put {content} into '{root}'"
         ) from error
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{title} is described by MATLAB files, and reading them needs a package: "
-            "pip install scipy"
-        ) from error
+        raise UserError(f"{title} is described by MATLAB files: pip install scipy") from error
     except (RuntimeError, FileNotFoundError) as error:
         raise UserError(
             f"{title} is not in '{root}', or damaged: expected {content}; set data.download to "
-            "true to fetch it"
+            f"true to fetch it"
         ) from error
 
 

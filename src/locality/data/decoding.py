@@ -58,20 +58,17 @@ _SLOW = {"bmp_rle": "run lengths", "ppm_plain": "text"}
 _MAX_SLOW_PIXELS = 10_000_000
 # Without Pillow's warnings about large images and odd metadata; both are dealt with here.
 _quiet = partial(warnings.catch_warnings, action="ignore")
-_TURNS = dict(
-    enumerate(
-        (
-            Image.Transpose.FLIP_LEFT_RIGHT,
-            Image.Transpose.ROTATE_180,
-            Image.Transpose.FLIP_TOP_BOTTOM,
-            Image.Transpose.TRANSPOSE,
-            Image.Transpose.ROTATE_270,
-            Image.Transpose.TRANSVERSE,
-            Image.Transpose.ROTATE_90,
-        ),
-        start=2,
-    )
-)
+_FLIP = Image.Transpose
+# By EXIF orientation.
+_TURNS = {
+    2: _FLIP.FLIP_LEFT_RIGHT,
+    3: _FLIP.ROTATE_180,
+    4: _FLIP.FLIP_TOP_BOTTOM,
+    5: _FLIP.TRANSPOSE,
+    6: _FLIP.ROTATE_270,
+    7: _FLIP.TRANSVERSE,
+    8: _FLIP.ROTATE_90,
+}
 # In 16 bits Pillow reads the others of its four kinds of grey.
 TiffImagePlugin.OPEN_INFO.setdefault(
     (TiffImagePlugin.MM, 0, (1,), 1, (16,), ()), ("I;16B", "I;16B")
@@ -177,26 +174,20 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
             image = Image.open(cast(IO[bytes], counted), formats=_formats())
         except Image.DecompressionBombError as error:
             raise TooManyPixels(
-                f"the image has more than the {decoding.max_pixels:,} pixels that are allowed"
+                f"the image has more than {decoding.max_pixels:,} pixels"
             ) from error
         except Image.UnidentifiedImageError as error:
             raise BadImage("the file is not an image of a known format") from error
     # Pillow holds as much as two pixels beside each row.
     if max(image.width, 3) * image.height > decoding.max_pixels:
-        raise TooManyPixels(
-            f"the image has {image.width} × {image.height} pixels, more than the "
-            f"{decoding.max_pixels:,} that are allowed"
-        )
+        size = f"{image.width} × {image.height}"
+        raise TooManyPixels(f"the image has {size} pixels, more than {decoding.max_pixels:,}")
     counted.left = _READS
     return image
 
 
 def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
-    """Refuse what would be decoded for minutes or hours.
-
-    Raises:
-        BadImage: if it is such a file.
-    """
+    """Refuse what would be decoded for minutes or hours."""
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         assert image.fp is not None
         start = image.fp.tell() - 8 - 2 * image.layers
@@ -205,24 +196,18 @@ def _check_cost(image: ImageFile.ImageFile, data: bytes) -> None:
         if "progressive" not in image.info and data.startswith(whole, max(start, 0)):
             return
         if (scans := data.count(_SCAN)) > _MAX_SCANS:
-            raise BadImage(
-                f"the image has {scans:,} scans, more than the {_MAX_SCANS} that are decoded"
-            )
+            raise BadImage(f"the image has {scans:,} scans; up to {_MAX_SCANS} are decoded")
         return
     kind = _SLOW.get(image.tile[0].codec_name) if image.tile else None
     if kind and max(image.width * image.height, len(data)) > _MAX_SLOW_PIXELS:
         raise BadImage(
-            f"the image is stored as {kind}, which takes long to decode, and has more than "
+            f"the image is stored as {kind}, which takes long to decode beyond "
             f"{_MAX_SLOW_PIXELS:,} pixels or bytes; convert it first"
         )
 
 
 def _check_png(data: bytes, image: Image.Image) -> None:
-    """Refuse what Pillow accepts: wrong checksums, and fewer rows than the header announces.
-
-    Raises:
-        BadImage: if the file is not as it was written.
-    """
+    """Refuse what Pillow accepts: wrong checksums, and fewer rows than the header announces."""
     place, compressed, interlaced, chunk = 8, [], False, b""
     while chunk != b"IEND" and len(data) >= place + 12:
         size = int.from_bytes(data[place : place + 4], "big")
@@ -273,9 +258,9 @@ def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.I
         ):
             image = _from_16_bits(image, decoding, min(depth, 15) if signed else depth)
         elif image.mode in ("I", "F") or signed:
+            kind = f"{'signed ' if signed else ''}grey in {depth} bits"
             raise BadImage(
-                f"{'signed ' if signed else ''}grey in {depth} bits has no defined white; convert "
-                "the image to 8 or 16 bits without a sign first"
+                f"{kind} has no defined white; convert it to 8 or 16 bits without a sign"
             )
         elif image.has_transparency_data:
             image = convert(image, "RGBA")

@@ -12,8 +12,8 @@ import errno
 import logging
 import os
 import re
-import shlex
 import shutil
+import stat
 import sys
 import unicodedata
 from collections import Counter
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from glob import glob
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -127,11 +128,11 @@ class Listing:
     loops: list[str] = field(default_factory=list)
 
     def source(self, classes: Sequence[str], decoding: Decoding) -> FileSource:
-        """The files of `classes`, which number them."""
+        """The files of `classes`, which number them; one may have none."""
         by_name = dict(zip(self.classes, self.files, strict=True))
-        paths = [path for name in classes for path in by_name[name]]
-        counts = [len(by_name[name]) for name in classes]
-        return FileSource(self.root, paths, np.repeat(np.arange(len(classes)), counts), decoding)
+        paths = [by_name.get(name, []) for name in classes]
+        labels = np.repeat(np.arange(len(classes)), [*map(len, paths)])
+        return FileSource(self.root, chain.from_iterable(paths), labels, decoding)
 
 
 def list_folder(root: Path | str) -> Listing:
@@ -139,9 +140,6 @@ def list_folder(root: Path | str) -> Listing:
 
     Names that start with a dot are passed over. Links are followed, unless they lead to themselves
     or back to a folder above. A link to nothing counts as a file, one that cannot be read.
-
-    Raises:
-        UserError: the name of a class is not text, or another's in another form of Unicode.
     """
     root = Path(root)
     folders, files, others = list_entries(root)
@@ -150,8 +148,7 @@ def list_folder(root: Path | str) -> Listing:
         name = class_name(folder, f"the name of the folder '{root / folder}'")
         if name in named:
             raise UserError(
-                f"'{root}' has two folders '{name}', which differ in how accents are encoded; "
-                f"put their images into one"
+                f"'{root}' has two folders '{name}' (accents in two encodings); keep one"
             )
         named[name] = folder
     listing = Listing(root, sort_classes(named), [], files)
@@ -162,11 +159,7 @@ def list_folder(root: Path | str) -> Listing:
 
 
 def class_name(text: str, where: str) -> str:
-    """A name as that of a class: with accents in one form (NFC), whatever the system's own.
-
-    Raises:
-        UserError: it is not UTF-8; `where` says what it is.
-    """
+    """A name as that of a class: with accents in one form (NFC), whatever the system's own."""
     try:
         text.encode()
     except UnicodeError:
@@ -233,8 +226,8 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
             if len(inside := train_and_val(list_entries(root / name)[0])) > 1:
                 each = " and ".join(f"{root / part / name}" for part in inside.values())
                 raise UserError(
-                    f"'{root / name}' has folders {some(inside.values())}; expected these above "
-                    f"the classes: {each}"
+                    f"'{root / name}' has {some(inside.values())}; expected parts above the "
+                    f"classes: {each}"
                 )
         return {"all": root}
     train = root / picked["train"]
@@ -244,8 +237,7 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
         return {"all": root}
     if "val" not in picked:
         raise UserError(
-            f"'{root}' has a folder {train.name} but no val; add one, or give '{train}' as the "
-            f"folder to have a part of it set aside"
+            f"'{root}' has {train.name} but no val; give '{train}' to have a part of it set aside"
         )
     if not has_classes:
         raise no_images_error(train)
@@ -260,11 +252,7 @@ def find_splits(root: Path | str | None) -> dict[str, Path]:
 def open_splits(
     parts: Mapping[str, Path], decoding: Decoding
 ) -> tuple[list[str], list[FileSource]]:
-    """Classes and images of folders, by name, that have the same class folders.
-
-    Raises:
-        UserError: no images in one, or different classes.
-    """
+    """Classes and images of folders, by name, that have the same class folders."""
     listings = {part: list_folder(root) for part, root in parts.items()}
     for listing in listings.values():
         if not any(listing.files):
@@ -275,10 +263,8 @@ def open_splits(
             outside = [p for p in ignored if _is_image(p) and os.sep not in p]
             beside = f"; images outside of the class folders: {some(outside)}" if outside else ""
             total = len(ignored) + sum(map(len, listing.files))
-            log_once(
-                f"'{listing.root}': {len(ignored):,} of {total:,} files are left out "
-                f"({left_out(ignored)}){beside}"
-            )
+            left = f"{len(ignored):,} of {total:,} files are left out ({left_out(ignored)})"
+            log_once(f"'{listing.root}': {left}{beside}")
     if difference := class_difference({part: each.classes for part, each in listings.items()}):
         raise UserError(f"train and val have different classes: {difference}")
     classes = next(iter(listings.values())).classes
@@ -287,11 +273,7 @@ def open_splits(
 
 
 def open_folder(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
-    """Classes, training and validation images of any image folder; None where one is to be divided.
-
-    Raises:
-        UserError: as `find_splits` and `open_splits`.
-    """
+    """Classes, training and validation images of an image folder; None where it has no parts."""
     classes, sources = open_splits(find_splits(config.root), config.decoding)
     return classes, sources[0], sources[1] if len(sources) > 1 else None
 
@@ -306,6 +288,11 @@ def is_inside(folder: Path | str, path: str) -> bool:
     """Whether a path, relative to a folder, leads to a place below it; links are not looked at."""
     below = os.path.join(os.path.abspath(folder), "")
     return os.path.abspath(os.path.join(below, path)).startswith(below)
+
+
+def outside_error(sentence: str, folder: Path) -> UserError:
+    """The error for an image that a table names, and that lies outside of its folder."""
+    return UserError(f"{sentence}, outside of '{folder}'; set data.allow_outside to read it")
 
 
 def place_name(root: Path | str) -> str:
@@ -350,21 +337,13 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
 
 
 def read_image(file: Path, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """The image in a file, as RGB.
-
-    Raises:
-        UserError: if it cannot be decoded, naming the file.
-    """
+    """The image in a file, as RGB; an error names the file."""
     with wrap_errors(str(file), BadImage):
         return decode(sys.stdin.buffer.read() if file == _STDIN else read_bytes(file), decoding)
 
 
 def check_root(config: DataConfig) -> None:
-    """Check, without torch, that a dataset is given the folder it needs.
-
-    Raises:
-        UserError: if it is not given or not there, or is given digits, which have none.
-    """
+    """Check, without torch, that a dataset is given the folder it needs, and no other."""
     name = config.dataset
     row, kind = DATASETS[name], "file or " if name == "table" else ""
     needs_root = row.get("needs_root", True)
@@ -374,8 +353,7 @@ def check_root(config: DataConfig) -> None:
             raise UserError(f"{called} needs a {kind}folder; give it as data.root")
     elif not needs_root and "reader" not in row:
         raise UserError(
-            f"{name} has no folder and data.root is '{config.root}'; give data.dataset, such as "
-            f"folder, to read that, or leave data.root out"
+            f"{name} has no folder; to read '{config.root}' give data.dataset too, such as folder"
         )
     elif name in ("folder", "table") and Path(config.root).is_file():
         _check_file(Path(config.root), name == "table")
@@ -387,16 +365,9 @@ def check_root(config: DataConfig) -> None:
 
 def _check_file(path: Path, table: bool) -> None:
     """Refuse an archive or an image in place of a folder of images or a table of them."""
-    for kind, suffixes, _ in shutil.get_unpack_formats():
-        for suffix in suffixes:
-            if path.name.lower().endswith(suffix):
-                folder = path.name[: -len(suffix)]
-                module = "zipfile" if kind == "zip" else "tarfile"
-                command = ["python", "-m", module, "-e", str(path), folder]
-                raise UserError(
-                    f"'{path}' is an archive; unpack it, {shlex.join(command)}, and give the "
-                    f"folder {folder}"
-                )
+    archives = [suffix for _, suffixes, _ in shutil.get_unpack_formats() for suffix in suffixes]
+    if path.name.lower().endswith(tuple(archives)):
+        raise UserError(f"'{path}' is an archive; unpack it, and give the folder")
     if _is_image(path.name):
         raise UserError(f"'{path}' is not a folder but an image; expected one folder per class")
     if not table:
@@ -419,19 +390,15 @@ def no_images_error(root: Path) -> UserError:
     files = list_entries(root)[1]
     if any(map(_is_image, files)):
         return UserError(
-            f"'{root}' holds images itself; expected one folder per class in it (if it is "
-            f"one class, give the folder above it)"
+            f"'{root}' holds images itself; expected one folder per class (if it is one, give the "
+            f"folder above it)"
         )
     if any(name.endswith((".arrow", ".parquet")) for name in files):
-        return UserError(
-            f"'{root}' holds tables of images, which data.dataset=arrow reads, with this folder "
-            f"as data.root"
-        )
+        return UserError(f"'{root}' holds tables of images; read them with --data.dataset arrow")
     ignored = list_folder(root).ignored
     others = f" ({left_out(ignored)})" if ignored else ""
     return UserError(
-        f"no images in '{root}'{others}; expected one folder per class, with files such as .jpg or "
-        f".png"
+        f"no images in '{root}'{others}; expected one folder per class, of .jpg, .png …"
     )
 
 
@@ -471,28 +438,22 @@ def list_entries(folder: Path) -> tuple[list[str], list[str], list[str]]:
 
     Neither are pipes, sockets and links that lead to themselves.
     """
-    folders, files, others = [], [], []
+    folders, files, others = list[str](), list[str](), list[str]()
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(".") or entry.name.lower() in _JUNK:
                 continue
-            if _is_symlink_loop(entry):
-                others.append(entry.name)
-            elif entry.is_dir():
-                folders.append(entry.name)
-            elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
-                files.append(entry.name)
-            else:
-                others.append(entry.name)
+            try:
+                mode = entry.stat().st_mode
+            except FileNotFoundError:  # a link to nothing
+                mode = stat.S_IFREG
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                mode = stat.S_IFLNK
+            kind = folders if stat.S_ISDIR(mode) else files if stat.S_ISREG(mode) else others
+            kind.append(entry.name)
     return sorted(folders), sorted(files), sorted(others)
-
-
-def _is_symlink_loop(entry: os.DirEntry[str]) -> bool:
-    try:
-        entry.stat()
-    except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
 
 
 def _inode(folder: Path) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from locality.data.folder import (
     list_entries,
     log_names,
     log_once,
+    outside_error,
     part_of,
     train_and_val,
 )
@@ -45,6 +46,7 @@ _SAMPLE = 100
 _LABELS = ("label", "labels", "class", "classes", "target", "category", "cls")
 _INDICES = ("", "index", "unnamed: 0")
 _NO, _YES = ("0", "0.0"), ("1", "1.0")
+_QUOTES = "a quotation mark may be missing, or one too many"
 
 
 def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | None]:
@@ -57,9 +59,6 @@ def open_table(config: DataConfig) -> tuple[list[str], FileSource, FileSource | 
     Args:
         config: its root is the file, or a folder with a `labels.csv`; images lie relative to it.
             Its columns, by name or by number from 1, are found unless given.
-
-    Raises:
-        UserError: no such table, column or image, or a row that does not say which image or class.
     """
     path = Path(config.root or "").expanduser()
     path = path / TABLE if path.is_dir() else path
@@ -131,6 +130,7 @@ class _Table:
         said = re.fullmatch(r'"?sep=(.)"?\s*', lines[0], re.IGNORECASE) if lines else None
         self._skipped = 1 if said else 0
         self._mark = said.group(1) if said else _separator(lines)
+        self._parse = partial(_rows, path, mark=self._mark, skipped=self._skipped)
         parsed = list(self._parse(lines, whole=False)) or list(self._parse(lines))
         if not parsed:
             raise UserError(f"'{path}' has no rows")
@@ -138,8 +138,7 @@ class _Table:
         self.heading, self.width = rows[0], len(rows[0])
         if self.width == 1:
             raise UserError(
-                f"'{path}' has a single column; expected an image and its class in each row, "
-                f"separated by a comma, and found {rows[0][0]!r}"
+                f"'{path}' has a single column ({rows[0][0]!r}); expected an image and its class"
             )
         given = [name for name in (config.image_column, config.label_column) if name is not None]
         named = [name for name in given if self.column(name) + 1 != _number(name)]
@@ -158,11 +157,7 @@ class _Table:
             self.heading = []
 
     def column(self, given: str) -> int:
-        """The number, from 0, of a column given by its name or by its number from 1.
-
-        Raises:
-            UserError: there is no such column.
-        """
+        """The number, from 0, of a column given by its name or by its number from 1."""
         names = [name.casefold() for name in self.heading]
         if names.count(given.strip().casefold()) == 1:
             return names.index(given.strip().casefold())
@@ -178,9 +173,8 @@ class _Table:
     def read(self, config: DataConfig) -> tuple[list[int], list[list[str]]]:
         """The lines of all rows and their cells, images as their files are called.
 
-        Raises:
-            UserError: naming the line of a row that is not like the others, whose image was
-                named before, lies elsewhere or is no file; or for too many that are missing.
+        An error names the line of a row that is not like the others, or whose image was
+        named before, lies elsewhere or is no file; or says that too many are missing.
         """
         kept: dict[str, str] = {}  # few texts are in most cells
         seen: dict[str, int] = {}
@@ -194,16 +188,11 @@ class _Table:
             if self._mark == " " and len(row) > 1:  # cells at the end of a line may be empty
                 row += [""] * (self.width - len(row))
             if len(row) != self.width:
-                many = "few" if len(row) < self.width else "many"
                 raise UserError(
-                    f"{where} has too {many} columns: {' '.join(row)!r} has {len(row)}, and "
-                    f"the first row {self.width}"
+                    f"{where} has {len(row)} columns, the first row {self.width}: {' '.join(row)!r}"
                 )
             if broken := [cell for n, cell in enumerate(row) if n != self.images and "\n" in cell]:
-                raise UserError(
-                    f"{where} begins a cell that ends in another line, {broken[0]!r}; a quotation "
-                    f"mark is missing or one too many"
-                )
+                raise UserError(f"{where}: {broken[0]!r} ends in another line; {_QUOTES}")
             name = row[self.images]
             found = self.files.find(name, config.allow_outside, where)
             if found is None:
@@ -216,9 +205,7 @@ class _Table:
                 other.append(f"'{name}' is '{found}'")
             name = name if found is None else found
             if name in seen:
-                raise UserError(
-                    f"{where} names '{name}' more than once: it is in line {seen[name]}, too"
-                )
+                raise UserError(f"{where} names '{name}', and so does line {seen[name]}")
             seen[name] = line
             lines.append(line)
             rows.append([kept.setdefault(cell, cell) for cell in row])
@@ -244,11 +231,7 @@ class _Table:
     def label_columns(
         self, given: str | None, rows: list[list[str]], splits: int | None
     ) -> list[int]:
-        """The column of classes, or one for each class.
-
-        Raises:
-            UserError: there is none, or no telling which of several.
-        """
+        """The column of classes, or one for each class."""
         if given is not None:
             return [self.column(given)]
         left = [
@@ -269,16 +252,12 @@ class _Table:
         if not left:
             raise UserError(f"'{self.path}' has no column of classes beside {listed}")
         raise UserError(
-            f"{listed} of '{self.path}' could be the classes; give the name or number of one, such "
-            f"as --data.label_column {left[0] + 1}"
+            f"{listed} of '{self.path}' could be the classes; give one, such as "
+            f"--data.label_column {left[0] + 1}"
         )
 
     def label(self, line: int, row: list[str], columns: list[int]) -> str:
-        """The class of a row.
-
-        Raises:
-            UserError: it has none, or several, or one that is not text.
-        """
+        """The class of a row."""
         where, label = f"line {line} of '{self.path}'", row[columns[0]]
         if len(columns) > 1:
             found = [self.heading[n] for n in columns if row[n] in _YES]
@@ -306,18 +285,14 @@ class _Table:
             best = [n for n in searched if counts[n] == most]
             if most and len(best) > 1:
                 several = some(map(self.called, best), quote="")
+                column = f"--data.image_column {best[0] + 1}"
                 raise UserError(
-                    f"{several} of '{self.path}' name images; give one of them, such as "
-                    f"--data.image_column {best[0] + 1}"
+                    f"{several} of '{self.path}' name images; give one, such as {column}"
                 )
             if most:
                 return best[0], find, most
         like = [n for n in searched if _suffix(rows[-1][n]) in IMAGE_SUFFIXES]
         return (like or searched)[0], self.files.exact, 0
-
-    def _parse(self, lines: Iterable[str], whole: bool = True) -> Iterator[tuple[int, list[str]]]:
-        """Rows with the lines in which they begin; of a part of them up to what cannot be read."""
-        yield from _rows(self.path, lines, self._mark, self._skipped, whole)
 
 
 class _Files:
@@ -329,17 +304,10 @@ class _Files:
         self._by_key = cache(self._index)
 
     def find(self, name: str, allow_outside: bool, where: str) -> str | None:
-        """The file that a table means by a name; None where there is none.
-
-        Raises:
-            UserError: it is no file, or outside of the table's folder and may not be.
-        """
+        """The file that a table means by a name; None where there is none."""
         for each in (name, name.replace("\\", "/")):
             if not allow_outside and not is_inside(self.root, each):
-                raise UserError(
-                    f"{where} names '{name}', outside of '{self.root}'; set data.allow_outside to "
-                    f"true if images there are to be read"
-                )
+                raise outside_error(f"{where} names '{name}'", self.root)
             if (found := self.exact(each)) is not None:
                 return found
             if name and self._exists(each):
@@ -392,11 +360,7 @@ class _Files:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, with their ends.
-
-    Raises:
-        UserError: it is not text.
-    """
+    """The lines of a text file, with their ends."""
     with open_file(path, _MAX_TABLE_BYTES) as file:
         utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         file.seek(0)
@@ -414,6 +378,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _rows(
     path: Path, lines: Iterable[str], mark: str, skipped: int = 0, whole: bool = True
 ) -> Iterator[tuple[int, list[str]]]:
+    """Rows with the lines in which they begin; unless `whole`, up to what cannot be read."""
     reader = csv.reader(lines, delimiter=mark, skipinitialspace=True, strict=True)
     line = 1
     try:
@@ -424,10 +389,7 @@ def _rows(
             line = reader.line_num + 1
     except csv.Error as error:
         if whole:
-            raise UserError(
-                f"line {line} of '{path}' is not CSV: {error}; a quotation mark may be missing or "
-                f"one too many"
-            ) from error
+            raise UserError(f"line {line} of '{path}' is not CSV: {error}; {_QUOTES}") from error
 
 
 def _separator(lines: list[str]) -> str:

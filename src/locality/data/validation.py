@@ -79,11 +79,6 @@ class CheckReport:
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
-    def repeated(self) -> int:
-        """How many files within one part have the content of an earlier one."""
-        return len(self.repeats)
-
-    @property
     def ok(self) -> bool:
         """Whether a run on this folder neither stops nor is evaluated on what it trained on."""
         return not (
@@ -105,54 +100,35 @@ class CheckReport:
                 text.append(f"{side} (least · 5% · median · 95% · greatest): {spread} pixels")
             modes = ", ".join(f"{number:,} {mode}" for mode, number in self.modes.items())
             text.append(f"colour modes: {modes}")
-        if unused := _unused_bits(self.bits):
-            text.append(unused)
+        text.append(_unused_bits(self.bits))
         if self.class_difference:
             text.append(f"train and val have different classes: {self.class_difference}")
         for part, names in self.empty_classes.items():
             if names:
-                are = ("class of {} is", "classes of {} are")[len(names) > 1].format(part)
-                text.append(f"{len(names)} {are} empty: {some(names, most)}")
-        text += _listed(
-            ("file cannot be decoded", "files cannot be decoded"),
-            [f"{path}: {reason}" for path, reason in self.bad_files.items()],
-            most,
-        )
-        text += _listed(
-            (
-                "validation image is also a training image",
-                "validation images are also training images",
-            ),
-            [f"{val} = {train}" for train, val in self.duplicates],
-            most,
-        )
-        text += _listed(
-            (
-                "file repeats an earlier one of the same part",
-                "files repeat earlier ones of the same part",
-            ),
-            [f"{again} = {earlier}" for earlier, again in self.repeats],
-            most,
-        )
+                text.append(f"classes of {part} without images ({len(names)}): {some(names, most)}")
+        faults = {
+            "files that cannot be decoded": [f"{p}: {why}" for p, why in self.bad_files.items()],
+            "validation images that are also training images": [
+                f"{val} = {train}" for train, val in self.duplicates
+            ],
+            "files that repeat an earlier one of the same part": [
+                f"{again} = {earlier}" for earlier, again in self.repeats
+            ],
+            "links that lead back to a folder above, not followed": self.loops,
+        }
+        for what, found in faults.items():
+            if found:
+                text += [f"{what} ({len(found):,}):", *(f"  {item}" for item in found[:most])]
+            if len(found) > most:
+                text.append(f"  … and {len(found) - most:,} more")
         if self.ignored:
-            are = ("file is", "files are")[len(self.ignored) > 1]
             kinds = {Path(path).suffix.lower(): path for path in reversed(self.ignored)}
             text.append(
-                f"{len(self.ignored):,} {are} ignored ({left_out(self.ignored)}), such as "
-                f"{some(kinds.values())}"
+                f"files that are ignored ({left_out(self.ignored)}), such as {some(kinds.values())}"
             )
-        if uneven := imbalance(self.counts):
-            text.append(uneven)
-        text += _listed(
-            (
-                "link leads back to a folder above and is not followed",
-                "links lead back to a folder above and are not followed",
-            ),
-            self.loops,
-            most,
-        )
+        text.append(imbalance(self.counts))
         text.append("nothing is wrong" if self.ok else "this folder needs attention")
-        return list(map(printable, text))
+        return [printable(line) for line in text if line]
 
 
 class ImageInfo(NamedTuple):
@@ -204,15 +180,8 @@ def check(
             report.loops += [str(each.root / path) for path in each.loops]
         found = {part: (x.classes, x.source(x.classes, decoding)) for part, x in listings.items()}
     else:
-        config = DataConfig(
-            dataset,
-            root,
-            exif=decoding.exif,
-            max_pixels=decoding.max_pixels,
-            grey_bits=decoding.grey_bits,
-            allow_outside=allow_outside,
-        )
-        splits = open_data(config, seed=0)
+        how = {"allow_outside": allow_outside, **vars(decoding)}
+        splits = open_data(DataConfig(dataset, root, **how), seed=0)
         found = {"train": (splits.classes, splits.train), "val": (splits.classes, splits.val)}
     report.classes = len(next(iter(found.values()))[0])
     good: list[ImageInfo] = []
@@ -222,10 +191,9 @@ def check(
     for part, (classes, source) in found.items():
         report.images[part] = len(source)
         counts = np.bincount(source.labels, minlength=len(classes)).tolist()
-        report.counts = report.counts or dict(zip(classes, counts, strict=True))
-        report.empty_classes[part] = [
-            name for name, count in zip(classes, counts, strict=True) if not count
-        ]
+        by_class = dict(zip(classes, counts, strict=True))
+        report.counts = report.counts or by_class
+        report.empty_classes[part] = [name for name, count in by_class.items() if not count]
         names = [source.describe(index) for index in range(len(source))]
         examined = _inspect_all(source, names, decoding, workers)
         for path, item in zip(names, examined, strict=True):
@@ -243,14 +211,13 @@ def check(
     report.modes = dict(Counter(item.mode for item in good).most_common())
     report.bits = _most_used(item.bits for item in good)
     if good:
-        report.sizes = Sizes(
-            _percentiles(item.width for item in good), _percentiles(i.height for i in good)
-        )
+        sides = ([item.width for item in good], [item.height for item in good])
+        report.sizes = Sizes(*map(_percentiles, sides))
     return report
 
 
-def _percentiles(sides: Iterable[int]) -> tuple[int, ...]:
-    found = np.percentile(list(sides), (0, 5, 50, 95, 100), method="nearest")
+def _percentiles(sides: Sequence[int]) -> tuple[int, ...]:
+    found = np.percentile(sides, (0, 5, 50, 95, 100), method="nearest")
     return tuple(found.astype(int).tolist())
 
 
@@ -312,18 +279,6 @@ def _unused_bits(bits: tuple[int, int] | None) -> str:
     )
 
 
-def _listed(what: Sequence[str], items: list[str], most: int) -> list[str]:
-    """How many items there are, and the first of them; `what` they are, of one and of several."""
-    if not items:
-        return []
-    more = [f"  … and {len(items) - most:,} more"] if len(items) > most else []
-    return [
-        f"{len(items):,} {what[len(items) > 1]}:",
-        *(f"  {item}" for item in items[:most]),
-        *more,
-    ]
-
-
 # As many images of ImageNet's size are decoded in half a minute by one processor.
 MAX_DECODED = 5_000
 
@@ -359,16 +314,12 @@ def verify(source: ImageSource) -> str:
     if bad:
         raise UserError(
             f"{len(bad)} of {len(source):,} validation images cannot be read: {some(list(bad))} "
-            f"({next(iter(bad.values()))}); repair or remove them, or set data.on_bad_image to "
-            f"'skip'"
+            f"({next(iter(bad.values()))}); repair or remove them, or set data.on_bad_image: skip"
         )
     unused = _unused_bits(used := _most_used(bits))
     if _black(used):
         raise UserError(f"nothing can be seen in the validation images: {unused}")
     done = f"all {len(source):,} validation images can be decoded"
     if not whole:
-        done = (
-            f"the headers of {len(source):,} validation images are whole; of more than "
-            f"{MAX_DECODED:,} one in a hundred is decoded beforehand"
-        )
+        done = f"validation images: {len(source):,} whole headers, one in a hundred decoded"
     return f"{done}; {unused}" if unused else done
