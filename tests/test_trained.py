@@ -102,7 +102,7 @@ def test_pages_are_shown_whole(run):
 def test_mistakes(images, tmp_path):
     with pytest.raises(UserError, match=r"did you mean optim\.lr"):
         locality.fit(images, optim__lrr=1)
-    with pytest.raises(UserError, match="both say how long"):
+    with pytest.raises(UserError, match="exclude each other"):
         locality.fit(images, minutes=1, epochs=1)
     with pytest.raises(UserError, match="no finished run in"):
         locality.TrainedRun(tmp_path)

@@ -61,7 +61,7 @@ def test_a_malicious_pickle_is_refused_in_one_sentence_and_never_run(tmp_path, w
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("command", [["convert", "IN", "OUT"], ["eval", "--weights", "IN"]])
+@pytest.mark.parametrize("command", [["convert", "IN", "OUT"], ["eval", "IN"]])
 def test_the_command_line_refuses_it_too_with_exit_code_2(command, tmp_path, capsys):
     victim, trap = tmp_path / "hacked", tmp_path / "weights.pth"
     torch.save({"model": Malicious(f"touch {victim}")}, trap)

@@ -87,10 +87,10 @@ def test_a_file_in_the_place_of_the_run_folder(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["eval"], "give one model to evaluate"),
+        (["eval"], "model"),
         (["eval", "nowhere"], "nowhere"),
-        (["eval", "--weights=nowhere.pth"], "nowhere.pth"),
-        (["eval", "--weights=convit_tiny"], "architecture without weights"),
+        (["eval", "nowhere.pth"], "nowhere.pth"),
+        (["eval", "convit_tiny"], "architecture without weights"),
         (["predict", "nowhere.png", "--model=convit_tiny"], "nowhere.png"),
         (["predict", "x.png"], "model"),
         (["report", "nowhere"], "nowhere"),

@@ -22,7 +22,7 @@ COMMANDS = {
     "report run --output {}": "out.html",
     "explore run --count 1 --output {}": "out.html",
     "explore run --count 1 --live --output {}": "out.html",
-    "predict photo.png --model saved --csv {}": "out.csv",
+    "predict photo.png --model saved --output {}": "out.csv",
     "eval run --predictions {}": "out.csv",
     "figure gates run --output {}": "out.png",
     "figure gates run --output  {}": "out.svg",
@@ -124,7 +124,7 @@ def test_a_device_stays_one(place):
 
 def test_tables_and_pages_of_other_commands_stay(place):
     table, page = place / "table.csv", place / "page.html"
-    assert wrote("predict photo.png --model saved --csv {}", table) == 0
+    assert wrote("predict photo.png --model saved --output {}", table) == 0
     assert wrote("eval run --predictions {}", table) == 2
     assert wrote("report run --output {}", table) == 2
     assert wrote("report run --output {}", page) == 0

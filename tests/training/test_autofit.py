@@ -310,7 +310,7 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
     root = photographs(tmp_path / "photos")
     with pytest.raises(FileNotFoundError, match="photos"):
         read_run([str(tmp_path / "photo")])
-    with pytest.raises(UserError, match="both say"):
+    with pytest.raises(UserError, match="exclude each other"):
         read_run([str(root), "--minutes=1", "--schedule.steps=3"])
     with pytest.raises(UserError, match="a custom dataset"):
         read_run(["digits", "--minutes=1"])

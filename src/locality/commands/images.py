@@ -61,21 +61,19 @@ def predict(arguments: Sequence[str]) -> int:
     parser.add_model("--model")
     parser.add("--top", 5, "how many classes to show")
     parser.add("--json", False, "print JSON")
-    parser.add("--csv", False, "print a table: path, prediction, probability of every class")
-    parser.add("--output", None, "write that table to this file; - prints it")
+    table = "write a table to this file: path, prediction, probability of every class; - prints it"
+    parser.add("--output", None, table)
     parser.add_overwrite()
-    options = parser.read(_with_output(arguments))
+    options = parser.read(arguments)
     if options.model is None:
         options.model, *options.images = options.images
         if not options.images:
             raise UserError(
-                f"locality predict needs --model: {MODEL}; or the model first: "
-                f"locality predict RUN {options.model}"
+                f"give --model, or the model first: locality predict RUN {options.model}"
             )
-    output = None if options.output == "-" else options.output
-    options.csv |= options.output is not None
-    if options.csv:
+    if options.output is not None:
         parser.refuse("top json", "does nothing for a table")
+    output = None if options.output == "-" else options.output
     check_parent(output)
     check_output(output, _PREDICTED, options.overwrite)
 
@@ -90,8 +88,8 @@ def predict(arguments: Sequence[str]) -> int:
     while len(found := classifier(islice(images, _AT_ONCE))):
         probabilities += found
     results = list(zip(read, probabilities, strict=True))
-    if options.csv:
-        code = _report_unreadable(bad, files)
+    code = _report_unreadable(bad, files)
+    if options.output is not None:
         names = [classifier.label(index) for index in range(len(probabilities[0]))]
         written = predictions_csv(["path"], names, results)
         if output is None:
@@ -100,28 +98,16 @@ def predict(arguments: Sequence[str]) -> int:
             write_output(output, written, _PREDICTED, options.overwrite)
             print(Path(output).absolute())
         return code
-    listed = []
-    for file, row in results:
-        classes = classifier.top_classes(row, options.top)
-        listed.append({"image": str(file), "classes": classes})
-        if not options.json:
-            shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
-            print(f"{printable(str(file))}: {printable(shown)}")
+    named = [(str(file), classifier.top_classes(row, options.top)) for file, row in results]
     if options.json:
-        print(json.dumps(listed, indent=2))
-    return _report_unreadable(bad, files)
-
-
-def _with_output(arguments: Sequence[str]) -> list[str]:
-    """`--csv FILE.csv` as `--output FILE.csv`; other words after `--csv` are images."""
-    words = list(arguments)
-    for index, word in enumerate(words):
-        flag, _, file = word.partition("=")
-        if flag == "--csv" and file and not file.endswith(".csv"):
-            raise UserError(f"--csv writes a file that ends in .csv, not {file}")
-        if flag == "--csv" and (file or "".join(words[index + 1 : index + 2]).endswith(".csv")):
-            words[index] = word.replace("--csv", "--output")
-    return words
+        print(
+            json.dumps([{"image": file, "classes": classes} for file, classes in named], indent=2)
+        )
+        return code
+    for file, classes in named:
+        shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())
+        print(f"{printable(file)}: {printable(shown)}")
+    return code
 
 
 def predictions_csv(
@@ -129,12 +115,12 @@ def predictions_csv(
     classes: Sequence[str],
     rows: Iterable[tuple[*tuple[object, ...], Tensor]],
 ) -> str:
-    """A table of what images are called, the prediction, and every class's probability.
+    """A table: what `heading` says of an image, its prediction, every class's probability.
 
     Args:
-        heading: of what comes before the prediction.
+        heading: names of the first columns.
         classes: in the order of the probabilities.
-        rows: what `heading` says, and (classes,) probabilities.
+        rows: the first cells, and (classes,) probabilities.
     """
     listed: list[list[object]] = [[*heading, "prediction", *classes]]
     for *named, probabilities in rows:
@@ -146,13 +132,7 @@ def predictions_csv(
 def _read_images(
     files: Iterable[Path], decoding: Decoding, read: list[Path], bad: list[str]
 ) -> Iterator[Image.Image]:
-    """The images in files that can be read.
-
-    Args:
-        files: what to read.
-        decoding: how.
-        read, bad: are given the files of the images so far, and a sentence on each other.
-    """
+    """The images in files, of which `read` gets those read so far, `bad` a sentence on others."""
     for file in files:
         try:
             # In no variable, which would keep it while the next one is decoded.
@@ -165,11 +145,7 @@ def _read_images(
 
 
 def _report_unreadable(bad: Sequence[str], files: Sequence[Path]) -> int:
-    """Name the files that could not be read; the exit code.
-
-    Raises:
-        UserError: if none could.
-    """
+    """Name the files that could not be read, an error if none could; the exit code."""
     if len(bad) == len(files):
         others = f" (nor can the other {len(bad) - 1} images be read)" if len(bad) > 1 else ""
         raise UserError(bad[0] + others)
@@ -185,9 +161,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     Of a folder or table that is given, all images count, or those of its part to evaluate on.
     """
     parser = Parser("eval", evaluate.__doc__)
-    parser.add_model("run", nargs="?", default=None)
+    parser.add_model("model")
     parser.add_argument("images", nargs="?", help="folder of images by class, or a labels.csv")
-    parser.add("--weights", None, "the same, by name")
     parser.add("--img_size", None, "side in pixels, or [height,width]", _SIZE)
     parser.add("--batch_size", 256, "images at once")
     parser.add("--precision", "fp32", "fp32, bf16-mixed, fp16-mixed or auto")
@@ -197,11 +172,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_settings(DataConfig(), "data.", short={"dataset": "--data"})
     options = parser.read(arguments)
     parser.refuse(_OF_TRAINING, "chooses among training images; others are evaluated on")
-    if options.weights is not None and options.images is None:
-        options.run, options.images = None, options.run
-    if (options.run is None) == (options.weights is None):
-        raise UserError("give one model to evaluate, by itself or as --weights")
-    model = GivenModel(options.weights if options.run is None else options.run, options)
+    model = GivenModel(options.model, options)
     check_parent(options.predictions)
     check_output(options.predictions, _EVALUATED, options.overwrite)
 

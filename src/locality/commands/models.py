@@ -21,9 +21,8 @@ from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, v
 def architectures(arguments: Sequence[str]) -> None:
     """List the models: parameters, multiply-accumulates, image size."""
     parser = Parser("models", architectures.__doc__)
-    parser.add_argument(
-        "filter", nargs="?", default="", help="part of a name, or a pattern: 'convit_*'"
-    )
+    text = "part of a name, or a pattern: 'convit_*'"
+    parser.add_argument("filter", nargs="?", default="", help=text)
     parser.add("--family", None, "only one of: convit, deit, cvt")
     parser.add("--pretrained", False, "list public weights instead")
     parser.add("--json", False, "print JSON")
@@ -47,27 +46,18 @@ def _models(options: Any) -> list[dict[str, object]]:
 
     rows: list[dict[str, object]] = []
     for name in models.list_models(options.filter, options.family):
-        row = variant(name)
         with torch.device("meta"):
             model = models.build(name)
-        height, width = model.img_size
-        parameters, macs = _costs(model)
-        rows.append(
-            {
-                "model": name,
-                "params (M)": parameters,
-                "GMACs": macs,
-                "image": f"{height}" if height == width else f"{height}×{width}",
-                "compare with": row.baseline or "",
-                "source": row.source,
-            }
-        )
+        size = [f"{side}" for side in model.img_size]
+        row = {"model": name, **_costs(model), "image": "×".join(dict.fromkeys(size))}
+        about = {"compare with": variant(name).baseline or "", "source": variant(name).source}
+        rows.append({**row, **about})
     return rows
 
 
-def _costs(model: models.ImageClassifier) -> tuple[str, str]:
-    """Millions of parameters, and GMACs."""
-    return f"{models.count_parameters(model) / 1e6:.2f}", f"{models.count_macs(model) / 1e9:.3g}"
+def _costs(model: models.ImageClassifier) -> dict[str, str]:
+    parameters, macs = models.count_parameters(model) / 1e6, models.count_macs(model) / 1e9
+    return {"params (M)": f"{parameters:.2f}", "GMACs": f"{macs:.3g}"}
 
 
 def _pretrained(options: Any) -> list[dict[str, object]]:
@@ -89,7 +79,7 @@ def convert(arguments: Sequence[str]) -> None:
     and write it in another. Nothing in a pickled file is ever executed.
     """
     parser = Parser("convert", convert.__doc__)
-    parser.add_model("source", also="--model")
+    parser.add_model("source")
     parser.add_argument("target", help="folder, or a file ending in .safetensors or .pth")
     parser.add("--to", "locality", f"one of: {', '.join(KEY_MAP_NAMES)}")
     parser.add_overwrite()
@@ -97,16 +87,8 @@ def convert(arguments: Sequence[str]) -> None:
     GivenModel(options.source, options)
     check_target(Path(options.target), options.to, options.overwrite)
 
-    done = checkpoints.convert(
-        options.source,
-        options.target,
-        options.to,
-        options.variant,
-        options.entry,
-        options.overwrite,
-        dict(options.set),
-    )
-    print(done)
+    given = options.variant, options.entry, options.overwrite, dict(options.set)
+    print(checkpoints.convert(options.source, options.target, options.to, *given))
 
 
 def transform(arguments: Sequence[str]) -> None:
@@ -136,9 +118,8 @@ def transform(arguments: Sequence[str]) -> None:
 
     about: dict[str, Any] = {}
     if options.random or options.weights is not None:
-        before = locality.create_model(
-            options.model, weights=options.weights, entry=options.entry
-        ).eval()
+        start = {"weights": options.weights, "entry": options.entry}
+        before = locality.create_model(options.model, **start).eval()
     else:
         opened = given.open()
         before = opened.module()
@@ -147,7 +128,7 @@ def transform(arguments: Sequence[str]) -> None:
     starts = {name: value for name, value in starts.items() if value is not None}
     after = locality.transform(before, options.layers, **starts)
     locality.save(after, options.output, **about)
-    rows = [[name, *_costs(model)] for name, model in (("before", before), ("after", after))]
+    rows = [["before", *_costs(before).values()], ["after", *_costs(after).values()]]
     print(f"attention computes {', '.join(select_convolutions(before, options.layers))}\n")
     print(table(rows, ["", "params (M)", "GMACs"]))
     print(
@@ -167,12 +148,8 @@ def export(arguments: Sequence[str]) -> None:
     parser.add_model("model")
     parser.add_argument("output", help="file ending in .onnx or .pt2")
     parser.add("--format", "onnx", "onnx or torch-export")
-    parser.add(
-        "--int8",
-        None,
-        "linear layers in eight bits; a folder of images to say what that loses and gains, best "
-        "with a folder per class",
-    )
+    text = "linear layers in eight bits; a folder of images (best with one per class) to compare on"
+    parser.add("--int8", None, text)
     parser.add_overwrite()
     options = parser.read(arguments)
 

@@ -51,13 +51,11 @@ class Parser(argparse.ArgumentParser):
         self.given: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
 
-    def add(
-        self, name: str, default: Any, help: str, type: Any = None, also: str = "", **how: Any
-    ) -> None:
+    def add(self, name: str, default: Any, help: str, type: Any = None, **how: Any) -> None:
         """Add an option that takes one value, or is a switch (False).
 
-        Without a `type` it takes text, or from 1 on whole numbers if its default is one. `also` is
-        another name; `how` goes to argparse.
+        Without a `type` it takes text, or from 1 on whole numbers if its default is one; `how`
+        goes to argparse.
         """
         if default is False:
             how |= {"action": "store_true"}
@@ -66,8 +64,7 @@ class Parser(argparse.ArgumentParser):
         else:
             how = _typed(name[2:], type or (Count if isinstance(default, int) else str))
         self._values[name[2:]], self._texts[name[2:]] = default, help
-        flags, how["help"] = [name, also] if also else [name], _explained(help, default)
-        self.add_argument(*flags, dest=name[2:], default=SUPPRESS, **how)
+        self.add_argument(name, default=SUPPRESS, help=_explained(help, default), **how)
 
     def add_settings(
         self,
@@ -101,29 +98,21 @@ class Parser(argparse.ArgumentParser):
                 help = _explained(setting.text, default)
                 self.add_argument(*flags, dest=option, default=SUPPRESS, help=help, **how)
 
-    def add_model(self, name: str, also: str = "", **how: Any) -> None:
-        """Add an argument that names a model, and the options that `GivenModel` reads.
-
-        `also` is another name of `--variant`.
-        """
+    def add_model(self, name: str, **how: Any) -> None:
+        """Add an argument that names a model, and the options that `GivenModel` reads."""
         self.add_argument(name, **({"help": MODEL} | how))
-        self.add("--variant", None, "architecture, if the weights do not tell", also=also)
+        self.add("--variant", None, "architecture, if the weights do not tell")
         self.add("--entry", None, "which state dict, if a file has several")
         text = "a setting of the model, where the weights do not tell it: kv_stride=1"
         self.add("--set", [], text, action="append", metavar="NAME=VALUE", type=_assigned)
 
     def add_overwrite(self) -> None:
         """Add the option to replace a file that the command did not write."""
-        self.add(
-            "--overwrite", False, "replace what is there, even if this command did not write it"
-        )
+        text = "replace what is there, even if this command did not write it"
+        self.add("--overwrite", False, text)
 
     def read(self, arguments: Sequence[str]) -> Namespace:
-        """The options in `arguments`.
-
-        Raises:
-            UserError: for an unknown option (with the nearest) or a value of the wrong type.
-        """
+        """The options in `arguments`."""
         options = self._options()
         places = [action for action in self._actions if not action.option_strings]
         shown = [f"[{each.dest}]" if each.nargs in ("?", "*") else each.dest for each in places]
@@ -153,15 +142,7 @@ class Parser(argparse.ArgumentParser):
         return Namespace(**self._values | vars(found))
 
     def refuse(self, options: str, why: str) -> None:
-        """Refuse options that would do nothing.
-
-        Args:
-            options: names, separated by spaces.
-            why: the rest of the sentence.
-
-        Raises:
-            UserError: if one of them is given.
-        """
+        """Refuse options, names separated by spaces, that would do nothing, and say why."""
         flags = self._option_string_actions
         if found := [name for name in options.split() if self.given.get(name) is not None]:
             named = [f"--{n}" if f"--{n}" in flags else str(self.given[n]) for n in found]

@@ -79,11 +79,9 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add("--minutes", None, "for everything; 10 unless given", checks.Positive)
     parser.add("--steps", None, "of every run, in the place of --minutes", checks.Count)
     parser.add("--seeds", None, "runs of each model and part; 3 unless given", checks.Count)
-    parser.add(
-        "--folds", None, "in the place of --seeds: evaluate on each of k parts", checks.Count
-    )
-    text = "of the training images, with commas; 1 unless given"
-    parser.add("--fractions", None, text)
+    text = "in the place of --seeds: evaluate on each of k parts"
+    parser.add("--folds", None, text, checks.Count)
+    parser.add("--fractions", None, "of the training images, with commas; 1 unless given")
     parser.add("--img_size", None, "pixels, from scratch; 32 unless given", checks.Count)
     parser.add("--output", None, "folder for runs and page; runs/compare/… unless given")
     parser.add("--jobs", 2, "runs at a time")
@@ -129,18 +127,16 @@ def compare(arguments: Sequence[str]) -> int:
     if options.dry_run:
         return 0
     page = comparison_page.LivePage(output, runs)
-    outcomes = run_all(
-        runs, options.jobs, options.executor, options.threads, options.quiet, page.after
-    )
+    how = options.jobs, options.executor, options.threads, options.quiet
+    outcomes = run_all(runs, *how, page.after)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     for outcome in failed:
         say(f"{outcome.run.name} failed: {outcome.error}")
     finished = [outcome.run for outcome in outcomes if outcome.error is None]
     record_baselines(run.folder for run in finished)
     speed = comparison.measure_inference(finished, folder)
-    path, said = comparison_page.build_comparison(
-        [run.folder for run in finished], page.output, speed
-    )
+    folders = [run.folder for run in finished]
+    path, said = comparison_page.build_comparison(folders, page.output, speed)
     print(f"{said}\n{path.absolute()}")
     return 1 if failed else 0
 

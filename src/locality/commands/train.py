@@ -78,26 +78,21 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
 
     It is also printed before the run where its settings were chosen here: it is what to expect.
     """
-    from locality.analysis.baselines import (
-        advice,
-        expected_baselines,
-        listed,
-        read_baselines,
-        record_baselines,
-    )
+    from locality.analysis import baselines
 
     known: dict[str, Any] = {}
     if not is_main_process():
         training.train(config, folder, quiet=quiet)
         return
     if fit is not None and not quiet:
-        say(f"to beat, on the same pixels: {listed(expected_baselines(config, known))}")
+        expected = baselines.expected_baselines(config, known)
+        say(f"to beat, on the same pixels: {baselines.listed(expected)}")
     result = training.train(config, folder, quiet=quiet)
-    record_baselines([folder], known)
+    baselines.record_baselines([folder], known)
     if not quiet:
-        baselines = read_baselines(folder)
-        print("\n".join(_closing(folder, result, listed(baselines))), file=sys.stderr)
-        if warning := advice(config.model.name, result["top1"], baselines):
+        found = baselines.read_baselines(folder)
+        print("\n".join(_closing(folder, result, baselines.listed(found))), file=sys.stderr)
+        if warning := baselines.advice(config.model.name, result["top1"], found):
             say(warning)
 
 
@@ -137,9 +132,6 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     """The configuration and the other options that `arguments` ask for.
 
     The recipe gives every value; files of `--config` and then dotted names change some.
-
-    Raises:
-        UserError: for an unknown recipe or setting, or a value that does not fit.
     """
     word = first_word(arguments)
     shown = "digits" if word is None else word if word in RECIPES else "photos"
@@ -147,18 +139,13 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     parser = Parser(command, (finetune if command == "finetune" else train).__doc__)
     text = f"a folder of images, a labels.csv, or a recipe: {', '.join(RECIPES)}"
     parser.add_argument("what", nargs="?", help=text)
-    parser.add("--recipe", [], "the same, of a recipe", action="append")
     text = "YAML file with settings, such as the config.yaml of a run"
     parser.add("--config", [], text, action="append")
     parser.add("--output", None, "run folder; runs/… unless given")
     parser.add("--resume", None, "run folder, to go on with its own settings and no others")
     parser.add("--print_config", False, "print every setting as YAML, for --config; no start")
-    parser.add(
-        "--minutes",
-        None,
-        "how long a run on a custom dataset may take; 10 unless given",
-        checks.Positive,
-    )
+    text = "how long a run on a custom dataset may take; 10 unless given"
+    parser.add("--minutes", None, text, checks.Positive)
     parser.add("--dry_run", False, "check everything, print the cost")
     text = "speed for --dry_run's hours; measured here unless given"
     parser.add("--images_per_second", None, text, checks.Positive)
@@ -173,13 +160,14 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     else:
         parser.refuse("record quiet", "does nothing beside --dry_run")
 
-    recipes = [*options.recipe, *(["finetune"] if command == "finetune" else [])]
-    asked, given = what_to_train(options.what, recipes)
-    run = run_to_resume(options, asked)
-    if run is not None:
-        parser.refuse("minutes", _ONLY_FOR_IMAGES)
-        options.output, options.fit = run, None
-        return resumed(run, parser.settings), options
+    if options.resume is not None:
+        parser.refuse("what config output minutes", "does nothing beside --resume")
+        folder = Path(options.resume)
+        if not folder.exists():
+            raise missing(folder)
+        options.output, options.fit = folder, None
+        return resumed(folder, parser.settings), options
+    asked, given = what_to_train(options.what, command == "finetune")
     for file in options.config:
         values = read_yaml(file) or {}
         checks.shaped(file, values, dict)
@@ -187,37 +175,32 @@ def read_run(arguments: Sequence[str], command: str = "train") -> tuple[RunConfi
     labelled = str(given.get("recipe"))
     name = asked if asked else labelled if labelled in RECIPES else "digits"
     if asked and "recipe" in given and labelled != name:
-        raise UserError(
-            f"recipe '{name}' is asked for and {options.config[-1]} is of '{labelled}'; give one"
-        )
+        raise UserError(f"give one recipe: '{name}', or '{labelled}' of {options.config[-1]}")
     given |= parser.settings
     new = options.minutes, options.output, options.quiet
     config, options.output, options.fit = resolve(name, given, *new)
     return config, options
 
 
-def what_to_train(word: str | None, recipes: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+def what_to_train(word: str | None, finetune: bool) -> tuple[str | None, dict[str, Any]]:
     """The recipe that is asked for, and the settings of the images that are.
 
     Args:
         word: a recipe, or the path of images; None is neither.
-        recipes: those asked for otherwise.
-
-    Raises:
-        FileNotFoundError, UserError: if there are no such images, or for two recipes.
+        finetune: from weights.
     """
-    given: dict[str, Any] = {}
-    if word is not None:
-        named = word in RECIPES or not ("/" in word or Path(word).exists())
-        both = word in CUSTOM_DATA_RECIPES and Path(word).is_dir()
-        if both or not named:
-            given = images_at(Path(word))
-        elif Path(word).is_dir() and not is_run_folder(word):
-            say(f"{word} is a recipe; to train on the folder of that name, write ./{word}")
-        recipes = [*recipes, word] if named and not (both and recipes) else recipes or ["photos"]
-    if len(set(recipes)) > 1:
-        raise UserError(f"recipes {' and '.join(recipes)} are asked for; give one")
-    return (recipes[0] if recipes else None), given
+    named = "finetune" if finetune else None
+    if word is None:
+        return named, {}
+    is_folder = Path(word).is_dir()
+    is_path = word not in RECIPES and ("/" in word or Path(word).exists())
+    if is_path or (is_folder and word in CUSTOM_DATA_RECIPES):
+        return named or "photos", images_at(Path(word))
+    if named not in (None, word):
+        raise UserError(f"fine-tuning is a recipe, and so is {word}; give images in its place")
+    if is_folder and not is_run_folder(word):
+        say(f"{word} is a recipe; to train on the folder of that name, write ./{word}")
+    return word, {}
 
 
 def resolve(
@@ -237,18 +220,13 @@ def resolve(
         minutes: how long a run on a custom dataset may take, unless a length is given.
         output: the folder; one in runs/ unless given.
         quiet: say nothing of what is ignored.
-
-    Raises:
-        UserError: for a setting that does not exist or fit, or images that cannot be used.
     """
     on_images = name in CUSTOM_DATA_RECIPES and given.get("data.root") is not None
     if minutes is not None and not on_images:
         raise UserError(f"--minutes {_ONLY_FOR_IMAGES}")
     lengths = [key for key in ("schedule.steps", "schedule.epochs") if given.get(key) is not None]
     if lengths and minutes is not None:
-        raise UserError(
-            f"--minutes and --{lengths[0]} both say how long to train; give one of them"
-        )
+        raise UserError(f"--minutes and --{lengths[0]} exclude each other; give one of them")
     weights = given.get("model.weights", recipe(name).model.weights)
     as_weights = on_images and weights is not None and "model.name" not in given
     # The architecture that settings of the model are of is then only known from the weights.
@@ -280,15 +258,7 @@ def resolve(
 
 
 def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run that goes on, with some settings changed.
-
-    Args:
-        run: its folder.
-        given: settings by dotted name.
-
-    Raises:
-        UserError: if its schedule would change, with the command for a run from its weights.
-    """
+    """The configuration of a run that goes on with some settings changed, but for its schedule."""
     begun = read_config(run)
     config, planned = replace(begun, given), begun.schedule
     if config.schedule != planned:
@@ -303,29 +273,6 @@ def resumed(run: Path, given: Mapping[str, Any]) -> RunConfig:
             f"--output {run}-longer {shlex.join(words)}"
         )
     return config
-
-
-def run_to_resume(options: Any, asked: str | None) -> Path | None:
-    """The run that `--resume` names, or `--output` where nothing else says what to train.
-
-    Raises:
-        UserError: if it is not there, or there is more than one word on what to train.
-    """
-    others = [*([asked] if asked else []), *options.config]
-    output = options.output
-    if options.resume is None:
-        return Path(output) if output and not others and is_run_folder(output) else None
-    if output:
-        others.append(f"--output {output}")
-    if others:
-        raise UserError(
-            f"--resume goes on with the settings of {options.resume}, in its folder; leave out "
-            f"{', '.join(others)}"
-        )
-    run = Path(options.resume)
-    if not run.exists():
-        raise missing(run)
-    return run
 
 
 def default_folder(config: RunConfig) -> Path:
@@ -371,7 +318,7 @@ def fit(
         for name, value in named.items()
         if value is not None or name in settings
     }
-    asked, found = what_to_train(os.fspath(images), [] if weights is None else ["finetune"])
+    asked, found = what_to_train(os.fspath(images), weights is not None)
     config, folder, chosen = resolve(asked or "digits", found | given, minutes, output, quiet)
     if chosen is None:
         check_places(config, folder)
