@@ -31,12 +31,13 @@ from locality.training.cost import image_counts
 from locality_papers.measures import (
     TOP1,
     Measure,
+    Quantity,
     combined,
     masked_top1,
     measured,
 )
 from locality_papers.scales import FAMILIES, Scale, variation
-from locality_papers.specs import Cells, Column, Question, Table, experiment, rows_of
+from locality_papers.specs import Cells, Column, Table, experiment
 
 FRACTIONS = (0.05, 0.2, 1.0)
 
@@ -63,7 +64,7 @@ def _parts(fractions: Sequence[float]) -> dict[str, Column]:
 
 def _questions(
     cells: Cells, columns: Mapping[str, str], pairs: Mapping[str, tuple[str, str]]
-) -> tuple[Question, ...]:
+) -> dict[str, dict[str, Quantity]]:
     """Our own questions, of every column that has both rows: is the first above the second?
 
     Args:
@@ -71,12 +72,13 @@ def _questions(
         columns: metric of a column → what its questions begin with.
         pairs: question → labels of the two rows.
     """
-    return tuple(
-        Question(f"{name}: {text}", "", cells[first][metric] - cells[second][metric])
+    asked = {
+        f"{name}: {text}": cells[first][metric] - cells[second][metric]
         for metric, name in columns.items()
         for text, (first, second) in pairs.items()
         if metric in cells[first] and metric in cells[second]
-    )
+    }
+    return {"": asked}
 
 
 def _is_above(first: str, second: str) -> dict[str, tuple[str, str]]:
@@ -127,7 +129,7 @@ def trained_convolutions(s: Scale) -> Table:
     }
     parts = _parts(FRACTIONS)
     return Table(
-        rows_of(cells),
+        cells,
         parts,
         about="Not in the papers. The net is trained on the same images for the same number of "
         "steps; `init_from_conv2d_` then keeps as much of each kernel as the heads can carry.",
@@ -159,7 +161,7 @@ def finetuning(s: Scale) -> Table:
     cells = _top1({family: _transferred(s, f"{family}-S") for family in FAMILIES})
     pairs = _is_above("from weights", "from scratch") | _is_above(_LAYERWISE, "from scratch")
     return Table(
-        rows_of(cells),
+        cells,
         {family: Column(family) for family in FAMILIES},
         about=f"Not in the papers. Weights come from all images of the first half of the classes; "
         f"then {percent(_FEW)} of the images of the other half are trained on, for as many steps, "
@@ -266,7 +268,7 @@ def transformed(s: Scale) -> Table:
     pairs = _is_above(first, "the ResNet, trained on")
     pairs |= _is_above(first, "ConViT from scratch, as long in all")
     return Table(
-        rows_of(cells),
+        cells,
         columns | {"gate": Column("mean gate"), "left": Column("heads that left")},
         about=f"Not in the papers here: d'Ascoli et al. 2021 did it with ImageNet. The net is "
         f"trained, transformed and fine-tuned for {_FINE_TUNING:.0%} of its steps, on the same "
@@ -311,7 +313,7 @@ def initialisations(s: Scale) -> Table:
         | _is_above("ConViT, trained_conv", "ConViT, conv (Eq. 5)")
     )
     return Table(
-        rows_of(cells),
+        cells,
         parts,
         about="Not in the papers. Mimetic: Trockman & Kolter 2023; impulse: Zheng et al. 2025, in "
         "closed form. For trained_conv the net of the last row is trained for as many steps on the "

@@ -12,7 +12,7 @@ from locality.commands.parsing import Parser, first_word, peek
 from locality.commands.train import SHORT
 from locality.errors import UserError, lookup, unknown
 from locality.files import read_yaml
-from locality.settings import replace
+from locality.settings import parse, replace
 from locality.training.config import model_settings
 
 _HERE = Path(__file__).parent
@@ -41,12 +41,8 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--output", "results", "folder for tables and figures")
     parser.add("--runs", "runs/reproduce", "folder for the runs, shared by all tables")
     parser.add("--seeds", None, "runs of every cell; the scale's unless given", checks.Count)
-    parser.add(
-        "--fraction",
-        None,
-        "of the fractions of the data that a table compares, this alone",
-        checks.Positive,
-    )
+    text = "of the fractions of the data that a table compares, these alone: 0.05,0.3"
+    parser.add("--fraction", None, text)
     parser.add("--jobs", 2, "runs at a time")
     parser.add("--threads", None, "threads per run", checks.Count)
     parser.add("--executor", "local", "local or submitit")
@@ -71,6 +67,9 @@ def reproduce(arguments: Sequence[str]) -> None:
     if options.name not in (None, *(names := [*experiment_names(), "all"])):
         raise unknown("experiment", options.name, names)
     lookup("scale", options.scale, scales)
+    fraction = None
+    if options.fraction is not None:
+        fraction = parse(f"[{options.fraction}]", tuple[checks.PositiveShare, ...], "fraction")
     from locality_papers import reproduce as study
 
     if options.list:
@@ -89,7 +88,7 @@ def reproduce(arguments: Sequence[str]) -> None:
         runs=options.runs,
         data=options.data,
         seeds=options.seeds,
-        fraction=options.fraction,
+        fraction=fraction,
         recorded=options.recorded,
         quiet=options.quiet,
     )

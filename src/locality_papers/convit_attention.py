@@ -12,14 +12,7 @@ from locality.figures.curves import Line, gate_lines, nonlocality_lines
 from locality_papers.convit_tables import with_teacher
 from locality_papers.measures import TRAJECTORY, Quantity, combined, summed_rate
 from locality_papers.scales import FAMILIES, Scale
-from locality_papers.specs import (
-    Figure,
-    Panel,
-    Series,
-    experiment,
-    questions,
-    stated,
-)
+from locality_papers.specs import Figure, Panel, Series, experiment
 
 GATES_FALL = 0.731
 """From σ(1), where gates start, to 0, which their mean reaches in layers 6 to 10 (§4, p. 8)."""
@@ -127,7 +120,7 @@ def figure_5(s: Scale) -> Figure:
     return Figure(
         tuple(_nonlocality_panel(s, *each) for each in found.items()),
         about="Nonlocality (Eq. 8) of every layer on its own inputs, over training.",
-        questions=questions("§4, p. 7, Fig. 5", asked),
+        questions={"§4, p. 7, Fig. 5": asked},
     )
 
 
@@ -138,7 +131,7 @@ def figure_6(s: Scale) -> Figure:
     half = _half(s.architecture("ConViT-S").gpsa_layers)
     fall = gate(lambda of: fmean(of.mean_gates[-half:, 0] - of.mean_gates[-half:, -1]))
     asked = {
-        "Do gates of the deeper half fall?": stated(fall, GATES_FALL),
+        "Do gates of the deeper half fall?": fall.stated(GATES_FALL),
         "Does the deeper half end with less positional attention than the first?": gate(
             lambda of: of.above_deeper(of.mean_gates[:, -1])
         ),
@@ -146,7 +139,7 @@ def figure_6(s: Scale) -> Figure:
     return Figure(
         _gate_panels(s, "S"),
         about="The gate σ(λ) of positional attention, per head; black: mean over heads.",
-        questions=questions("§4, pp. 7–8, Fig. 6", asked),
+        questions={"§4, pp. 7–8, Fig. 6": asked},
     )
 
 
@@ -167,7 +160,7 @@ def figure_10(s: Scale) -> Figure:
     return Figure(
         panels,
         about="Nonlocality (Eq. 8) of every layer of DeiT.",
-        questions=questions("app. B, Fig. 10", asked),
+        questions={"app. B, Fig. 10": asked},
     )
 
 
@@ -184,7 +177,7 @@ def figure_13(s: Scale) -> Figure:
     return Figure(
         tuple(_nonlocality_panel(s, *each) for each in found.items()),
         about="Nonlocality (Eq. 8) of every layer; sizes are compared by how much it has grown.",
-        questions=questions("app. D, Fig. 13", asked),
+        questions={"app. D, Fig. 13": asked},
     )
 
 
@@ -197,9 +190,8 @@ def figure_14(s: Scale) -> Figure:
     }
     # Of ten gated layers all but the first 4 in Ti, 5 in S and 6 in B end near 0 (app. D).
     ends = {
-        size: stated(
-            reducer(of, unit="of attention")(lambda of: fmean(of.mean_gates[:, -1])),
-            GATES_FALL * (4 + n) / 10,
+        size: reducer(of, unit="of attention")(lambda of: fmean(of.mean_gates[:, -1])).stated(
+            GATES_FALL * (4 + n) / 10
         )
         for n, (size, of) in enumerate(found.items())
     }
@@ -207,5 +199,5 @@ def figure_14(s: Scale) -> Figure:
     return Figure(
         (*_gate_panels(s, "Ti"), *_gate_panels(s, "B")),
         about="The gate σ(λ) of positional attention, per head.",
-        questions=questions("§4, p. 8, and app. D, Fig. 14", asked),
+        questions={"§4, p. 8, and app. D, Fig. 14": asked},
     )

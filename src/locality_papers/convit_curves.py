@@ -22,20 +22,11 @@ from locality_papers.measures import (
     combined,
     computed,
     over,
-    ratio,
     relative_gain,
     top1_at,
 )
 from locality_papers.scales import FAMILIES, Scale, variation
-from locality_papers.specs import (
-    Figure,
-    Panel,
-    Series,
-    experiment,
-    questions,
-    shaded,
-    stated,
-)
+from locality_papers.specs import Figure, Panel, Series, experiment, shaded
 
 
 def accuracy_by_size(
@@ -101,17 +92,17 @@ def figure_1(s: Scale) -> Figure:
     return Figure(
         (Panel("Inductive bias", "training images (%)", "top-1 (%)", series, log_x=True),),
         about="The first layers are 3×3 convolutions, gated positional attention, or attention.",
-        questions=questions("§1, p. 2, Fig. 1", asked),
+        questions={"§1, p. 2, Fig. 1": asked},
     )
 
 
 @experiment("convit/figure-2a", "Sample efficiency")
 def figure_2a(s: Scale) -> Figure:
     """Accuracy against the fraction of the data, and the relative improvement."""
-    rows, table = table_2(s).rows, published.rows("convit/table-2")
+    table = published.rows("convit/table-2")
     parts, label = [100 * fraction for fraction in s.fractions], "training images (%)"
     cells: dict[str, Mapping[str, Mapping[str, Quantity]]] = {
-        "Here": {row.label: row.cells for row in rows},
+        "Here": table_2(s).cells,
         "Published": {
             row: {column: computed(partial(float, of.value)) for column, of in table[row].items()}
             for row in map(percent, s.fractions)
@@ -189,19 +180,19 @@ def figure_8(s: Scale) -> Figure:
     few, many, none = (_with_gpsa(s, TOP1, layers) for layers in (least, most, 0))
     weak, *_, strong = (_with_gpsa(s, TOP1, all_of_them, strength) for strength in _STRENGTHS)
     # The paper's boosts stand in its Fig. 8.
-    early_boost = ratio(_with_gpsa(s, TOP1_EARLY, most), _with_gpsa(s, TOP1_EARLY, 0))
+    early_boost = _with_gpsa(s, TOP1_EARLY, most) / _with_gpsa(s, TOP1_EARLY, 0)
     asked = {
         "Does accuracy grow with the locality strength?": strong - weak,
         "Does accuracy grow with the number of GPSA layers?": many - few,
-        "Do GPSA layers help more early in training than at the end?": stated(early_boost, 1.87)
-        - stated(ratio(many, none), 1.47),
+        "Do GPSA layers help more early in training than at the end?": early_boost.stated(1.87)
+        - (many / none).stated(1.47),
     }
     return Figure(
         panels,
         about="On the smaller training set; zero GPSA layers is DeiT. Early is the first "
         "evaluation from a twentieth of the run after its warm-up on: the paper's boost is ×1.87 "
         "at such a time and ×1.47 at the end.",
-        questions=questions("§4, pp. 8–9, Fig. 8", asked),
+        questions={"§4, pp. 8–9, Fig. 8": asked},
     )
 
 
@@ -234,7 +225,7 @@ def figure_9(s: Scale) -> Figure:
         (Panel("Learning curves", "epochs", "top-1 (%)", tuple(series)),),
         about="PSA adds content and position before one softmax (Eq. 4); GPSA mixes two (Eq. 7). "
         "PSA with content, whose queries and keys do not start at zero, is not in the paper.",
-        questions=(*questions("app. A, Fig. 9", asked), *questions("", ours)),
+        questions={"app. A, Fig. 9": asked, "": ours},
     )
 
 
@@ -267,7 +258,8 @@ def figure_11(s: Scale) -> Figure:
         """The figure's models are Ti+, S+ and B+, whose accuracies Table 1 prints."""
         names = [f"{family}-{printed}" for family in FAMILIES]
         papers = [published.value("convit/table-1", name, "top1").value for name in names]
-        return relative_gain(*map(stated, both(BEST_TOP1, size, seeds=s.few_seeds), papers))
+        found = both(BEST_TOP1, size, seeds=s.few_seeds)
+        return relative_gain(*map(Quantity.stated, found, papers))
 
     smallest, largest = gain(sizes[0], "Ti+"), gain(sizes[-1], "B+")
     falling = absent("needs 1,000 epochs of CIFAR-100 at 224 pixels")
@@ -290,7 +282,7 @@ def figure_11(s: Scale) -> Figure:
     return Figure(
         tuple(panels),
         about="Solid: ConViT. Dashed: DeiT. Improvements are those of the best evaluations.",
-        questions=questions("app. C, Fig. 11", asked),
+        questions={"app. C, Fig. 11": asked},
     )
 
 

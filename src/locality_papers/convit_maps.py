@@ -34,7 +34,7 @@ def skeleton(name: str) -> ImageClassifier:
 def figure_4(s: Scale) -> Figure:
     """Drawn from the paper's models as they are built here, whatever the scale."""
 
-    def draw(_: list[Path]) -> Any:
+    def draw() -> Any:
         deit, convit = build("deit_small"), build("convit_small")
         columns = {"ViT (DeiT-S)": diagrams.outline(deit), "ConViT-S": diagrams.outline(convit)}
         layer = diagrams.gated_layer(convit.blocks[0].attn)  # type: ignore[index, union-attr]
@@ -58,7 +58,7 @@ def figure_3(s: Scale) -> Figure:
     name, overrides = s.models["ConViT-S"]
     config = s.runs("ConViT-S", seeds=s.seeds[:1])[0].config
 
-    def draw(_: list[Path]) -> Any:
+    def draw() -> Any:
         size = config.model.img_size or variant(name).config.img_size
         fields = {**overrides, "img_size": size}
         if config.model.patch_size is not None:
@@ -92,8 +92,8 @@ def _maps_figure(s: Scale, size: str, images: Sequence[int]) -> Figure:
     runs = tuple(s.runs(role, seeds=s.seeds[:1])[0] for role in roles)
     layers = (1, s.architecture(roles[1]).gpsa_layers - 1)
 
-    def draw(folders: list[Path]) -> Any:
-        captured = [run_pictures(folder, max(images) + 1) for folder in folders]
+    def draw() -> Any:
+        captured = [run_pictures(run.folder, max(images) + 1) for run in runs]
         return maps.maps(
             list(zip(map(s.called, roles), captured, strict=True)), layers, image=images
         )
@@ -121,19 +121,19 @@ def figure_16(s: Scale) -> Figure:
 @experiment("convit/figure-15", "Mean attention maps of DeiT before and after training")
 def figure_15(s: Scale) -> Figure:
     """Averages over images."""
-    runs = s.runs("DeiT-Ti", seeds=s.few_seeds[:1])
+    (run,) = s.runs("DeiT-Ti", seeds=s.few_seeds[:1])
     deep = max(1, round(0.75 * s.architecture("DeiT-Ti").depth))
 
-    def draw(folders: list[Path]) -> Any:
+    def draw() -> Any:
         captured = [
-            ("before training", run_pictures(folders[0], _AVERAGED_IMAGES, trained=False)),
-            ("after", run_pictures(folders[0], _AVERAGED_IMAGES)),
+            ("before training", run_pictures(run.folder, _AVERAGED_IMAGES, trained=False)),
+            ("after", run_pictures(run.folder, _AVERAGED_IMAGES)),
         ]
         return maps.maps(captured, (0, deep), image=None)
 
     return Figure(
         draw=draw,
-        drawn=runs,
+        drawn=(run,),
         about=f"Attention from the centre patch, averaged over {_AVERAGED_IMAGES} images, in "
         f"layers 1 and {deep + 1}.",
     )

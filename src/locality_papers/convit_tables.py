@@ -23,90 +23,80 @@ from locality_papers.measures import (
     masked_top1,
     relative_gain,
 )
-from locality_papers.scales import FAMILIES, Scale, variation
-from locality_papers.specs import (
-    Cells,
-    Column,
-    Row,
-    Table,
-    as_printed,
-    experiment,
-    questions,
-    rows_of,
-    standard_columns,
-)
+from locality_papers.scales import FAMILIES, FRACTIONS, Scale, variation
+from locality_papers.specs import Cells, Column, Table, as_printed, experiment, standard_columns
 
 
 @experiment("convit/table-1", "ConViT and DeiT of six sizes")
 def table_1(s: Scale) -> Table:
     """Parameters, cost, speed and accuracy of every size."""
+    measures = {"speed": INFERENCE_SPEED, "top1": TOP1, "top5": TOP5}
     cells: Cells = {}
     for size in s.sizes:
         for role in (f"DeiT-{size}", f"ConViT-{size}"):
-            measures = (INFERENCE_SPEED, TOP1, TOP5)
-            found = s.counted(role) | {
-                name: s.measured(m, role, seeds=s.seeds_of(size))
-                for name, m in zip(("speed", "top1", "top5"), measures, strict=True)
+            cells[role] = s.counted(role) | {
+                name: s.measured(measure, role, seeds=s.seeds_of(size))
+                for name, measure in measures.items()
             }
-            cells[role] = as_printed("convit/table-1", role, found)
-
+    cells = as_printed("convit/table-1", cells)
+    top1 = {role: of["top1"] for role, of in cells.items()}
     asked = {
-        f"Is ConViT-{size} above DeiT-{size}?": cells[f"ConViT-{size}"]["top1"]
-        - cells[f"DeiT-{size}"]["top1"]
+        f"Is ConViT-{size} above DeiT-{size}?": top1[f"ConViT-{size}"] - top1[f"DeiT-{size}"]
         for size in s.sizes
     }
     larger = absent("the sizes of its models here are not in the paper's proportion")
     if s.comparable:
-        larger = cells["ConViT-S+"]["top1"] - cells["DeiT-B"]["top1"]
-    asked["Is ConViT-S+ above the larger DeiT-B?"] = larger
-    columns = {
-        **standard_columns("parameters", "flops"),
-        "speed": Column("images/s, inference", "", 0),
-        **standard_columns("top1"),
-        "top5": Column("top-5"),
-    }
+        larger = top1["ConViT-S+"] - top1["DeiT-B"]
     return Table(
-        rows_of(cells),
-        columns,
+        cells,
+        {
+            **standard_columns("parameters", "flops"),
+            "speed": Column("images/s, inference", "", 0),
+            **standard_columns("top1"),
+            "top5": Column("top-5"),
+        },
         about="Accuracy, size and speed of ConViT and DeiT, all trained from scratch.",
-        questions=questions("§3, p. 6", asked),
+        questions={"§3, p. 6": asked | {"Is ConViT-S+ above the larger DeiT-B?": larger}},
     )
 
 
 @experiment("convit/table-2", "Sample efficiency: ConViT-S and DeiT-S on parts of the data")
 def table_2(s: Scale) -> Table:
     """Accuracy on fractions of the training images, and the relative gain of ConViT."""
-    cells: dict[float, dict[str, Quantity]] = {}
-    for fraction in s.fractions:
-        found: dict[str, Quantity] = {}
-        for m in (TOP1, TOP5):
-            pair = {
+    cells = as_printed(
+        "convit/table-2",
+        {
+            percent(fraction): {
                 f"{role}/{m.name}": s.measured(m, role, fraction=fraction)
+                for m in (TOP1, TOP5)
                 for role in ("DeiT-S", "ConViT-S")
             }
-            pair = as_printed("convit/table-2", percent(fraction), pair)
-            deit, convit = pair.values()
-            found |= pair | {f"gap/{m.name}": relative_gain(convit, deit)}
-        cells[fraction] = found
+            for fraction in s.fractions
+        },
+    )
+    for of in cells.values():
+        for m in (TOP1, TOP5):
+            pair = of[f"ConViT-S/{m.name}"], of[f"DeiT-S/{m.name}"]
+            of[f"gap/{m.name}"] = relative_gain(*pair)
     asked = {
-        f"With {percent(fraction)} of the images, is ConViT above DeiT?": of["ConViT-S/top1"]
-        - of["DeiT-S/top1"]
-        for fraction, of in cells.items()
+        f"With {part} of the images, is ConViT above DeiT?": of["ConViT-S/top1"] - of["DeiT-S/top1"]
+        for part, of in cells.items()
     }
-    if len(cells) > 1:
-        fewest, *_, most = (of["gap/top1"] for of in cells.values())
-        asked["Is ConViT's relative gain larger with few images than with many?"] = fewest - most
-    columns = {
-        f"{column}/{m.name}": Column(f"{name}, {title}", signed=column == "gap")
-        for m, title in ((TOP1, "top-1"), (TOP5, "top-5"))
-        for column, name in (("DeiT-S", "DeiT"), ("ConViT-S", "ConViT"), ("gap", "gap"))
-    }
+    fewest, most = (cells.get(percent(fraction)) for fraction in (FRACTIONS[0], FRACTIONS[-1]))
+    if fewest and most:
+        asked["Is ConViT's relative gain larger with few images than with many?"] = (
+            fewest["gap/top1"] - most["gap/top1"]
+        )
     return Table(
-        tuple(Row(percent(fraction), of) for fraction, of in cells.items()),
-        columns,
+        cells,
+        {
+            f"{of}/{m.name}": Column(f"{name}, {title}", signed=of == "gap")
+            for m, title in ((TOP1, "top-1"), (TOP5, "top-5"))
+            for of, name in (("DeiT-S", "DeiT"), ("ConViT-S", "ConViT"), ("gap", "gap"))
+        },
         about="A fraction of each class's training images, the number of images shown unchanged. "
         "The gap is ConViT's gain in per cent of DeiT's accuracy.",
-        questions=questions("§3, p. 6, Table 2", asked),
+        questions={"§3, p. 6, Table 2": asked},
     )
 
 
@@ -130,14 +120,13 @@ at 0."""
 def table_3(s: Scale) -> Table:
     """Rows a to g on all data and on 10% of it."""
     parts = {"full": 1.0, "10%": 0.1}
-    cells: Cells = {
-        label: as_printed(
-            "convit/table-3",
-            label[0],
-            {part: s.measured(TOP1, **row, fraction=f) for part, f in parts.items()},
-        )
-        for label, row in INGREDIENTS.items()
-    }
+    cells = as_printed(
+        "convit/table-3",
+        {
+            label: {part: s.measured(TOP1, **row, fraction=f) for part, f in parts.items()}
+            for label, row in INGREDIENTS.items()
+        },
+    )
     full, tenth = ({label[0]: of[part] for label, of in cells.items()} for part in parts)
     for label, of in cells.items():
         if label != "e: DeiT":
@@ -157,7 +146,7 @@ def table_3(s: Scale) -> Table:
         "With 10%, are frozen convolutions above attention (f, e)?": tenth["f"] - tenth["e"],
     }
     return Table(
-        rows_of(cells),
+        cells,
         {
             "full": Column("all data"),
             "full over e": Column("over e", signed=True),
@@ -165,7 +154,7 @@ def table_3(s: Scale) -> Table:
             "10% over e": Column("over e, 10%", signed=True),
         },
         about="Top-1 of ConViT with parts of it frozen or removed; e is DeiT.",
-        questions=questions("§4, pp. 8–9, Table 3", asked),
+        questions={"§4, pp. 8–9, Table 3": asked},
     )
 
 
@@ -202,12 +191,17 @@ def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
 @experiment("convit/table-4", "Hard distillation from a convolutional teacher")
 def table_4(s: Scale) -> Table:
     """Accuracy with and without a teacher."""
-    cells: Cells = {}
     # Elsewhere the paper's comparison of unequal sizes says nothing.
-    for role in ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+"):
-        pair = {"none": s.measured(TOP1, role), "hard": with_teacher(s, TOP1, role)}
-        cells[role] = as_printed("convit/table-4", role, pair)
-        cells[role]["gain"] = cells[role]["hard"] - cells[role]["none"]
+    roles = ("DeiT-S", *(("DeiT-B",) if s.comparable else ()), "ConViT-S+")
+    cells = as_printed(
+        "convit/table-4",
+        {
+            role: {"none": s.measured(TOP1, role), "hard": with_teacher(s, TOP1, role)}
+            for role in roles
+        },
+    )
+    for of in cells.values():
+        of["gain"] = of["hard"] - of["none"]
     deit, convit = cells["DeiT-S"]["gain"], cells["ConViT-S+"]["gain"]
     asked = {
         "Does distillation help DeiT?": deit,
@@ -215,7 +209,7 @@ def table_4(s: Scale) -> Table:
         "Does DeiT gain more from a teacher than ConViT?": deit - convit,
     }
     return Table(
-        rows_of(cells),
+        cells,
         {
             "none": Column("no distillation"),
             "hard": Column("hard distillation"),
@@ -223,7 +217,7 @@ def table_4(s: Scale) -> Table:
         },
         about=f"Half of the target is the class that the teacher ({s.teacher}) finds most likely; "
         f"it was trained on images that are not the students'.",
-        questions=questions("app. B", asked),
+        questions={"app. B": asked},
     )
 
 
@@ -231,26 +225,29 @@ def table_4(s: Scale) -> Table:
 def table_5(s: Scale) -> Table:
     """Accuracy of trained models without their absolute position embedding."""
     measure = masked_top1("position embedding masked", position_embedding_off)
-    rows, loss = [], {}
-    for family in FAMILIES[::-1]:
-        role = f"{family}-{s.masked_size}"
-        pair = {"masked": s.measured(measure, role), "unmasked": s.measured(TOP1, role)}
-        pair = as_printed("convit/table-5", f"{family}-Ti", pair)
-        loss[family] = pair["unmasked"] - pair["masked"]
-        rows.append(Row(role, pair | {"loss": loss[family]}, printed=f"{family}-Ti"))
-    asked = {
-        "Without its position embedding, does DeiT lose more than ConViT?": loss["DeiT"]
-        - loss["ConViT"]
-    }
+    rows = {f"{family}-{s.masked_size}": f"{family}-Ti" for family in FAMILIES[::-1]}
+    cells = as_printed(
+        "convit/table-5",
+        {
+            role: {"masked": s.measured(measure, role), "unmasked": s.measured(TOP1, role)}
+            for role in rows
+        },
+        rows,
+    )
+    for of in cells.values():
+        of["loss"] = of["unmasked"] - of["masked"]
+    deit, convit = (of["loss"] for of in cells.values())
+    asked = {"Without its position embedding, does DeiT lose more than ConViT?": deit - convit}
     return Table(
-        tuple(rows),
+        cells,
         {
             "masked": Column("masked"),
             "unmasked": Column("no mask"),
             "loss": Column("loss", signed=True),
         },
+        rows,
         about="Top-1 of trained models with the absolute position embedding masked and not.",
-        questions=questions("app. F, Table 5", asked),
+        questions={"app. F, Table 5": asked},
     )
 
 
@@ -265,25 +262,33 @@ def table_6(s: Scale) -> Table:
 
         return s.measured(masked_top1(f"{part} masked in the first {layers} layers", mask), role)
 
-    rows, cells = [], {}
-    for layers, printed in zip(s.masked_layers, ("3", "5", "10"), strict=True):
-        found = {part: without(part, layers) for part in ("content", "position")}
-        found |= {"none": s.measured(TOP1, role)}
-        cells[printed] = as_printed("convit/table-6", printed, found)
-        rows.append(Row(f"first {layers} layers (paper: {printed})", cells[printed], printed))
+    rows = {
+        f"first {layers} layers (paper: {printed})": printed
+        for layers, printed in zip(s.masked_layers, ("3", "5", "10"), strict=True)
+    }
+    cells = as_printed(
+        "convit/table-6",
+        {
+            label: {part: without(part, layers) for part in ("content", "position")}
+            | {"none": s.measured(TOP1, role)}
+            for label, layers in zip(rows, s.masked_layers, strict=True)
+        },
+        rows,
+    )
     *_, every = cells.values()
     asked = {
         "Does masking content cost more than masking position?": every["position"]
         - every["content"]
     }
     return Table(
-        tuple(rows),
+        cells,
         {
             "content": Column("content masked"),
             "position": Column("position masked"),
             "none": Column("no mask"),
         },
+        rows,
         about="Top-1 of a trained ConViT whose first gated layers attend by position or content "
         "only.",
-        questions=questions("app. F, Table 6", asked),
+        questions={"app. F, Table 6": asked},
     )

@@ -31,12 +31,9 @@ from locality_papers.scales import PAPERS_MODELS, Scale
 from locality_papers.specs import (
     Column,
     Figure,
-    Row,
     Table,
     as_printed,
     experiment,
-    questions,
-    rows_of,
     standard_columns,
 )
 
@@ -54,10 +51,8 @@ _METRICS = {"top1": "imagenet", "real": "imagenet_real", "v2": "imagenet_v2"}
 @experiment("cvt/table-3", "Accuracy on ImageNet, ReaL and V2, beside other models")
 def table_3(s: Scale) -> Table:
     """Our runs, fine-tuned ones, and other people's models with their public weights."""
-    cells = {
-        row: as_printed("cvt/table-3", row, _table_3_cells(s, row))
-        for row in published.rows("cvt/table-3")
-    }
+    place = "cvt/table-3"
+    cells = as_printed(place, {row: _table_3_cells(s, row) for row in published.rows(place)})
 
     def above(first: str, second: str) -> Quantity:
         return cells[first]["top1"] - cells[second]["top1"]
@@ -72,11 +67,11 @@ def table_3(s: Scale) -> Table:
         ),
     }
     return Table(
-        rows_of(cells),
+        cells,
         standard_columns("parameters", "flops", "top1")
         | {"real": Column("ReaL"), "v2": Column("V2")},
         about="Trained from scratch unless the row says otherwise.",
-        questions=questions("§4.2", asked),
+        questions={"§4.2": asked},
     )
 
 
@@ -199,12 +194,11 @@ def table_4(s: Scale) -> Table:
         starts = (pretrained(s, role, seed) for seed in s.seeds)
         return measured((tuned(s, start, target) for start in starts), TOP1)
 
-    rows = tuple(
-        Row(row, {target: cell(row, target) for target in targets})
-        for row in published.rows("cvt/table-4")
-    )
     return Table(
-        rows,
+        {
+            row: {target: cell(row, target) for target in targets}
+            for row in published.rows("cvt/table-4")
+        },
         {target: Column(target, digits=2) for target in targets},
         about="Pre-trained on ImageNet-22k, top-1 after fine-tuning at 384 pixels on each target.",
     )
@@ -259,11 +253,11 @@ def _transfer_of_classes(s: Scale, classes: int) -> Table:
         ),
     }
     return Table(
-        rows_of(of),
+        of,
         {target: Column(target) for target in of["CvT-13"]},
         about=f"Pre-trained on the first {classes} classes, top-1 after fine-tuning on the others, "
         f"and on handwritten digits at 9/7 of the pixels.",
-        questions=questions("abstract, §4.3", asked),
+        questions={"abstract, §4.3": asked},
     )
 
 

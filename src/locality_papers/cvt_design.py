@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,12 +18,9 @@ from locality_papers.specs import (
     Cells,
     Column,
     Figure,
-    Row,
     Table,
     as_printed,
     experiment,
-    questions,
-    rows_of,
     standard_columns,
 )
 
@@ -51,12 +47,11 @@ def table_1(s: Scale) -> Table:
         "projections": Column("convolutional projections", "", 0),
         "grids": Column("token grids", "", 0),
     }
-    rows = (
-        Row(row, {m: computed(partial(_need, PAPERS_MODELS[row], m)) for m in columns})
+    cells = {
+        row: {metric: computed(partial(_need, PAPERS_MODELS[row], metric)) for metric in columns}
         for row in ("DeiT-S", "ConViT-S", "CvT-13")
-    )
-    about = "Read off the paper's models as they are built here."
-    return Table(tuple(rows), columns, about=about)
+    }
+    return Table(cells, columns, about="Read off the paper's models as they are built here.")
 
 
 def _need(name: str, metric: str) -> float:
@@ -76,9 +71,8 @@ def _need(name: str, metric: str) -> float:
 @experiment("cvt/table-2", "The architectures: parameters and cost")
 def table_2(s: Scale) -> Table:
     """Counted on the models as built; needs no run and no data."""
-    rows = published.rows("cvt/table-2")
     return Table(
-        tuple(Row(row, built(PAPERS_MODELS[row])) for row in rows),
+        {row: built(PAPERS_MODELS[row]) for row in published.rows("cvt/table-2")},
         standard_columns("parameters") | {"flops": Column("GMACs", "G", 2)},
         about="The paper's own models at 224 pixels, whatever the scale.",
     )
@@ -88,7 +82,7 @@ def table_2(s: Scale) -> Table:
 def figure_2(s: Scale) -> Figure:
     """Drawn from CvT-13 as it is built, whatever the scale."""
 
-    def draw(_: list[Path]) -> Any:
+    def draw() -> Any:
         model = build("cvt_13")
         layer, grid = _last_attention(model)
         columns = {"(a) CvT-13": diagrams.outline(model)}
@@ -115,7 +109,7 @@ _PROJECTIONS: dict[str, dict[str, Any]] = {
 def figure_3(s: Scale) -> Figure:
     """Drawn from CvT-13 as it is built, with what convolutions cost and squeezing saves."""
 
-    def draw(_: list[Path]) -> Any:
+    def draw() -> Any:
         models = {title: build("cvt_13", **fields) for title, fields in _PROJECTIONS.items()}
         return diagrams.draw_columns(
             {title: diagrams.projections(*_last_attention(m)) for title, m in models.items()}
@@ -129,10 +123,10 @@ def figure_3(s: Scale) -> Figure:
 
 def _changed(s: Scale, place: str, models: dict[str, dict[str, Any]]) -> Cells:
     """Parameters, MACs and accuracy of models with some of their fields changed, by row."""
-    return {
-        label: as_printed(place, label[0], {**s.counted(**row), "top1": s.measured(TOP1, **row)})
-        for label, row in models.items()
+    cells = {
+        label: s.counted(**row) | {"top1": s.measured(TOP1, **row)} for label, row in models.items()
     }
+    return as_printed(place, cells)
 
 
 @experiment("cvt/table-5", "Position embeddings")
@@ -153,10 +147,10 @@ def table_5(s: Scale) -> Table:
         "Does DeiT need its position embedding more than CvT?": (a - b) - (c - f),
     }
     return Table(
-        rows_of(cells),
+        cells,
         standard_columns("parameters", "top1"),
         about="Position embeddings present or not while training.",
-        questions=questions("§4.4, Table 5", asked),
+        questions={"§4.4, Table 5": asked},
     )
 
 
@@ -176,11 +170,11 @@ def table_6(s: Scale) -> Table:
         "Do position embeddings bring more to patches than to convolutions?": (b - a) - (c - d),
     }
     return Table(
-        rows_of(cells),
+        cells,
         standard_columns("parameters", "top1"),
         about="Token embeddings; position embeddings are in every stage (the paper's sizes say "
         "so).",
-        questions=questions("§4.4, Table 6", asked),
+        questions={"§4.4, Table 6": asked},
     )
 
 
@@ -195,10 +189,10 @@ def table_7(s: Scale) -> Table:
     a, b = (of["top1"] for of in cells.values())
     asked = {"Does squeezing keys and values cost accuracy?": a - b}
     return Table(
-        rows_of(cells),
+        cells,
         standard_columns("parameters", "flops", "top1"),
         about="Keys and values on the full grid, or on a quarter of it.",
-        questions=questions("§4.4, Table 7", asked),
+        questions={"§4.4, Table 7": asked},
     )
 
 
@@ -220,8 +214,8 @@ def table_8(s: Scale) -> Table:
     linear, *_, every = (of["top1"] for of in cells.values())
     asked = {"Is convolutional projection above linear?": every - linear}
     return Table(
-        rows_of(cells),
+        cells,
         standard_columns("top1"),
         about="Stages with convolutional projection.",
-        questions=questions("§4.4, Table 8", asked),
+        questions={"§4.4, Table 8": asked},
     )

@@ -8,18 +8,7 @@ from typing import Any
 from locality_papers.convit_attention import EMPTIED, GATES_FALL, Trajectory, reach, reducer
 from locality_papers.measures import TOP1, TRAJECTORY, Quantity, over, summed_rate
 from locality_papers.scales import Scale
-from locality_papers.specs import (
-    Column,
-    Figure,
-    Panel,
-    Row,
-    Series,
-    Table,
-    experiment,
-    questions,
-    shaded,
-    stated,
-)
+from locality_papers.specs import Cells, Column, Figure, Panel, Series, Table, experiment, shaded
 
 FACTORS = (1.0, 10.0, 100.0)
 """Of the learning rate of positions: Adam moves a parameter by at most about the sum of its rates,
@@ -41,7 +30,8 @@ def position_rate(s: Scale) -> Table:
     for n in layers:
         columns[f"gate {n}"] = Column(f"σ(λ), layer {n + 1}", "", 3)
         columns[f"left {n}"] = Column(f"nonlocality gained, layer {n + 1}", "", 2, signed=True)
-    rows, asked = [], {}
+    cells: Cells = {}
+    asked = {}
     choices = [(factor, 1) for factor in FACTORS]
     if reach(s) < EMPTIED:  # elsewhere the papers' own rate takes gates far enough
         choices += [(1.0, _LONGER), (_REACHING, _LONGER)]
@@ -53,23 +43,22 @@ def position_rate(s: Scale) -> Table:
         config = s.runs("ConViT-S", **chosen)[0].config
         trajectory = s.measured(TRAJECTORY, "ConViT-S", **chosen)
         number, gate = reducer(trajectory), reducer(trajectory, unit="of attention")
-        cells = {"sum": summed_rate(config), "top1": s.measured(TOP1, "ConViT-S", **chosen)}
-        for n in layers:
-            cells[f"gate {n}"] = gate(lambda of, n=n: of.mean_gates[n, -1])
-            cells[f"left {n}"] = number(lambda of, n=n: of.growth[n])
         label = f"×{factor:g}" + (f", {longer} times the steps" if longer > 1 else "")
-        rows.append(Row(label, cells))
+        cells[label] = {"sum": summed_rate(config), "top1": s.measured(TOP1, "ConViT-S", **chosen)}
+        for n in layers:
+            cells[label][f"gate {n}"] = gate(lambda of, n=n: of.mean_gates[n, -1])
+            cells[label][f"left {n}"] = number(lambda of, n=n: of.growth[n])
         fall = gate(lambda of: fmean(of.mean_gates[:, 0]) - fmean(of.mean_gates[:, -1]))
-        asked[f"{label}: do gates fall?"] = stated(fall, GATES_FALL)
+        asked[f"{label}: do gates fall?"] = fall.stated(GATES_FALL)
     return Table(
-        tuple(rows),
+        cells,
         columns,
         about="Not in the papers. The learning rate of v_pos and λ times a factor; its sum, about "
         "how far Adam can move them (186 in the paper); gates at the end, mean over heads; "
         "nonlocality at the end less that at the start. If gates stay for want of reach alone, "
         "they fall where the sum is the paper's, as they do there; this was stated before the "
         "first run with a sum that large.",
-        questions=questions("", asked),
+        questions={"": asked},
     )
 
 
@@ -131,14 +120,13 @@ def distance(s: Scale) -> Figure:
         f"{_LEAST_DIFFERENCE} lower, and nonlocality as much higher, where no pair is of "
         f"neighbours; this was stated before the first run. At the papers' learning rate of v_pos "
         f"and λ, and at {_RATES[-1]:g} times that.",
-        questions=questions(
-            "",
-            {
-                f"×{rate:g}: {text}": stated(of[rate][more] - of[rate][less], _LEAST_DIFFERENCE)
+        questions={
+            "": {
+                f"×{rate:g}: {text}": (of[rate][more] - of[rate][less]).stated(_LEAST_DIFFERENCE)
                 for rate in _RATES
                 for text, (of, more, less) in asked.items()
-            },
-        ),
+            }
+        },
     )
 
 

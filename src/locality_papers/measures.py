@@ -174,13 +174,15 @@ class Quantity:
         """What it is measured on."""
         return tuple(run for run, _ in self.measures)
 
-    def __sub__(self, other: Quantity | float) -> Quantity:
-        if isinstance(other, Quantity):
-            return combined(operator.sub, self, other, unit=self.unit)
-        return combined(lambda value: value - other, self, unit=self.unit)
+    def __sub__(self, other: Quantity) -> Quantity:
+        return combined(operator.sub, self, other, unit=self.unit)
 
-    def __rsub__(self, number: float) -> Quantity:
-        return combined(lambda value: number - value, self, unit=self.unit)
+    def __truediv__(self, other: Quantity) -> Quantity:
+        return combined(operator.truediv, self, other, unit="times")
+
+    def stated(self, paper: float) -> Quantity:
+        """The number, knowing the size that the paper's table, text or figure gives it."""
+        return dataclasses.replace(self, paper=paper)
 
 
 def why_missing(run: Run, failures: Failures) -> str | None:
@@ -333,11 +335,6 @@ def relative_gain(convit: Quantity, deit: Quantity) -> Quantity:
     """How much ConViT is above DeiT, in per cent of DeiT (ConViT Table 2's "gap")."""
     unit = "% of DeiT's accuracy"
     return combined(lambda a, b: 100 * (a - b) / b, convit, deit, unit=unit)
-
-
-def ratio(first: Quantity, second: Quantity) -> Quantity:
-    """How many times the second the first is."""
-    return combined(operator.truediv, first, second, unit="times")
 
 
 def of_result(

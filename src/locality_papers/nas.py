@@ -32,16 +32,7 @@ from locality_papers.scales import Scale
 from locality_papers.search.config import SearchConfig, named, read_search
 from locality_papers.search.run import Search, space_of
 from locality_papers.search.space import Candidates, SearchSpace
-from locality_papers.specs import (
-    Cells,
-    Column,
-    Row,
-    Table,
-    experiment,
-    questions,
-    rows_of,
-    standard_columns,
-)
+from locality_papers.specs import Cells, Column, Table, experiment, standard_columns
 
 SEARCHED = {"digits": "digits", "fashion": "fashion_mnist", "imagenet": "imagenet_nas"}
 """Scale → its search."""
@@ -136,7 +127,7 @@ def nas(s: Scale) -> Table:
     }
     if s.name not in SEARCHED:
         empty = absent(f"scale '{s.name}' has no search")
-        return Table((Row("default", {"top1": empty}),), columns, about=about)
+        return Table({"default": {"top1": empty}}, columns, about=about)
     search = named(SEARCHED[s.name])
     space = space_of(search)
     default = default_index(search, space)
@@ -192,5 +183,4 @@ def nas(s: Scale) -> Table:
         "supernet and from scratch": {"tau": agreement},
         "two seeds from scratch": {"tau": between_seeds(candidates)},
     }
-    rows = rows_of(cells)
-    return Table(rows, columns, about=about, questions=questions("", asked))
+    return Table(cells, columns, about=about, questions={"": asked})

@@ -16,10 +16,10 @@ from locality import __version__
 from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import mean_curve
 from locality.runner.runs import Run
-from locality_papers import published
 from locality_papers.measures import Empty, Failures, Quantity, Values, why_missing
+from locality_papers.published import PUBLISHED, as_computed
 from locality_papers.scales import Scale
-from locality_papers.specs import Experiment, Figure, Panel, Question, Series, Spec, Table
+from locality_papers.specs import Experiment, Figure, Panel, Series, Spec, Table, printed_row
 
 Record = dict[str, Any]
 
@@ -50,18 +50,24 @@ def make_record(item: Experiment, spec: Spec, scale: Scale, failures: Failures) 
         record["columns"] = [vars(column) for column in spec.columns.values()]
         record["rows"] = [
             {
-                "label": row.label,
+                "label": label,
                 "cells": [
-                    _cell(row.cells.get(metric), (item.name, row.printed_row, metric), failures)
+                    _cell(
+                        of.get(metric), (item.name, printed_row(label, spec.rows), metric), failures
+                    )
                     for metric in spec.columns
                 ],
             }
-            for row in spec.rows
+            for label, of in spec.cells.items()
         ]
     elif isinstance(spec, Figure):
         record["panels"] = [_panel(panel, failures) for panel in spec.panels]
         record["empty"] = _why_not_drawn(spec, failures)
-    record["questions"] = [_asked(question, failures) for question in spec.questions]
+    record["questions"] = [
+        _asked({"text": text, "where": where}, effect, failures)
+        for where, of in spec.questions.items()
+        for text, effect in of.items()
+    ]
     record["provenance"] = provenance(spec.runs)
     return record
 
@@ -71,11 +77,10 @@ def _cell(
 ) -> Record | None:
     if quantity is None:
         return None
-    printed = published.find(*place)
+    printed = PUBLISHED.get(place)
     if printed is None and quantity.paper is not None:
-        printed = published.as_computed(place[0], quantity.paper)
-    names = ("value", "protocol", "note")
-    paper = None if printed is None else {name: getattr(printed, name) for name in names}
+        printed = as_computed(place[0], quantity.paper)
+    paper = None if printed is None else printed._asdict()
     return {"paper": paper} | _evaluated(quantity, failures, _measured)
 
 
@@ -110,12 +115,10 @@ def _why_not_drawn(spec: Figure, failures: Failures) -> str | None:
     return None
 
 
-def _asked(question: Question, failures: Failures) -> Record:
+def _asked(question: Record, effect: Quantity, failures: Failures) -> Record:
     """A question with the effect that answers it, seed by seed."""
-    effect = question.effect
     paper = None if effect.paper is None else round(effect.paper, 6)
-    content = {"text": question.text, "where": question.where, "unit": effect.unit, "paper": paper}
-    return content | _evaluated(
+    return {**question, "unit": effect.unit, "paper": paper} | _evaluated(
         effect,
         failures,
         lambda values: (

@@ -74,7 +74,7 @@ def reproduce(
     runs: Path | str = RUNS,
     data: Mapping[str, str] | None = None,
     seeds: int | None = None,
-    fraction: float | None = None,
+    fraction: float | Sequence[float] | None = None,
     recorded: Path | str | None = None,
     quiet: bool = False,
 ) -> list[Record]:
@@ -96,7 +96,7 @@ def reproduce(
         runs: folder for the run folders, which experiments share: `runs/reproduce/SCALE/…`.
         data: dataset → its folder, for those that have one.
         seeds: runs of every cell, in the place of the scale's numbers: with seeds 0, 1, ….
-        fraction: of the fractions of the data that the scale compares, only this one.
+        fraction: of the fractions of the data that the scale compares, only this one or these.
         recorded: a file of finished runs: those that have no folder yet are taken from it first,
             and all that are finished in the end are added to it.
         quiet: print nothing.
@@ -115,12 +115,12 @@ def reproduce(
     items = find(name)
     specs = {item.name: item.build(chosen) for item in items}
     if fraction is not None:
-        chosen = _with_one_fraction(chosen, fraction)
+        chosen = _with_fractions(chosen, fraction if isinstance(fraction, Sequence) else [fraction])
         whole, specs = specs, {item.name: item.build(chosen) for item in items}
         if same := [each for each, spec in specs.items() if spec.runs == whole[each].runs]:
             raise UserError(
-                f"{same[0]} has the same runs with fraction {fraction:g} as without; leave it out, "
-                f"or name one that compares fractions, such as convit/table-2"
+                f"{same[0]} has the same runs with the fraction as without; leave it out, or name "
+                f"one that compares fractions, such as convit/table-2"
             )
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
     if plan_only:
@@ -148,11 +148,12 @@ def reproduce(
     return records
 
 
-def _with_one_fraction(scale: Scale, fraction: float) -> Scale:
-    if fraction not in scale.fractions:
-        given = ", ".join(f"{each:g}" for each in scale.fractions)
-        raise UserError(f"fraction is {fraction:g}; scale '{scale.name}' has {given}")
-    return dataclasses.replace(scale, fractions=(fraction,))
+def _with_fractions(scale: Scale, fractions: Sequence[float]) -> Scale:
+    if others := [each for each in fractions if each not in scale.fractions]:
+        known = ", ".join(f"{each:g}" for each in scale.fractions)
+        raise UserError(f"fraction is {others[0]:g}; scale '{scale.name}' has {known}")
+    kept = tuple(each for each in scale.fractions if each in fractions)
+    return dataclasses.replace(scale, fractions=kept)
 
 
 def _split_by_data(scale: Scale, wanted: Sequence[Run]) -> tuple[dict[Path, str], list[Run]]:
@@ -219,7 +220,7 @@ def write_experiment(
         shown = figure is not None
         if spec.draw is not None and record["empty"] is None:
             try:
-                figure = spec.draw([run.folder for run in spec.drawn])
+                figure = spec.draw()
                 shown = True
             except (UserError, FileNotFoundError) as error:
                 # Without weights, what was drawn while they were there stays.

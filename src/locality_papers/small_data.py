@@ -19,18 +19,7 @@ from locality.runner.runs import Run
 from locality.training.cost import image_counts
 from locality_papers.measures import TOP1, Measure, Quantity, combined, measured, over
 from locality_papers.scales import Scale
-from locality_papers.specs import (
-    Cells,
-    Column,
-    Figure,
-    Panel,
-    Series,
-    Table,
-    experiment,
-    questions,
-    rows_of,
-    stated,
-)
+from locality_papers.specs import Cells, Column, Figure, Panel, Series, Table, experiment
 
 _MODELS = {"ConViT": "ConViT-S", "DeiT": "DeiT-S", "CvT": "CvT-13", "CNN": "CNN"}
 
@@ -83,14 +72,13 @@ def baselines(s: Scale) -> Table:
         label: dict(zip(columns, of.values(), strict=True)) for label, of in _by_fraction(s).items()
     }
     return Table(
-        rows_of(cells),
+        cells,
         columns,
         about="Not in the papers. Top-1 with parts of the training images, at equal numbers of "
         "steps, and equal settings unless the scale says otherwise. The baselines "
         "see the same images at 32 pixels at most and have no setting that was tuned.",
-        questions=questions(
-            "",
-            {
+        questions={
+            "": {
                 f"With {column} of the images, is {label} above every baseline?": combined(
                     lambda top1, *others: top1 - max(others),
                     cells[label][column],
@@ -98,8 +86,8 @@ def baselines(s: Scale) -> Table:
                 )
                 for column in columns
                 for label in ("ConViT", "DeiT", "CvT")
-            },
-        ),
+            }
+        },
     )
 
 
@@ -167,14 +155,13 @@ def converged(s: Scale) -> Table:
         "last": Column("from twice to four times", signed=True),
     }
     return Table(
-        rows_of(cells | {label: {"once": top1} for label, top1 in pixels.items()}),
+        cells | {label: {"once": top1} for label, top1 in pixels.items()},
         columns,
         about="Not in the papers. Top-1 with all training images; baselines take no steps.",
-        questions=questions(
-            "",
-            {
-                f"{label}: do twice the steps help by half a point?": stated(of["more"], 0.5)
+        questions={
+            "": {
+                f"{label}: do twice the steps help by half a point?": of["more"].stated(0.5)
                 for label, of in cells.items()
-            },
-        ),
+            }
+        },
     )

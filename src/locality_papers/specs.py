@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from locality.runner.runs import Run
-from locality_papers import published
 from locality_papers.measures import Quantity
+from locality_papers.published import PUBLISHED
 from locality_papers.scales import Scale
 
 if TYPE_CHECKING:
@@ -38,77 +37,34 @@ def standard_columns(*metrics: str) -> dict[str, Column]:
     return {metric: _STANDARD_COLUMNS[metric] for metric in metrics}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a table.
-
-    Attributes:
-        label: shown before it.
-        cells: our number of each column that has one.
-        printed: the paper's name of the row; what stands before the label's colon unless given.
-    """
-
-    label: str
-    cells: Mapping[str, Quantity]
-    printed: str = ""
-
-    @property
-    def printed_row(self) -> str:
-        return self.printed or self.label.partition(":")[0]
-
-
 Cells = dict[str, dict[str, Quantity]]
 """Label of a row → metric of a column → our number."""
 
 
-def as_printed(place: str, row: str, of: Mapping[str, Quantity]) -> dict[str, Quantity]:
-    """A row's numbers, each knowing what the paper prints in its place, if it does.
+def printed_row(label: str, rows: Mapping[str, str] = {}) -> str:
+    """The paper's name of a row: what stands before its label's colon unless `rows` has another."""
+    return rows.get(label, label.partition(":")[0])
+
+
+def as_printed(place: str, cells: Cells, rows: Mapping[str, str] = {}) -> Cells:
+    """Our numbers, each knowing what the paper prints in its place, if it does.
 
     What is computed from them, an effect above all, then knows the paper's too.
 
     Args:
         place: "convit/table-2".
-        row: in the paper's words.
-        of: metric, as the published numbers have it → our number.
+        cells: by the metrics that the published numbers have.
+        rows: see `Table`.
     """
 
-    def known(metric: str, quantity: Quantity) -> Quantity:
-        printed = published.find(place, row, metric)
-        return quantity if printed is None else replace(quantity, paper=printed.value)
+    def known(label: str, metric: str, quantity: Quantity) -> Quantity:
+        printed = PUBLISHED.get((place, printed_row(label, rows), metric))
+        return quantity if printed is None else quantity.stated(printed.value)
 
-    return {metric: known(metric, quantity) for metric, quantity in of.items()}
-
-
-def rows_of(cells: Cells) -> tuple[Row, ...]:
-    """Rows whose names in the paper are their labels."""
-    return tuple(Row(label, of) for label, of in cells.items())
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a paper answers with yes, and the number that answers it here.
-
-    Attributes:
-        text: the question; with the experiment's name the same at every scale.
-        where: the section and page, table or figure that answers it; "" for one of our own.
-        effect: above 0 if the answer is yes, such as `convit - deit`. Where a scale cannot ask it,
-            `absent`, which says why before anything runs. What is computed from printed numbers
-            knows how large the paper has it; where a text or a figure says so, `stated` does.
-    """
-
-    text: str
-    where: str
-    effect: Quantity
-
-
-def stated(number: Quantity, effect: float) -> Quantity:
-    """A number with the size that the paper's text or figure gives it; the caller says where."""
-    return replace(number, paper=effect)
-
-
-def questions(where: str, effects: Mapping[str, Quantity]) -> tuple[Question, ...]:
-    """What a place of a paper answers, by text; "" for our own questions."""
-    return tuple(Question(text, where, effect) for text, effect in effects.items())
+    return {
+        label: {metric: known(label, metric, quantity) for metric, quantity in of.items()}
+        for label, of in cells.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +73,16 @@ class Spec:
 
     Attributes:
         about: what is compared, and under which protocol at this scale.
-        questions: those that the paper asks of it, or that we ask.
+        questions: where a paper answers them with yes (section, page, table or figure; "" for our
+            own) → question, with the experiment's name the same at every scale → the effect that
+            answers it here, above 0 if the answer is yes, such as `convit - deit`. Where a scale
+            cannot ask it, the effect is `absent`, which says why before anything runs. What is
+            computed from printed numbers knows how large the paper has it; where a text or a figure
+            says so, `Quantity.stated` does.
     """
 
     about: str
-    questions: tuple[Question, ...] = ()
+    questions: Mapping[str, Mapping[str, Quantity]] = field(default_factory=dict)
 
     @property
     def shown(self) -> list[Quantity]:
@@ -131,7 +92,7 @@ class Spec:
     @property
     def quantities(self) -> list[Quantity]:
         """All that it shows or answers with."""
-        return [*self.shown, *(question.effect for question in self.questions)]
+        return [*self.shown, *(effect for of in self.questions.values() for effect in of.values())]
 
     @property
     def runs(self) -> list[Run]:
@@ -144,16 +105,18 @@ class Table(Spec):
     """A table as it is to be filled; the paper's numbers are found by its name, row and column.
 
     Attributes:
-        rows: its cells.
+        cells: its rows.
         columns: by the metric that the published numbers have in it.
+        rows: label → the paper's name of the row, if that is not what stands before its colon.
     """
 
-    rows: tuple[Row, ...]
+    cells: Cells
     columns: Mapping[str, Column]
+    rows: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shown(self) -> list[Quantity]:
-        return [quantity for row in self.rows for quantity in row.cells.values()]
+        return [quantity for of in self.cells.values() for quantity in of.values()]
 
 
 @dataclass(frozen=True)
@@ -201,12 +164,12 @@ class Figure(Spec):
 
     Attributes:
         panels: sets of axes, side by side.
-        draw: instead of panels: what draws it, given the folders of `drawn`.
+        draw: instead of panels: what draws it from the finished runs of `drawn`.
         drawn: runs.
     """
 
     panels: tuple[Panel, ...] = ()
-    draw: Callable[[list[Path]], Canvas] | None = None
+    draw: Callable[[], Canvas] | None = None
     drawn: tuple[Run, ...] = ()
 
     @property

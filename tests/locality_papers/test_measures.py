@@ -24,7 +24,6 @@ from locality_papers.measures import (
     computed,
     measured,
     over,
-    ratio,
     relative_gain,
 )
 from locality_papers.specs import as_printed
@@ -135,7 +134,6 @@ def image_error(quantity):
 
 def test_an_accuracy_has_the_error_of_its_images():
     assert image_error(accuracy(0.8)) == pytest.approx(100 * (0.8 * 0.2 / 400) ** 0.5)
-    assert image_error(5 - accuracy(0.8)) == pytest.approx(100 * (0.8 * 0.2 / 400) ** 0.5)
     assert image_error(fixed(s0=1.0, s1=2.0)) == 0
     assert image_error(accuracy(0.8) - accuracy(0.8)) == pytest.approx(0, abs=1e-6)  # the same one
 
@@ -202,11 +200,11 @@ def test_images_that_are_drawn_anew_show_in_the_scatter_of_seeds(tmp_path, tiny_
 
 
 def test_what_is_computed_from_printed_numbers_knows_the_papers():
-    cells = as_printed(
-        "convit/table-1", "ConViT-S", {"top1": fixed(s0=70.0), "speed": fixed(s0=1.0)}
-    )
-    deit = as_printed("convit/table-1", "DeiT-S", {"top1": fixed(s0=60.0), "other": fixed(s0=1.0)})
+    given = {
+        "ConViT-S": {"top1": fixed(s0=70.0), "speed": fixed(s0=1.0)},
+        "of ours": {"top1": fixed(s0=60.0), "other": fixed(s0=1.0)},
+    }
+    cells, deit = as_printed("convit/table-1", given, {"of ours": "DeiT-S"}).values()
     assert (cells["top1"] - deit["top1"]).paper == pytest.approx(1.5)
-    assert (10 - (cells["top1"] - deit["top1"])).paper == pytest.approx(8.5)
-    assert ratio(cells["speed"], cells["speed"]).paper == 1
+    assert (cells["speed"] / cells["speed"]).paper == 1
     assert (cells["top1"] - deit["other"]).paper is None and deit["other"].paper is None

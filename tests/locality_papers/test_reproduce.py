@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from locality.cli import main
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
 from locality.layers.conv_init import kernel_offsets
@@ -27,7 +28,7 @@ from locality_papers.convit_tables import INGREDIENTS
 from locality_papers.measures import early, summed_rate
 from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality_papers.scales import SCALES, get_scale
-from locality_papers.specs import Table
+from locality_papers.specs import Table, printed_row
 
 CONVIT = [*(f"table-{n}" for n in range(1, 7)), "figure-1", "figure-2a", "figure-2b",
           *(f"figure-{n}" for n in range(3, 18))]  # fmt: skip
@@ -82,7 +83,13 @@ def test_every_experiment_can_be_built_at_every_scale(built):
 
 def test_the_papers_questions_are_many_and_each_stands_once(built):
     _, specs = built
-    asked = [each.text for spec in specs.values() for each in spec.questions if each.where]
+    asked = [
+        text
+        for spec in specs.values()
+        for where, of in spec.questions.items()
+        for text in of
+        if where
+    ]
     assert len(set(asked)) == len(asked) >= 40
     assert all(text.endswith("?") for text in asked)
 
@@ -116,10 +123,10 @@ def test_every_published_number_of_a_table_has_its_cell(place):
     spec = find(place)[0].build(scale)
     assert isinstance(spec, Table)
     shown = {
-        (row.printed_row, metric)
-        for row in spec.rows
+        (printed_row(label, spec.rows), metric)
+        for label, of in spec.cells.items()
         for metric in spec.columns
-        if metric in row.cells
+        if metric in of
     }
     left_out = {"heads", "embed_dim", "image_size"}
     if place == "cvt/table-4":
@@ -209,13 +216,28 @@ def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
     assert "2 runs: 0 finished, 0 to resume, 2 to start" in capsys.readouterr().out
     reproduce("convit/table-2", "fashion", tmp_path, plan_only=True, seeds=7, fraction=0.05)
     assert "14 runs: 0 finished" in capsys.readouterr().out  # the scale has five
+    command = ["reproduce", "convit/table-2", "--scale", "fashion", "--dry_run", "--seeds", "1"]
+    assert main([*command, "--fraction", "0.05,0.3", "--runs", str(tmp_path)]) == 0
+    assert "4 runs: 0 finished" in capsys.readouterr().out
+    for wrong in ("half", "0"):
+        assert main([*command, "--fraction", wrong, "--runs", str(tmp_path)]) == 2
+        assert "fraction" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"fraction is 0.2; scale 'digits' has 0.05, 0.1"):
-        reproduce("convit/table-2", "digits", tmp_path, plan_only=True, fraction=0.2)
+        reproduce("convit/table-2", "digits", tmp_path, plan_only=True, fraction=(0.1, 0.2))
     for name in ("convit/table-3", "convit"):
-        with pytest.raises(UserError, match=r"the same runs with fraction 0\.1 as without"):
+        with pytest.raises(UserError, match="has the same runs with the fraction as without"):
             reproduce(name, "digits", tmp_path, plan_only=True, fraction=0.1)
     with pytest.raises(UserError, match=r"is on 0\.05, 0\.1 and 1 of the data"):
         reproduce("beyond/initialisations", "digits", tmp_path, plan_only=True, fraction=0.3)
+
+
+def test_a_gain_is_compared_over_all_the_data_alone(tmp_path):
+    for fraction, questions in ((None, 5), ((0.05, 0.3), 2), ((0.05, 1.0), 3)):
+        (record,) = reproduce(
+            "convit/table-2", "digits", tmp_path, runs=tmp_path / "runs", finished_only=True,
+            fraction=fraction, quiet=True,
+        )  # fmt: skip
+        assert len(record["questions"]) == questions
 
 
 @pytest.mark.parametrize("name", ["fashion", "fashion14"])
@@ -408,7 +430,7 @@ def test_figure_3_shows_the_corners_of_the_kernel_in_the_papers_order():
 
 @pytest.mark.parametrize("name", ["convit/figure-4", "cvt/figure-2", "cvt/figure-3"])
 def test_architectures_are_drawn_from_the_models_built(name):
-    figure = find(name)[0].build(get_scale("digits", Path("runs"))).draw([])
+    figure = find(name)[0].build(get_scale("digits", Path("runs"))).draw()
     shown = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
     expected = {
         "convit/figure-4": ("10 × gated positional", "196 tokens × 432", "v_pos 9×3"),
