@@ -11,7 +11,7 @@ ResNet whose convolutions become gated attention exactly (`locality.models.initi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -51,38 +51,31 @@ def _top1(found: Mapping[str, Mapping[str, tuple[Run, ...]]]) -> Cells:
     }
 
 
-def _top1_by_fraction(
-    of: Callable[[float], dict[str, tuple[Run, ...]]], fractions: Sequence[float]
-) -> Cells:
-    """Top-1 on parts of the data of the runs that each asks for, by label."""
-    return _top1({percent(fraction): of(fraction) for fraction in fractions})
-
-
-def _parts(fractions: Sequence[float]) -> dict[str, Column]:
-    return {percent(fraction): Column(f"{percent(fraction)} of the data") for fraction in fractions}
+def _parts(found: Iterable[str]) -> dict[str, Column]:
+    return {part: Column(f"{part} of the data") for part in found}
 
 
 def _questions(
-    cells: Cells, columns: Mapping[str, str], pairs: Mapping[str, tuple[str, str]]
+    cells: Cells, pairs: Mapping[str, tuple[str, str]], names: Mapping[str, str] = {}
 ) -> dict[str, dict[str, Quantity]]:
     """Our own questions, of every column that has both rows: is the first above the second?
 
     Args:
         cells: the table.
-        columns: metric of a column → what its questions begin with.
         pairs: question → labels of the two rows.
+        names: metric of a column → what its questions begin with, if that is not the metric.
     """
     asked = {
-        f"{name}: {text}": cells[first][metric] - cells[second][metric]
-        for metric, name in columns.items()
+        f"{names.get(metric, metric)}: {text}": cells[first][metric] - cells[second][metric]
+        for metric in dict.fromkeys(metric for of in cells.values() for metric in of)
         for text, (first, second) in pairs.items()
         if metric in cells[first] and metric in cells[second]
     }
     return {"": asked}
 
 
-def _is_above(first: str, second: str) -> dict[str, tuple[str, str]]:
-    return {f"is {first} above {second}?": (first, second)}
+def _above(*pairs: tuple[str, str]) -> dict[str, tuple[str, str]]:
+    return {f"is {first} above {second}?": (first, second) for first, second in pairs}
 
 
 # e⁻⁴ of positional attention on each neighbour of a head's centre, 2% of content; both may move.
@@ -116,7 +109,7 @@ def _with_convolutions(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
 @experiment("beyond/trained-convolutions", "Gated layers that start as trained convolutions")
 def trained_convolutions(s: Scale) -> Table:
     """Against random convolutions, twice the training, the net itself, and DeiT."""
-    cells = _top1_by_fraction(partial(_with_convolutions, s), FRACTIONS)
+    cells = _top1({percent(fraction): _with_convolutions(s, fraction) for fraction in FRACTIONS})
     random, longer = (
         "ConViT, random convolutions (the paper's)",
         "ConViT, random convolutions, trained twice as long",
@@ -127,13 +120,12 @@ def trained_convolutions(s: Scale) -> Table:
         "is a whole trained start above random convolutions?": (whole, random),
         "is it above random ones trained as long in all?": (whole, longer),
     }
-    parts = _parts(FRACTIONS)
     return Table(
         cells,
-        parts,
+        _parts(cells["DeiT"]),
         about="Not in the papers. The net is trained on the same images for the same number of "
         "steps; `init_from_conv2d_` then keeps as much of each kernel as the heads can carry.",
-        questions=_questions(cells, {part: part for part in parts}, pairs),
+        questions=_questions(cells, pairs),
     )
 
 
@@ -159,14 +151,14 @@ def _transferred(s: Scale, role: str) -> dict[str, tuple[Run, ...]]:
 def finetuning(s: Scale) -> Table:
     """Against training from scratch, at equal length."""
     cells = _top1({family: _transferred(s, f"{family}-S") for family in FAMILIES})
-    pairs = _is_above("from weights", "from scratch") | _is_above(_LAYERWISE, "from scratch")
+    pairs = _above(("from weights", "from scratch"), (_LAYERWISE, "from scratch"))
     return Table(
         cells,
         {family: Column(family) for family in FAMILIES},
         about=f"Not in the papers. Weights come from all images of the first half of the classes; "
         f"then {percent(_FEW)} of the images of the other half are trained on, for as many steps, "
         f"and accuracy is that on the validation images of these.",
-        questions=_questions(cells, {family: family for family in FAMILIES}, pairs),
+        questions=_questions(cells, pairs),
     )
 
 
@@ -256,17 +248,17 @@ def _transformed_runs(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
 @experiment("beyond/transformed", "A trained ResNet whose convolutions become gated attention")
 def transformed(s: Scale) -> Table:
     """Fine-tuned, against the ResNet trained on as long, and ConViT from scratch for the sum."""
-    fractions = _fractions(s)
-    cells = _top1_by_fraction(partial(_transformed_runs, s), fractions)
-    for label, runs in _transformed_runs(s, fractions[-1]).items():
+    found = {percent(fraction): _transformed_runs(s, fraction) for fraction in _fractions(s)}
+    cells, columns = _top1(found), _parts(found) | {name: Column(name) for name in ROBUSTNESS}
+    *_, last = found.values()
+    for label, runs in last.items():
         cells[label] |= {name: measured(runs, measure) for name, measure in ROBUSTNESS.items()}
         if label in _TRANSFORMED:
             heads = measured(runs, _ATTENTION)
             cells[label] |= {name: combined(itemgetter(name), heads) for name in ("gate", "left")}
-    columns = _parts(fractions) | {name: Column(name) for name in ROBUSTNESS}
     first = next(iter(_TRANSFORMED))
-    pairs = _is_above(first, "the ResNet, trained on")
-    pairs |= _is_above(first, "ConViT from scratch, as long in all")
+    others = ("the ResNet, trained on", "ConViT from scratch, as long in all")
+    names = {name: column.name for name, column in columns.items()}
     return Table(
         cells,
         columns | {"gate": Column("mean gate"), "left": Column("heads that left")},
@@ -275,7 +267,7 @@ def transformed(s: Scale) -> Table:
         f"images. Shifts, noise and contrast are those of the evaluated images, of models of the "
         f"last column before them. A head has left if it looks half a token or more beside its "
         f"place.",
-        questions=_questions(cells, {name: column.name for name, column in columns.items()}, pairs),
+        questions=_questions(cells, _above(*((first, other) for other in others)), names),
     )
 
 
@@ -292,31 +284,29 @@ _STARTS: dict[str, dict[str, Any]] = {
 
 def _initialised(s: Scale, fraction: float) -> dict[str, tuple[Run, ...]]:
     """Runs by initialisation on a fraction of the data."""
+    found = {label: s.runs(**row, fraction=fraction) for label, row in _STARTS.items()}
     nets, gated, _ = _from_convolutions(s, fraction)
-    return {label: s.runs(**row, fraction=fraction) for label, row in _STARTS.items()} | {
-        "ConViT, trained_conv": gated,
-        "the convolutional net of trained_conv": nets,
-    }
+    return found | {"ConViT, trained_conv": gated, "the convolutional net of trained_conv": nets}
 
 
 @experiment("beyond/initialisations", "How attention starts")
 def initialisations(s: Scale) -> Table:
     """Five ways to start a ConViT, and three to start a DeiT, on parts of the data."""
-    parts = _parts(_fractions(s))
-    cells = _top1_by_fraction(partial(_initialised, s), _fractions(s))
-    pairs = (
-        _is_above("DeiT, mimetic", "DeiT, default")
-        | _is_above("DeiT, impulse", "DeiT, default")
-        | _is_above("ConViT, mimetic", "ConViT, default")
-        | _is_above("ConViT, impulse", "ConViT, default")
-        | _is_above("ConViT, conv (Eq. 5)", "ConViT, default")
-        | _is_above("ConViT, trained_conv", "ConViT, conv (Eq. 5)")
+    found = {percent(fraction): _initialised(s, fraction) for fraction in _fractions(s)}
+    cells = _top1(found)
+    pairs = _above(
+        ("DeiT, mimetic", "DeiT, default"),
+        ("DeiT, impulse", "DeiT, default"),
+        ("ConViT, mimetic", "ConViT, default"),
+        ("ConViT, impulse", "ConViT, default"),
+        ("ConViT, conv (Eq. 5)", "ConViT, default"),
+        ("ConViT, trained_conv", "ConViT, conv (Eq. 5)"),
     )
     return Table(
         cells,
-        parts,
+        _parts(found),
         about="Not in the papers. Mimetic: Trockman & Kolter 2023; impulse: Zheng et al. 2025, in "
         "closed form. For trained_conv the net of the last row is trained for as many steps on the "
         "same images first.",
-        questions=_questions(cells, {part: part for part in parts}, pairs),
+        questions=_questions(cells, pairs),
     )

@@ -76,22 +76,8 @@ def reproduce(arguments: Sequence[str]) -> None:
         rows = study.list_experiments(options.scale, options.runs)
         print(json.dumps(rows, indent=2) if options.json else study.show_list(rows))
         return
-    study.reproduce(
-        options.name,
-        options.scale,
-        options.output,
-        plan_only=options.dry_run,
-        finished_only=options.finished,
-        executor=options.executor,
-        jobs=options.jobs,
-        threads=options.threads,
-        runs=options.runs,
-        data=options.data,
-        seeds=options.seeds,
-        fraction=fraction,
-        recorded=options.recorded,
-        quiet=options.quiet,
-    )
+    chosen = {name: of for name, of in vars(options).items() if name not in ("list", "json")}
+    study.reproduce(**chosen | {"fraction": fraction})
 
 
 def search(arguments: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -25,39 +25,22 @@ class Trajectory:
         nonlocality: (layers, snapshots).
         growth: of each layer's from before the first step to the end, (layers,).
         early_drop: how much it has fallen early in training, (layers,).
-        gates: σ(λ), (gated layers, snapshots, heads).
-        mean_gates: over heads, (gated layers, snapshots).
-        early: which snapshot is early in training.
+        gates: σ(λ), mean over heads, (gated layers, snapshots).
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        layers = found["layers"]
-        gates = [layer["gates"] for layer in layers if layer["gates"] is not None]
-        self.nonlocality = np.array([layer["nonlocality"] for layer in layers])
+        gates = [each["gates"] for each in found["layers"] if each["gates"] is not None]
+        self.nonlocality = np.array([each["nonlocality"] for each in found["layers"]])
         self.growth = self.nonlocality[:, -1] - self.nonlocality[:, 0]
-        self.gates = np.array(gates)
-        self.mean_gates = np.array([[fmean(heads) for heads in layer] for layer in gates])
-        self.early = found["early"]
-        self.early_drop = self.nonlocality[:, 0] - self.nonlocality[:, self.early]
-
-    def above_deeper(self, values: Sequence[float]) -> float:
-        """How much the mean over the first half of the gated layers is above the deeper half's."""
-        half = _half(len(self.gates))
-        return fmean(values[:half]) - fmean(values[-half:])
+        self.early_drop = self.nonlocality[:, 0] - self.nonlocality[:, found["early"]]
+        self.gates = np.array([[fmean(heads) for heads in layer] for layer in gates])
 
 
-def _half(gated: int) -> int:
-    """Of so many gated layers; an odd one in the middle belongs to none."""
-    return max(1, gated // 2)
-
-
-def reducer(*trajectories: Quantity, unit: str = "tokens") -> Callable[..., Quantity]:
-    """A function that reduces trajectories to a number → the quantity."""
-
-    def reduced(function: Callable[..., float]) -> Quantity:
-        return combined(lambda *found: function(*map(Trajectory, found)), *trajectories, unit=unit)
-
-    return reduced
+def reducer(
+    trajectory: Quantity, unit: str = "tokens"
+) -> Callable[[Callable[[Trajectory], float]], Quantity]:
+    """A function that reduces a trajectory to a number → the quantity."""
+    return lambda number: combined(lambda found: number(Trajectory(found)), trajectory, unit=unit)
 
 
 EMPTIED = 3.2
@@ -128,12 +111,13 @@ def figure_5(s: Scale) -> Figure:
 def figure_6(s: Scale) -> Figure:
     """σ(λ) of every head, layer by layer."""
     gate = reducer(s.measured(TRAJECTORY, "ConViT-S"), unit="of attention")
-    half = _half(s.architecture("ConViT-S").gpsa_layers)
-    fall = gate(lambda of: fmean(of.mean_gates[-half:, 0] - of.mean_gates[-half:, -1]))
+    # An odd layer in the middle belongs to neither half.
+    half = max(1, s.architecture("ConViT-S").gpsa_layers // 2)
+    fall = gate(lambda of: fmean(of.gates[-half:, 0] - of.gates[-half:, -1]))
     asked = {
         "Do gates of the deeper half fall?": fall.stated(GATES_FALL),
         "Does the deeper half end with less positional attention than the first?": gate(
-            lambda of: of.above_deeper(of.mean_gates[:, -1])
+            lambda of: fmean(of.gates[:half, -1]) - fmean(of.gates[-half:, -1])
         ),
     }
     return Figure(
@@ -190,7 +174,7 @@ def figure_14(s: Scale) -> Figure:
     }
     # Of ten gated layers all but the first 4 in Ti, 5 in S and 6 in B end near 0 (app. D).
     ends = {
-        size: reducer(of, unit="of attention")(lambda of: fmean(of.mean_gates[:, -1])).stated(
+        size: reducer(of, unit="of attention")(lambda of: fmean(of.gates[:, -1])).stated(
             GATES_FALL * (4 + n) / 10
         )
         for n, (size, of) in enumerate(found.items())

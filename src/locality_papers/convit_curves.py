@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from locality.figures.charts import percent
@@ -13,7 +12,6 @@ from locality_papers.measures import (
     BEST_TOP1,
     CURVE_OVER_FRACTION,
     LEARNING_CURVE,
-    PARAMETERS,
     TOP1,
     TOP1_EARLY,
     Measure,
@@ -29,6 +27,10 @@ from locality_papers.scales import FAMILIES, Scale, variation
 from locality_papers.specs import Figure, Panel, Series, experiment, shaded
 
 
+def _printed(number: published.Published) -> Quantity:
+    return computed(lambda: float(number.value))
+
+
 def accuracy_by_size(
     s: Scale, roles: Mapping[str, tuple[int, ...]], printed: Mapping[str, Iterable[str]]
 ) -> tuple[Panel, ...]:
@@ -40,29 +42,33 @@ def accuracy_by_size(
         printed: title of a panel → rows of ConViT's Table 1 or CvT's Table 3.
     """
     tables = published.rows("cvt/table-3") | published.rows("convit/table-1")
+    panels = {
+        "Here": {
+            role: (s.counted(role)["parameters"], s.measured(TOP1, role, seeds=seeds))
+            for role, seeds in roles.items()
+        }
+    }
+    for title, rows in printed.items():
+        panels[title] = {
+            row: (_printed(tables[row]["parameters"]), _printed(tables[row]["top1"]))
+            for row in rows
+        }
 
-    def panel(title: str, names: Iterable[str], of: Callable[[str, str], Quantity]) -> Panel:
-        series = tuple(
-            Series(
-                name,
-                combined(
-                    lambda parameters, top1: {"x": [parameters], "y": [top1]},
-                    of(name, "parameters"),
-                    of(name, "top1"),
-                ),
-                name.partition("-")[0].lower(),
-            )
-            for name in names
+    def point(name: str, parameters: Quantity, top1: Quantity) -> Series:
+        at = combined(lambda x, y: {"x": [x], "y": [y]}, parameters, top1)
+        return Series(name, at, name.partition("-")[0].lower())
+
+    return tuple(
+        Panel(
+            title,
+            "parameters (M)",
+            "top-1 (%)",
+            tuple(point(name, *pair) for name, pair in of.items()),
+            log_x=True,
+            scatter=True,
         )
-        return Panel(title, "parameters (M)", "top-1 (%)", series, log_x=True, scatter=True)
-
-    def here(role: str, metric: str) -> Quantity:
-        return s.measured({"top1": TOP1, "parameters": PARAMETERS}[metric], role, seeds=roles[role])
-
-    def there(row: str, metric: str) -> Quantity:
-        return computed(partial(float, tables[row][metric].value))
-
-    return panel("Here", roles, here), *(panel(title, of, there) for title, of in printed.items())
+        for title, of in panels.items()
+    )
 
 
 _BIASES: dict[str, dict[str, Any]] = {
@@ -104,7 +110,7 @@ def figure_2a(s: Scale) -> Figure:
     cells: dict[str, Mapping[str, Mapping[str, Quantity]]] = {
         "Here": table_2(s).cells,
         "Published": {
-            row: {column: computed(partial(float, of.value)) for column, of in table[row].items()}
+            row: {column: _printed(number) for column, number in table[row].items()}
             for row in map(percent, s.fractions)
         },
     }

@@ -163,9 +163,9 @@ def with_teacher(s: Scale, measure: Measure, role: str) -> Quantity:
 
     The teacher is trained twice as long as they are, on the training images that none of them sees.
     """
-    base = s.base("DeiT-S", s.models["DeiT-S"][0])
+    base = s.base("DeiT-S")
     needs: tuple[Run, ...] = ()
-    if not s.teacher_is_public:
+    if not s.comparable:
         seen = base.data.train_part[1]
         if seen == 1.0:
             return absent("the students see all training images: none are left for a teacher")

@@ -12,7 +12,7 @@ from locality.models import build
 from locality.training.config import ModelConfig
 from locality_papers import diagrams, published
 from locality_papers.convit_maps import skeleton
-from locality_papers.measures import TOP1, Quantity, combined, computed
+from locality_papers.measures import TOP1, Quantity, computed
 from locality_papers.scales import PAPERS_MODELS, Scale, counted, variation
 from locality_papers.specs import (
     Cells,
@@ -28,11 +28,6 @@ from locality_papers.specs import (
 def built(name: str, img_size: int | None = None, **fields: Any) -> dict[str, Quantity]:
     """Size and cost of one of the paper's models, at its own image size or another."""
     return counted(lambda: (ModelConfig(name, img_size=img_size, overrides=fields), 1000))
-
-
-def saved(full: Quantity, less: Quantity, what: str) -> Quantity:
-    """How much less the second is, in per cent of the first."""
-    return combined(lambda a, b: 100 * (1 - b / a), full, less, unit=f"% of the {what}")
 
 
 # -- architectures ---------------------------------------------------------------------------------

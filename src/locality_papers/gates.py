@@ -46,9 +46,9 @@ def position_rate(s: Scale) -> Table:
         label = f"×{factor:g}" + (f", {longer} times the steps" if longer > 1 else "")
         cells[label] = {"sum": summed_rate(config), "top1": s.measured(TOP1, "ConViT-S", **chosen)}
         for n in layers:
-            cells[label][f"gate {n}"] = gate(lambda of, n=n: of.mean_gates[n, -1])
+            cells[label][f"gate {n}"] = gate(lambda of, n=n: of.gates[n, -1])
             cells[label][f"left {n}"] = number(lambda of, n=n: of.growth[n])
-        fall = gate(lambda of: fmean(of.mean_gates[:, 0]) - fmean(of.mean_gates[:, -1]))
+        fall = gate(lambda of: fmean(of.gates[:, 0]) - fmean(of.gates[:, -1]))
         asked[f"{label}: do gates fall?"] = fall.stated(GATES_FALL)
     return Table(
         cells,
@@ -101,7 +101,7 @@ def distance(s: Scale) -> Figure:
                 **_ON_MOTIFS,
             )
             gate = reducer(trajectory, unit="of attention")
-            gates.setdefault(rate, {})[percent] = gate(lambda of: fmean(of.mean_gates[:, -1]))
+            gates.setdefault(rate, {})[percent] = gate(lambda of: fmean(of.gates[:, -1]))
             nonlocality.setdefault(rate, {})[percent] = reducer(trajectory)(_mean_nonlocality)
     asked = {
         "are gates lower on images that need two places?": (gates, 0, 100),

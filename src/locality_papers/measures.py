@@ -235,19 +235,18 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     """
 
     def evaluate(failures: Failures) -> Values:
-        found = [_evaluated(part, failures) for part in parts]
-        if reasons := [each for each in found if isinstance(each, Empty)]:
+        found, reasons = _evaluated(parts, failures)
+        if reasons:
             raise _first(reasons)
-        values = [each for each in found if isinstance(each, Values)]
-        varied = [set(each.by_seed) for each in values if not each.constant]
-        seeds = set.intersection(*varied) if varied else {0}
+        values = list(found.values())
+        seeds = _seeds(values, set.intersection)
         if not seeds:
             raise Empty("no seed is common to what it is computed from")
         return Values(
-            {seed: function(*(each.at(seed) for each in values)) for seed in sorted(seeds)},
+            {seed: function(*(each.at(seed) for each in values)) for seed in seeds},
             tuple(dict.fromkeys(problem for each in values for problem in each.problems)),
-            constant=not varied,
-            terms=_terms(function, values, min(seeds)),
+            constant=all(each.constant for each in values),
+            terms=_terms(function, values, seeds[0]),
         )
 
     printed = [part.paper for part in parts]
@@ -256,12 +255,23 @@ def combined(function: Callable[..., Any], *parts: Quantity, unit: str = "points
     return Quantity(evaluate, unit, measures, paper)
 
 
-def _evaluated(part: Quantity, failures: Failures) -> Values | Empty:
-    """Its values, or why there are none."""
-    try:
-        return part.evaluate(failures)
-    except Empty as error:
-        return error
+def _evaluated(
+    parts: Iterable[Quantity], failures: Failures
+) -> tuple[dict[int, Values], list[Empty]]:
+    """What parts came to, by their place among them, and why others have no value."""
+    found, reasons = {}, []
+    for place, part in enumerate(parts):
+        try:
+            found[place] = part.evaluate(failures)
+        except Empty as error:
+            reasons.append(error)
+    return found, reasons
+
+
+def _seeds(values: Iterable[Values], join: Callable[..., set[int]]) -> list[int]:
+    """The seeds that all of some values have, or any; 0 where none depends on the seed."""
+    varied = [set(each.by_seed) for each in values if not each.constant]
+    return sorted(join(*varied)) if varied else [0]
 
 
 def _first(reasons: Iterable[Empty]) -> Empty:
@@ -274,18 +284,17 @@ def over(xs: Iterable[float], parts: Iterable[Quantity]) -> Quantity:
     points = list(zip(xs, parts, strict=True))
 
     def evaluate(failures: Failures) -> Values:
-        evaluated = {x: _evaluated(part, failures) for x, part in points}
-        found = {x: each for x, each in evaluated.items() if isinstance(each, Values)}
-        reasons = [each for each in evaluated.values() if isinstance(each, Empty)]
+        found, reasons = _evaluated((part for _, part in points), failures)
         if not found:
             raise _first(reasons)
-        varied = [set(each.by_seed) for each in found.values() if not each.constant]
-        by_seed = {}
-        for seed in sorted(set.union(*varied) if varied else {0}):
-            known = {x: each for x, each in found.items() if each.constant or seed in each.by_seed}
-            by_seed[seed] = {"x": list(known), "y": [each.at(seed) for each in known.values()]}
-        problems = [*map(str, reasons), *(one for each in found.values() for one in each.problems)]
-        return Values(by_seed, tuple(dict.fromkeys(problems)), constant=not varied)
+        values, by_seed = found.values(), {}
+        for seed in _seeds(values, set.union):
+            known = {n: each for n, each in found.items() if each.constant or seed in each.by_seed}
+            y = [each.at(seed) for each in known.values()]
+            by_seed[seed] = {"x": [points[n][0] for n in known], "y": y}
+        problems = [*map(str, reasons), *(problem for each in values for problem in each.problems)]
+        constant = all(each.constant for each in values)
+        return Values(by_seed, tuple(dict.fromkeys(problems)), constant)
 
     return Quantity(evaluate, measures=tuple(pair for _, part in points for pair in part.measures))
 

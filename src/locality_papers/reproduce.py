@@ -64,10 +64,10 @@ def find(name: str) -> list[Experiment]:
 def reproduce(
     name: str,
     scale: str | Scale = "digits",
-    out: Path | str = "results",
+    output: Path | str = "results",
     *,
-    plan_only: bool = False,
-    finished_only: bool = False,
+    dry_run: bool = False,
+    finished: bool = False,
     executor: str | Executor = "local",
     jobs: int = 2,
     threads: int | None = None,
@@ -86,10 +86,10 @@ def reproduce(
     Args:
         name: "convit/table-3", a paper ("convit", "cvt"), "beyond", or "all".
         scale: one of `SCALES`, or a scale of one's own.
-        out: folder for the files: `out/SCALE/convit-table-3.md`, `.csv`, `.json`, and `.png` for
-            figures.
-        plan_only: print runs, images, multiply-accumulates and hours, and do nothing.
-        finished_only: start no run; what is not finished stays empty.
+        output: folder for the files: `output/SCALE/convit-table-3.md`, `.csv`, `.json`, and for
+            figures `.png`.
+        dry_run: print runs, images, multiply-accumulates and hours, and do nothing.
+        finished: start no run; what is not finished stays empty.
         executor: "local", "submitit", or an object with their `map`.
         jobs: runs at a time.
         threads: processor threads per run; the machine's divided by `jobs` unless given.
@@ -102,7 +102,7 @@ def reproduce(
         quiet: print nothing.
 
     Returns:
-        one record per experiment; none if `plan_only`.
+        one record per experiment; none if `dry_run`.
 
     Raises:
         UserError: for a name or scale that does not exist, with the nearest.
@@ -123,17 +123,17 @@ def reproduce(
                 f"one that compares fractions, such as convit/table-2"
             )
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
-    if plan_only:
+    if dry_run:
         plan = Workload(wanted, jobs, threads)
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
         return []
-    folder = Path(out) / chosen.name
+    folder = Path(output) / chosen.name
     for item in items:
         _check_files(folder, item)
     if recorded is not None and Path(recorded).exists():
         import_runs(Path(recorded), chosen.root)
-    failures, ready = ({}, []) if finished_only else _split_by_data(chosen, wanted)
-    if not (quiet or finished_only):
+    failures, ready = ({}, []) if finished else _split_by_data(chosen, wanted)
+    if not (quiet or finished):
         print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs, threads)}")
         if failures:
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")

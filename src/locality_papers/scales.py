@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from locality.data.config import DATASETS
-from locality.errors import UserError, lookup
+from locality.errors import UserError, check_known, lookup
 from locality.files import read_yaml
 from locality.models import variant
 from locality.runner.runs import TRAIN, Run, content_folder
@@ -29,6 +29,7 @@ from locality_papers.measures import Measure, Quantity, absent, computed, measur
 _recipe = cache(recipe)  # thousands of runs ask for the same few
 FAMILIES = ("ConViT", "DeiT")
 FRACTIONS = (0.05, 0.1, 0.3, 0.5, 1.0)
+_FOLDERS = {"imagenet100": "imagenet"}  # datasets that are a part of another
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Scale:
         gpsa_counts: an axis of Fig. 8; `gpsa_counts[-1]` is the model's own number.
         masked_layers: the rows of Table 6.
         masked_size: the size that Tables 5 and 6 mask.
-        teacher: of distillation: the timm model that is trained first, or the name of public
-            weights if `teacher_is_public`.
+        teacher: of distillation: the timm model that is trained first; where accuracies are
+            comparable, the name of public weights.
         snapshots: copies of the weights that baseline runs on all data keep for figures over
             epochs.
         transfer_classes: where accuracies are not comparable, the first classes that models are
@@ -69,7 +70,6 @@ class Scale:
     masked_layers: tuple[int, ...]
     teacher: str
     settings: dict[str, Any] = field(default_factory=dict)
-    teacher_is_public: bool = False
     masked_size: str = "Ti"
     fractions: tuple[float, ...] = FRACTIONS
     splits_by_seed: bool = False
@@ -109,8 +109,7 @@ class Scale:
         """
         if role not in self.models:
             raise UserError(f"scale '{self.name}' has no model in the place of {role}")
-        name, own = self.models[role]
-        base = self.base(role, name)
+        base, (name, own) = self.base(role), self.models[role]
         given = {f"model.{field}": value for field, value in (fields or {}).items()}
         given |= {key.replace("__", "."): value for key, value in changes.items()}
         dataset = given.get("data.dataset", base.data.dataset)
@@ -136,13 +135,11 @@ class Scale:
 
     def lasting(self, role: str, times: float) -> dict[str, Any]:
         """Settings of a role's runs that are `times` as long as elsewhere, for `runs`."""
-        if times == 1:
-            return {}
-        (run,) = self.runs(role, seeds=self.seeds[:1])
-        return dict(run.config.schedule.lasting(times))
+        return {} if times == 1 else dict(self.base(role).schedule.lasting(times))
 
-    def base(self, role: str, model: str) -> RunConfig:
-        """The configuration of a model in the place of a role, before an experiment changes it."""
+    def base(self, role: str, model: str | None = None) -> RunConfig:
+        """The configuration of a role's model, or of another in its place, as it is by itself."""
+        model = model or self.models[role][0]
         found, *_ = (name for roles, name in self.recipes.items() if fnmatchcase(role, roles))
         changes: dict[str, Any] = {}
         for roles, settings in self.settings.items():
@@ -170,9 +167,8 @@ class Scale:
         return Run(name, config, content_folder(self.root, config, task), needs, task)
 
     def root_of(self, dataset: str) -> str | None:
-        """The folder of a dataset; ImageNet-100 is a part of ImageNet's."""
-        alias = "imagenet" if dataset == "imagenet100" else dataset
-        return self.data.get(dataset, self.data.get(alias))
+        """The folder of a dataset."""
+        return self.data.get(dataset, self.data.get(_FOLDERS.get(dataset, dataset)))
 
     def measured(self, measure: Measure, role: str, **choices: Any) -> Quantity:
         """A measure of a role's runs, or an empty quantity if the scale has no such model."""
@@ -218,7 +214,7 @@ class Scale:
         data = run.config.data
         if data.root is not None or not DATASETS[data.dataset].get("needs_root", True):
             return None  # where one of those is not, a run says so itself
-        name = "imagenet" if data.dataset == "imagenet100" else data.dataset
+        name = _FOLDERS.get(data.dataset, data.dataset)
         name = "imagenet22k" if run.config.recipe == "cvt_22k" else name
         return f"needs the folder of {name}; say where with --data.{name} PATH"
 
@@ -263,6 +259,5 @@ def get_scale(name: str, root: Path, data: Mapping[str, str] | None = None) -> S
         UserError: if there is no scale or dataset of a name, with the nearest.
     """
     scale = lookup("scale", name, SCALES)
-    for dataset in data or {}:
-        lookup("dataset", dataset, DATASETS)
+    check_known("dataset", data or {}, [*DATASETS, "imagenet22k"], UserError)
     return dataclasses.replace(scale, root=Path(root), data=data or {})

@@ -212,9 +212,9 @@ def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_pat
 
 
 def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
-    reproduce("convit/table-2", "fashion", tmp_path, plan_only=True, seeds=1, fraction=0.05)
+    reproduce("convit/table-2", "fashion", tmp_path, dry_run=True, seeds=1, fraction=0.05)
     assert "2 runs: 0 finished, 0 to resume, 2 to start" in capsys.readouterr().out
-    reproduce("convit/table-2", "fashion", tmp_path, plan_only=True, seeds=7, fraction=0.05)
+    reproduce("convit/table-2", "fashion", tmp_path, dry_run=True, seeds=7, fraction=0.05)
     assert "14 runs: 0 finished" in capsys.readouterr().out  # the scale has five
     command = ["reproduce", "convit/table-2", "--scale", "fashion", "--dry_run", "--seeds", "1"]
     assert main([*command, "--fraction", "0.05,0.3", "--runs", str(tmp_path)]) == 0
@@ -223,18 +223,18 @@ def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
         assert main([*command, "--fraction", wrong, "--runs", str(tmp_path)]) == 2
         assert "fraction" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"fraction is 0.2; scale 'digits' has 0.05, 0.1"):
-        reproduce("convit/table-2", "digits", tmp_path, plan_only=True, fraction=(0.1, 0.2))
+        reproduce("convit/table-2", "digits", tmp_path, dry_run=True, fraction=(0.1, 0.2))
     for name in ("convit/table-3", "convit"):
         with pytest.raises(UserError, match="has the same runs with the fraction as without"):
-            reproduce(name, "digits", tmp_path, plan_only=True, fraction=0.1)
+            reproduce(name, "digits", tmp_path, dry_run=True, fraction=0.1)
     with pytest.raises(UserError, match=r"is on 0\.05, 0\.1 and 1 of the data"):
-        reproduce("beyond/initialisations", "digits", tmp_path, plan_only=True, fraction=0.3)
+        reproduce("beyond/initialisations", "digits", tmp_path, dry_run=True, fraction=0.3)
 
 
 def test_a_gain_is_compared_over_all_the_data_alone(tmp_path):
     for fraction, questions in ((None, 5), ((0.05, 0.3), 2), ((0.05, 1.0), 3)):
         (record,) = reproduce(
-            "convit/table-2", "digits", tmp_path, runs=tmp_path / "runs", finished_only=True,
+            "convit/table-2", "digits", tmp_path, runs=tmp_path / "runs", finished=True,
             fraction=fraction, quiet=True,
         )  # fmt: skip
         assert len(record["questions"]) == questions
@@ -275,19 +275,19 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, 
     scale = dataclasses.replace(tiny_scale, seeds=(0,))
     (record,) = reproduce("convit/table-5", scale, tmp_path, executor=WithoutWeights(), quiet=True)
     assert [cell["empty"] for row in record["rows"] for cell in row["cells"]] == [None] * 6
-    again = reproduce("convit/table-5", scale, tmp_path, finished_only=True, quiet=True)
+    again = reproduce("convit/table-5", scale, tmp_path, finished=True, quiet=True)
     assert again[0]["rows"] == record["rows"]
-    rows = reproduce("convit/table-6", scale, tmp_path, finished_only=True, quiet=True)[0]["rows"]
+    rows = reproduce("convit/table-6", scale, tmp_path, finished=True, quiet=True)[0]["rows"]
     assert all(cell["empty"] for row in rows for cell in row["cells"][:2])
-    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
+    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished=True, quiet=True)
     assert "no weights" in drawing["empty"] and drawing["picture"] is None
     (tmp_path / "digits" / "convit-figure-17.png").touch()  # as if drawn where the weights were
-    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished_only=True, quiet=True)
+    (drawing,) = reproduce("convit/figure-17", scale, tmp_path, finished=True, quiet=True)
     assert drawing["empty"] is None and drawing["picture"] == "convit-figure-17.png"
 
 
-def test_plan_only_starts_nothing(tiny_scale, tmp_path, here, capsys):
-    assert reproduce("convit/table-2", tiny_scale, tmp_path, plan_only=True, executor=here) == []
+def test_a_dry_run_starts_nothing(tiny_scale, tmp_path, here, capsys):
+    assert reproduce("convit/table-2", tiny_scale, tmp_path, dry_run=True, executor=here) == []
     said = capsys.readouterr().out
     assert "16 runs: 0 finished, 0 to resume, 16 to start" in said
     assert "multiply-accumulates, about" in said

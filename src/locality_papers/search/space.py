@@ -100,16 +100,15 @@ class SearchSpace:
     ) -> None:
         self.base = base
         self.options = list(itertools.product(kv_strides, mlp_ratios))
-        self.depths = [stage.depth for stage in base.stages]
-        self.blocks = sum(self.depths)
+        self.blocks = sum(stage.depth for stage in base.stages)
         first = [self.options[0]] * self.blocks
-        fixed = cost(self._with_choices(base, first), img_size)
+        fixed = cost(_with_choices(base, first), img_size)
         added: list[npt.NDArray[Any]] = []
-        for depth in self.depths:  # the blocks of a stage cost alike
+        for stage in base.stages:  # the blocks of a stage cost alike
             place = len(added)
             changed = [[*first[:place], option, *first[place + 1 :]] for option in self.options]
-            costs = [cost(self._with_choices(base, choices), img_size) for choices in changed]
-            added += [np.subtract(costs, fixed)] * depth
+            costs = [cost(_with_choices(base, choices), img_size) for choices in changed]
+            added += [np.subtract(costs, fixed)] * stage.depth
         table = np.array(added)
         self.tables: dict[str, tuple[float, npt.NDArray[Any]]] = {
             name: (fixed[n], table[..., n]) for n, name in enumerate(Cost._fields)
@@ -120,7 +119,7 @@ class SearchSpace:
 
     def __getitem__(self, index: int) -> CvTConfig:
         """The candidate with this number."""
-        return self._with_choices(self.base, self.choices(index))
+        return _with_choices(self.base, self.choices(index))
 
     def choices(self, index: int) -> list[tuple[int, float]]:
         """The stride and the ratio of every block of the candidate with this number."""
@@ -129,10 +128,7 @@ class SearchSpace:
     def settings(self, index: int) -> dict[str, list[Any]]:
         """The settings of a run that select a candidate, by dotted name, one value per block."""
         strides, ratios = zip(*self.choices(index), strict=True)
-        return {
-            "model.kv_stride": list(strides),
-            "model.mlp_ratio": list(ratios),
-        }
+        return {"model.kv_stride": list(strides), "model.mlp_ratio": list(ratios)}
 
     def index(self, config: CvTConfig) -> int:
         """The number of a candidate.
@@ -151,10 +147,9 @@ class SearchSpace:
                 f"a block with (kv_stride, mlp_ratio) = {outside[0]} is not in this search space; "
                 f"its options are {self.options}"
             )
-        alike = len(choices) == self.blocks and (
-            self._with_choices(config, choices) == self._with_choices(self.base, choices)
-        )
-        if not alike:
+        if len(choices) != self.blocks or (
+            _with_choices(config, choices) != _with_choices(self.base, choices)
+        ):
             raise UserError("this configuration differs from the search space's base elsewhere")
         digits = [self.options.index(choice) for choice in choices]
         return int(self.numbers(np.array([digits]))[0])
@@ -202,23 +197,15 @@ class SearchSpace:
     def _place_values(self) -> Counts:
         return len(self.options) ** np.arange(self.blocks - 1, -1, -1, dtype=np.int64)
 
-    def _with_choices(self, config: CvTConfig, choices: list[tuple[int, float]]) -> CvTConfig:
-        """A configuration whose blocks take these choices, one after the other."""
-        remaining = iter(choices)
-        stages = [list(itertools.islice(remaining, depth)) for depth in self.depths]
-        return config.with_overrides(
-            kv_stride=[tuple(stride for stride, _ in stage) for stage in stages],
-            mlp_ratio=[tuple(ratio for _, ratio in stage) for stage in stages],
-        )
+    def all_options(self) -> list[list[int]]:
+        """The numbers of the options that each block may take: all."""
+        return [list(range(len(self.options)))] * self.blocks
 
 
-def check_options(space: SearchSpace, options: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """The options of every block: those given, or all."""
-    if options is None:
-        return [list(range(len(space.options)))] * space.blocks
-    if len(options) != space.blocks or not all(options):
-        raise UserError(f"options are given for {len(options)} blocks of {space.blocks}")
-    return [list(row) for row in options]
+def _with_choices(config: CvTConfig, choices: list[tuple[int, float]]) -> CvTConfig:
+    """A configuration whose blocks take these strides and ratios, one after the other."""
+    strides, ratios = zip(*choices, strict=True)
+    return config.with_overrides(kv_stride=strides, mlp_ratio=ratios)
 
 
 class Candidates:
@@ -239,10 +226,9 @@ class Candidates:
         options: Sequence[Sequence[int]] | None = None,
         limits: Mapping[str, float] = {},
     ) -> None:
-        self.space = space
-        self.options = check_options(space, options)
-        self.limits = dict(limits)
-        for name, most in self.limits.items():
+        self.space, self.options = space, options or space.all_options()
+        self.limits = limits
+        for name, most in limits.items():
             fixed, table = space.tables[name]
             least = fixed + sum(table[b, row].min() for b, row in enumerate(self.options))
             if least > most:

@@ -30,7 +30,7 @@ from locality.training.engine import Training
 from locality.training.objective import Objective
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components
-from locality_papers.search.space import Counts, SearchSpace, check_options
+from locality_papers.search.space import Counts, SearchSpace
 
 RANDOM_CANDIDATES = 2
 """Beside the largest and the smallest, in every step."""
@@ -60,9 +60,8 @@ class Supernet(nn.Module):
             raise UserError("a search over strides needs convolutional projections in every stage")
         if model.grad_checkpointing:
             raise UserError("a supernet cannot recompute blocks; leave engine.grad_checkpointing")
-        self.model = model
-        self.space = space
-        self.options = check_options(space, options)
+        self.model, self.space = model, space
+        self.options = options or space.all_options()
         # By what a block costs with each option: the sandwich's two outer candidates.
         _, macs = space.tables["macs"]
         ordered = [sorted(row, key=lambda o: macs[b, o]) for b, row in enumerate(self.options)]
