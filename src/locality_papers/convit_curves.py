@@ -206,29 +206,26 @@ def figure_8(s: Scale) -> Figure:
 def figure_9(s: Scale) -> Figure:
     """Learning curves of DeiT, of ConViT with PSA, and of ConViT."""
     convit, deit = (f"{family}-{'B' if s.comparable else 'S'}" for family in FAMILIES)
-    psa: dict[str, Any] = {"positional_attention": "psa"}
-    # Positions and values start as a convolution; queries and keys as everywhere, not at zero.
-    with_content = psa | {"conv_init": False, "init": "conv"}
+    psa = {"positional_attention": "psa"}
     arms = {
-        "ConViT (GPSA)": ("convit", convit, {}),
-        "ConViT with PSA": ("other", convit, psa),
-        "ConViT with PSA and content": ("depth:0.5", convit, with_content),
-        "DeiT": ("deit", deit, {}),
+        "ConViT (GPSA)": variation(convit),
+        "ConViT with PSA": variation(convit, **psa),
+        # Positions and values start as a convolution; queries and keys as everywhere, not at zero.
+        "ConViT with PSA and content": variation(convit, **psa, conv_init=False, init="conv"),
+        "DeiT": variation(deit),
     }
-    series, top1, early = [], [], []
-    for label, (colour, role, fields) in arms.items():
-        series.append(Series(label, s.measured(LEARNING_CURVE, role, fields=fields), colour))
-        top1.append(s.measured(TOP1, role, fields=fields))
-        early.append(s.measured(TOP1_EARLY, role, fields=fields))
-    gated, alone, both, none = top1
+    colours = dict(zip(arms, ("convit", "other", "depth:0.5", "deit"), strict=True))
+    curves = {label: s.measured(LEARNING_CURVE, **arm) for label, arm in arms.items()}
+    gated, alone, both, none = (s.measured(TOP1, **arm) for arm in arms.values())
+    _, alone_early, _, none_early = (s.measured(TOP1_EARLY, **arm) for arm in arms.values())
     asked = {
-        "Without gates, is ConViT above DeiT early in training?": early[1] - early[3],
+        "Without gates, is ConViT above DeiT early in training?": alone_early - none_early,
         "Without gates, is ConViT below DeiT at the end?": none - alone,
         "At the end, are gates (GPSA) above none (PSA)?": gated - alone,
     }
     ours = {"Are gates above PSA that starts with content too?": gated - both}
     return Figure(
-        (Panel("Learning curves", "epochs", "top-1 (%)", tuple(series)),),
+        (Panel("Learning curves", "epochs", "top-1 (%)", shaded(curves, colours)),),
         about="PSA adds content and position before one softmax (Eq. 4); GPSA mixes two (Eq. 7). "
         "PSA with content, whose queries and keys do not start at zero, is not in the paper.",
         questions={"app. A, Fig. 9": asked, "": ours},

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
-
-from torch import nn
 
 from locality.analysis.taps import content_off, position_embedding_off, position_off
 from locality.figures.charts import percent
@@ -24,21 +22,19 @@ from locality_papers.measures import (
     relative_gain,
 )
 from locality_papers.scales import FAMILIES, FRACTIONS, Scale, variation
-from locality_papers.specs import Cells, Column, Table, as_printed, experiment, standard_columns
+from locality_papers.specs import Column, Table, as_printed, experiment, standard_columns
 
 
 @experiment("convit/table-1", "ConViT and DeiT of six sizes")
 def table_1(s: Scale) -> Table:
     """Parameters, cost, speed and accuracy of every size."""
+    sizes = {f"{f}-{size}": s.seeds_of(size) for size in s.sizes for f in ("DeiT", "ConViT")}
     measures = {"speed": INFERENCE_SPEED, "top1": TOP1, "top5": TOP5}
-    cells: Cells = {}
-    for size in s.sizes:
-        for role in (f"DeiT-{size}", f"ConViT-{size}"):
-            cells[role] = s.counted(role) | {
-                name: s.measured(measure, role, seeds=s.seeds_of(size))
-                for name, measure in measures.items()
-            }
-    cells = as_printed("convit/table-1", cells)
+    found = s.cells(
+        {role: {"role": role, "seeds": seeds} for role, seeds in sizes.items()},
+        {metric: {"measure": measure} for metric, measure in measures.items()},
+    )
+    cells = as_printed("convit/table-1", {role: s.counted(role) | of for role, of in found.items()})
     top1 = {role: of["top1"] for role, of in cells.items()}
     asked = {
         f"Is ConViT-{size} above DeiT-{size}?": top1[f"ConViT-{size}"] - top1[f"DeiT-{size}"]
@@ -63,17 +59,13 @@ def table_1(s: Scale) -> Table:
 @experiment("convit/table-2", "Sample efficiency: ConViT-S and DeiT-S on parts of the data")
 def table_2(s: Scale) -> Table:
     """Accuracy on fractions of the training images, and the relative gain of ConViT."""
-    cells = as_printed(
-        "convit/table-2",
-        {
-            percent(fraction): {
-                f"{role}/{m.name}": s.measured(m, role, fraction=fraction)
-                for m in (TOP1, TOP5)
-                for role in ("DeiT-S", "ConViT-S")
-            }
-            for fraction in s.fractions
-        },
-    )
+    fractions = {percent(fraction): {"fraction": fraction} for fraction in s.fractions}
+    measures = {
+        f"{role}/{m.name}": {"role": role, "measure": m}
+        for m in (TOP1, TOP5)
+        for role in ("DeiT-S", "ConViT-S")
+    }
+    cells = as_printed("convit/table-2", s.cells(fractions, measures))
     for of in cells.values():
         for m in (TOP1, TOP5):
             pair = of[f"ConViT-S/{m.name}"], of[f"DeiT-S/{m.name}"]
@@ -120,13 +112,8 @@ at 0."""
 def table_3(s: Scale) -> Table:
     """Rows a to g on all data and on 10% of it."""
     parts = {"full": 1.0, "10%": 0.1}
-    cells = as_printed(
-        "convit/table-3",
-        {
-            label: {part: s.measured(TOP1, **row, fraction=f) for part, f in parts.items()}
-            for label, row in INGREDIENTS.items()
-        },
-    )
+    columns = {part: {"measure": TOP1, "fraction": fraction} for part, fraction in parts.items()}
+    cells = as_printed("convit/table-3", s.cells(INGREDIENTS, columns))
     full, tenth = ({label[0]: of[part] for label, of in cells.items()} for part in parts)
     for label, of in cells.items():
         if label != "e: DeiT":
@@ -224,16 +211,13 @@ def table_4(s: Scale) -> Table:
 @experiment("convit/table-5", "Position embedding masked at test time")
 def table_5(s: Scale) -> Table:
     """Accuracy of trained models without their absolute position embedding."""
-    measure = masked_top1("position embedding masked", position_embedding_off)
+    masked = masked_top1("position embedding masked", position_embedding_off)
     rows = {f"{family}-{s.masked_size}": f"{family}-Ti" for family in FAMILIES[::-1]}
-    cells = as_printed(
-        "convit/table-5",
-        {
-            role: {"masked": s.measured(measure, role), "unmasked": s.measured(TOP1, role)}
-            for role in rows
-        },
-        rows,
+    found = s.cells(
+        {role: {"role": role} for role in rows},
+        {"masked": {"measure": masked}, "unmasked": {"measure": TOP1}},
     )
+    cells = as_printed("convit/table-5", found, rows)
     for of in cells.values():
         of["loss"] = of["unmasked"] - of["masked"]
     deit, convit = (of["loss"] for of in cells.values())
@@ -257,24 +241,15 @@ def table_6(s: Scale) -> Table:
     role = f"ConViT-{s.masked_size}"
 
     def without(part: str, layers: int) -> Quantity:
-        def mask(model: nn.Module) -> AbstractContextManager[Any]:
-            return (content_off if part == "content" else position_off)(model, layers)
-
+        mask = partial(content_off if part == "content" else position_off, layers=layers)
         return s.measured(masked_top1(f"{part} masked in the first {layers} layers", mask), role)
 
-    rows = {
-        f"first {layers} layers (paper: {printed})": printed
-        for layers, printed in zip(s.masked_layers, ("3", "5", "10"), strict=True)
-    }
-    cells = as_printed(
-        "convit/table-6",
-        {
-            label: {part: without(part, layers) for part in ("content", "position")}
-            | {"none": s.measured(TOP1, role)}
-            for label, layers in zip(rows, s.masked_layers, strict=True)
-        },
-        rows,
-    )
+    rows, found = {}, {}
+    for layers, printed in zip(s.masked_layers, ("3", "5", "10"), strict=True):
+        rows[label := f"first {layers} layers (paper: {printed})"] = printed
+        found[label] = {part: without(part, layers) for part in ("content", "position")}
+        found[label]["none"] = s.measured(TOP1, role)
+    cells = as_printed("convit/table-6", found, rows)
     *_, every = cells.values()
     asked = {
         "Does masking content cost more than masking position?": every["position"]

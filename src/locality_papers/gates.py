@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from statistics import fmean
 from typing import Any
 
-from locality_papers.convit_attention import EMPTIED, GATES_FALL, Trajectory, reach, reducer
+from locality_papers.convit_attention import EMPTIED, GATES_FALL, reach, reducer
 from locality_papers.measures import TOP1, TRAJECTORY, Quantity, over, summed_rate
 from locality_papers.scales import Scale
-from locality_papers.specs import Cells, Column, Figure, Panel, Series, Table, experiment, shaded
+from locality_papers.specs import Cells, Column, Figure, Panel, Table, experiment, shaded
 
 FACTORS = (1.0, 10.0, 100.0)
 """Of the learning rate of positions: Adam moves a parameter by at most about the sum of its rates,
@@ -88,28 +89,33 @@ _SEEDS = 5
 @experiment("beyond/distance", "Gates on images that need one place, or two far apart")
 def distance(s: Scale) -> Figure:
     """Mean gate and nonlocality at the end, against how many pairs of motifs lie apart."""
-    gates: dict[float, dict[int, Quantity]] = {}
-    nonlocality: dict[float, dict[int, Quantity]] = {}
-    for rate in _RATES:
-        for dataset, percent in DISTANT.items():
-            trajectory = s.measured(
-                TRAJECTORY,
-                "ConViT-S",
-                seeds=tuple(range(_SEEDS)),
-                data__dataset=dataset,
-                optim__position_lr_factor=rate,
-                **_ON_MOTIFS,
-            )
-            gate = reducer(trajectory, unit="of attention")
-            gates.setdefault(rate, {})[percent] = gate(lambda of: fmean(of.gates[:, -1]))
-            nonlocality.setdefault(rate, {})[percent] = reducer(trajectory)(_mean_nonlocality)
+    gates: dict[float, dict[int, Quantity]] = {rate: {} for rate in _RATES}
+    nonlocality: dict[float, dict[int, Quantity]] = {rate: {} for rate in _RATES}
+    for rate, (dataset, percent) in product(_RATES, DISTANT.items()):
+        trajectory = s.measured(
+            TRAJECTORY,
+            "ConViT-S",
+            seeds=tuple(range(_SEEDS)),
+            data__dataset=dataset,
+            optim__position_lr_factor=rate,
+            **_ON_MOTIFS,
+        )
+        gate, number = reducer(trajectory, unit="of attention"), reducer(trajectory)
+        gates[rate][percent] = gate(lambda of: fmean(of.gates[:, -1]))
+        # The gated layers are the first.
+        nonlocality[rate][percent] = number(lambda of: fmean(of.nonlocality[: len(of.gates), -1]))
     asked = {
         "are gates lower on images that need two places?": (gates, 0, 100),
         "is nonlocality higher on images that need two places?": (nonlocality, 100, 0),
     }
     return Figure(
         panels=tuple(
-            Panel(title, "pairs that lie apart, %", label, _lines(by_rate))
+            Panel(
+                title,
+                "pairs that lie apart, %",
+                label,
+                shaded({f"rate ×{rate:g}": over(of, of.values()) for rate, of in by_rate.items()}),
+            )
             for title, label, by_rate in (
                 ("gates", "σ(λ), mean of heads and layers", gates),
                 ("nonlocality", "tokens, mean of gated layers", nonlocality),
@@ -128,13 +134,3 @@ def distance(s: Scale) -> Figure:
             }
         },
     )
-
-
-def _mean_nonlocality(of: Trajectory) -> float:
-    """Of the gated layers, which are the first."""
-    return fmean(of.nonlocality[: len(of.gates), -1])
-
-
-def _lines(by_rate: dict[float, dict[int, Quantity]]) -> tuple[Series, ...]:
-    """A line for each rate: percent → mean."""
-    return shaded({f"rate ×{rate:g}": over(of, of.values()) for rate, of in by_rate.items()})

@@ -361,8 +361,6 @@ def of_result(
 TOP1 = of_result("top1", accuracy=True)
 """Accuracy at the end, in per cent."""
 TOP5 = of_result("top5", accuracy=True)
-PARAMETERS = of_result("parameters", per=1e6, unit="M")
-"""In millions."""
 
 
 def _evaluations(run: Run) -> list[dict[str, float]]:

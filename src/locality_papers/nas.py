@@ -16,7 +16,6 @@ from locality.runner.runs import Run
 from locality.training import RunConfig, replace, train
 from locality.training.resolved_run import meta_model
 from locality_papers.measures import (
-    PARAMETERS,
     TOP1,
     Empty,
     Failures,
@@ -154,7 +153,11 @@ def nas(s: Scale) -> Table:
         "found": found,
         "random, same cost": [scratch(*each) for each in chance],
     }
-    picked = {"parameters": PARAMETERS, "flops": of_result("macs", per=1e9), "top1": TOP1}
+    picked = {
+        "parameters": of_result("parameters", per=1e6, unit="M"),
+        "flops": of_result("macs", per=1e9),
+        "top1": TOP1,
+    }
     cells: Cells = {
         label: {name: measured(runs, measure) for name, measure in picked.items()}
         for label, runs in groups.items()

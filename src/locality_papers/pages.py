@@ -22,7 +22,7 @@ from locality_papers import answers as rule
 from locality_papers.answers import AT_MOST, CANNOT_TELL, Answer, answers, write_answers
 from locality_papers.records import Record
 from locality_papers.specs import papers_order
-from locality_papers.tables import Notes, filled, to_csv, usual_n
+from locality_papers.tables import Notes, filled, usual_n
 
 SHOWN = ("digits", "fashion", "fashion14")
 """The scales whose records lie in the repository."""
@@ -30,11 +30,7 @@ _README = ("<!-- findings -->\n", "<!-- /findings -->")
 
 
 def read_records(folder: Path) -> list[Record]:
-    """The records of one scale, in the papers' order.
-
-    Raises:
-        UserError: if there are none.
-    """
+    """The records of one scale, in the papers' order."""
     found = [read_json(path) for path in folder.glob("*.json")]
     if not found:
         raise UserError(f"{folder} holds no results; `locality reproduce all` writes them")
@@ -243,12 +239,6 @@ def _rendered(template: str, **content: Any) -> str:
 def _hardware(made: Record) -> list[str]:
     """The processors and GPUs of a record's provenance, which has a list of GPUs per machine."""
     return [*made["processors"], *chain(*made["gpus"])]
-
-
-def write_pages(record: Record, target: Path) -> None:
-    """Write one record as `target`.md and .csv."""
-    write_atomic(target.with_suffix(".md"), page([record], answers([record])))
-    write_atomic(target.with_suffix(".csv"), to_csv(record))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,6 @@ def export_runs(folders: Iterable[Path], path: Path) -> None:
     Args:
         folders: of the runs.
         path: of the file, such as `results/fashion.runs.jsonl.gz`.
-
-    Raises:
-        UserError: as `read_runs`.
     """
     runs = read_runs(path) if path.exists() else {}
     for folder in folders:
@@ -46,9 +43,6 @@ def import_runs(path: Path, root: Path) -> None:
     Args:
         path: of the file.
         root: where the folders go.
-
-    Raises:
-        UserError: as `read_runs`.
     """
     for name, files in read_runs(path).items():
         if not (root / name).exists():
@@ -61,11 +55,7 @@ def import_runs(path: Path, root: Path) -> None:
 
 
 def read_runs(path: Path) -> dict[str, dict[str, str]]:
-    """The runs in a file: name of the folder → name of the file → text.
-
-    Raises:
-        UserError: if it is not such a file.
-    """
+    """The runs in a file: name of the folder → name of the file → text."""
     with wrap_errors(f"{path} is not a file of recorded runs", ValueError, KeyError, TypeError):
         lines = gunzip(path, "file of recorded runs", 16 * LARGEST_TEXT).decode().splitlines()
         found = [parse_json(line, str(path)) for line in lines]

@@ -31,11 +31,12 @@ from locality_papers import (  # noqa: F401 (they register)
 )
 from locality_papers.answers import answers
 from locality_papers.measures import Failures, Measure
-from locality_papers.pages import page, write_pages
+from locality_papers.pages import page
 from locality_papers.recorded import export_runs, import_runs
 from locality_papers.records import Record, make_record
 from locality_papers.scales import Scale, get_scale
 from locality_papers.specs import REGISTRY, Experiment, Figure, Spec, papers_order
+from locality_papers.tables import to_csv
 
 RUNS = "runs/reproduce"
 """Where run folders go unless given, apart from those of `locality train`."""
@@ -47,15 +48,9 @@ def experiments() -> dict[str, Experiment]:
 
 
 def find(name: str) -> list[Experiment]:
-    """The experiment called `name`, or all of a paper ("convit", "cvt"), or "all".
-
-    Raises:
-        UserError: if there is none, with the nearest names.
-    """
+    """The experiment called `name`, or all of a paper ("convit", "cvt"), or "all"."""
     known = experiments()
-    if name == "all":
-        return list(known.values())
-    chosen = [item for key, item in known.items() if name in (key, key.partition("/")[0])]
+    chosen = [item for key, item in known.items() if name in ("all", key, key.partition("/")[0])]
     if not chosen:
         raise unknown("experiment", name, [*known, "all"])
     return chosen
@@ -103,9 +98,6 @@ def reproduce(
 
     Returns:
         one record per experiment; none if `dry_run`.
-
-    Raises:
-        UserError: for a name or scale that does not exist, with the nearest.
     """
     chosen = get_scale(scale, Path(runs) / scale, data) if isinstance(scale, str) else scale
     if seeds is not None:
@@ -212,10 +204,9 @@ def write_experiment(
         the record, which is also what the .json file holds.
     """
     path = _record_file(folder, item)
-    target = path.with_suffix("")
     record = make_record(item, spec, scale, failures)
     if isinstance(spec, Figure):
-        picture = target.with_suffix(".png")
+        picture = path.with_suffix(".png")
         figure = draw(record["panels"]) if any(map(filled, record["panels"])) else None
         shown = figure is not None
         if spec.draw is not None and record["empty"] is None:
@@ -229,9 +220,9 @@ def write_experiment(
         if figure is not None:
             write_atomic(picture, figure_bytes(figure, dpi=160))
         record["picture"] = picture.name if shown else None
-    content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomic(path, content)
-    write_pages(record, target)
+    write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_atomic(path.with_suffix(".md"), page([record], answers([record])))
+    write_atomic(path.with_suffix(".csv"), to_csv(record))
     return record
 
 

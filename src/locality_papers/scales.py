@@ -177,6 +177,20 @@ class Scale:
         except UserError as error:
             return absent(str(error))
 
+    def cells(
+        self, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Quantity]]:
+        """A quantity for each of some rows and columns.
+
+        Args:
+            rows: label → what a row gives to `measured`, such as `variation`.
+            columns: metric → what a column does.
+        """
+        return {
+            label: {metric: self.measured(**row, **column) for metric, column in columns.items()}
+            for label, row in rows.items()
+        }
+
     def counted(self, role: str, **choices: Any) -> dict[str, Quantity]:
         """Millions of parameters and billions of multiply-accumulates of a role's model."""
 
@@ -254,9 +268,6 @@ def get_scale(name: str, root: Path, data: Mapping[str, str] | None = None) -> S
         name: one of `SCALES`.
         root: folder that run folders go to.
         data: dataset → its folder, for those that have one.
-
-    Raises:
-        UserError: if there is no scale or dataset of a name, with the nearest.
     """
     scale = lookup("scale", name, SCALES)
     check_known("dataset", data or {}, [*DATASETS, "imagenet22k"], UserError)

@@ -17,7 +17,7 @@ from locality.errors import require
 from locality.figures.charts import percent
 from locality.runner.runs import Run
 from locality.training.cost import image_counts
-from locality_papers.measures import TOP1, Measure, Quantity, combined, measured, over
+from locality_papers.measures import TOP1, Measure, combined, measured, over
 from locality_papers.scales import Scale
 from locality_papers.specs import Cells, Column, Figure, Panel, Series, Table, experiment
 
@@ -67,13 +67,13 @@ _COLOURS = {
 @experiment("beyond/baselines", "Models beside baselines on the same images")
 def baselines(s: Scale) -> Table:
     """Top-1 of every family and of what needs no network, on parts of the data."""
-    columns = {percent(fraction): Column(percent(fraction)) for fraction in s.fractions}
-    cells = {
-        label: dict(zip(columns, of.values(), strict=True)) for label, of in _by_fraction(s).items()
-    }
+    models = {label: {"measure": TOP1, "role": role} for label, role in _MODELS.items()}
+    pixels = {label: {"measure": of, "role": _MODELS["ConViT"]} for label, of in PIXELS.items()}
+    fractions = {percent(fraction): {"fraction": fraction} for fraction in s.fractions}
+    cells = s.cells(models | pixels, fractions)
     return Table(
         cells,
-        columns,
+        {column: Column(column) for column in fractions},
         about="Not in the papers. Top-1 with parts of the training images, at equal numbers of "
         "steps, and equal settings unless the scale says otherwise. The baselines "
         "see the same images at 32 pixels at most and have no setting that was tuned.",
@@ -84,41 +84,26 @@ def baselines(s: Scale) -> Table:
                     cells[label][column],
                     *(cells[name][column] for name in PIXELS),
                 )
-                for column in columns
+                for column in fractions
                 for label in ("ConViT", "DeiT", "CvT")
             }
         },
     )
 
 
-def _by_fraction(s: Scale) -> dict[str, dict[float, Quantity]]:
-    """Top-1 of every model and baseline: label → fraction of the training images → number."""
-
-    def of(measure: Measure, role: str) -> dict[float, Quantity]:
-        return {fraction: s.measured(measure, role, fraction=fraction) for fraction in s.fractions}
-
-    models = {label: of(TOP1, role) for label, role in _MODELS.items()}
-    return models | {label: of(measure, _MODELS["ConViT"]) for label, measure in PIXELS.items()}
-
-
 @experiment("beyond/fractions", "Accuracy against the number of training images")
 def fractions(s: Scale) -> Figure:
     """The table of `beyond/baselines` as curves, without chance."""
     config = s.runs(_MODELS["ConViT"], seeds=(0,))[0].config
-    training = image_counts(config)[0]
+    images = [round(part * image_counts(config)[0]) for part in s.fractions]
+    cells = baselines(s).cells
     lines = tuple(
         Series(
-            label,
-            over([round(part * training) for part in of], of.values()),
-            _COLOURS[label],
-            dashed=label in PIXELS,
-            band=label not in PIXELS,
+            label, over(images, cells[label].values()), colour, label in PIXELS, label in _MODELS
         )
-        for label, of in _by_fraction(s).items()
-        if label in _COLOURS
+        for label, colour in _COLOURS.items()
     )
-    dataset = config.data.dataset
-    title = DATASETS[dataset].get("title", dataset)
+    title = DATASETS[config.data.dataset].get("title", config.data.dataset)
     panel = Panel(title, "training images", "top-1, %", lines, log_x=True)
     return Figure(
         panels=(panel,),
@@ -136,17 +121,9 @@ def converged(s: Scale) -> Table:
     cells: Cells = {}
     for label in ("ConViT", "DeiT"):
         role = _MODELS[label]
-        once, twice, four = (
-            s.measured(TOP1, role, **s.lasting(role, times)) for times in (1, 2, 4)
-        )
-        of = {
-            "once": once,
-            "twice": twice,
-            "more": twice - once,
-            "four": four,
-            "last": four - twice,
-        }
-        cells[label] = of
+        top1 = [s.measured(TOP1, role, **s.lasting(role, times)) for times in (1, 2, 4)]
+        cells[label] = dict(zip(("once", "twice", "four"), top1, strict=True))
+        cells[label] |= {"more": top1[1] - top1[0], "last": top1[2] - top1[1]}
     columns = {
         "once": Column("as everywhere"),
         "twice": Column("twice the steps"),

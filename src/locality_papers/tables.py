@@ -40,18 +40,14 @@ def filled(record: Record, notes: Notes) -> tuple[list[str], list[list[str]]]:
 
     A column has the paper's and our numbers where the paper prints any, ours alone elsewhere.
     """
-    columns = []
-    for column, cells in zip(
-        record["columns"], zip(*(row["cells"] for row in record["rows"]), strict=True), strict=True
-    ):
+    columns, titles, usual, lines = [], [""], usual_n(record), []
+    for place, column in enumerate(record["columns"]):
+        cells, name = [row["cells"][place] for row in record["rows"]], column["name"]
         both = any(cell and cell["paper"] for cell in cells)
-        columns.append((column, (both, True, both and record["comparable"])))
-    titles, usual = [""], usual_n(record)
-    for column, shown in columns:
-        name = column["name"]
-        here = f"{name}, here" if shown[0] else name
+        shown = (both, True, both and record["comparable"])
+        columns.append((column, shown))
+        here = f"{name}, here" if both else name
         titles += compress((f"{name}, paper", here, "here − paper"), shown)
-    lines = []
     for row in record["rows"]:
         line = [row["label"]]
         for cell, (column, shown) in zip(row["cells"], columns, strict=True):

@@ -83,11 +83,7 @@ class SearchConfig:
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that is not a CvT.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse a model that is not a CvT."""
     if variant(name).family != "cvt":
         raise UserError(f"model.name is '{name}', and a search is over CvTs, such as cvt_nano")
 
@@ -105,22 +101,14 @@ SEARCHES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("search
 
 
 def named(name: str) -> SearchConfig:
-    """The search of this name.
-
-    Raises:
-        UserError: for a name that does not exist, with the nearest.
-    """
+    """The search of this name."""
     row = lookup("search", name, SEARCHES)
     run = replace(recipe(row["recipe"], model=row["model"]), row["settings"])
     return SearchConfig(run, **row["search"])
 
 
 def read_search(folder: Path | str) -> SearchConfig:
-    """The search that a folder holds.
-
-    Raises:
-        UserError: if it holds none.
-    """
+    """The search that a folder holds."""
     file = Path(folder) / SEARCH_FILE
     if not file.exists():
         raise UserError(f"{folder} holds no search: it has no {SEARCH_FILE}")
