@@ -197,9 +197,10 @@ class Search:
             for number, (top1, loss) in found.items():
                 self.known[self.round, number] = top1, loss
                 row = {"round": self.round, "by": by, "number": number, "top1": top1}
-                row |= {"step": len(self.known), "val_loss": -loss, "shape": self._shape(number)}
+                choices = (f"{stride}/{ratio:g}" for stride, ratio in self.space.choices(number))
+                row |= {"step": len(self.known), "val_loss": -loss, "shape": " ".join(choices)}
                 if self.writes:
-                    self.table.append(row | self._costs(number))
+                    self.table.append(row | self.space.cost(number)._asdict())
         return {number: self.known[self.round, number] for number in numbers}
 
     def score(self, number: int) -> Score:
@@ -211,12 +212,6 @@ class Search:
         candidate = supernet.extract(self.model, self.space, number)
         supernet.calibrate(candidate, self.calibration)
         return candidate
-
-    def _shape(self, number: int) -> str:
-        return " ".join(f"{stride}/{ratio:g}" for stride, ratio in self.space.choices(number))
-
-    def _costs(self, number: int) -> dict[str, float]:
-        return self.space.cost(number)._asdict()
 
     def _pruned(self, candidates: Candidates) -> Candidates:
         """The candidates without the worst options by the current weights."""
@@ -246,7 +241,7 @@ class Search:
             "held_out_top1": seen[number][0],
             "best": {by: max(scores.values())[0] for by, scores in searched.items()},
             "evaluations": {by: len(scores) for by, scores in searched.items()},
-            **self._costs(number),
+            **self.space.cost(number)._asdict(),
         }
         if self.writes:
             chosen = replace(self.config.run, found | {"model.weights": None, "model.entry": None})
