@@ -38,7 +38,7 @@ class Trajectory:
 
 def reducer(
     trajectory: Quantity, unit: str = "tokens"
-) -> Callable[[Callable[[Trajectory], float]], Quantity]:
+) -> Callable[[Callable[..., float]], Quantity]:
     """A function that reduces a trajectory to a number → the quantity."""
     return lambda number: combined(lambda found: number(Trajectory(found)), trajectory, unit=unit)
 
