@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from locality.analysis.pictures import Pictures, capture_pictures, validation_sample
 from locality.figures import maps
 from locality.layers.conv_init import kernel_size
-from locality.models import ImageClassifier, build
+from locality.models import build
 from locality.models.variants import variant
 from locality.training.model import initial_model, load_run
 from locality_papers import diagrams
@@ -21,13 +18,6 @@ from locality_papers.specs import Figure, experiment
 
 _AVERAGED_IMAGES = 100
 _OTHER_IMAGES = range(1, 4)
-
-
-@cache
-def skeleton(name: str) -> ImageClassifier:
-    """One of the papers' models, without data in its tensors."""
-    with torch.device("meta"):
-        return build(name)
 
 
 @experiment("convit/figure-4", "Architecture of the ConViT")

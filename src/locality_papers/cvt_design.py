@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from locality.layers import Projection
 from locality.models import build
 from locality.training.config import ModelConfig
 from locality_papers import diagrams, published
-from locality_papers.convit_maps import skeleton
 from locality_papers.measures import TOP1, Quantity, computed
 from locality_papers.scales import PAPERS_MODELS, Scale, counted, variation
 from locality_papers.specs import (
@@ -25,9 +25,9 @@ from locality_papers.specs import (
 )
 
 
-def built(name: str, img_size: int | None = None, **fields: Any) -> dict[str, Quantity]:
+def built(name: str, img_size: int | None = None) -> dict[str, Quantity]:
     """Size and cost of one of the paper's models, at its own image size or another."""
-    return counted(lambda: (ModelConfig(name, img_size=img_size, overrides=fields), 1000))
+    return counted(lambda: (ModelConfig(name, img_size=img_size), 1000))
 
 
 # -- architectures ---------------------------------------------------------------------------------
@@ -42,15 +42,19 @@ def table_1(s: Scale) -> Table:
         "projections": Column("convolutional projections", "", 0),
         "grids": Column("token grids", "", 0),
     }
-    cells = {
-        row: {metric: computed(partial(_need, PAPERS_MODELS[row], metric)) for metric in columns}
-        for row in ("DeiT-S", "ConViT-S", "CvT-13")
-    }
+
+    def need(row: str, metric: str) -> Quantity:
+        return computed(lambda: _needs(PAPERS_MODELS[row])[metric])
+
+    rows = ("DeiT-S", "ConViT-S", "CvT-13")
+    cells = {row: {metric: need(row, metric) for metric in columns} for row in rows}
     return Table(cells, columns, about="Read off the paper's models as they are built here.")
 
 
-def _need(name: str, metric: str) -> float:
-    model = skeleton(name)
+@cache
+def _needs(name: str) -> dict[str, float]:
+    with torch.device("meta"):
+        model = build(name)
     modules = list(model.modules())
     embed = next(each for each in modules if isinstance(each, nn.Conv2d))
     positions = [t.numel() for path, t in model.named_parameters() if path.endswith("pos_embed")]
@@ -60,7 +64,7 @@ def _need(name: str, metric: str) -> float:
         "overlap": embed.kernel_size[0] - embed.stride[0],
         "projections": projections.count("conv"),
         "grids": len(set(model.config.grids(model.img_size))),
-    }[metric]
+    }
 
 
 @experiment("cvt/table-2", "The architectures: parameters and cost")

@@ -73,12 +73,11 @@ class Spec:
 
     Attributes:
         about: what is compared, and under which protocol at this scale.
-        questions: where a paper answers them with yes (section, page, table or figure; "" for our
-            own) → question, with the experiment's name the same at every scale → the effect that
-            answers it here, above 0 if the answer is yes, such as `convit - deit`. Where a scale
-            cannot ask it, the effect is `absent`, which says why before anything runs. What is
-            computed from printed numbers knows how large the paper has it; where a text or a figure
-            says so, `Quantity.stated` does.
+        questions: place in a paper that answers yes (section, page, table or figure; "" for our
+            own questions) → question → effect, above 0 if the answer here is yes, such as
+            `convit - deit`. The words are the same at every scale; where one cannot ask, the effect
+            is `absent` and says why before anything runs. An effect of printed numbers knows its
+            size in the paper; `Quantity.stated` gives the size that a text or a figure states.
     """
 
     about: str
