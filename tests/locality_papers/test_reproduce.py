@@ -61,6 +61,7 @@ def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
         find("convit/tabel-3")
     with pytest.raises(UserError, match="unknown dataset 'imagnet'; did you mean imagenet"):
         get_scale("imagenet", Path("runs"), {"imagnet": "photos"})
+    assert get_scale("imagenet", Path("runs"), {"imagenet22k": "photos"}).root_of("imagenet22k")
     with pytest.raises(UserError, match="unknown scale 'digit'; did you mean digits"):
         get_scale("digit", Path("runs"))
 
