@@ -1,4 +1,4 @@
-"""Speed and memory of a model beside its peers, and of graphs of one: measured in turn."""
+"""Speed and memory of a model beside its peers, measured in turn."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from torch import Tensor, nn
 
 from locality import __version__
 from locality.checkpoints import KEY_MAPS
-from locality.checkpoints.api import open_model
 from locality.checkpoints.beside import CVT_STAGES, TIMM_NAMES
-from locality.data.folder import image_files, read_image
 from locality.errors import UserError, lookup, require
 from locality.machine import processor_name
 from locality.models import ImageClassifier, ViTConfig, build
@@ -33,8 +31,6 @@ from locality.training.devices import autocast, resolve_accelerator
 from locality.training.resolved_run import saved_activations
 
 Work = Callable[[], object]
-
-_MOST_IMAGES, _BATCH_SIZE = 2000, 32
 
 
 @dataclass(frozen=True)
@@ -426,42 +422,3 @@ def to_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]
 
 def _shown(value: Any, form: str) -> str:
     return "" if value is None else form.format(value)
-
-
-def compare_graphs(before: Path, after: Path, folder: str) -> str:
-    """The accuracy and speed of an 8-bit graph relative to the float one, in a sentence.
-
-    Accuracy is given if the images lie in folders named after the model's classes.
-
-    Args:
-        before, after: the graphs, as `export` wrote them.
-        folder: with images, of which up to 2,000 are used.
-    """
-    graphs = [open_model(before), open_model(after)]
-    files = list(image_files([folder]))
-    files = files[:: -(-len(files) // _MOST_IMAGES)]
-
-    def batches() -> Iterator[Tensor]:
-        for start in range(0, len(files), _BATCH_SIZE):
-            yield graphs[0].prepare(read_image(f) for f in files[start : start + _BATCH_SIZE])
-
-    chosen = [[graph.logits(batch).argmax(1) for graph in graphs] for batch in batches()]
-    theirs, ours = (torch.cat(of) for of in zip(*chosen, strict=True))
-    first = next(batches())
-    work = {name: partial(of.logits, first) for name, of in zip("ab", graphs, strict=True)}
-    ratios = interleave(work, first.device, rounds=11).ratios("b", "a")
-    return (
-        f"{len(files):,} images: {_top1(files, graphs[0].classes, theirs, ours)}"
-        f"{(theirs == ours).double().mean():.2%} get the same class; here it is "
-        f"{statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f}) "
-        f"at a batch of {len(first)}"
-    )
-
-
-def _top1(files: Sequence[Path], classes: Sequence[str] | None, *chosen: Tensor) -> str:
-    numbers = {name: number for number, name in enumerate(classes or ())}
-    if any(file.parent.name not in numbers for file in files):
-        return ""
-    labels = torch.tensor([numbers[file.parent.name] for file in files])
-    before, after = ((of == labels).double().mean() for of in chosen)
-    return f"top-1 {before:.2%} before and {after:.2%} after, and "

@@ -179,7 +179,7 @@ VALUES = {
     "variant": "convit_nano", "entry": "model", "set": "drop_rate=0", "output": "made", "top": "2",
     "to": "locality", "format": "onnx", "img_size": "8", "batch_size": "2", "precision": "fp32",
     "predictions": "out.csv", "images": "photos/cat", "count": "3", "layers": "[1]", "heads": "1",
-    "int8": "photos", "hosts": "me.example", "title": "mine",
+    "hosts": "me.example", "title": "mine",
     "place": "[0.5,0.5]", "workers": "1", "family": "cvt", "scale": "digits", "runs": "made",
     "seeds": "1", "fraction": "0.5", "jobs": "1", "threads": "1", "executor": "local", "data": "{}",
     "dataset": "folder", "grey_bits": "12",

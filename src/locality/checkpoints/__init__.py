@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from locality.checkpoints.api import open_model as open_model
     from locality.checkpoints.exporting import convert as convert
     from locality.checkpoints.exporting import export as export
-    from locality.checkpoints.exporting import quantise as quantise
     from locality.checkpoints.foreign import KEY_MAPS as KEY_MAPS
     from locality.checkpoints.foreign import detect_key_map as detect_key_map
     from locality.checkpoints.format import Checkpoint as Checkpoint

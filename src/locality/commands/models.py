@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,6 @@ from locality import checkpoints, checks, models
 from locality.checkpoints.registry import KEY_MAP_NAMES, SOURCES, check_export_path, check_target
 from locality.commands import MODEL, GivenModel, table
 from locality.commands.parsing import Parser
-from locality.data.folder import image_files
 from locality.errors import UserError, lookup, unknown
 from locality.files import check_new_folder, check_output, check_parent, write_output
 from locality.models.variants import FAMILY_NAMES, PREFIX, VARIANTS, matching, variant
@@ -148,30 +146,21 @@ def export(arguments: Sequence[str]) -> None:
     parser.add_model("model")
     parser.add_argument("output", help="file ending in .onnx or .pt2")
     parser.add("--format", "onnx", "onnx or torch-export")
-    text = "linear layers in eight bits; a folder of images (best with one per class) to compare on"
-    parser.add("--int8", None, text)
     parser.add_overwrite()
     options = parser.read(arguments)
 
     check_export_path(Path(options.output), options.format, options.overwrite)
-    given = GivenModel(options.model, options)
-    if options.int8 is not None:
-        if options.format != "onnx":
-            raise UserError("--int8 is for ONNX graphs; leave --format out")
-        next(iter(image_files([options.int8])))  # or says that there is none
-    opened = given.open()
-    settings: Any = {"preprocessing": opened.preprocessing, "classes": opened.classes}
-    settings["overwrite"] = options.overwrite
-    if options.int8 is None:
-        print(checkpoints.export(opened.module(), options.output, options.format, **settings))
-        return
-    from locality.benchmark import compare_graphs
-
-    with tempfile.TemporaryDirectory() as folder:
-        whole = checkpoints.export(opened.module(), Path(folder) / "float.onnx", **settings)
-        checkpoints.quantise(whole, options.output)
-        print(options.output)
-        print(compare_graphs(whole, Path(options.output), options.int8))
+    opened = GivenModel(options.model, options).open()
+    print(
+        checkpoints.export(
+            opened.module(),
+            options.output,
+            options.format,
+            preprocessing=opened.preprocessing,
+            classes=opened.classes,
+            overwrite=options.overwrite,
+        )
+    )
 
 
 def benchmark(arguments: Sequence[str]) -> None:
