@@ -19,9 +19,7 @@ from locality.checkpoints import (
     KEY_MAPS,
     Classifier,
     Preprocessing,
-    TrainedModel,
     export,
-    hub,
     open_model,
     resolve,
     save,
@@ -243,9 +241,10 @@ def test_pictures_are_brought_to_the_models_device():
 
 
 def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
-    trained = TrainedModel(build("convit_nano"), Preprocessing(8), CLASSES)
-    trained.save_pretrained(tmp_path)
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name])
+    save(build("convit_nano"), tmp_path, preprocessing=Preprocessing(8), classes=CLASSES)
+    monkeypatch.setattr(
+        resolve, "snapshot_download", lambda name, **k: {"me/model": tmp_path}[name]
+    )
     opened = open_model("me/model")
     assert opened.name == "me/model" and opened.classes == tuple(CLASSES)
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 import locality.checkpoints.format as native
-from locality.checkpoints import Preprocessing, TrainedModel, load, save
+from locality.checkpoints import Preprocessing, load, save
 from locality.checkpoints.format import Checkpoint
 from locality.errors import UserError
 from locality.models import VARIANTS, build
@@ -103,41 +103,6 @@ def test_a_card_without_figures_claims_none(tmp_path):
     save(build("convit_nano"), tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "No measurements" in text and "%" not in text
-
-
-def test_the_hubs_mixin_saves_and_loads_the_same_folder(tmp_path, assert_bitwise):
-    model = build("convit_nano")
-    classes = [str(i) for i in range(10)]
-    trained = TrainedModel(model, Preprocessing(8, crop_pct=1.0), classes, RESULT)
-    trained.save_pretrained(tmp_path / "saved")
-    back = TrainedModel.from_pretrained(tmp_path / "saved")
-    assert_bitwise(dict(back.model.state_dict()), dict(model.state_dict()))
-    assert back.preprocessing == trained.preprocessing and back.classes == tuple(classes)
-    assert "97.25" in (tmp_path / "saved" / "README.md").read_text()
-    assert_bitwise(dict(load(tmp_path / "saved").state_dict()), dict(model.state_dict()))
-
-
-def test_pushing_uploads_exactly_the_saved_folder(tmp_path, monkeypatch):
-    uploaded = {}
-
-    class Repository:
-        repo_id = "me/model"
-
-    class Api:
-        def __init__(self, **options): ...
-
-        def create_repo(self, **options):
-            return Repository()
-
-        def upload_folder(self, folder_path, **options):
-            uploaded.update({path.name: path.read_bytes() for path in folder_path.iterdir()})
-
-    monkeypatch.setattr("huggingface_hub.hub_mixin.HfApi", Api)
-    trained = TrainedModel(build("convit_nano"), figures=RESULT)
-    trained.push_to_hub("me/model")
-    trained.save_pretrained(tmp_path)
-    assert uploaded == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert sorted(uploaded) == ["README.md", "config.json", "model.safetensors"]
 
 
 # What may be wrong with a folder.

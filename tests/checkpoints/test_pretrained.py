@@ -20,9 +20,9 @@ from locality.checkpoints import (
     Preprocessing,
     convert,
     create_model,
-    hub,
     load_weights,
     open_model,
+    resolve,
     save,
     source,
 )
@@ -114,19 +114,19 @@ def no_hub(monkeypatch):
 
 
 def test_offline_the_error_says_which_file_and_where_to_put_it(no_hub, monkeypatch):
-    monkeypatch.setattr(hub, "hf_hub_download", nowhere)
+    monkeypatch.setattr(resolve, "hf_hub_download", nowhere)
     with pytest.raises(UserError) as caught:
         create_model("convit_tiny.fb_in1k", pretrained=True)
     message = str(caught.value)
     assert "https://huggingface.co/timm/convit_tiny.fb_in1k" in message
-    assert str(hub.cache_dir() / "weights" / "convit_tiny.fb_in1k.safetensors") in message
+    assert str(resolve.cache_dir() / "weights" / "convit_tiny.fb_in1k.safetensors") in message
     assert "\n" not in message
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(no_hub):
     """Its own client asks again for half a minute."""
     with pytest.raises(UserError, match="could not be downloaded"):
-        hub.locate_weights(source("convit_tiny"))
+        resolve.locate_weights(source("convit_tiny"))
     with pytest.raises(UserError, match="could not be loaded"):
         open_model("timm/vit_tiny_patch16_224")
     with pytest.raises(FileNotFoundError, match="no model could be fetched"):
@@ -143,9 +143,9 @@ def tiny_state():
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 def test_a_file_put_there_is_used(suffix, tiny_state, monkeypatch):
-    monkeypatch.setattr(hub, "hf_hub_download", nowhere)
+    monkeypatch.setattr(resolve, "hf_hub_download", nowhere)
     reference, state = tiny_state
-    path = hub.cache_dir() / "weights" / f"convit_tiny.fb_in1k{suffix}"
+    path = resolve.cache_dir() / "weights" / f"convit_tiny.fb_in1k{suffix}"
     path.parent.mkdir(parents=True)
     if suffix == ".pth":
         torch.save({"model": state}, path)
@@ -165,7 +165,7 @@ def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
         asked.append((repo, file))
         return str(tmp_path / file)
 
-    monkeypatch.setattr(hub, "hf_hub_download", fetched)
+    monkeypatch.setattr(resolve, "hf_hub_download", fetched)
     opened = open_model("convit_tiny.fb_in1k")
     assert asked == [("timm/convit_tiny.fb_in1k", "model.safetensors")]
     assert opened.name == "convit_tiny.fb_in1k" and opened.preprocessing == Preprocessing(224)

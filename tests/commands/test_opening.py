@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import locality
-from locality.checkpoints import KEY_MAPS, export, hub, load, save
+from locality.checkpoints import KEY_MAPS, export, load, resolve, save
 from locality.cli import main
 from locality.errors import UserError
 from locality.models import build
@@ -60,7 +60,7 @@ def graph(given):
 def inputs(given, tmp_path, monkeypatch):
     """What may be typed: eight kinds, and a file that is not there."""
     monkeypatch.setattr(
-        hub, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
+        resolve, "snapshot_download", lambda name, **kw: {"me/model": given / "saved"}[name]
     )
     tiny = build("convit_tiny")
     monkeypatch.setenv("LOCALITY_HOME", str(tmp_path / "home"))

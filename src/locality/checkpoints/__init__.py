@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from locality.checkpoints.foreign import detect_key_map as detect_key_map
     from locality.checkpoints.format import Checkpoint as Checkpoint
     from locality.checkpoints.format import save as save
-    from locality.checkpoints.hub import TrainedModel as TrainedModel
     from locality.checkpoints.key_map import KeyMap as KeyMap
     from locality.checkpoints.registry import SOURCES as SOURCES
     from locality.checkpoints.registry import Source as Source

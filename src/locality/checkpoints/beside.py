@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 
 from locality import checks
+from locality.checkpoints.format import Checkpoint
 from locality.data.config import Preprocessing
 from locality.errors import UserError, prefix_errors
 from locality.files import read_json
@@ -64,32 +64,16 @@ _RESAMPLE = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _CONVNEXT_SQUASHES = 384
 
 
-@dataclass(frozen=True)
-class Described:
-    """What a folder says of the weights in it.
-
-    Attributes:
-        config: the complete architecture, ours or a `TimmConfig`.
-        preprocessing: of its images, or None if it does not say.
-        classes: the names of its classes, or None if they have none.
-        key_map: the name of the key map of the weights; "timm" where they are under timm's names.
-    """
-
-    config: Any
-    preprocessing: Preprocessing | None
-    classes: tuple[str, ...] | None
-    key_map: str
-
-
-def read_described(folder: Path, content: Mapping[str, Any]) -> Described | None:
-    """What the config.json of timm or transformers in a folder says.
+def read_described(folder: Path, content: Mapping[str, Any]) -> Checkpoint | None:
+    """What the config.json of timm or transformers in a folder says, without weights.
 
     Args:
         folder: with the weights.
         content: of its config.json.
 
     Returns:
-        None if the file is neither's.
+        its `key_map` is "timm" where the weights are under timm's names; None if the file is
+        neither's.
 
     Raises:
         UserError: if it describes a model that is not read, or is wrong.
@@ -101,7 +85,7 @@ def read_described(folder: Path, content: Mapping[str, Any]) -> Described | None
     return None
 
 
-def _timm(content: Mapping[str, Any]) -> Described:
+def _timm(content: Mapping[str, Any]) -> Checkpoint:
     shape = {"num_classes?": int, "model_args?": dict, "pretrained_cfg?": dict, "global_pool?": str}
     checks.shaped("it", content, shape)
     name = content["architecture"].partition(".")[0]
@@ -129,7 +113,7 @@ def _timm(content: Mapping[str, Any]) -> Described:
     labels = content.get("label_names") or data.get("label_names")
     gated = getattr(config, "gpsa_layers", 0)
     key_map = "timm" if isinstance(config, TimmConfig) else "convit" if gated else "deit"
-    return Described(config, prepared, _names(labels, config.num_classes), key_map)
+    return Checkpoint(config, {}, None, prepared, _names(labels, config.num_classes), key_map)
 
 
 def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
@@ -159,7 +143,7 @@ def _ours(name: str, args: Mapping[str, Any], pool: str | None) -> Any:
     return None if unlike else base.with_overrides(**fields)
 
 
-def _transformers(folder: Path, content: Mapping[str, Any]) -> Described:
+def _transformers(folder: Path, content: Mapping[str, Any]) -> Checkpoint:
     if content["model_type"] != "cvt":
         raise UserError(
             f"it describes a '{content['model_type']}' of transformers, of which only 'cvt' is read"
@@ -191,7 +175,8 @@ def _transformers(folder: Path, content: Mapping[str, Any]) -> Described:
         img_size=224 if prepared is None else prepared.size,
         activation="gelu",
     )
-    return Described(config, prepared, _names(labels, len(labels)), "cvt-transformers")
+    classes = _names(labels, len(labels))
+    return Checkpoint(config, {}, None, prepared, classes, "cvt-transformers")
 
 
 def _preprocessor(path: Path) -> Preprocessing | None:

@@ -67,7 +67,9 @@ class Checkpoint:
     described: bool = True
 
     def __post_init__(self) -> None:
-        check_classes(self.classes, self.config.num_classes)
+        names, count = self.classes, self.config.num_classes
+        if names is not None and len(names) != count:
+            raise UserError(f"there are {len(names)} class names for {count} classes")
 
     @classmethod
     def of(
@@ -162,16 +164,6 @@ class Checkpoint:
             preprocessing,
             None if labels is None else tuple(labels),
         )
-
-
-def check_classes(classes: Sequence[str] | None, num_classes: int) -> None:
-    """Refuse class names that are not one per class.
-
-    Raises:
-        UserError: saying both numbers.
-    """
-    if classes is not None and len(classes) != num_classes:
-        raise UserError(f"there are {len(classes)} class names for {num_classes} classes")
 
 
 def model_card(checkpoint: Checkpoint) -> str:

@@ -6,24 +6,28 @@ repositories on the Hugging Face hub.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from torch import Tensor
 
-from locality.checkpoints.beside import PREPROCESSING_KEYS, Described, read_described
+from locality.checkpoints.beside import PREPROCESSING_KEYS, read_described
 from locality.checkpoints.foreign import KEY_MAPS, detect_key_map, find_models
 from locality.checkpoints.format import (
+    CARD,
     CONFIG,
     FORMAT,
     Checkpoint,
     parse_description,
     read_folder,
 )
-from locality.checkpoints.hub import download_snapshot, locate_weights
 from locality.checkpoints.key_map import (
     check_keys,
     format_settings,
@@ -31,8 +35,12 @@ from locality.checkpoints.key_map import (
     override_config,
 )
 from locality.checkpoints.registry import (
+    HUB_FILES,
     WEIGHT_FILES,
+    WEIGHT_SUFFIXES,
+    WEIGHTS,
     Kind,
+    Source,
     check_no_entry,
     detect_kind,
     read_class_names,
@@ -48,7 +56,7 @@ from locality.errors import UserError, prefix_errors, require, some, wrap_errors
 from locality.files import open_file, read_json
 from locality.models import factory
 from locality.models.config import signature_diff
-from locality.models.factory import published
+from locality.models.factory import offline_unless_reachable, published
 from locality.models.variants import PREFIX, identify
 from locality.settings import from_dict
 
@@ -184,7 +192,7 @@ def _from_weights(
 
 
 def _as_described(
-    described: Described, state: dict[str, Tensor], path: Path, settings: Mapping[str, Any]
+    described: Checkpoint, state: dict[str, Tensor], path: Path, settings: Mapping[str, Any]
 ) -> Checkpoint:
     """The weights of timm's or transformers' as the config.json beside them describes them.
 
@@ -193,16 +201,14 @@ def _as_described(
     """
     with prefix_errors(f"{path}, as {CONFIG} beside it describes it"):
         config = override_config(described.config, settings) if settings else described.config
-        name: str | None
         if isinstance(config, factory.TimmConfig):
-            name = PREFIX + config.name
+            name: str | None = PREFIX + config.name
             ours = {f"model.{key}": tensor for key, tensor in state.items()}
             check_keys(ours, meta_state_dict(config), "timm's")
         else:
             ours = KEY_MAPS[described.key_map].to_native(state, config)
             name, config = identify(config)
-        beside = described.preprocessing, described.classes, described.key_map
-        return Checkpoint(config, ours, name, *beside)
+        return replace(described, config=config, state=ours, name=name)
 
 
 def _unwrap(state: dict[str, Tensor], path: Path, like: Any) -> dict[str, Tensor]:
@@ -225,6 +231,43 @@ def _from_public(name: str) -> Checkpoint:
     like = replace(factory.variant(row.model).config, img_size=row.preprocessing.img_size)
     checkpoint = _from_weights(locate_weights(row), like, None, {}, alone=True)
     return replace(checkpoint, name=row.model, preprocessing=row.preprocessing)
+
+
+def cache_dir() -> Path:
+    """Where weights are kept: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
+    if "LOCALITY_HOME" in os.environ:
+        return Path(os.environ["LOCALITY_HOME"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "locality"
+
+
+def locate_weights(row: Source) -> Path:
+    """The file of public weights: the user's own copy, the hub's cache, or a download.
+
+    Raises:
+        UserError: if it is nowhere and cannot be downloaded, saying which file is wanted and where
+            to put it.
+    """
+    folder = cache_dir() / "weights"
+    for suffix in WEIGHT_SUFFIXES:
+        if (folder / f"{row.name}{suffix}").exists():
+            return folder / f"{row.name}{suffix}"
+    causes: list[Exception] = []
+    # What the hub's own cache has needs no network.
+    for offline in (True, False):
+        with contextlib.nullcontext() if offline else offline_unless_reachable():
+            for file in HUB_FILES:
+                try:
+                    return Path(hf_hub_download(row.repo, file, local_files_only=offline))
+                except OSError as error:
+                    causes.append(error)
+                    if not offline and not isinstance(error, RemoteEntryNotFoundError):
+                        break  # nor can the other file be had
+    reason = str(causes[-1]).split("\n")[0].rstrip(". ") or type(causes[-1]).__name__
+    raise UserError(
+        f"{row.name} could not be downloaded ({reason}); fetch {HUB_FILES[0]} of "
+        f"https://huggingface.co/{row.repo} and put it at {folder / row.name}.safetensors (.pth "
+        f"and .bin are read too), or give its path as weights"
+    ) from causes[0]
 
 
 def _from_timm_state(state: Mapping[str, Any], like: factory.TimmConfig) -> Checkpoint:
@@ -259,7 +302,9 @@ def _check_variant(
 
 def _from_hub(name: str) -> Checkpoint:
     try:
-        return read_folder(download_snapshot(name))
+        with offline_unless_reachable():
+            folder = snapshot_download(name, allow_patterns=[WEIGHTS, CONFIG, CARD])
+        return read_folder(Path(folder))
     except OSError as error:
         raise FileNotFoundError(
             f"there is no file or folder {name}, and no model could be fetched from "
