@@ -22,8 +22,8 @@ from locality.data.sources import DataSplits, ImageSource
 from locality.training import replace
 from locality.training.config import ModelConfig, RunConfig
 from locality.training.cost import (
+    Cost,
     DryRun,
-    Speed,
     format_bytes,
     format_duration,
     forward_macs,
@@ -99,8 +99,9 @@ def plan(config: RunConfig) -> DryRun:
     splits = DataSplits("counted", names, Counted(training, classes), Counted(validation, classes))
     run = ResolvedRun(config, splits)
     rate = GPUS * PEAK * fraction_of_peak(config.model, classes) / (6 * run.macs)
-    speed = Speed(loading_seconds(), 1 / rate, config.data.workers * GPUS, on_processor=False)
-    return DryRun(run, speed, rate, round(IMAGE_BYTES * (training + validation)))
+    workers = config.data.workers * GPUS
+    cost = Cost(*run.counts, loading_seconds(), 1 / rate, workers, on_processor=False)
+    return DryRun(run, cost, rate, round(IMAGE_BYTES * (training + validation)))
 
 
 def finetuned_w24() -> RunConfig:
@@ -132,7 +133,7 @@ def row(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
         "of peak": f"{100 * share:.1f}%",
         "time": format_duration(3600 * dry.hours),
         "a step": f"{1000 * dry.step_seconds:.0f} ms",
-        "cores to read": f"{dry.speed.cores:,}",
+        "cores to read": f"{dry.cost.cores:,}",
     }
     size = {
         "images": format_bytes(dry.file_bytes),

@@ -15,7 +15,7 @@ from locality.figures.curves import draw, filled
 from locality.figures.style import figure_bytes
 from locality.files import check_output, write_atomic
 from locality.runner.executors import Executor, run_all
-from locality.runner.runs import Outcome, Run, Workload, run_cost, threads_per_run, with_needs
+from locality.runner.runs import Outcome, Run, run_cost, threads_per_run, with_needs, workload
 from locality.training.cost import format_duration
 from locality_papers import (  # noqa: F401 (they register)
     beyond,
@@ -116,8 +116,8 @@ def reproduce(
             )
     wanted = with_needs(run for spec in specs.values() for run in spec.runs)
     if dry_run:
-        plan = Workload(wanted, jobs, threads)
-        print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}\n\n{plan.table()}")
+        plan = workload(wanted, jobs, threads, each=True)
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{plan}")
         return []
     folder = Path(output) / chosen.name
     for item in items:
@@ -126,7 +126,7 @@ def reproduce(
         import_runs(Path(recorded), chosen.root)
     failures, ready = ({}, []) if finished else _split_by_data(chosen, wanted)
     if not (quiet or finished):
-        print(f"{name} at scale {chosen.name}: {chosen.about}\n{Workload(ready, jobs, threads)}")
+        print(f"{name} at scale {chosen.name}: {chosen.about}\n{workload(ready, jobs, threads)}")
         if failures:
             print(f"{len(failures)} runs cannot start: {next(iter(failures.values()))}")
     outcomes = run_all(ready, jobs, executor, threads, quiet, _measure_when_done(specs.values()))

@@ -25,7 +25,7 @@ from locality.runner.comparison import (
 )
 from locality.runner.executors import run_all
 from locality.settings import differences
-from locality.training.cost import Speed
+from locality.training.cost import Cost
 from locality.training.run_folder import RunFolder
 
 MODELS = ("convit_nano", "timm/test_resnet")
@@ -70,9 +70,9 @@ def machine(monkeypatch):
     machine = {"mac": 1e-10}
 
     def measured(seen):
-        return Speed(1e-3, 3 * seen.macs * machine["mac"], 0, True)
+        return Cost(*seen.counts, 1e-3, 3 * seen.macs * machine["mac"])
 
-    monkeypatch.setattr("locality.training.autofit.measure_speed", measured)
+    monkeypatch.setattr("locality.training.autofit.measure_cost", measured)
     monkeypatch.setattr(comparison, "processors", lambda: 2)
     monkeypatch.setattr(comparison, "perf_counter", lambda: 0.0)
     return machine

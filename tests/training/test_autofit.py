@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from locality.errors import UserError
 from locality.files import read_rows
 from locality.training import RunFolder
 from locality.training.autofit import MIN_EPOCHS, MIXUP_MIN_IMAGES, autofit
-from locality.training.cost import Cost, Speed, measure_speed
+from locality.training.cost import Cost, measure_cost
 from locality.training.evaluation import evaluate_run
 from locality.training.model import settings_from_weights
 from locality.training.recipes import adjusted
@@ -33,11 +34,11 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """A machine whose speed is known: seconds per multiply-accumulate, and to load an image."""
     machine = {"mac": PER_MAC, "loading": 1e-3}
 
-    def measured(resolved: ResolvedRun) -> Speed:
-        workers = resolved.config.data.workers
-        return Speed(machine["loading"], 3 * resolved.macs * machine["mac"], workers, True)
+    def measured(run: ResolvedRun) -> Cost:
+        workers = run.config.data.workers
+        return Cost(*run.counts, machine["loading"], 3 * run.macs * machine["mac"], workers)
 
-    monkeypatch.setattr(f"{PLANNER}.measure_speed", measured)
+    monkeypatch.setattr(f"{PLANNER}.measure_cost", measured)
     monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: 0.0)  # nothing is measured, in no time
     return machine
 
@@ -135,7 +136,7 @@ def test_images_are_not_enlarged(tmp_path: Path) -> None:
 def test_a_given_length_keeps_the_choice_of_model_and_measures_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{PLANNER}.measure_speed", None)
+    monkeypatch.setattr(f"{PLANNER}.measure_cost", None)
     root = given(photographs(tmp_path / "photos", 70))
     lengths: tuple[dict[str, Any], ...] = (
         {"schedule.steps": 9},
@@ -154,8 +155,8 @@ def test_the_fastest_number_of_threads_is_taken(
     seconds = {0: 5e-3, 4: 3e-3, 2: 1e-3, 1: 2e-3}
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     monkeypatch.setattr(
-        f"{PLANNER}.measure_speed",
-        lambda run: Speed(1e-4, seconds[run.config.engine.threads], 0, True),
+        f"{PLANNER}.measure_cost",
+        lambda run: Cost(*run.counts, 1e-4, seconds[run.config.engine.threads]),
     )
     root = given(photographs(tmp_path / "photos", 28))
     assert autofit("photos", root, 1).config.engine.threads == 2
@@ -194,23 +195,24 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("locality.machine.processors", lambda: 4)
-    assert Speed(2, 3, 0, True).training == Speed(2, 3, 0, False).training == 5
-    assert Speed(2, 3, 2, True).training == 4
-    assert Speed(2, 3, 2, False).training == 3
-    assert Speed(8, 3, 2, False).training == 4
-    assert Speed(2, 3, 0, True).evaluating == 3
+    cost = partial(Cost, 1, 1, 2, 1)
+    assert cost(2, 3, 0, True).training == cost(2, 3, 0, False).training == 5
+    assert cost(2, 3, 2, True).training == 4
+    assert cost(2, 3, 2, False).training == 3
+    assert cost(8, 3, 2, False).training == 4
+    assert cost(2, 3, 0, True).evaluating == 3
     # With two of four processors the steps lose half of what workers take, and both decode.
-    assert Speed(2, 3, 0, True, decoding=6).first_extra == 6
-    assert Speed(2, 3, 2, True, decoding=6).first_extra == 6
-    assert Speed(2, 3, 8, True, decoding=6).first_extra == 24
-    assert Speed(2, 3, 8, False, decoding=6).first_extra == 6
+    assert cost(2, 3, 0, True, decoding=6).first_extra == 6
+    assert cost(2, 3, 2, True, decoding=6).first_extra == 6
+    assert cost(2, 3, 8, True, decoding=6).first_extra == 24
+    assert cost(2, 3, 8, False, decoding=6).first_extra == 6
 
 
 def test_what_is_decoded_once_takes_time_once(tmp_path: Path, monkeypatch) -> None:
     def measured(decoding: float) -> float:
         monkeypatch.setattr(
-            f"{PLANNER}.measure_speed",
-            lambda _: Speed(1e-4, 1e-3, 0, True, decoding),
+            f"{PLANNER}.measure_cost",
+            lambda run: Cost(*run.counts, 1e-4, 1e-3, decoding=decoding),
         )
         return autofit("photos", root, 1).passes
 
@@ -223,7 +225,7 @@ def test_what_is_decoded_once_takes_time_once(tmp_path: Path, monkeypatch) -> No
 def test_speed_is_measured_on_the_run_itself(tmp_path: Path) -> None:
     from locality.training.resolved_run import ResolvedRun
 
-    measured = measure_speed(ResolvedRun(tiny()))
+    measured = measure_cost(ResolvedRun(tiny()))
     assert 0 < measured.loading < 1 and 0 < measured.computing < 1
     assert measured.training == measured.loading + measured.computing
 

@@ -19,7 +19,7 @@ from locality.machine import commit
 from locality.models import build
 from locality.models.config import signature_diff
 from locality.training import devices, dry_run, recipe, replace
-from locality.training.cost import Speed
+from locality.training.cost import Cost
 from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loop import seed_pass
 from locality.training.model import initialize_model, settings_from_weights
@@ -209,13 +209,13 @@ def test_a_dry_run_counts_gradients_and_cores_of_many_processes() -> None:
     # A ring of four: three quarters of the gradients are summed, then as much is handed round.
     assert run.wire_bytes == 2 * 3 / 4 * 4 * run.run.trainable
     assert run.step_seconds == 16 / 1e9
-    assert f"{run.speed.cores:,} cores" in str(run) and run.speed.cores > 100
+    assert f"{run.cost.cores:,} cores" in str(run) and run.cost.cores > 100
     # Weights, gradients and two moments.
     assert run.run.state_bytes == 4 * 4 * run.run.parameters
 
 
 def test_the_slower_of_loader_and_model_is_the_bottleneck() -> None:
-    slow_reading = Speed(loading=0.02, computing=0.002, workers=2, on_processor=False)
+    slow_reading = Cost(9, 9, 9, 9, loading=0.02, computing=0.002, workers=2, on_processor=False)
     assert slow_reading.bottleneck.startswith("100 images/s read by 2 workers, 500 trained on")
     assert "reading images is" in slow_reading.bottleneck
     assert "the model is" in dataclasses.replace(slow_reading, workers=16).bottleneck

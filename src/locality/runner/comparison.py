@@ -31,9 +31,9 @@ from locality.layers.cpu import arithmetic_threads
 from locality.machine import processors
 from locality.models.variants import PREFIX, variant
 from locality.runner.executors import visible_gpus
-from locality.runner.runs import Run, Workload, content_folder, threads_per_run
+from locality.runner.runs import Run, content_folder, threads_per_run, workload
 from locality.training import RunConfig, train
-from locality.training.autofit import MIN_EPOCHS, SLACK, Measured, batch_size, measured
+from locality.training.autofit import MIN_EPOCHS, SLACK, batch_size, fit, measured
 from locality.training.config import describe_changes
 from locality.training.cost import format_duration, image_counts
 from locality.training.devices import resolve_accelerator
@@ -182,19 +182,26 @@ def _choose_configs(spec: ComparisonSpec, jobs: int, threads: int) -> dict[str, 
         found = {model: measured(recipe, alike | of, splits) for model, of in starts.items()}
     spent = perf_counter() - started
     # Seconds for everything but the runs, and for each of these.
-    baselines = next(iter(found.values())).cost.baselines * spec.repeats * sum(spec.fractions)
+    costs = [cost for *_, cost in found.values()]
+    baselines = costs[0].baselines * spec.repeats * sum(spec.fractions)
     beside = spent + baselines + _PAGE_SECONDS
     at_once = min(jobs, spec.count, len(visible_gpus()) or processors())
     each = (60 * spec.minutes - beside) * at_once / spec.count - _RUN_SECONDS
-    if any(one.passes(each) < MIN_EPOCHS for one in found.values()):
-        longest = max(one.seconds(MIN_EPOCHS) for one in found.values())
+    if any(cost.passes(each) < MIN_EPOCHS for cost in costs):
+        longest = max(cost.enough(MIN_EPOCHS) for cost in costs)
         runs = spec.count * (longest + _RUN_SECONDS) / at_once
         raise UserError(
             f"in {spec.minutes:g} minutes {spec.count} runs would see each image fewer than "
             f"{MIN_EPOCHS} times on this machine, which teaches nothing; this is enough: "
             f"{spec.command(math.ceil(SLACK * (runs + beside) / 60))}"
         )
-    return {model: _fit(one, each) for model, one in found.items()}
+    chosen = {}
+    for model, (changes, _, cost) in found.items():
+        config, seconds = fit(recipe, changes, cost, each)
+        schedule = config.schedule  # saves about every minute
+        every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / seconds))
+        chosen[model] = settings.replace(config, {"schedule.save_every": every})
+    return chosen
 
 
 def _start(spec: ComparisonSpec, model: str) -> dict[str, Any]:
@@ -206,14 +213,6 @@ def _start(spec: ComparisonSpec, model: str) -> dict[str, Any]:
     if not model.startswith(PREFIX) and hasattr(variant(model).config, "patch_size"):
         chosen["model.patch_size"] = max(1, min(16, size // 8))
     return chosen
-
-
-def _fit(found: Measured, seconds: float) -> RunConfig:
-    """The run of this length, which saves about every minute."""
-    fit = found.fit(seconds)
-    schedule = fit.config.schedule
-    every = max(schedule.eval_every, schedule.length * min(1, _SAVE_SECONDS / fit.seconds))
-    return settings.replace(fit.config, {"schedule.save_every": every})
 
 
 def available(weights: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -261,7 +260,7 @@ def summary(
             f"{images:,} {plan.images / images:.3g} times"
         )
     if spec.minutes is None:
-        return "\n".join([*lines, str(Workload(runs, jobs, threads))])
+        return "\n".join([*lines, workload(runs, jobs, threads)])
     waiting = sum(not run.is_finished() for run in runs)
     left = format_duration(60 * spec.minutes * waiting / len(runs))
     return "\n".join([*lines, f"{len(runs)} runs, {waiting} to do: about {left}, {jobs} at a time"])

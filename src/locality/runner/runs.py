@@ -20,7 +20,6 @@ from locality.training.config import RunConfig, changed_settings, read_config
 from locality.training.cost import (
     STEP_FORWARDS,
     Cost,
-    Speed,
     format_duration,
     forward_macs,
     image_counts,
@@ -191,59 +190,48 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
         plan = make_plan(config, training)
         macs = forward_macs(config.model, classes)
         computing = STEP_FORWARDS * macs / training_speed(config, classes, threads)
-        speed = Speed(0, computing, 0, on_processor=True)  # these images are small
-        cost = Cost(training, validation, classes, macs, speed)
+        # These images are small, and loaded in no time.
+        cost = Cost(training, validation, classes, macs, 0.0, computing)
         seconds = cost.seconds(plan.images, plan.evaluations)
         return RunCost(state, plan.images, STEP_FORWARDS * macs * plan.images, seconds)
     except (UserError, OSError) as error:
         return RunCost(state, problem=str(error))
 
 
-class Workload:
-    """The cost of a set of runs.
-
-    Attributes:
-        runs: the runs and all they need, each folder once.
-        costs: the cost of each by folder.
-        jobs: runs at a time.
+def workload(
+    runs: Iterable[Run], jobs: int = 2, threads: int | None = None, each: bool = False
+) -> str:
+    """The cost of runs and of all they need, for people.
 
     Args:
+        runs: in any order.
+        jobs: runs at a time.
         threads: CPU threads per run; the machine's divided by `jobs` unless given.
+        each: also a line per run: name, state and cost.
     """
-
-    def __init__(self, runs: Iterable[Run], jobs: int = 2, threads: int | None = None) -> None:
-        self.runs, self.jobs = with_needs(runs), jobs
-        threads = threads or threads_per_run(jobs)
-        self.costs = {run.folder: run_cost(run, threads) for run in self.runs}
-
-    def __str__(self) -> str:
-        states = Counter(cost.state for cost in self.costs.values())
-        waiting = [cost for cost in self.costs.values() if cost.state != "finished"]
-        lines = [
-            f"{len(self.runs)} runs: {states['finished']} finished, {states['resume']} to resume, "
-            f"{states['start']} to start"
-        ]
-        if problems := sum(cost.problem is not None for cost in waiting):
-            lines.append(f"{problems} of them cannot start; the table of runs says why")
-        if waiting:
-            seconds = sum(cost.seconds for cost in waiting) / self.jobs
-            lines.append(
-                f"to do: {sum(cost.images for cost in waiting):.3g} images, "
-                f"{sum(cost.macs for cost in waiting):.3g} multiply-accumulates, "
-                f"about {format_duration(seconds)} with {self.jobs} at a time on this machine"
-            )
-        return "\n".join(lines)
-
-    def table(self) -> str:
-        """A line per run: name, state and cost."""
-        width = max((len(run.name) for run in self.runs), default=4)
-        lines = [f"{'run':{width}}  {'state':8}  {'images':>9}  {'MACs':>9}  {'time':>8}"]
-        for run in self.runs:
-            cost = self.costs[run.folder]
-            lines.append(
-                f"{run.name:{width}}  cannot start: {cost.problem}"
-                if cost.problem is not None
-                else f"{run.name:{width}}  {cost.state:8}  {cost.images:9.3g}  {cost.macs:9.2e}  "
-                f"{format_duration(cost.seconds):>8}"
-            )
-        return "\n".join(lines)
+    threads = threads or threads_per_run(jobs)
+    costs = [(run.name, run_cost(run, threads)) for run in with_needs(runs)]
+    states = Counter(cost.state for _, cost in costs)
+    waiting = [cost for _, cost in costs if cost.state != "finished"]
+    lines = [
+        f"{len(costs)} runs: {states['finished']} finished, {states['resume']} to resume, "
+        f"{states['start']} to start"
+    ]
+    if problems := sum(cost.problem is not None for cost in waiting):
+        lines.append(f"{problems} of them cannot start; the table of runs says why")
+    if waiting:
+        seconds = sum(cost.seconds for cost in waiting) / jobs
+        lines.append(
+            f"to do: {sum(cost.images for cost in waiting):.3g} images, "
+            f"{sum(cost.macs for cost in waiting):.3g} multiply-accumulates, "
+            f"about {format_duration(seconds)} with {jobs} at a time on this machine"
+        )
+    if each:
+        width = max((len(name) for name, _ in costs), default=4)
+        lines += ["", f"{'run':{width}}  {'state':8}  {'images':>9}  {'MACs':>9}  {'time':>8}"]
+        for name, cost in costs:
+            shown = f"{cost.state:8}  {cost.images:9.3g}  {cost.macs:9.2e}  "
+            shown += f"{format_duration(cost.seconds):>8}"
+            problem = cost.problem and f"cannot start: {cost.problem}"
+            lines.append(f"{name:{width}}  {problem or shown}")
+    return "\n".join(lines)

@@ -23,7 +23,7 @@ from locality.data.sources import BadImage, ImageSource
 from locality.errors import UserError
 from locality.models.variants import family_of
 from locality.training.config import RunConfig
-from locality.training.cost import Cost, format_duration, forward_macs, measure_speed
+from locality.training.cost import Cost, format_duration, forward_macs, measure_cost
 from locality.training.devices import launched_externally
 from locality.training.optim import Plan, make_plan
 from locality.training.recipes import adjusted, is_small
@@ -49,8 +49,6 @@ _LARGER_EPOCHS, _LARGER_IMAGES = 100, 150_000
 # No model trains for longer than the larger of these.
 _MAX_EPOCHS, _MAX_IMAGES = 400, 200_000
 _MAX_EPOCHS_FINETUNED = 50
-# Evaluations, and the share of the time they may take.
-_MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
 # Fine-tuning on fewer images does without mixup and cutmix.
 MIXUP_MIN_IMAGES = 5000
 _SAMPLED_IMAGES = 32
@@ -81,62 +79,36 @@ class AutoFit:
         return "\n".join(self.reasons)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A run on custom images whose length is open, and what it costs on this machine.
+Measured = tuple[Mapping[str, Any], ResolvedRun, Cost]
+"""Settings of a run by dotted name, those of its schedule aside; the run; its cost here."""
 
-    Attributes:
+
+def fit(
+    name: str, changes: Mapping[str, Any], cost: Cost, seconds: float
+) -> tuple[RunConfig, float]:
+    """The run that takes this time, or of one step where that is too little, and its seconds.
+
+    Args:
         name: its recipe.
         changes: its settings by dotted name, those of the schedule aside.
-        run: with any length.
-        cost: by the speed that was measured.
+        cost: of it.
+        seconds: the time.
     """
+    config, evaluations = adjusted(name, changes), cost.evaluations(seconds)
+    batch, most = config.engine.batch_size, _most_images(name, config, cost)
+    steps = max(1, round(min(cost.images(seconds, evaluations), most) / batch))
+    every = math.ceil(steps / evaluations)
+    length = {"schedule.steps": steps, "schedule.warmup": steps // 10}
+    length |= {"schedule.eval_every": every}
+    # The best weights are kept; fine-tuning also ends where they do not get better.
+    length |= {"schedule.patience": 3 * every if name == "finetune" else steps}
+    return adjusted(name, length | dict(changes)), cost.seconds(steps * batch, evaluations)
 
-    name: str
-    changes: Mapping[str, Any]
-    run: ResolvedRun
-    cost: Cost
 
-    @property
-    def most_images(self) -> int:
-        """A run sees no more images than this."""
-        if self.name == "finetune" and not _small(self.run.config):
-            return _MAX_EPOCHS_FINETUNED * self.cost.train
-        return max(_MAX_EPOCHS * self.cost.train, _MAX_IMAGES)
-
-    def slower(self, config: RunConfig) -> Measured:
-        """The same with another model, as fast per multiply-accumulate."""
-        macs, speed = forward_macs(config.model, self.cost.classes), self.cost.speed
-        speed = replace(speed, computing=speed.computing * macs / self.cost.macs)
-        return replace(self, cost=replace(self.cost, macs=macs, speed=speed))
-
-    def passes(self, seconds: float) -> float:
-        """How often each image can be trained on in this time."""
-        return self.cost.images(seconds, self._evaluations(seconds)) / self.cost.train
-
-    def seconds(self, passes: float) -> float:
-        """A time that is enough to train so often on each image."""
-        # With more time there may be more evaluations, in this share of it at most.
-        return self.cost.seconds(passes * self.cost.train, 1) / (1 - _EVALUATION_SHARE)
-
-    def fit(self, seconds: float) -> AutoFit:
-        """The run that takes this time; of one step where that is too little."""
-        batch, evaluations = self.run.config.engine.batch_size, self._evaluations(seconds)
-        steps = round(min(self.cost.images(seconds, evaluations), self.most_images) / batch)
-        steps = max(1, steps)
-        every = math.ceil(steps / evaluations)
-        length = {"schedule.steps": steps, "schedule.warmup": steps // 10}
-        length |= {"schedule.eval_every": every}
-        # The best weights are kept; fine-tuning also ends where they do not get better.
-        length |= {"schedule.patience": 3 * every if self.name == "finetune" else steps}
-        config = adjusted(self.name, length | dict(self.changes))
-        took = self.cost.seconds(steps * batch, evaluations)
-        return AutoFit(config, 1 / self.cost.speed.training, took, steps * batch / self.cost.train)
-
-    def _evaluations(self, seconds: float) -> int:
-        """How many evaluations the time allows."""
-        affordable = _EVALUATION_SHARE * seconds / self.cost.evaluation
-        return int(min(max(affordable, 1), _MAX_EVALUATIONS))
+def _most_images(name: str, config: RunConfig, cost: Cost) -> int:
+    if name == "finetune" and not _small(config):
+        return _MAX_EPOCHS_FINETUNED * cost.train
+    return max(_MAX_EPOCHS * cost.train, _MAX_IMAGES)
 
 
 def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = None) -> Measured:
@@ -156,11 +128,11 @@ def measured(name: str, changes: Mapping[str, Any], splits: DataSplits | None = 
             "several processes would choose different settings; choose them in one, `locality "
             "train … --print_config > run.yaml`, and start the others with --config run.yaml"
         )
-    speed = measure_speed(run)
-    if speed.loading > speed.computing / 4:
+    cost = measure_cost(run)
+    if cost.loading > cost.computing / 4:
         changes = {"data.workers": min(machine.processors(), 8)} | dict(changes)
     workers = adjusted(name, changes).data.workers * run.world_size
-    return Measured(name, changes, run, Cost.of(run, replace(speed, workers=workers)))
+    return changes, run, replace(cost, workers=workers)
 
 
 def _measured_fastest(name: str, changes: Mapping[str, Any], splits: DataSplits) -> Measured:
@@ -170,11 +142,11 @@ def _measured_fastest(name: str, changes: Mapping[str, Any], splits: DataSplits)
     """
     found = measured(name, changes, splits)
     count = torch.get_num_threads()
-    if "engine.threads" in changes or found.run.device_type != "cpu":
+    if "engine.threads" in changes or found[1].device_type != "cpu":
         return found
     while (count := count // 2) >= 1:
         other = measured(name, dict(changes) | {"engine.threads": count}, splits)
-        if other.cost.speed.training >= found.cost.speed.training:
+        if other[2].training >= found[2].training:
             break
         found = other
     return found
@@ -226,48 +198,51 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         seen = run.plan.images / images
         return AutoFit(config, None, 0.0, seen, (about, *_chosen(run, why), _length(run.plan)))
 
-    found = first = _measured_fastest(name, at(smallest), splits)
+    changes, run, cost = _measured_fastest(name, at(smallest), splits)
 
     def left() -> float:
         """Seconds of the time that remain for training and evaluation."""
-        beside = opening + found.cost.baselines
+        beside = opening + cost.baselines
         return 60 * minutes - (perf_counter() - started) - beside
 
     for other in larger:
-        slower = first.slower(adjusted(name, at(other)))
+        # As fast per multiply-accumulate.
+        macs = forward_macs(adjusted(name, at(other)).model, cost.classes)
+        slower = replace(cost, macs=macs, computing=cost.computing * macs / cost.macs)
         if slower.passes(left()) * images < needed:
             break
         size, why = other, f"the largest that has the time to learn in {minutes:g} minutes here"
     if size != smallest:
-        found = _measured_fastest(name, at(size), splits)
+        changes, run, cost = _measured_fastest(name, at(size), splits)
     remaining = left()
+    passes, beside = cost.passes(remaining), 60 * minutes - remaining
     short = []
-    if found.passes(remaining) < MIN_EPOCHS:
-        short = [_too_short(found, minutes, remaining)]
-        if found.passes(remaining) < 1:
+    if passes < MIN_EPOCHS:
+        enough = SLACK * (cost.enough(MIN_EPOCHS) + beside) / 60
+        short = [_too_short(run, passes, minutes, math.ceil(enough))]
+        if passes < 1:
             raise UserError(short[0])
-    fitting = found.fit(remaining)
-    seconds = fitting.seconds + 60 * minutes - remaining
-    speed, threads = found.cost.speed, fitting.config.engine.threads
-    by_workers = f" by each of {speed.workers} processes" if speed.workers else ""
-    if speed.decoding > speed.loading:
-        by_workers += f" ({1000 * speed.decoding:.3g} ms more the first time)"
-    plan = make_plan(fitting.config, images)
-    enough = plan.images >= found.most_images - plan.batch_size
+    config, seconds = fit(name, changes, cost, remaining)
+    threads = config.engine.threads
+    by_workers = f" by each of {cost.workers} processes" if cost.workers else ""
+    if cost.decoding > cost.loading:
+        by_workers += f" ({1000 * cost.decoding:.3g} ms more the first time)"
+    plan = make_plan(config, images)
+    longest = plan.images >= _most_images(name, config, cost) - plan.batch_size
     reasons = (
         about,
-        *_chosen(found.run, why),
-        f"speed   {1 / speed.training:.3g} images/s: {1000 * speed.loading:.3g} ms to load one"
-        f"{by_workers}, {1000 * speed.computing:.3g} ms to compute"
+        *_chosen(run, why),
+        f"speed   {1 / cost.training:.3g} images/s: {1000 * cost.loading:.3g} ms to load one"
+        f"{by_workers}, {1000 * cost.computing:.3g} ms to compute"
         + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
-        f"{_length(plan)}: about {format_duration(seconds)} in all, with this choice, evaluations "
-        "and baselines",
+        f"{_length(plan)}: about {format_duration(seconds + beside)} in all, with this choice, "
+        "evaluations and baselines",
         "keeps   the weights of the best evaluation, and the last; the accuracy of the best of "
         "many is flattered, other images say more (data.val_part)",
         *(f"short   {sentence}" for sentence in short),
-        *_advice(name, minutes, enough, config.data.root),
+        *_advice(name, minutes, longest, config.data.root),
     )
-    return replace(fitting, seconds=seconds, reasons=reasons)
+    return AutoFit(config, 1 / cost.training, seconds + beside, plan.images / images, reasons)
 
 
 def _chosen(run: ResolvedRun, why: str) -> list[str]:
@@ -325,23 +300,20 @@ def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, A
     return [dict(zip(_MODEL_SETTINGS, size, strict=True)) for size in sizes]
 
 
-def _too_short(found: Measured, minutes: float, remaining: float) -> str:
-    """Why so short a run is refused, of which this many seconds remain, and what would do."""
-    beside = 60 * minutes - remaining
-    enough = SLACK * (found.seconds(MIN_EPOCHS) + beside) / 60
-    height, width = found.run.img_size
-    passes = found.passes(remaining)
+def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: int) -> str:
+    """Why so short a run is refused, and the minutes that would do."""
+    height, width = run.img_size
     often = "less than once" if passes < 1 else f"{passes:.2g} times"
     return (
-        f"in {minutes:g} minutes {found.run.config.model.name} at {height}×{width} would see each "
-        f"of {found.cost.train:,} images {often} on this machine, and learns little in fewer than "
-        f"{MIN_EPOCHS}; give --minutes {math.ceil(enough)}, or a smaller model or --model.img_size"
+        f"in {minutes:g} minutes {run.config.model.name} at {height}×{width} would see each "
+        f"of {len(run.splits.train):,} images {often} on this machine, and learns little in fewer "
+        f"than {MIN_EPOCHS}; give --minutes {enough}, or a smaller model or --model.img_size"
     )
 
 
-def _advice(name: str, minutes: float, enough: bool, root: str | None) -> list[str]:
+def _advice(name: str, minutes: float, longest: bool, root: str | None) -> list[str]:
     more = "longer  no use: more passes over so few images teach nothing; more images would"
-    if not enough:
+    if not longest:
         more = f"longer  --minutes {6 * minutes:g} sees the images more often"
         more += ", in a larger model where there is time" if name == "photos" else ""
     if name == "finetune":

@@ -23,7 +23,7 @@ from locality.layers.cpu import arithmetic_threads
 from locality.models import count_macs, count_parameters
 from locality.training.config import ModelConfig, RunConfig, check_places
 from locality.training.devices import autocast, resolve_accelerator
-from locality.training.model import initialize_model, meta_model
+from locality.training.model import meta_model
 from locality.training.optim import create_optimizer
 from locality.training.resolved_run import ResolvedRun
 from locality.training.run_folder import RunFolder
@@ -36,6 +36,8 @@ _IMAGENET_22K = (14_197_122, 70_986, 21_841)
 # Baselines are computed on so many images at most, of so many numbers each, at this speed.
 _BASELINE_IMAGES, _BASELINE_PIXELS, _BASELINE_MACS = 20_000, 3072, 1e10
 _REGRESSION_STEPS = 200
+# Evaluations of a run on custom images, and the share of its time that they may take.
+_MAX_EVALUATIONS, _EVALUATION_SHARE = 10, 0.15
 # Multiply-accumulates of a timed step; a larger step is timed on a part of its batch.
 _TIMING_MACS = 2e10
 _TIMING_STEPS = 3
@@ -44,11 +46,13 @@ _LOADING_IMAGES = 16
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Seconds per image.
+class Cost:
+    """What it costs to train a model on a dataset; times are seconds per image.
 
     Attributes:
-        loading: to read, decode and augment it in one process; only to augment it if what was
+        train, val, classes: images to train and to evaluate on, and their classes.
+        macs: multiply-accumulates of one image's forward pass.
+        loading: to read, decode and augment an image in one process; only to augment it if what was
             decoded and resized is kept.
         computing: to train on it in a run, over all devices.
         workers: loading processes of the run.
@@ -56,10 +60,14 @@ class Speed:
         decoding: what the first time takes beyond `loading`, in every process.
     """
 
+    train: int
+    val: int
+    classes: int
+    macs: int
     loading: float
     computing: float
-    workers: int
-    on_processor: bool
+    workers: int = 0
+    on_processor: bool = True
     decoding: float = 0.0
 
     @property
@@ -73,14 +81,14 @@ class Speed:
         return self._together(self.computing / STEP_FORWARDS)
 
     @property
-    def first_loading(self) -> float:
-        """To load it the first time."""
-        return self.loading + self.decoding
-
-    @property
     def first_extra(self) -> float:
         """What the first time takes more of a run's time."""
         return self.decoding * (max(1, self.workers) * self._share if self.on_processor else 1)
+
+    @property
+    def cores(self) -> int:
+        """Cores that read images as fast as the model trains on them."""
+        return math.ceil(self.loading / self.computing)
 
     @property
     def bottleneck(self) -> str:
@@ -95,10 +103,43 @@ class Speed:
         )
         return f"{reading:.4g} images/s read by {who}, {model:.4g} trained on: {slower}"
 
+    def operations(self, images: float) -> float:
+        """To train on `images`, two per multiply-accumulate."""
+        return 2 * STEP_FORWARDS * self.macs * images
+
+    def seconds(self, images: float, evaluations: float) -> float:
+        """To train on `images` and to evaluate so often."""
+        training = images * self.training + self.train * self.first_extra
+        return training + self._evaluation_seconds(evaluations)
+
+    def images(self, seconds: float, evaluations: float) -> float:
+        """How many images there is time to train on beside so many evaluations."""
+        left = seconds - self._evaluation_seconds(evaluations) - self.train * self.first_extra
+        return max(0.0, left / self.training)
+
+    def evaluations(self, seconds: float) -> int:
+        """How many evaluations a run of custom images has in this time."""
+        affordable = _EVALUATION_SHARE * seconds / (self.val * self.evaluating)
+        return int(min(max(affordable, 1), _MAX_EVALUATIONS))
+
+    def passes(self, seconds: float) -> float:
+        """How often each image can be trained on in this time, with these evaluations."""
+        return self.images(seconds, self.evaluations(seconds)) / self.train
+
+    def enough(self, passes: float) -> float:
+        """Seconds needed for so many `passes`."""
+        # With more time there may be more evaluations, in this share of it at most.
+        return self.seconds(passes * self.train, 1) / (1 - _EVALUATION_SHARE)
+
     @property
-    def cores(self) -> int:
-        """Cores that read images as fast as the model trains on them."""
-        return math.ceil(self.loading / self.computing)
+    def baselines(self) -> float:
+        """Seconds of the baselines on pixels, about."""
+        train, val = (min(images, _BASELINE_IMAGES) for images in (self.train, self.val))
+        macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * self.classes)
+        return (train + val) * (self.loading + self.decoding) + macs / _BASELINE_MACS
+
+    def _evaluation_seconds(self, count: float) -> float:
+        return self.val * (self.loading + self.decoding + count * self.evaluating)
 
     def _together(self, computing: float) -> float:
         if not self.workers:
@@ -109,7 +150,7 @@ class Speed:
 
     @property
     def _share(self) -> float:
-        """Of a worker's time that steps on the same processors lose.
+        """Slowdown from workers sharing cores.
 
         The threads of a step wait for the one whose core a worker occupies: with two cores workers
         gain nothing.
@@ -117,8 +158,8 @@ class Speed:
         return min(1, 2 / machine.processors()) if self.workers else 1
 
 
-def measure_speed(run: ResolvedRun, images_per_second: float | None = None) -> Speed:
-    """Measure the speed of a run on this machine, which takes a few seconds.
+def measure_cost(run: ResolvedRun, images_per_second: float | None = None) -> Cost:
+    """Measure what a run costs on this machine, which takes a few seconds.
 
     Args:
         run: the run.
@@ -141,7 +182,8 @@ def measure_speed(run: ResolvedRun, images_per_second: float | None = None) -> S
         stop_step=2,
     )
     first, loading = (_seconds_per_image(loader) for _ in range(2))
-    return Speed(
+    return Cost(
+        *run.counts,
         loading,
         1 / images_per_second,
         config.data.workers * run.world_size,
@@ -270,59 +312,6 @@ def _size(model: ModelConfig, classes: int) -> tuple[int, int]:
     return _SIZES[named]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What it costs to train a model on a dataset.
-
-    Attributes:
-        train, val, classes: images to train and to evaluate on, and their classes.
-        macs: multiply-accumulates of one image's forward pass.
-        speed: seconds per image.
-    """
-
-    train: int
-    val: int
-    classes: int
-    macs: int
-    speed: Speed
-
-    @classmethod
-    def of(cls, run: ResolvedRun, speed: Speed) -> Cost:
-        """The cost of a run whose data are open."""
-        splits = run.splits
-        counts = len(splits.train), len(splits.val), len(splits.classes)
-        return cls(*counts, run.macs, speed)
-
-    def operations(self, images: float) -> float:
-        """To train on `images`, two per multiply-accumulate."""
-        return 2 * STEP_FORWARDS * self.macs * images
-
-    def seconds(self, images: float, evaluations: float) -> float:
-        """To train on `images` and to evaluate so often."""
-        training = images * self.speed.training + self.train * self.speed.first_extra
-        return training + self._evaluating(evaluations)
-
-    def images(self, seconds: float, evaluations: float) -> float:
-        """How many images there is time to train on beside so many evaluations."""
-        left = seconds - self._evaluating(evaluations) - self.train * self.speed.first_extra
-        return max(0.0, left / self.speed.training)
-
-    @property
-    def evaluation(self) -> float:
-        """Seconds of one evaluation."""
-        return self.val * self.speed.evaluating
-
-    @property
-    def baselines(self) -> float:
-        """Seconds of the baselines on pixels, about."""
-        train, val = (min(images, _BASELINE_IMAGES) for images in (self.train, self.val))
-        macs = train * _BASELINE_PIXELS * (val + 3 * _REGRESSION_STEPS * self.classes)
-        return (train + val) * self.speed.first_loading + macs / _BASELINE_MACS
-
-    def _evaluating(self, evaluations: float) -> float:
-        return self.val * self.speed.first_loading + evaluations * self.evaluation
-
-
 def format_duration(seconds: float) -> str:
     """Format a duration: "19 s", "4 min", "2.5 h", "12 d"."""
     for unit, length in (("d", 86400), ("h", 3600)):
@@ -343,32 +332,32 @@ class DryRun:
 
     Attributes:
         run: its data, plan, parameters, MACs and memory.
-        speed: of reading images and of training.
-        images_per_second: training speed over all processes, if it was not measured here.
+        cost: of reading images and of training.
+        images_per_second: training speed over all processes, if it was not measured here; it
+            includes waiting for images.
         file_bytes: of all images.
     """
 
     run: ResolvedRun
-    speed: Speed
+    cost: Cost
     images_per_second: float | None = None
     file_bytes: int = 0
 
     @property
-    def cost(self) -> Cost:
-        """The cost of the run; a speed that is given includes waiting for images."""
+    def _total(self) -> Cost:
         if self.images_per_second is None:
-            return Cost.of(self.run, self.speed)
-        return Cost.of(self.run, Speed(0, 1 / self.images_per_second, 0, self.speed.on_processor))
+            return self.cost
+        return dataclasses.replace(self.cost, loading=0.0, decoding=0.0)
 
     @property
     def rate(self) -> float:
         """Images per second over all processes."""
-        return 1 / self.cost.speed.training
+        return 1 / self._total.training
 
     @property
     def hours(self) -> float:
         """Training and evaluating."""
-        return self.cost.seconds(self.run.plan.images, self.run.plan.evaluations) / 3600
+        return self._total.seconds(self.run.plan.images, self.run.plan.evaluations) / 3600
 
     @property
     def step_seconds(self) -> float:
@@ -400,7 +389,7 @@ class DryRun:
             f"{wire if self.wire_bytes else ''}"
             f"time    {format_duration(3600 * self.hours)} at {self.rate:.4g} images/s{here} "
             f"({self.hours:.3g} h)\n"
-            f"speed   {self.speed.bottleneck}"
+            f"speed   {self.cost.bottleneck}"
         )
 
 
@@ -424,8 +413,6 @@ def dry_run(
         check_places(config, Path(folder))
         recorded = RunFolder(folder).recorded_classes()
     run = ResolvedRun(config, classes=recorded)
-    run.check_memory()
-    if config.model.weights is not None and not recorded:
-        initialize_model(config, run.splits.classes)
-    speed = measure_speed(run, images_per_second)
-    return DryRun(run, speed, images_per_second, run.splits.file_bytes())
+    run.check_start()
+    cost = measure_cost(run, images_per_second)
+    return DryRun(run, cost, images_per_second, run.splits.file_bytes())

@@ -203,12 +203,8 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     """
     config, folder = training.config, training.folder
     check_places(config, folder.path)
-    recorded = folder.recorded_classes()
     run = training.resolve()
-    run.check_memory()
-    initial = None
-    if config.model.weights is not None and not recorded:
-        initial = initialize_model(config, run.splits.classes)
+    initial = run.check_start()
     folder.prepare(config)
     splits, record = run.splits, ImageFingerprint.of(run.splits)
     result = folder.result(whole=True)

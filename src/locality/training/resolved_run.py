@@ -16,7 +16,7 @@ from locality import machine
 from locality.data import DataSplits, open_data
 from locality.data.classes import imbalance
 from locality.errors import UserError, some
-from locality.models import count_macs, count_parameters
+from locality.models import ImageClassifier, count_macs, count_parameters
 from locality.training.config import RunConfig
 from locality.training.devices import (
     autocast,
@@ -24,7 +24,7 @@ from locality.training.devices import (
     process_layout,
     resolve_accelerator,
 )
-from locality.training.model import meta_model
+from locality.training.model import initialize_model, meta_model
 from locality.training.objective import check_teacher
 from locality.training.optim import Plan, check_optimizer, make_plan
 
@@ -82,6 +82,27 @@ class ResolvedRun:
         self.trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         self.img_size = model.img_size
+        self._resumes = bool(classes)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Images to train and to evaluate on, classes, and `macs`."""
+        splits = self.splits
+        return len(splits.train), len(splits.val), len(splits.classes), self.macs
+
+    def check_start(self) -> tuple[ImageClassifier, list[str]] | None:
+        """Check memory, and the weights that it starts from.
+
+        Returns:
+            of a new run that starts from weights, what `initialize_model` gives.
+
+        Raises:
+            UserError: if they do not fit.
+        """
+        self.check_memory()
+        if self.config.model.weights is None or self._resumes:
+            return None
+        return initialize_model(self.config, self.splits.classes)
 
     def autocast(self) -> torch.autocast:
         """torch.autocast for the run's precision."""
