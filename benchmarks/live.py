@@ -22,6 +22,7 @@ from playwright.sync_api import sync_playwright
 from locality.analysis.live import write_live
 from locality.analysis.pictures import validation_images
 from locality.checkpoints import open_model
+from locality.data import open_data
 from locality.files import write_atomic
 from locality.machine import describe_environment
 from locality.training import recipe
@@ -41,7 +42,8 @@ FORWARD = """() => live.models.map((model) => {
 
 
 def write_page(folder: Path) -> Path:
-    labels, images = zip(*validation_images(recipe("digits"), 20), strict=True)
+    splits = open_data(recipe("digits").data, seed=0)
+    _, labels, images = zip(*validation_images(splits, 20), strict=True)
     models = [open_model(ROOT / "docs/live/digits" / name) for name in ("convit_nano", "deit_nano")]
     return write_live(models, images, folder / "live.html", labels, digits=True)
 

@@ -11,11 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from timm.models import (
-    build_model_with_cfg,
-    generate_default_cfgs,
-    register_model,
-)
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor
 
 from locality.checkpoints.adaptation import resample_pos_embeds

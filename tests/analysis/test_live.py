@@ -20,6 +20,7 @@ from locality.analysis.taps import capture, content_off, position_off
 from locality.checkpoints import Classifier, Preprocessing, open_model
 from locality.checkpoints.api import MODES
 from locality.cli import main
+from locality.data import open_data
 from locality.data.preprocessing import eval_transform
 from locality.errors import UserError
 from locality.models import build
@@ -41,7 +42,8 @@ def trained():
 
 @pytest.fixture(scope="module")
 def examples():
-    return validation_images(recipe("digits"), 20)
+    splits = open_data(recipe("digits").data, seed=0)
+    return [(label, image) for _, label, image in validation_images(splits, 20)]
 
 
 @pytest.fixture(scope="module")

@@ -273,7 +273,7 @@ def test_a_run_among_others_takes_one_device_unless_it_says_more(
     tmp_path, tiny_config, monkeypatch
 ):
     seen = []
-    monkeypatch.setattr(Run, "load_task", lambda _: lambda config, folder: seen.append(config))
+    monkeypatch.setattr("pkgutil.resolve_name", lambda _: lambda config, _: seen.append(config))
     for devices in (0, 2):
         execute(Run("", tiny_config(engine__devices=devices), tmp_path / "run"))
     assert [config.engine.devices for config in seen] == [1, 2]

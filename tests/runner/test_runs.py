@@ -116,7 +116,7 @@ def test_needed_runs_come_first_and_once(tmp_path, tiny_config, tiny_run):
 
 def test_a_run_is_finished_by_the_result_of_its_own_configuration_alone(tmp_path, tiny_run):
     run = tiny_run(tmp_path)
-    assert not run.is_finished() and not run.is_started()
+    assert not run.is_finished()
     train(run.config, run.folder, quiet=True)
     assert run.is_finished()
     relabelled = replace(run.config, {"recipe": "x", "engine.tensorboard": True})

@@ -18,13 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from locality.analysis.taps import (
-    LayerView,
-    Stride,
-    capture,
-    eval_mode,
-    positional_vectors,
-)
+from locality.analysis.taps import LayerView, Stride, capture, eval_mode, positional_vectors
 from locality.errors import UserError
 from locality.layers.grid import Grid
 

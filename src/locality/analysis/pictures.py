@@ -79,10 +79,7 @@ def round_robin_indices(labels: npt.NDArray[np.int64], count: int) -> npt.NDArra
 
 
 def sample(
-    source: ImageSource,
-    preprocessing: Preprocessing,
-    count: int,
-    classes: Sequence[str] = (),
+    source: ImageSource, preprocessing: Preprocessing, count: int, classes: Sequence[str] = ()
 ) -> Sample:
     """`count` images of a source, as evaluation prepares them, spread evenly over its classes.
 
@@ -119,28 +116,19 @@ def run_images(run: str, count: int) -> list[tuple[str, str, Image.Image]]:
     config = folder.config()
     splits = open_data(config.data, config.seed, folder.classes())
     return [
-        (short_name(splits.val.describe(index)), splits.classes[label], image)
-        for index, label, image in _validation_images(splits, count)
+        (short_name(splits.val.describe(index)), label, image)
+        for index, label, image in validation_images(splits, count)
     ]
 
 
-def validation_images(config: RunConfig, count: int) -> list[tuple[str, Image.Image]]:
-    """As `run_images`, of a configuration: names of classes, and the images."""
-    splits = open_data(config.data, config.seed)
-    found = _validation_images(splits, count)
-    return [(splits.classes[label], image) for _, label, image in found]
-
-
-def _validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, int, Image.Image]]:
+def validation_images(splits: DataSplits, count: int) -> Iterator[tuple[int, str, Image.Image]]:
+    """The first validation images, one of each class in turn: number, class, image."""
     for index in round_robin_indices(splits.val.labels, count).tolist():
-        yield index, int(splits.val.labels[index]), splits.val.read_or_raise(index)
+        yield index, splits.classes[splits.val.labels[index]], splits.val.read_or_raise(index)
 
 
 def validation_sample(
-    config: RunConfig,
-    img_size: int | tuple[int, int],
-    count: int,
-    classes: Sequence[str] = (),
+    config: RunConfig, img_size: int | tuple[int, int], count: int, classes: Sequence[str] = ()
 ) -> Sample:
     """`count` validation images of a run, at the size its model takes, of the classes it has
     recorded."""

@@ -36,11 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from locality.errors import UserError
-from locality.layers.attention import (
-    AttentionMaps,
-    GatedPositionalSelfAttention,
-    prefix_length,
-)
+from locality.layers.attention import AttentionMaps, GatedPositionalSelfAttention, prefix_length
 from locality.layers.convolution import ConvolutionalAttention
 from locality.layers.grid import Grid
 from locality.layers.position import positional_attention

@@ -17,7 +17,7 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from locality.checkpoints.adaptation import load_weights
-from locality.checkpoints.registry import Kind, detect_kind, source
+from locality.checkpoints.registry import detect_kind, source
 from locality.checkpoints.resolve import graph_not_model, read, read_graph
 from locality.checkpoints.trial import INPUT, OUTPUT
 from locality.data.config import Preprocessing
@@ -170,23 +170,20 @@ def open_model(
     variant: str | None = None,
     entry: str | None = None,
     settings: Mapping[str, Any] | None = None,
-    *,
-    kind: Kind | None = None,
 ) -> Classifier:
     """Open a trained model or an exported graph as a `Classifier`.
 
     Args:
         what: as `read`, or an `.onnx` file.
         variant, entry, settings: as `read`.
-        kind: as `detect_kind` gave it, if it was asked already.
 
     Raises:
         FileNotFoundError, UserError: as `read`.
     """
-    kind = kind or detect_kind(what, entry)
+    kind = detect_kind(what, entry)
     if kind == "graph":
         return _open_graph(Path(what))
-    checkpoint = read(what, variant, entry, settings, kind=kind)
+    checkpoint = read(what, variant, entry, settings)
     name = Path(what).name if kind == "run" else checkpoint.name
     if checkpoint.preprocessing is None:
         _log.warning(

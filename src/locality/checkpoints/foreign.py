@@ -21,13 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locality.checkpoints.key_map import (
-    NATIVE,
-    KeyMap,
-    State,
-    count_blocks,
-    infer_img_size,
-)
+from locality.checkpoints.key_map import NATIVE, KeyMap, State, count_blocks, infer_img_size
 from locality.errors import UserError, some
 from locality.layers.grid import mlp_ratio_of
 from locality.models.config import CvTConfig, StageConfig, ViTConfig, token_grid

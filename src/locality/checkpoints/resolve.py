@@ -39,7 +39,6 @@ from locality.checkpoints.registry import (
     WEIGHT_FILES,
     WEIGHT_SUFFIXES,
     WEIGHTS,
-    Kind,
     Source,
     check_no_entry,
     detect_kind,
@@ -73,7 +72,6 @@ def read(
     settings: Mapping[str, Any] | None = None,
     *,
     like: Any = None,
-    kind: Kind | None = None,
 ) -> Checkpoint:
     """The checkpoint of a model, wherever it is.
 
@@ -87,14 +85,13 @@ def read(
         settings: fields of the model's configuration that stand above what `what` says.
         like: the configuration of the model they are for, in place of `variant`; image size,
             channels and classes may differ.
-        kind: as `detect_kind` gave it, if it was asked already.
 
     Raises:
         FileNotFoundError: if `what` is a path that is not there.
         UserError: if it cannot be opened, naming it and the cause.
     """
     path, name = Path(what), str(what)
-    kind = kind or detect_kind(what, entry)
+    kind = detect_kind(what, entry)
     if kind == "graph":
         raise graph_not_model(read_graph(path)[2])
     like = like if variant is None else factory.variant(variant).config

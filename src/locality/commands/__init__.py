@@ -59,7 +59,7 @@ class GivenModel:
         from locality.checkpoints.api import open_model
 
         given = self._options
-        return open_model(self.what, given.variant, given.entry, dict(given.set), kind=self.kind)
+        return open_model(self.what, given.variant, given.entry, dict(given.set))
 
 
 def say(sentence: str) -> None:

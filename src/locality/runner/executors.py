@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -49,7 +50,7 @@ def execute(run: Run) -> str | None:
             contextlib.redirect_stdout(file),
             contextlib.redirect_stderr(file),
         ):
-            run.load_task()(_with_one_device(run.config), run.folder)
+            pkgutil.resolve_name(run.task)(_with_one_device(run.config), run.folder)
     except (UserError, FileNotFoundError, PermissionError, Interrupted, ProcessKilled) as error:
         return one_line(error)
     except (KeyboardInterrupt, SystemExit):

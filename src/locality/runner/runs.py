@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pkgutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,14 +69,6 @@ class Run:
             return True  # a task may complete the configuration it is given
         changed = changed_settings(read_config(self.folder), self.config, _same_name)
         return all(name in _NO_NUMBER for name, *_ in changed)
-
-    def is_started(self) -> bool:
-        """Whether there is a run to resume."""
-        return is_run_folder(self.folder)
-
-    def load_task(self) -> Callable[[RunConfig, Path], object]:
-        """The function that executes the run."""
-        return pkgutil.resolve_name(self.task)
 
 
 @dataclass(frozen=True)
@@ -178,7 +169,7 @@ def run_cost(run: Run, threads: int = 1) -> RunCost:
         run: any.
         threads: CPU threads that it will have.
     """
-    config, state = run.config, "resume" if run.is_started() else "start"
+    config, state = run.config, "resume" if is_run_folder(run.folder) else "start"
     if run.is_finished():
         state, result = "finished", run.result() or {}
         if {"steps", "macs", "seconds"} <= set(result):

@@ -36,12 +36,7 @@ from locality.training.run_folder import RunFolder
 from locality.training.state import Components, TrainState
 
 
-def train(
-    config: RunConfig,
-    folder: Path | str,
-    *,
-    quiet: bool = False,
-) -> dict[str, Any]:
+def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict[str, Any]:
     """Train as `config` says, in `folder`; resume what is there, or return what was finished.
 
     Everything that can be checked is checked before the first step.

@@ -52,11 +52,7 @@ def build_model(config: RunConfig, num_classes: int) -> ImageClassifier:
         UserError: if the model cannot be built.
     """
     torch.manual_seed(config.seed)
-    model = build(
-        config.model.name,
-        num_classes=num_classes,
-        **config.model.fields,
-    )
+    model = build(config.model.name, num_classes=num_classes, **config.model.fields)
     if config.engine.grad_checkpointing:
         model.set_grad_checkpointing(True)
     return model
