@@ -137,11 +137,7 @@ def validation_sample(
 
 
 def prepare_sample(subject: Classifier, images: Sequence[Image.Image]) -> Sample:
-    """Images of unknown class, as a classifier prepares them.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """Images of unknown class, as a classifier prepares them."""
     if not images:
         raise UserError("there is no image to look at")
     transform = eval_transform(subject.preprocessing)

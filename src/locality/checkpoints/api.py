@@ -141,11 +141,7 @@ class Classifier:
         return {self.label(index): value for index, value in pairs}
 
     def module(self) -> ImageClassifier:
-        """The PyTorch model.
-
-        Raises:
-            UserError: if there is none.
-        """
+        """The PyTorch model."""
         if self.model is None:
             raise graph_not_model(self.name)
         return self.model

@@ -297,9 +297,6 @@ def load_best_state(folder: Path | str) -> dict[str, Any]:
     """The best checkpoint of the run in `folder` if it keeps that, else the last whole one.
 
     It is read without touching it.
-
-    Raises:
-        UserError: if there is none.
     """
     state, _, damaged = _newest_valid(Path(folder) / "checkpoints", (BEST, LAST, PREVIOUS))
     if state is not None:

@@ -89,11 +89,7 @@ class Window(NamedTuple):
 
 
 def check_heads(embed_dim: int, num_heads: int) -> None:
-    """A width has to be a multiple of the heads it is divided between.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """A width has to be a multiple of the heads it is divided between."""
     if num_heads < 1 or embed_dim % num_heads:
         raise UserError(
             f"embed_dim={embed_dim} cannot be divided between num_heads={num_heads}; "

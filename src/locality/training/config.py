@@ -380,11 +380,7 @@ def check_places(config: RunConfig, folder: Path) -> None:
 
 
 def check_folder(folder: Path, config: RunConfig) -> None:
-    """Check that a folder can be written to, and is free or belongs to this configuration.
-
-    Raises:
-        UserError: if not.
-    """
+    """Check that a folder can be written to, and is free or belongs to this configuration."""
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not place.is_dir():
         raise UserError(f"{place} is a file; a run needs a folder")

@@ -227,11 +227,7 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
 def _check_finished(
     folder: RunFolder, config: RunConfig, result: dict[str, Any], record: ImageFingerprint
 ) -> None:
-    """Check that a finished run is asked for on the images that it had.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """Check that a finished run is asked for on the images that it had."""
     before = result.get("images")
     found = _differences(folder, record) if before != record.fingerprint else ""
     if before is None:  # of an earlier version

@@ -169,11 +169,7 @@ def _channels(values: tuple[float, ...]) -> Tensor:
 
 
 def check_teacher(config: ObjectiveConfig) -> None:
-    """Check that the teacher exists, without loading it.
-
-    Raises:
-        UserError: if it does not.
-    """
+    """Check that the teacher exists, without loading it."""
     if config.teacher is None:
         return
     if config.teacher_weights is not None and not Path(config.teacher_weights).is_file():

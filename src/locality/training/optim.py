@@ -157,11 +157,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def check_optimizer(config: OptimConfig) -> None:
-    """Check that timm has the optimiser and that it has the settings given.
-
-    Raises:
-        UserError: if not.
-    """
+    """Check that timm has the optimiser and that it has the settings given."""
     names = [str(name) for name in list_optimizers()]
     if config.name not in names:
         raise unknown("optimiser (optim.name)", config.name, names)

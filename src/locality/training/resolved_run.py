@@ -145,9 +145,6 @@ class ResolvedRun:
 
         Activations are only counted where they could be too many: a layer saves fewer bytes than it
         does multiplications, by a wide margin.
-
-        Raises:
-            UserError: if it does not.
         """
         available = machine.memory(self.device_type)
         if self.macs * self.micro_batch <= available:

@@ -103,9 +103,6 @@ class RunFolder:
         Args:
             config: of the run.
             saved: `computation_settings` when the checkpoint was written.
-
-        Raises:
-            UserError: if it is not.
         """
         # A checkpoint of an earlier version may lack settings; they are as they are now. Those of
         # the architecture are only written where they are given.
@@ -122,11 +119,7 @@ class RunFolder:
             )
 
     def check_space(self, checkpoint_bytes: int, best: bool = False) -> None:
-        """Check that the disk has room for all checkpoints of the run.
-
-        Raises:
-            UserError: if they do not.
-        """
+        """Check that the disk has room for all checkpoints of the run."""
         there = sum(file.stat().st_size for file in self.checkpoints.path.glob("*.ckpt"))
         needed = (3 + best) * checkpoint_bytes - there
         free = shutil.disk_usage(self.path).free
