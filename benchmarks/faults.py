@@ -305,7 +305,7 @@ def disturb(
 
 def compare(run: Path, reference: Path) -> str:
     """What differs between two finished runs, or ""."""
-    if RunFolder(run).result() is None:
+    if RunFolder(run).read_result() is None:
         return "not finished"
     if (run / "metrics.csv").read_bytes() != (reference / "metrics.csv").read_bytes():
         return "metrics.csv differs"
@@ -349,7 +349,7 @@ def survey(
         model, workers, accumulate = cases[number % len(cases)]
         config = configuration(model, workers, accumulate, processes)
         reference = folder / f"reference-{model}-{workers}-{accumulate}"
-        if not RunFolder(reference).result():
+        if not RunFolder(reference).read_result():
             code, _ = run_once(config, reference, None)
             if code:
                 raise RuntimeError(f"the undisturbed run ended with exit code {code}: {reference}")

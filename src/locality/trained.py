@@ -103,7 +103,7 @@ class TrainedRun:
             files = list(image_files([str(images)]))
             if len(files) != 1 or Path(images).is_dir():
                 return self.predict(files, top)
-            images = read_image(files[0], RunFolder(self.folder).config().data.decoding)
+            images = read_image(files[0], RunFolder(self.folder).read_config().data.decoding)
         elif isinstance(images, Sequence) or getattr(images, "ndim", 0) == 4:
             return [self.predict(image, top) for image in images]
         elif not isinstance(images, Image.Image):

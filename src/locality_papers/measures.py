@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from locality.analysis.recording import measure_trajectory
-from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import Estimate, estimate
 from locality.benchmark import inference, interleave
 from locality.checkpoints import load, open_model
@@ -33,6 +32,7 @@ from locality.training.cost import image_counts
 from locality.training.devices import resolve_accelerator
 from locality.training.evaluation import evaluate_opened
 from locality.training.optim import make_plan
+from locality.training.run_folder import RunFolder
 
 MEASURED = "experiments.json"
 """Where the measures of a run are kept, in its folder, so that none is taken twice."""
@@ -365,7 +365,7 @@ TOP5 = of_result("top5", accuracy=True)
 
 def _evaluations(run: Run) -> list[dict[str, float]]:
     """The rows of metrics.csv."""
-    rows = RecordedRun(run.folder, {}).curve
+    rows = RunFolder(run.folder).curve
     if not rows:
         raise UserError(f"{run.folder} has no evaluations in metrics.csv")
     return rows

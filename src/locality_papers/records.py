@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from locality import __version__
-from locality.analysis.runs import RecordedRun
 from locality.analysis.statistics import mean_curve
 from locality.runner.runs import Run
+from locality.training.run_folder import RunFolder
 from locality_papers.measures import Empty, Failures, Quantity, Values, why_missing
 from locality_papers.published import PUBLISHED, as_computed
 from locality_papers.scales import Scale
@@ -137,7 +137,7 @@ def _measured(values: Values) -> Record:
 def provenance(runs: Sequence[Run]) -> Record:
     """With what, where and when some runs were computed, from what they left in their folders."""
     finished = [run for run in runs if run.is_finished()]
-    environments = [RecordedRun(run.folder, {}).environment for run in finished]
+    environments = [RunFolder(run.folder).environment() for run in finished]
     results = [run.result() or {} for run in finished]
     times = [start["time"] for each in environments for start in each.get("starts", [])]
 

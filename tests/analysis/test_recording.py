@@ -3,7 +3,7 @@ import pytest
 from locality.analysis import measure_model, record
 from locality.analysis.pictures import load_pictures, sample
 from locality.analysis.recording import check_observable, record_missing
-from locality.analysis.runs import RecordedRun
+from locality.analysis.runs import read_runs
 from locality.data import open_data
 from locality.errors import UserError
 from locality.settings import replace
@@ -25,7 +25,7 @@ def run(tmp_path_factory):
 
 def test_record_measures_the_initial_and_the_trained_model(run):
     content = record(run, images=20, pictures=2)
-    assert content == RecordedRun(run, {}).measures
+    assert content == read_runs([run])[0].measures
     model, config = load_run(run)
     chosen = sample(open_data(config.data, config.seed).val, config.input.at(model.img_size), 20)
     assert content["after"] == measure_model(model, chosen.images)

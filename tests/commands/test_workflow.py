@@ -64,8 +64,8 @@ def test_a_folder_of_another_configuration_is_refused(run, capsys):
 def test_eval_repeats_the_runs_own_accuracy(run, capsys):
     assert main(["eval", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["top1"] == pytest.approx(RunFolder(run).result()["top1"], abs=0.3)
-    assert found["n"] == RunFolder(run).result()["val_images"]
+    assert found["top1"] == pytest.approx(RunFolder(run).read_result()["top1"], abs=0.3)
+    assert found["n"] == RunFolder(run).read_result()["val_images"]
 
 
 def test_report_of_the_run(run, tmp_path, capsys):
@@ -215,7 +215,7 @@ def test_settings_from_a_file_and_by_name(tmp_path, capsys):
     folder = tmp_path / "run"
     arguments = ["train", "digits", "--config", str(config), "--output", str(folder), *SHORT[1:]]
     assert main([*arguments, "--optim.lr=0.002", "--model=deit_nano", "--fraction=0.1"]) == 0
-    written = RunFolder(folder).config()
+    written = RunFolder(folder).read_config()
     assert (written.optim.lr, written.schedule.steps) == (0.002, 3)
     assert (written.model.name, written.data.fraction) == ("deit_nano", 0.1)
 
@@ -225,7 +225,7 @@ def test_epochs_take_the_place_of_steps(tmp_path):
     arguments = [word for word in SHORT if "steps" not in word and "eval_every" not in word]
     arguments += ["--schedule.epochs=0.05", "--schedule.warmup=0", "--schedule.eval_every=1"]
     assert main(["train", "digits", "--output", str(folder), *arguments]) == 0
-    assert RunFolder(folder).config().schedule.steps is None
+    assert RunFolder(folder).read_config().schedule.steps is None
 
 
 def test_data_check(tmp_path, capsys):
@@ -294,7 +294,7 @@ def test_a_file_may_name_the_recipe_but_not_another_one(tmp_path):
 
 def test_options_of_eval_change_the_runs_own_data(run, capsys):
     assert main(["eval", str(run), "--data.val_fraction", "0.5", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["n"] > RunFolder(run).result()["val_images"]
+    assert json.loads(capsys.readouterr().out)["n"] > RunFolder(run).read_result()["val_images"]
     assert main(["eval", str(run), "--precision", "bf16"]) == 2
     assert "did you mean bf16-mixed" in capsys.readouterr().err
 
@@ -416,7 +416,7 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path, capsys):
     assert main(["train", "--resume", str(folder), "--schedule.steps=6", "--quiet"]) == 2
     command = capsys.readouterr().err.split("locality train ")[1]
     assert main(["train", *shlex.split(command)]) == 0
-    longer = RunFolder(f"{folder}-longer").config()
+    longer = RunFolder(f"{folder}-longer").read_config()
     assert (longer.seed, longer.schedule.steps, longer.model.weights) == (3, 6, str(folder))
 
 
@@ -442,7 +442,7 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, capsy
     words = ["--from", str(tmp_path / "saved"), "--output", str(runs[1])]
     assert main(["finetune", photos, *SHORT, *words, "--schedule.eval_every=4"]) == 0
     for run in runs:
-        assert RunFolder(run).config().model.img_size == (16, 32)
+        assert RunFolder(run).read_config().model.img_size == (16, 32)
     capsys.readouterr()
     assert main(["eval", str(runs[1]), "--img_size", "[32,32]"]) == 0
     assert "on 4 images" in capsys.readouterr().out

@@ -96,7 +96,7 @@ def test_a_table_of_something_else_is_refused(confused, text):
 def test_training_keeps_what_its_last_evaluation_said(tiny_config, tmp_path):
     train(tiny_config(), tmp_path / "run", quiet=True)
     run = RunFolder(tmp_path / "run")
-    found, result = run.predictions(), run.result()
+    found, result = run.predictions(), run.read_result()
     assert len(found.labels) == result["val_images"]
     assert 100 * found.right.mean() == pytest.approx(result["top1"])
     assert sum(json.loads(run.counts_file.read_text()).values()) == result["train_images"]

@@ -271,7 +271,7 @@ def test_one_word_trains_and_the_same_word_goes_on(
     assert main(words) == 0
     assert "to beat, on the same pixels: chance 50.0%" in capsys.readouterr().err
     folder = Path("runs/photos/photos-0.02min-s0")
-    config = RunFolder(folder).config()
+    config = RunFolder(folder).read_config()
     best = max(float(row["top1"]) for row in read_rows(folder / "metrics.csv"))
     assert evaluate_run(folder)["top1"] == pytest.approx(best)
     assert (folder / "checkpoints/last.ckpt").exists()
@@ -294,7 +294,7 @@ def test_one_word_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     words = ["finetune", "photos/", "--from", "donor", "--minutes", "0.02", "--quiet"]
     assert main([*words, "--engine.tensorboard", "false", "--output", "tuned"]) == 0
     assert len(RunFolder("tuned").classes()) == 3
-    assert (RunFolder("tuned").result() or {})["recipe"] == "finetune"
+    assert (RunFolder("tuned").read_result() or {})["recipe"] == "finetune"
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def test_training_ends_when_top1_has_not_risen_for_long(tmp_path: Path, evaluati
     evaluations((10, 2), (30, 1), (30, 1), (20, 0.5), *itertools.repeat((90, 0), 9))
     result = train(tiny(schedule__eval_every=1, schedule__patience=2), tmp_path)
     assert (result["top1"], result["best_step"], result["steps"]) == (30, 2, 4)
-    assert (RunFolder(tmp_path).result() or {})["steps"] == 4
+    assert (RunFolder(tmp_path).read_result() or {})["steps"] == 4
     assert read_checkpoint(tmp_path / "checkpoints/last.ckpt")["step"] == 4
 
 

@@ -217,10 +217,10 @@ def test_a_configuration_that_is_not_the_checkpoints_is_refused(
     with pytest.raises(
         UserError, match=r"config\.yaml was changed .*optim\.lr: 0\.0062 there, 0\.001"
     ):
-        train(run.config(), tmp_path / "run")
+        train(run.read_config(), tmp_path / "run")
     # What may differ between resumptions may be edited.
     run.config_file.write_text(text.replace("workers: 0", "workers: 1"))
-    assert train(run.config(), tmp_path / "run")["steps"] == STEPS
+    assert train(run.read_config(), tmp_path / "run")["steps"] == STEPS
 
 
 def test_a_finished_run_is_returned_as_it_is(tmp_path: Path) -> None:

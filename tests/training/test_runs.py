@@ -119,7 +119,7 @@ def test_initial_weights_come_back(finished: Path) -> None:
 
 
 def test_another_configuration_is_refused_with_what_differs(finished: Path) -> None:
-    config = replace(RunFolder(finished).config(), {"optim.lr": 0.1, "schedule.warmup": 3})
+    config = replace(RunFolder(finished).read_config(), {"optim.lr": 0.1, "schedule.warmup": 3})
     with pytest.raises(UserError, match="another configuration") as caught:
         train(config, finished)
     assert "optim.lr: 0.0062 there, 0.1 now" in str(caught.value)
@@ -127,7 +127,7 @@ def test_another_configuration_is_refused_with_what_differs(finished: Path) -> N
 
 
 def test_the_number_of_workers_is_not_another_configuration(finished: Path) -> None:
-    config = replace(RunFolder(finished).config(), {"data.workers": 3})
+    config = replace(RunFolder(finished).read_config(), {"data.workers": 3})
     assert train(config, finished)["steps"] == 8
 
 

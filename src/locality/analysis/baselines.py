@@ -147,7 +147,7 @@ def record_baselines(
     known = {} if known is None else known
     for run in map(RunFolder, folders):
         if not (run.path / BASELINES).exists():
-            record = _record(run.config(), known, run.classes())
+            record = _record(run.read_config(), known, run.classes())
             write_atomic(run.path / BASELINES, json.dumps(record) + "\n")
 
 

@@ -113,7 +113,7 @@ def run_images(run: str, count: int) -> list[tuple[str, str, Image.Image]]:
     """The first validation images of a run, one of each class in turn: names of file and class,
     and the image."""
     folder = RunFolder(run)
-    config = folder.config()
+    config = folder.read_config()
     splits = open_data(config.data, config.seed, folder.classes())
     return [
         (short_name(splits.val.describe(index)), label, image)

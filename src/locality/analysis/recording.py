@@ -65,7 +65,7 @@ def record(folder: Path | str, images: int = 256, pictures: int = 6) -> Record:
         UserError: if the folder is no run folder, or its run has not finished.
     """
     run = RunFolder(folder)
-    if run.result() is None:
+    if run.read_result() is None:
         raise UserError(f"run folder {folder} has no result.json: its run has not finished")
     model, config = load_run(folder)
     chosen = validation_sample(config, model.img_size, max(images, pictures), run.classes())
@@ -177,7 +177,7 @@ def measure_trajectory(folder: Path | str, images: int = 256) -> Record:
             f"--schedule.snapshot_every"
         )
     run = RunFolder(folder)
-    config = run.config()
+    config = run.read_config()
     splits = open_data(config.data, config.seed, run.classes())
     device = torch.device(resolve_accelerator("auto"))
     model = initial_model(folder).to(device)

@@ -18,8 +18,8 @@ from locality.analysis.pictures import Pictures, load_pictures
 from locality.analysis.recording import MEASURES, PICTURES
 from locality.analysis.statistics import Estimate, estimate, paired_difference
 from locality.checkpoints.registry import read_run_settings
-from locality.errors import UserError, wrap_errors
-from locality.files import read_rows, read_shaped
+from locality.errors import UserError
+from locality.files import read_shaped
 from locality.models.variants import FAMILY_NAMES, VARIANTS, family_of
 from locality.settings import flatten, with_role
 from locality.training.config import RunConfig, run_folders
@@ -41,92 +41,47 @@ _RECORD = {"images": int, "layers": [_LAYER]}
 _MEASURES = {"before?": _RECORD, "after?": _RECORD}
 
 
-@dataclass(frozen=True)
-class RecordedRun:
-    """The content of a run folder; files are read on first access.
+class RecordedRun(RunFolder):
+    """A run folder with what instruments measured, whatever version wrote it; read once.
 
-    Attributes:
-        folder: where it lies.
+    Args:
+        path: of the folder.
         config: its whole configuration, as nested plain values.
     """
 
-    folder: Path
-    config: dict[str, Any]
-
-    @property
-    def model(self) -> str:
-        return self.config["model"]["name"]
-
-    @property
-    def family(self) -> str:
-        return family_of(self.model)
-
-    @property
-    def dataset(self) -> str:
-        return self.config["data"]["dataset"]
-
-    @property
-    def fraction(self) -> float:
-        """How much of the training images it was given."""
-        return float(self.config["data"]["fraction"])
-
-    @property
-    def seed(self) -> int:
-        return self.config["seed"]
-
-    @property
-    def is_finished(self) -> bool:
-        return RunFolder(self.folder).is_finished
+    def __init__(self, path: Path | str, config: dict[str, Any]) -> None:
+        super().__init__(path)
+        self.config = config
+        self.model: str = config["model"]["name"]
+        self.family = family_of(self.model)
+        self.dataset: str = config["data"]["dataset"]
+        self.fraction = float(config["data"]["fraction"])
+        self.seed: int = config["seed"]
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """Its final numbers (`result.json`)."""
-        return RunFolder(self.folder).result(whole=True) or {}
-
-    @cached_property
-    def environment(self) -> dict[str, Any]:
-        """Versions, hardware, commit and starts (`environment.json`)."""
-        return RunFolder(self.folder).environment()
+        """Its final numbers; empty if it has not finished."""
+        return self.read_result(whole=True) or {}
 
     @cached_property
     def measures(self) -> dict[str, Any]:
         """What the instruments measured before and after; empty if they did not run."""
-        return read_shaped(self.folder / MEASURES, _MEASURES, {})
+        return read_shaped(self.path / MEASURES, _MEASURES, {})
 
     @cached_property
     def baselines(self) -> dict[str, float]:
         """Top-1 in per cent of the baselines on its images; empty if they were not recorded."""
-        return read_baselines(self.folder)
-
-    @cached_property
-    def curve(self) -> list[dict[str, float]]:
-        """One dictionary of numbers per evaluation (`metrics.csv`), empty cells left out."""
-        return _numbers(RunFolder(self.folder).metrics_file)
-
-    @property
-    def timing(self) -> list[dict[str, float]]:
-        """The same for durations (`timing.csv`)."""
-        return _numbers(RunFolder(self.folder).timing_file)
+        return read_baselines(self.path)
 
     def pictures(self) -> Pictures | None:
         """Its attention pictures; None if there are none."""
-        path = self.folder / PICTURES
+        path = self.path / PICTURES
         return load_pictures(path) if path.exists() else None
 
     def settings(self) -> dict[str, Any]:
         """The settings that its result depends on, except seed and data, by dotted name."""
         flat = flatten(self.config)
         return {name: value for name, value in flat.items() if name not in _NOT_OF_GROUP}
-
-
-def _numbers(table: Path) -> list[dict[str, float]]:
-    if not table.exists():
-        return []
-    with wrap_errors(f"{table} holds something that is not a number", TypeError, ValueError):
-        return [
-            {name: float(cell) for name, cell in row.items() if name and cell}
-            for row in read_rows(table, {"step": int})
-        ]
 
 
 def read_runs(folders: Iterable[Path | str]) -> list[RecordedRun]:
@@ -194,7 +149,7 @@ def group(runs: Sequence[RecordedRun]) -> list[RunGroup]:
             other = seen.setdefault((run.fraction, run.seed), run)
             if other is not run:
                 raise UserError(
-                    f"{other.folder} and {run.folder} are the same run (seed {run.seed}, fraction "
+                    f"{other.path} and {run.path} are the same run (seed {run.seed}, fraction "
                     f"{run.fraction:g}); give one of them"
                 )
     order = [*FAMILY_NAMES, "other"]
@@ -223,8 +178,8 @@ def _label(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
     if len(rivals) > 1:
         values = differing_settings([other.settings() for other in rivals])
         if len(values) > _MAX_SETTINGS:
-            above = os.path.commonpath([other.folder.absolute() for other in rivals])
-            return os.path.relpath(run.folder.absolute(), above)
+            above = os.path.commonpath([other.path.absolute() for other in rivals])
+            return os.path.relpath(run.path.absolute(), above)
         return f"{run.model} ({_format_settings(run.settings(), list(values))})"
     alone = [other.family for other in others].count(run.family) == 1
     return FAMILY_NAMES[run.family] if alone and run.family in FAMILY_NAMES else run.model

@@ -240,8 +240,8 @@ def _moved(run: str, own: DataConfig, root: str) -> data.DataSplits | None:
     """The images in `root`, if they are those that a run has finished on."""
     folder, moved = training.RunFolder(run), dataclasses.replace(own, root=root)
     with contextlib.suppress(UserError):
-        splits = data.open_data(moved, folder.config().seed, folder.recorded_classes())
-        if ImageFingerprint.of(splits).fingerprint == (folder.result() or {}).get("images"):
+        splits = data.open_data(moved, folder.read_config().seed, folder.recorded_classes())
+        if ImageFingerprint.of(splits).fingerprint == (folder.read_result() or {}).get("images"):
             return splits
     return None
 

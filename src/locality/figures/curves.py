@@ -294,7 +294,7 @@ def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[Record]]]:
     return [
         (
             one.label + (f", {percent(part)} of the images" if len(fractions) > 1 else ""),
-            [trajectory(run.folder) for run in one.at(part)],
+            [trajectory(run.path) for run in one.at(part)],
         )
         for one in groups
         for part in one.fractions

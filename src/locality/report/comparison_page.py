@@ -24,7 +24,6 @@ from locality.report.page import FILTERS, format_estimate, format_share, join_na
 from locality.runner.runs import Outcome, Run
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
-from locality.training.run_folder import RunFolder
 
 _log = logging.getLogger("locality")
 
@@ -62,7 +61,7 @@ class Candidate:
     @cached_property
     def predictions(self) -> list[Predictions]:
         """Of every run, on the images that it was evaluated on."""
-        return [RunFolder(run.folder).predictions() for run in self.runs]
+        return [run.predictions() for run in self.runs]
 
     @cached_property
     def right(self) -> dict[str, float]:
@@ -276,7 +275,7 @@ def build_comparison(
         ],
         folds=folds and folds[1],
         few=len(found[0].runs) < _ENOUGH_RUNS,
-        command=shlex.join(["locality", "predict", str(found[0].best.folder)]),
+        command=shlex.join(["locality", "predict", str(found[0].best.path)]),
         candidates=found,
         result=found[0].runs[0].result,
         evaluated=len(found[0].right),

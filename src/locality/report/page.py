@@ -34,7 +34,6 @@ from locality.figures.style import Figure, inline_svg
 from locality.settings import flatten
 from locality.templates import render, write_page
 from locality.training.evaluation import Predictions
-from locality.training.run_folder import RunFolder
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
 _MAX_NAMES = 4  # in the title
@@ -111,7 +110,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "several_seeds": any(len(one.at(part)) > 1 for one in groups for part in one.fractions),
         "families": {one.family for one in groups if any(run.measures for run in one.runs)},
         # Of five classes or fewer, the five most probable ones are all.
-        "top5": any(len(RunFolder(run.folder).classes()) > 5 for run in runs),
+        "top5": any(len(run.classes()) > 5 for run in runs),
         "baselines": baselines,
         # The advice is the same for all.
         "below": below and f"{'; '.join(head for head, *_ in below)}: {below[0][-1]}",
@@ -251,7 +250,7 @@ def _over_training(groups: Sequence[RunGroup]) -> list[tuple[str, list[Markup]]]
     """Nonlocality and gates while training, of the runs on most data that were measured then."""
     measured = []
     for one in groups:
-        found = [recorded_trajectory(run.folder) for run in one.at(one.fractions[-1])]
+        found = [recorded_trajectory(run.path) for run in one.at(one.fractions[-1])]
         if recorded := [each for each in found if each is not None]:
             part = charts.percent(one.fractions[-1])
             measured.append((f"{one.label}, {part} of the images", recorded))
@@ -346,7 +345,7 @@ def _environments(runs: Sequence[RecordedRun]) -> list[tuple[dict[str, Any], int
     """The distinct machines and versions that runs were made with, and how many runs each."""
     counted: dict[str, tuple[dict[str, Any], int]] = {}
     for run in runs:
-        environment = dict(run.environment)
+        environment = run.environment()
         start = (environment.pop("starts", None) or [{}])[-1]
         environment.pop("seed", None)
         environment |= {key: start[key] for key in ("device", "precision") if key in start}
@@ -374,7 +373,6 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
     Raises:
         UserError: if a file in its folder is damaged.
     """
-    folder = RunFolder(run.folder)
     evaluated = [row for row in run.curve if {"step", "top1"} <= row.keys()]
     best = max(evaluated, key=lambda row: row["top1"], default=None)
     found: dict[str, Any] = {
@@ -395,20 +393,20 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
         },
         "seconds": run.result.get("seconds"),
         "eval_seconds": sum(row.get("eval_seconds", 0) for row in run.timing),
-        "skipped": folder.skipped(),
-        "duplicates": duplicates(folder.images_file) if folder.images_file.exists() else None,
+        "skipped": run.skipped(),
+        "duplicates": duplicates(run.images_file) if run.images_file.exists() else None,
         "predictions": None,
         "mistakes": [],
         "unread": 0,
     }
-    if folder.predictions_file.exists():
-        found |= _from_predictions(run, folder.predictions())
+    if run.predictions_file.exists():
+        found |= _from_predictions(run, run.predictions())
     return found
 
 
 def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, Any]:
     rows = predictions.per_class()
-    counts = RunFolder(run.folder).class_counts()
+    counts = run.class_counts()
     for name, row in zip(predictions.classes, rows, strict=True):
         row |= {"name": name, "train_images": counts.get(name)}
     errors = [row["images"] + row["called"] - 2 * row["right"] for row in rows]
@@ -432,7 +430,7 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
 
 def _mistakes(run: RecordedRun, predictions: Predictions) -> list[dict[str, Any]]:
     """The most confident mistakes, those with pictures where the instruments took some."""
-    path = run.folder / MISTAKES
+    path = run.path / MISTAKES
     captured = load_pictures(path) if path.exists() else None
     wrong = predictions.mistakes(MAX_MISTAKES)
     files = [Path(predictions.paths[row]) for row in wrong]

@@ -59,7 +59,7 @@ class Run:
         Raises:
             UserError: if the file is there and cannot be read.
         """
-        return RunFolder(self.folder).result()
+        return RunFolder(self.folder).read_result()
 
     def is_finished(self) -> bool:
         """Whether the folder holds the result of this configuration."""

@@ -202,7 +202,7 @@ def _open_on_rank0(training: Training) -> tuple[Any, _Opened | None]:
     initial = run.check_start()
     folder.prepare(config)
     splits, record = run.splits, ImageFingerprint.of(run.splits)
-    result = folder.result(whole=True)
+    result = folder.read_result(whole=True)
     if result is not None:
         _check_finished(folder, config, result, record)
         return result, None

@@ -101,7 +101,7 @@ def load_run(folder: Path | str) -> tuple[ImageClassifier, RunConfig]:
     Raises:
         UserError: if the folder is no run folder or has no checkpoint.
     """
-    config = RunFolder(folder).config()
+    config = RunFolder(folder).read_config()
     return load(folder), config
 
 
@@ -112,4 +112,4 @@ def initial_model(folder: Path | str) -> ImageClassifier:
         UserError: if the folder is no run folder.
     """
     run = RunFolder(folder)
-    return initialize_model(run.config(), run.classes())[0].eval()
+    return initialize_model(run.read_config(), run.classes())[0].eval()

@@ -37,7 +37,7 @@ import psutil
 from locality import settings
 from locality.checkpoints.registry import read_class_names, read_result
 from locality.checkpoints.run_state import CheckpointFolder
-from locality.errors import RunFailed, UserError
+from locality.errors import RunFailed, UserError, wrap_errors
 from locality.files import read_json, read_rows, read_shaped, write_atomic
 from locality.machine import describe_environment
 from locality.training.config import (
@@ -134,7 +134,7 @@ class RunFolder:
         begun = self.is_finished or any(self.path.glob("checkpoints/*.ckpt"))
         return self.classes() if begun and self.classes_file.exists() else []
 
-    def config(self) -> RunConfig:
+    def read_config(self) -> RunConfig:
         """The configuration of the run.
 
         Raises:
@@ -142,9 +142,19 @@ class RunFolder:
         """
         return read_config(self.path)
 
-    def result(self, whole: bool = False) -> dict[str, Any] | None:
+    def read_result(self, whole: bool = False) -> dict[str, Any] | None:
         """The content of result.json, or None while the run is not finished; as `read_result`."""
         return read_result(self.path, whole)
+
+    @property
+    def curve(self) -> list[dict[str, float]]:
+        """One dictionary of numbers per evaluation (`metrics.csv`), empty cells left out."""
+        return _numbers(self.metrics_file)
+
+    @property
+    def timing(self) -> list[dict[str, float]]:
+        """The same for durations (`timing.csv`)."""
+        return _numbers(self.timing_file)
 
     def environment(self) -> dict[str, Any]:
         """The content of environment.json; empty before the run's first start.
@@ -202,6 +212,16 @@ class RunFolder:
         start |= {"workers": config.data.workers, "device": device, "precision": precision}
         content = {"seed": config.seed} | environment | {"starts": [*starts, start]}
         self.write_json(self.environment_file, content)
+
+
+def _numbers(table: Path) -> list[dict[str, float]]:
+    if not table.exists():
+        return []
+    with wrap_errors(f"{table} holds something that is not a number", TypeError, ValueError):
+        return [
+            {name: float(cell) for name, cell in row.items() if name and cell}
+            for row in read_rows(table, {"step": int})
+        ]
 
 
 class FolderLock:

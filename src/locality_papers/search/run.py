@@ -94,7 +94,7 @@ class Search:
         Raises:
             UserError: if the folder is another search's, and as `train`.
         """
-        if (result := self.place.result()) is not None:
+        if (result := self.place.read_result()) is not None:
             checks.shaped(str(self.place.result_file), result, {"best": dict, "candidate": int})
             return result
         try:

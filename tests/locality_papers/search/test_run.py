@@ -73,8 +73,11 @@ def test_what_was_found_is_ready_to_train(found, tmp_path):
     command = ["train", "--config", str(folder / "chosen.yaml"), "--output", str(tmp_path / "run")]
     assert main([*command, "--quiet"]) == 0
     run = RunFolder(tmp_path / "run")
-    assert run.result()["macs"] == result["macs"]
-    assert run.config().data.val_part is None and run.config().data.train_part == (0.0, 0.2)
+    assert run.read_result()["macs"] == result["macs"]
+    assert run.read_config().data.val_part is None and run.read_config().data.train_part == (
+        0.0,
+        0.2,
+    )
 
 
 def test_no_validation_image_is_seen(found):
@@ -95,11 +98,11 @@ def test_da_nas_drops_options_and_goes_from_easy_to_all_images(tmp_path, monkeyp
     monkeypatch.setattr(SupernetTraining, "__init__", recorded)
     search = Search(tiny(method="da_nas", macs=None), tmp_path, quiet=True)
     search.run()
-    configs = [RunFolder(tmp_path / f"round-{n}").config() for n in (1, 2, 3)]
+    configs = [RunFolder(tmp_path / f"round-{n}").read_config() for n in (1, 2, 3)]
     assert [config.data.fraction for config in configs] == [0.25, 0.5, 1.0]
     assert 12 == kept[0] > kept[1] >= kept[2] >= 6
     difficulty = np.load(tmp_path / "difficulty.npy")
-    assert len(difficulty) == RunFolder(tmp_path / "warm-up").result()["train_images"]
+    assert len(difficulty) == RunFolder(tmp_path / "warm-up").read_result()["train_images"]
     train, easiest = search.splits.train, search.easiest(0.25).train
     kept = {easiest.describe(place) for place in range(len(easiest))}
     for label in range(10):
