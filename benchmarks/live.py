@@ -19,12 +19,13 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from locality.analysis.live import write_live
+from locality.analysis.live import live_page
 from locality.analysis.pictures import validation_images
 from locality.checkpoints import open_model
 from locality.data import open_data
 from locality.files import write_atomic
 from locality.machine import describe_environment
+from locality.templates import write_page
 from locality.training import recipe
 
 ROOT = Path(__file__).parents[1]
@@ -41,11 +42,12 @@ FORWARD = """() => live.models.map((model) => {
 })"""
 
 
-def write_page(folder: Path) -> Path:
+def live(folder: Path) -> Path:
     splits = open_data(recipe("digits").data, seed=0)
     _, labels, images = zip(*validation_images(splits, 20), strict=True)
     models = [open_model(ROOT / "docs/live/digits" / name) for name in ("convit_nano", "deit_nano")]
-    return write_live(models, images, folder / "live.html", labels, digits=True)
+    text = live_page(models, images, labels, digits=True)
+    return write_page(folder / "live.html", text)
 
 
 def measure(path: Path) -> dict[str, object]:
@@ -94,7 +96,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(options.page or write_page(Path(folder)))
+        found = measure(options.page or live(Path(folder)))
     text = json.dumps(found | {"environment": describe_environment()}, indent=2)
     print(text)
     if options.output:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from locality.analysis.live import live_page, write_live
+from locality.analysis.live import live_page
 from locality.analysis.measures import measure_model, nonlocality
 from locality.analysis.pictures import validation_images
 from locality.analysis.taps import capture, content_off, position_off
@@ -24,6 +24,7 @@ from locality.data import open_data
 from locality.data.preprocessing import eval_transform
 from locality.errors import UserError
 from locality.models import build
+from locality.templates import write_page
 from locality.training import recipe
 
 TRAINED = Path(__file__).parents[2] / "docs" / "live" / "digits"
@@ -50,7 +51,7 @@ def examples():
 def file(trained, examples, tmp_path_factory):
     labels, images = zip(*examples, strict=True)
     output = tmp_path_factory.mktemp("live") / "index.html"
-    return write_live(trained, images, output, labels, digits=True)
+    return write_page(output, live_page(trained, images, labels, digits=True))
 
 
 def computed(page, model, example, gate=0.0, strength=1.0):
@@ -134,7 +135,7 @@ def test_every_vision_transformer_is_computed(open_ready, shaken, tmp_path, fiel
     subject = Classifier.of(model, "one", preparation)
     pixels = np.random.default_rng(0).integers(0, 256, (*model.img_size, 3), np.uint8)
     image = Image.fromarray(pixels)
-    page = open_ready(write_live([subject], [image], tmp_path / "one.html"))
+    page = open_ready(write_page(tmp_path / "one.html", live_page([subject], [image])))
     for gate in GATES:
         assert_equal(page, subject, 0, image, 0, gate)
 
@@ -143,7 +144,7 @@ def test_images_of_another_size_get_resampled_positions(open_ready, shaken, tmp_
     model = shaken(build("deit_nano")).half().float()
     subject = Classifier.of(model, "one", Preprocessing(12, (0.5,) * 3, (0.5,) * 3, crop_pct=1.0))
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 12, 3), np.uint8))
-    page = open_ready(write_live([subject], [image], tmp_path / "one.html"))
+    page = open_ready(write_page(tmp_path / "one.html", live_page([subject], [image])))
     # The resampled entries are rounded to half precision too.
     logits, _ = computed(page, 0, 0)
     np.testing.assert_allclose(logits, subject.logits(subject.prepare([image]))[0], atol=1e-2)
@@ -269,7 +270,9 @@ def test_a_photograph_of_ones_own_is_prepared_as_by_python(open_ready, tmp_path,
     image = Image.fromarray(noise).resize((61, 45), Image.Resampling.BICUBIC)
     image.save(tmp_path / "mine.png")
     page = open_ready(
-        write_live([subject], [image], tmp_path / "one.html", ["hat"], names=["a/one.png"])
+        write_page(
+            tmp_path / "one.html", live_page([subject], [image], ["hat"], names=["a/one.png"])
+        )
     )
     assert page.locator("#named").inner_text() == "a/one.png · labelled hat"
     page.locator("#own").set_input_files(tmp_path / "mine.png")

@@ -1,7 +1,6 @@
 """Instruments: what the layers of a model attend to, observed in its ordinary forward pass."""
 
 from locality.analysis.explorer import write_explorer as write_explorer
-from locality.analysis.live import write_live as write_live
 from locality.analysis.measures import measure_model as measure_model
 from locality.analysis.recording import measure_trajectory as measure_trajectory
 from locality.analysis.recording import record as record

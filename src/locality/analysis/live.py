@@ -8,7 +8,6 @@ every head, so that gates and the strength of locality can be moved while one lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from locality.errors import UserError
 from locality.models.base import position_embedding
 from locality.models.config import ViTConfig
 from locality.models.variants import FAMILY_NAMES, family_of
-from locality.templates import render, write_page
+from locality.templates import render
 
 MAX_MEGABYTES = 10
 """Of weights in single precision, beyond which a model is too slow to be computed in a page."""
@@ -34,32 +33,6 @@ DRAWN_SIZE = (8, 8)
 """The images that drawings can be made into: the digits' own."""
 
 _MAX_MODELS = 4
-
-
-def write_live(
-    subjects: Sequence[Classifier],
-    images: Sequence[Image.Image],
-    output: Path | str,
-    labels: Sequence[str] = (),
-    digits: bool = False,
-    overwrite: bool = False,
-    names: Sequence[str] = (),
-) -> Path:
-    """Write the live page of some models.
-
-    Args:
-        output: the HTML file to write; its folder is created.
-        overwrite: replace a file that is not a page of ours.
-        subjects, images, labels, digits, names: as for `live_page`.
-
-    Returns:
-        the path of the file.
-
-    Raises:
-        UserError: as `live_page` and `write_page`.
-    """
-    page = live_page(subjects, images, labels, digits, names=names)
-    return write_page(output, page, overwrite)
 
 
 def live_page(

@@ -20,7 +20,7 @@ from locality.data.folder import check_root, image_files, read_image, short_name
 from locality.data.sources import ImageFingerprint
 from locality.errors import UserError, lookup, one_line, printable, require, some, unknown
 from locality.files import check_output, check_parent, csv_text, write_output
-from locality.templates import PAGE_MARK
+from locality.templates import PAGE_MARK, write_page
 from locality.training.config import read_config, run_folders, same_path
 
 if TYPE_CHECKING:
@@ -301,14 +301,15 @@ def explore(arguments: Sequence[str]) -> None:
     check_output(output, PAGE_MARK, options.overwrite)
     shown = _shown(options.images, given[0], options.count or (20 if options.live else 8))
     from locality.analysis.explorer import write_explorer
-    from locality.analysis.live import write_live
+    from locality.analysis.live import live_page
 
     subjects = [model.open() for model in given]
     names, labels, images = zip(*shown, strict=True)
     if options.live:
         run = Path(given[0].what) if given[0].kind == "run" else None
         digits = run is not None and read_config(run).data.dataset == "digits"
-        page = write_live(subjects, images, output, labels, digits, options.overwrite, names)
+        text = live_page(subjects, images, labels, digits, names=names)
+        page = write_page(output, text, options.overwrite)
     else:
         page = write_explorer(subjects, images, output, names, options.overwrite, labels)
     print(page.absolute())
