@@ -63,7 +63,7 @@ class TrainedRun:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What training came to: the content of result.json."""
+        """The content of result.json."""
         return self._recorded.result
 
     @cached_property

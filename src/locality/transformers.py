@@ -86,7 +86,7 @@ class LocalityConfig(PreTrainedConfig):
             self.label2id = {str(name): int(i) for i, name in (self.id2label or {}).items()}
 
     def checkpoint(self) -> Checkpoint:
-        """What it describes, without weights."""
+        """The described checkpoint, without weights."""
         labels = [str(label) for _, label in sorted((self.id2label or {}).items())]
         unnamed = labels == [f"LABEL_{index}" for index in range(len(labels))]
         content = {name: getattr(self, name) for name in ("format", "version", "name", "input")}
@@ -174,7 +174,7 @@ class LocalityImageProcessor(BaseImageProcessor):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What is done to an image."""
+        """The preprocessing of images."""
         names = [field.name for field in dataclasses.fields(Preprocessing)]
         return from_dict(Preprocessing, {name: getattr(self, name) for name in names})
 

@@ -113,7 +113,7 @@ def split_pixels(
 def baseline_inputs(
     config: RunConfig, classes: Sequence[str] = ()
 ) -> tuple[DataSplits, Preprocessing, int]:
-    """What a run trains on and is evaluated on, as the functions above take it.
+    """The data of a run, as the functions above take it.
 
     Args:
         config: of the run.
@@ -203,7 +203,7 @@ def listed(baselines: Mapping[str, float]) -> str:
 
 
 def advice(what: str, top1: float, baselines: Mapping[str, float]) -> str:
-    """What to do about a model, called `what`, that is below a baseline; "" if it is below none."""
+    """Advice on a model, called `what`, that is below a baseline; "" if it is below none."""
     # As printed: a difference that cannot be seen is none.
     above = [name for name, other in baselines.items() if round(top1, 1) < round(other, 1)]
     if not above:

@@ -109,7 +109,7 @@ def live_page(
 
 
 def _describe(subject: Classifier) -> tuple[dict[str, Any], bytes]:
-    """What `forward.js` is told of a model, and its weights in half precision."""
+    """A model's description for `forward.js`, and its weights in half precision."""
     model, preprocessing = subject.module(), subject.preprocessing
     config: Any = model.config
     # What `forward.js` computes; another kind of attention is not taken for one of these.

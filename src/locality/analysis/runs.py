@@ -65,7 +65,7 @@ class RecordedRun(RunFolder):
 
     @cached_property
     def measures(self) -> dict[str, Any]:
-        """What the instruments measured before and after; empty if they did not run."""
+        """Measures before and after training; empty if not recorded."""
         return read_shaped(self.path / MEASURES, _MEASURES, {})
 
     @cached_property
@@ -227,7 +227,7 @@ class BaselinePair:
 
     @property
     def images(self) -> int:
-        """How many training images that is."""
+        """Training images of each run."""
         return int(self.runs[0][0].result["train_images"])
 
     @property

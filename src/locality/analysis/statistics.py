@@ -1,4 +1,4 @@
-"""What a handful of seeds can say: means, intervals, and differences paired by seed."""
+"""Statistics of a handful of seeds: means, intervals, and differences paired by seed."""
 
 from __future__ import annotations
 

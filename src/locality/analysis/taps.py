@@ -240,7 +240,7 @@ class _Fused(TorchFunctionMode):
 def _queries_and_keys(
     name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """What a module computes its attention of, (B, h, N, d) each."""
+    """Queries and keys of a timm module, (B, h, N, d) each."""
     was_fused, module.fused_attn = module.fused_attn, True
     try:
         with _Fused():

@@ -150,7 +150,7 @@ class Classifier:
 def default_preprocessing(
     given: Preprocessing | None, img_size: int | tuple[int, int], in_chans: int
 ) -> Preprocessing:
-    """What was given, if it makes as many channels as a model takes; ImageNet's if nothing was."""
+    """The preprocessing given, if its channels fit the model; ImageNet's unless given."""
     if given is not None and len(given.mean) != in_chans:
         raise UserError(
             f"the preprocessing has mean and std of {len(given.mean)} channels, and the model "

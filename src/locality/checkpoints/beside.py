@@ -1,4 +1,4 @@
-"""What timm and transformers write beside weights: architecture, preprocessing, class names.
+"""The files of timm and transformers beside weights: architecture, preprocessing, class names.
 
 A folder of timm's `save_for_hf` has a config.json with the arguments of a model that timm builds by
 name. One of transformers' `save_pretrained` has a config.json of its own for each kind of model, of
@@ -65,7 +65,7 @@ _CONVNEXT_SQUASHES = 384
 
 
 def read_described(folder: Path, content: Mapping[str, Any]) -> Checkpoint | None:
-    """What the config.json of timm or transformers in a folder says, without weights.
+    """Read the config.json of timm or transformers; a checkpoint without weights.
 
     Args:
         folder: with the weights.

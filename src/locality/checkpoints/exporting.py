@@ -41,7 +41,7 @@ DESCRIPTION = "locality.json"
 """The name of the description inside a torch.export file."""
 
 TOLERANCE = 1e-4
-"""How far the logits of an ONNX graph may lie from the model's, in units of the largest logit."""
+"""Tolerated difference of an ONNX graph's logits, in units of the largest logit."""
 
 
 def convert(

@@ -53,7 +53,7 @@ def _heads(width: int, head_dim: int, settings: Mapping[str, Any]) -> int:
 
 
 class _ViT(KeyMap):
-    """What both key maps share: blocks whose attention is gated, if any, and then plain ones."""
+    """The common base of both key maps: gated blocks, if any, then plain ones."""
 
     holds = ViTConfig
 

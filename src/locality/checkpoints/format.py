@@ -34,7 +34,7 @@ FORMAT_VERSION = 1
 CONFIG = "config.json"
 CARD = "README.md"
 WRAPPER = "locality"
-"""What `locality.transformers` calls the model inside of its own."""
+"""The name of the model in `locality.transformers`' own."""
 
 CONFIG_CLASSES: dict[str, Any] = {
     config.family: config for config in (ViTConfig, CvTConfig, TimmConfig)

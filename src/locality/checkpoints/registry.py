@@ -25,7 +25,7 @@ FORMAT = "locality"
 
 WEIGHTS = "model.safetensors"
 HUB_FILES = (WEIGHTS, "pytorch_model.bin")
-"""What others call the weights in a repository on the hub, and in a folder."""
+"""Common weight filenames, on the hub and in a folder."""
 
 WEIGHT_FILES = (*HUB_FILES, "pytorch_model.pth")
 """The files of weights that are looked for in a folder, in this order."""
@@ -91,7 +91,7 @@ def is_run_folder(path: Path | str) -> bool:
 
 
 def read_run_settings(folder: Path, wanted: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """What the config.yaml of a run holds, whatever version wrote it.
+    """The content of a run's config.yaml, of any version.
 
     Args:
         wanted: what is read of it, as for `checks.shaped`.

@@ -231,7 +231,7 @@ def _from_public(name: str) -> Checkpoint:
 
 
 def cache_dir() -> Path:
-    """Where weights are kept: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
+    """The folder of weights: `$LOCALITY_HOME`, else `locality` in the user's cache folder."""
     if "LOCALITY_HOME" in os.environ:
         return Path(os.environ["LOCALITY_HOME"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "locality"

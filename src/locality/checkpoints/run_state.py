@@ -69,7 +69,7 @@ def pack(state: Mapping[str, Any]) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """What `pack` was given, every tensor with memory of its own."""
+    """Undo `pack`; every tensor has memory of its own."""
 
     def is_tensor(node: Any) -> bool:
         return isinstance(node, list) and node[:1] == [_TENSOR]

@@ -148,7 +148,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def unpickle(file: IO[bytes], path: Path | str) -> Any:
-    """What a PyTorch file holds, on the CPU.
+    """The content of a PyTorch file, on the CPU.
 
     Args:
         file: open where it begins, which may be behind a header. (torch looks at a path's ending.)

@@ -19,7 +19,7 @@ from locality.checkpoints.registry import FORMAT
 from locality.errors import UserError, one_line
 
 INPUT, OUTPUT = "images", "logits"
-"""What a graph calls its input and its output."""
+"""The names of a graph's input and output."""
 
 SECONDS, BYTES = 8, 1_500_000_000
 """The most that a graph may take, of a processor and of memory; a large file may take more."""
@@ -28,7 +28,7 @@ _ERRORS = 3  # of ONNX Runtime's severities
 
 
 def session_of(graph: Path | str | bytes, threads: int = 0) -> Any:
-    """An ONNX Runtime session of a graph on the processor; what is no error it does not say."""
+    """An ONNX Runtime session of a graph on the processor; quiet."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -461,7 +461,7 @@ def gated_sum(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
 
 
 class PositionalPart(NamedTuple):
-    """What of a gated layer does not depend on its tokens: σ(λ), (h, 1, 1), and its position."""
+    """Token-independent terms of GPSA: σ(λ), (h, 1, 1), and positional attention."""
 
     gate: Tensor
     position: Separable | Fused

@@ -74,7 +74,7 @@ def factorised(conv: nn.Conv2d, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def whole_convolution(conv: nn.Conv2d, gating: float, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What k² + 1 heads of full width make of what they see, to compute `conv` together.
+    """Values for k² + 1 full-width heads that compute `conv` together.
 
     Head Δ has the kernel's matrix K_Δ with a correction, and all heads have one content attention
     C. With gates g, and 1 − g for the last head, which is centred too, the layer computes

@@ -1,4 +1,4 @@
-"""What is particular to processors: two operations, and threads. A reader may skip this file.
+"""CPU fast paths: two operations, and threads. A reader may skip this file.
 
 `linear`: PyTorch computes `F.linear` in fp32 with MKL, and 1×1 convolutions with oneDNN. They are
 the same sum of products. MKL has no AVX-512 path for AMD's processors, and there oneDNN is twice as

@@ -81,7 +81,7 @@ class ImageClassifier(nn.Module):
 
         What depends on weights alone is computed once: in a ConViT the positional scores on its own
         grid, in a CvT convolutions with their BatchNorm and linear layers with the slope of
-        QuickGELU. The copy cannot train, and weights loaded into it would come too late.
+        QuickGELU. The copy cannot train; load weights before fusing.
         """
         fused = copy.deepcopy(self).eval().requires_grad_(False)
         if not self.fused:
@@ -145,8 +145,8 @@ class ImageClassifier(nn.Module):
 
         Args:
             indices: as for `forward_intermediates`.
-            prune_norm: remove the final norm too. It goes anyway where it fits no more.
-            prune_head: remove the classifier too. It goes anyway if its token does.
+            prune_norm: remove the final norm too. Always removed if widths differ.
+            prune_head: remove the classifier too. Always removed with its token.
 
         Returns:
             the maps chosen, as numbers from 0.

@@ -83,7 +83,7 @@ class Architecture:
 
     @property
     def initialisations(self) -> tuple[Initialisation, ...]:
-        """What `init` may be for this model."""
+        """Values of `init` for this model."""
         return "default", "mimetic"
 
     @property
@@ -105,7 +105,7 @@ class Architecture:
         return self.grids(to_2tuple(self.img_size))
 
     def embeddings(self) -> dict[str, Grid]:
-        """The grid of every position embedding that there may be, by its name."""
+        """Grids of the position embeddings, by name."""
         raise NotImplementedError
 
     def weight_signature(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Architecture:
 
     @classmethod
     def settings(cls) -> dict[str, Setting]:
-        """What `with_overrides` takes, by name."""
+        """The settings of `with_overrides`, by name."""
         return settings_of(cls)
 
 

@@ -59,7 +59,7 @@ class TimmConfig:
 
     @property
     def transform_arguments(self) -> tuple[str | int, float, float]:
-        """What `transform` is given for these layers: which, α and λ."""
+        """Arguments of `transform` for these layers: which, α and λ."""
         return self.gpsa, self.locality_strength, self.gating_init
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class TimmModel(ImageClassifier):
 
     @property
     def patch_embed(self) -> Any:
-        """What cuts images into patches, where timm's model has such a part."""
+        """The patch embedding, where timm's model has one."""
         return self.model.patch_embed
 
     def get_classifier(self) -> nn.Module:
@@ -276,7 +276,7 @@ def build(model: str | Architecture | TimmConfig, **overrides: Any) -> ImageClas
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers the model learns or carries as parameters."""
+    """The number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -298,7 +298,7 @@ def count_macs(model: ImageClassifier, img_size: int | tuple[int, int] | None = 
         with torch.device("meta"):
             counted = build(model.config).eval()
     size = model.img_size if img_size is None else to_2tuple(img_size)
-    # What a small model computes takes less time than the meta device needs to say its shapes.
+    # Tiny models: the CPU is faster than the meta device.
     small = count_parameters(counted) < 1_000_000 and size[0] * size[1] <= 64 * 64
     device = "cpu" if small else "meta"
     counted.to_empty(device=device)
@@ -320,7 +320,7 @@ _TIMEOUT = 3  # seconds
 
 @contextlib.contextmanager
 def offline_unless_reachable() -> Iterator[None]:
-    """Where the Hugging Face hub does not answer at once, use its cache alone in the block.
+    """Within the block, use the Hugging Face hub's cache alone unless the hub answers at once.
 
     Its own client asks again and again for half a minute.
     """

@@ -131,7 +131,7 @@ class VisionTransformer(ImageClassifier):
         return x
 
     def _positional_parts(self, x: Tensor, grid: Grid) -> dict[int, dict[str, PositionalPart]]:
-        """What gated blocks are given besides tokens (B, N, C), by their index."""
+        """Arguments of gated blocks besides tokens (B, N, C), by their index."""
         layers = self._gated_layers()
         if not layers:
             return {}

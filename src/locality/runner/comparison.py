@@ -250,7 +250,7 @@ def comparison_runs(
 def summary(
     spec: ComparisonSpec, runs: Sequence[Run], jobs: int, threads: int | None = None
 ) -> str:
-    """How long each model trains, and how long all runs take."""
+    """Lengths of the runs of each model, and the time of all."""
     lines = []
     for run in runs[: len(spec.models)]:  # one of each model, on all images
         images = image_counts(run.config)[0]

@@ -301,7 +301,7 @@ def _candidate_sizes(side: int, asked: Set[str], model: str) -> list[dict[str, A
 
 
 def _too_short(run: ResolvedRun, passes: float, minutes: float, enough: int) -> str:
-    """Why so short a run is refused, and the minutes that would do."""
+    """The message for a run that is too short, with the minutes that would do."""
     height, width = run.img_size
     often = "less than once" if passes < 1 else f"{passes:.2g} times"
     return (

@@ -31,7 +31,7 @@ Precision = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which network, and where its weights start.
+    """The network, and the weights it starts from.
 
     Attributes:
         name: one of `locality models`, or "timm/" and the name of one of timm's models.
@@ -100,8 +100,7 @@ class OptimConfig:
         decay_positions: let weight decay act on the positional vectors v_pos too, as the code
             released with the ConViT paper does. It pulls the locality strength towards 0.
         position_lr_factor: multiplies the learning rate of the positional vectors v_pos and the
-            gates λ. Adam moves a parameter by at most about the sum of its rates, and a short
-            run's is a small part of what 300 epochs sum up to.
+            gates λ. Short schedules barely move them; raise this.
         betas: of optimisers that have them; None takes the optimiser's own.
         eps: of optimisers that have it; None takes the optimiser's own.
         momentum: of optimisers that have it.
@@ -132,7 +131,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How long, in epochs or in steps, and the learning rate on the way.
+    """Length in epochs or steps, and the learning-rate schedule.
 
     Exactly one of `epochs` and `steps` is set; `warmup`, `cooldown`, `eval_every`, `save_every`,
     `snapshot_every` and `patience` count in the same unit. The length includes warm-up and
@@ -207,7 +206,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is minimised.
+    """The loss.
 
     Attributes:
         label_smoothing: fraction of the target spread evenly over all classes.
@@ -244,7 +243,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the arithmetic is carried out.
+    """Devices, batches and precision.
 
     Attributes:
         batch_size: images per update, over all devices and accumulation steps.

@@ -47,7 +47,7 @@ _LOADING_IMAGES = 16
 
 @dataclass(frozen=True)
 class Cost:
-    """What it costs to train a model on a dataset; times are seconds per image.
+    """The cost of training a model on a dataset; times are seconds per image.
 
     Attributes:
         train, val, classes: images to train and to evaluate on, and their classes.
@@ -82,7 +82,7 @@ class Cost:
 
     @property
     def first_extra(self) -> float:
-        """What the first time takes more of a run's time."""
+        """Added to a run's time by the first decoding of an image."""
         return self.decoding * (max(1, self.workers) * self._share if self.on_processor else 1)
 
     @property
@@ -113,17 +113,17 @@ class Cost:
         return training + self._evaluation_seconds(evaluations)
 
     def images(self, seconds: float, evaluations: float) -> float:
-        """How many images there is time to train on beside so many evaluations."""
+        """Images that can be trained on in `seconds`, besides the evaluations."""
         left = seconds - self._evaluation_seconds(evaluations) - self.train * self.first_extra
         return max(0.0, left / self.training)
 
     def evaluations(self, seconds: float) -> int:
-        """How many evaluations a run of custom images has in this time."""
+        """Evaluations of a run on custom images that lasts `seconds`."""
         affordable = _EVALUATION_SHARE * seconds / (self.val * self.evaluating)
         return int(min(max(affordable, 1), _MAX_EVALUATIONS))
 
     def passes(self, seconds: float) -> float:
-        """How often each image can be trained on in this time, with these evaluations."""
+        """Passes over the images in `seconds`, besides `evaluations`."""
         return self.images(seconds, self.evaluations(seconds)) / self.train
 
     def enough(self, passes: float) -> float:
@@ -201,7 +201,7 @@ def _seconds_per_image(loader: BatchLoader) -> float:
 
 
 def timing_batch_size(batch_size: int, macs: float) -> int:
-    """How many images of a batch to time a step on, given the multiply-accumulates of each."""
+    """Images of a timed step, given the multiply-accumulates of each."""
     return int(min(batch_size, max(1, _TIMING_MACS // macs)))
 
 
@@ -328,7 +328,7 @@ def format_bytes(count: float) -> str:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run will cost.
+    """The cost of a run before it starts.
 
     Attributes:
         run: its data, plan, parameters, MACs and memory.

@@ -62,7 +62,7 @@ def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict
 
 
 class Training:
-    """What trains in each process; a subclass may train on other images or by another loss.
+    """The training of each process; a subclass may train on other images or by another loss.
 
     Args:
         config: the whole run.
@@ -243,7 +243,7 @@ _OTHER_IMAGES = "other images, labels or classes"
 
 
 def _differences(folder: RunFolder, record: ImageFingerprint) -> str:
-    """How the images of a run differ from those it has recorded, in words."""
+    """The difference between the images of a run and those it has recorded, in words."""
     if folder.images_file.exists():
         with contextlib.suppress(UserError):  # a damaged table: digests decide
             return record.differences(folder.images_file) or _OTHER_IMAGES

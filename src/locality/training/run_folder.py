@@ -165,7 +165,7 @@ class RunFolder:
         return read_shaped(self.environment_file, {"starts?": [dict]}, {})
 
     def class_counts(self) -> dict[str, int]:
-        """How many images of each class there are to train on; empty if that was not recorded.
+        """Training images by class; empty if that was not recorded.
 
         Raises:
             UserError: if the file is something else.
