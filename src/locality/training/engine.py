@@ -228,26 +228,12 @@ def _check_finished(
     folder: RunFolder, config: RunConfig, result: dict[str, Any], record: ImageFingerprint
 ) -> None:
     """Check that a finished run is asked for on the images that it had."""
-    before = result.get("images")
-    found = _differences(folder, record) if before != record.fingerprint else ""
-    if before is None:  # of an earlier version
-        found = "" if found == _OTHER_IMAGES else found
+    found = _differences(folder, record, result.get("images"))
     if found and config.data.on_changed_images == "error":
         raise UserError(
             f"run folder {folder.path} has finished on other images ({found}); train on these in "
             f"a new folder (--output), or restore the others"
         )
-
-
-_OTHER_IMAGES = "other images, labels or classes"
-
-
-def _differences(folder: RunFolder, record: ImageFingerprint) -> str:
-    """The difference between the images of a run and those it has recorded, in words."""
-    if folder.images_file.exists():
-        with contextlib.suppress(UserError):  # a damaged table: digests decide
-            return record.differences(folder.images_file) or _OTHER_IMAGES
-    return _OTHER_IMAGES
 
 
 def _check_images(
@@ -258,9 +244,8 @@ def _check_images(
     Raises:
         UserError: if they differ, and the run may not or cannot go on with others.
     """
-    if checkpoint["data"] == record.fingerprint:
+    if not (found := _differences(folder, record, checkpoint["data"])):
         return []
-    found = _differences(folder, record)
     changed = f"the images of run folder {folder.path} have changed since its checkpoint ({found})"
     if run.config.data.on_changed_images == "error":
         raise UserError(
@@ -273,3 +258,20 @@ def _check_images(
             f"on; restore them or start in a new folder"
         )
     return [changed]
+
+
+def _differences(folder: RunFolder, record: ImageFingerprint, before: str | None) -> str:
+    """The difference between the images of a run and those it has recorded, in words; or "".
+
+    Args:
+        folder: with a table of the images.
+        record: of today's.
+        before: their fingerprint then; None from an earlier version, where the table decides.
+    """
+    if before == record.fingerprint:
+        return ""
+    if folder.images_file.exists():
+        with contextlib.suppress(UserError):  # a damaged table: digests decide
+            if found := record.differences(folder.images_file):
+                return found
+    return "" if before is None else "other images, labels or classes"
