@@ -15,6 +15,7 @@ from locality.cli import main
 from locality.commands.train import read_run
 from locality.errors import UserError
 from locality.files import read_rows
+from locality.settings import replace
 from locality.training import RunFolder
 from locality.training.autofit import MIN_EPOCHS, MIXUP_MIN_IMAGES, autofit
 from locality.training.cost import Cost, measure_cost
@@ -27,6 +28,7 @@ from .conftest import tiny, train
 
 PER_MAC = 1e-11
 PLANNER = "locality.training.autofit"
+LENGTHS = ("schedule.steps", "schedule.eval_every", "schedule.patience")
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,22 @@ def test_more_time_or_speed_makes_a_larger_model_or_more_passes(
     faster = autofit("photos", root, 0.1).config
     assert faster.model == chosen[0].model
     assert (faster.schedule.steps or 0) > (chosen[0].schedule.steps or 0)
+
+
+@pytest.mark.parametrize("slower", [0.5, 1, 3])
+def test_after_warm_up_the_length_is_that_of_the_speed_so_far(
+    tmp_path: Path, slower: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = autofit("photos", given(photographs(tmp_path / "photos")), 2)
+    assert planned.cost is not None
+    begun, batch = int(planned.config.schedule.warmup), planned.config.engine.batch_size
+    took = slower * begun * batch * planned.cost.training
+    monkeypatch.setattr(f"{PLANNER}.perf_counter", lambda: took)
+    config = planned.lengthened(begun, took)
+    assert config.schedule.warmup == begun
+    assert config == replace(planned.config, {n: getattr(config.schedule, n[9:]) for n in LENGTHS})
+    rest = ((config.schedule.steps or 0) - begun) * batch * slower * planned.cost.training
+    assert 0.8 * 120 < took + rest < 120
 
 
 @pytest.mark.parametrize("minutes", [0.05, 1, 30])

@@ -13,7 +13,7 @@ import torch
 
 from locality import training
 from locality.checkpoints.run_state import load_best_state
-from locality.errors import UserError
+from locality.errors import Interrupted, UserError
 from locality.training import RunConfig, RunFolder, replace, resolved_run, state
 from locality.training.loop import Loop
 
@@ -47,6 +47,30 @@ def test_resuming_after_any_step_is_exact(
         train(config, whole)
     run_in_pieces(config, tmp_path / "run", [step], stop_before)
     assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("steps", [3, 21])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_whose_length_changes_after_warm_up_is_one_that_always_had_it(
+    steps: int, workers: int, tmp_path: Path, stop_before: Stop
+) -> None:
+    planned = tiny(data__workers=workers, schedule__patience=STEPS)
+    longer = replace(planned, {"schedule.steps": steps, "schedule.patience": steps})
+    asked = []
+
+    def replan(begun: int, seconds: float) -> RunConfig:
+        asked.append(begun)
+        return longer
+
+    stop_before(2)
+    with pytest.raises(Interrupted):
+        training.train(planned, tmp_path / "run", quiet=True, replan=replan)
+    stop_before(None)
+    assert RunFolder(tmp_path / "run").read_config() == longer
+    training.train(longer, tmp_path / "run", quiet=True, replan=replan)
+    train(longer, tmp_path / "whole")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert asked == [2]
 
 
 SOME = (

@@ -84,10 +84,12 @@ def _train(config: RunConfig, folder: Path, quiet: bool, fit: Any = None) -> Non
     if not is_main_process():
         training.train(config, folder, quiet=quiet)
         return
-    if fit is not None and not quiet:
-        expected = baselines.expected_baselines(config, known)
-        say(f"to beat, on the same pixels: {baselines.listed(expected)}")
-    result = training.train(config, folder, quiet=quiet)
+    if fit is not None:
+        expected = baselines.listed(baselines.expected_baselines(config, known))
+        if not quiet:
+            say(f"to beat, on the same pixels: {expected}")
+    replan = None if fit is None else fit.lengthened
+    result = training.train(config, folder, quiet=quiet, replan=replan)
     baselines.record_baselines([folder], known)
     if not quiet:
         found = baselines.read_baselines(folder)

@@ -67,16 +67,41 @@ class AutoFit:
             where that was not measured.
         passes: how often each image is trained on.
         reasons: what was chosen and why, a line each.
+        name, changes: recipe and settings, those of the schedule aside.
+        cost: by which the length was chosen; None where that was given.
+        end: when the time is over, by `time.perf_counter`.
     """
 
     config: RunConfig
     images_per_second: float | None
     seconds: float
     passes: float
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...]
+    name: str
+    changes: Mapping[str, Any]
+    cost: Cost | None = None
+    end: float = 0.0
 
     def __str__(self) -> str:
         return "\n".join(self.reasons)
+
+    def lengthened(self, steps: int, seconds: float) -> RunConfig:
+        """The run at the length that the time left is enough for; it may be a shorter one.
+
+        Warm-up does not depend on the length, so a run whose length changes at its end is the run
+        that had that length from the first step.
+
+        Args:
+            steps: made so far, which are those of warm-up.
+            seconds: what they took.
+        """
+        if self.cost is None:
+            return self.config
+        per_image = seconds / (steps * self.config.engine.batch_size)
+        factor = per_image / self.cost.training
+        loading, computing = factor * self.cost.loading, factor * self.cost.computing
+        cost = replace(self.cost, loading=loading, computing=computing, decoding=0.0)
+        return fit(self.name, self.changes, cost, self.end - perf_counter(), steps)[0]
 
 
 Measured = tuple[Mapping[str, Any], ResolvedRun, Cost]
@@ -84,7 +109,7 @@ Measured = tuple[Mapping[str, Any], ResolvedRun, Cost]
 
 
 def fit(
-    name: str, changes: Mapping[str, Any], cost: Cost, seconds: float
+    name: str, changes: Mapping[str, Any], cost: Cost, seconds: float, begun: int = 0
 ) -> tuple[RunConfig, float]:
     """The run that takes this time, or of one step where that is too little, and its seconds.
 
@@ -93,16 +118,19 @@ def fit(
         changes: its settings by dotted name, those of the schedule aside.
         cost: of it.
         seconds: the time.
+        begun: steps made before, which were all of warm-up.
     """
     config, evaluations = adjusted(name, changes), cost.evaluations(seconds)
     batch, most = config.engine.batch_size, _most_images(name, config, cost)
-    steps = max(1, round(min(cost.images(seconds, evaluations), most) / batch))
+    images = min(cost.images(seconds, evaluations), most - begun * batch)
+    steps = begun + max(1, round(images / batch))
     every = math.ceil(steps / evaluations)
-    length = {"schedule.steps": steps, "schedule.warmup": steps // 10}
+    length = {"schedule.steps": steps, "schedule.warmup": begun or steps // 10}
     length |= {"schedule.eval_every": every}
     # The best weights are kept; fine-tuning also ends where they do not get better.
     length |= {"schedule.patience": 3 * every if name == "finetune" else steps}
-    return adjusted(name, length | dict(changes)), cost.seconds(steps * batch, evaluations)
+    took = cost.seconds((steps - begun) * batch, evaluations)
+    return adjusted(name, length | dict(changes)), took
 
 
 def _most_images(name: str, config: RunConfig, cost: Cost) -> int:
@@ -196,7 +224,8 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         config = adjusted(name, at(size))
         run = ResolvedRun(config, splits)
         seen = run.plan.images / images
-        return AutoFit(config, None, 0.0, seen, (about, *_chosen(run, why), _length(run.plan)))
+        reasons = (about, *_chosen(run, why), _length(run.plan))
+        return AutoFit(config, None, 0.0, seen, reasons, name, at(size))
 
     changes, run, cost = _measured_fastest(name, at(smallest), splits)
 
@@ -236,13 +265,16 @@ def autofit(name: str, given: Mapping[str, Any], minutes: float | None) -> AutoF
         f"{by_workers}, {1000 * cost.computing:.3g} ms to compute"
         + (f" with {threads} of {torch.get_num_threads()} threads" if threads else ""),
         f"{_length(plan)}: about {format_duration(seconds + beside)} in all, with this choice, "
-        "evaluations and baselines",
+        "evaluations and baselines; chosen again after warm-up, by the speed so far",
         "keeps   the weights of the best evaluation, and the last; the accuracy of the best of "
         "many is flattered, other images say more (data.val_part)",
         *(f"short   {sentence}" for sentence in short),
         *_advice(name, minutes, longest, config.data.root),
     )
-    return AutoFit(config, 1 / cost.training, seconds + beside, plan.images / images, reasons)
+    passes, end = plan.images / images, started + 60 * minutes
+    return AutoFit(
+        config, 1 / cost.training, seconds + beside, passes, reasons, name, changes, cost, end
+    )
 
 
 def _chosen(run: ResolvedRun, why: str) -> list[str]:

@@ -27,7 +27,7 @@ from locality.layers.cpu import arithmetic_threads
 from locality.models import ImageClassifier
 from locality.training.config import RunConfig, check_places
 from locality.training.devices import create_fabric
-from locality.training.loop import Loop
+from locality.training.loop import Loop, Replan
 from locality.training.model import build_model, initialize_model
 from locality.training.processes import Peers, SignalHandler, end_children, forward_signals
 from locality.training.recorder import Recorder, restore_metrics
@@ -36,7 +36,13 @@ from locality.training.run_folder import RunFolder
 from locality.training.state import Components, TrainState
 
 
-def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    folder: Path | str,
+    *,
+    quiet: bool = False,
+    replan: Replan | None = None,
+) -> dict[str, Any]:
     """Train as `config` says, in `folder`; resume what is there, or return what was finished.
 
     Everything that can be checked is checked before the first step.
@@ -45,6 +51,7 @@ def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict
         config: the whole run.
         folder: its folder; see `locality.training.run_folder` for what is in it.
         quiet: print nothing.
+        replan: gives the run another length at the end of warm-up (`Loop`).
 
     Returns:
         the content of result.json.
@@ -58,7 +65,7 @@ def train(config: RunConfig, folder: Path | str, *, quiet: bool = False) -> dict
         DamagedCheckpoint: if there are checkpoints and none is whole.
         CheckpointNotSaved: if the disk is full.
     """
-    return launch(Training(config, RunFolder(folder), quiet))
+    return launch(Training(config, RunFolder(folder), quiet, replan))
 
 
 class Training:
@@ -68,10 +75,17 @@ class Training:
         config: the whole run.
         folder: its folder.
         quiet: print nothing.
+        replan: as `train`.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, quiet: bool = False) -> None:
-        self.config, self.folder, self.quiet = config, folder, quiet
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        quiet: bool = False,
+        replan: Replan | None = None,
+    ) -> None:
+        self.config, self.folder, self.quiet, self.replan = config, folder, quiet, replan
 
     def resolve(self) -> ResolvedRun:
         """The run with its images."""
@@ -169,7 +183,7 @@ def _train(training: Training, fabric: Fabric) -> dict[str, Any] | Exception:
         state = TrainState() if checkpoint is None else parts.load(checkpoint)
         written = folder if fabric.is_global_zero else None
         with contextlib.closing(Recorder(written, run, state, quiet)) as recorder:
-            loop = Loop(fabric, run, parts, recorder, signals, state, fingerprint)
+            loop = Loop(fabric, run, parts, recorder, signals, state, fingerprint, training.replan)
             if fabric.is_global_zero:
                 folder.record_start(config, state.step, str(fabric.device), run.precision)
                 if state.step:

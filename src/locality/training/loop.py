@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -20,12 +20,16 @@ from torch import Tensor, nn
 from locality.data import Batch, Stream, eval_loader, hash_seed, seed_generators, train_loader
 from locality.errors import Interrupted, NonFiniteLoss, ProcessKilled, UserError
 from locality.models import ImageClassifier
-from locality.training.config import computation_settings
+from locality.training.config import RunConfig, computation_settings
 from locality.training.evaluation import PredictionCollector, evaluate
+from locality.training.optim import create_schedule
 from locality.training.processes import Collectives, SignalHandler
 from locality.training.recorder import Recorder
 from locality.training.resolved_run import ResolvedRun
 from locality.training.state import Components, TrainState
+
+Replan = Callable[[int, float], RunConfig]
+"""From the steps made, and the seconds they took, to the run with another length."""
 
 
 def seed_pass(seed: int, rank: int, step: int, micro: int, device: torch.device) -> None:
@@ -59,6 +63,8 @@ class Loop:
         signals: the signals this process has received.
         state: the counters, of a new run or as its checkpoint has them.
         fingerprint: of the images, saved in checkpoints.
+        replan: asked for the run's length at the end of warm-up, where one process trains and
+            nothing is saved or evaluated yet: what was done so far does not depend on it.
     """
 
     def __init__(
@@ -70,9 +76,11 @@ class Loop:
         signals: SignalHandler,
         state: TrainState,
         fingerprint: str = "",
+        replan: Replan | None = None,
     ) -> None:
         self.fabric = fabric
         self.config, self.plan, self.splits = run.config, run.plan, run.splits
+        self.replan = replan
         self.autocast = run.autocast
         self.parts = parts
         self.recorder = recorder
@@ -116,6 +124,9 @@ class Loop:
         batches: Iterator[Batch] | None = None
         try:
             while True:
+                if self._may_replan():
+                    self._replan()
+                    batches = None
                 # Before the evaluation, which may fail.
                 if self._saved != state.step and self.plan.saves(state.step):
                     self._save()
@@ -148,6 +159,21 @@ class Loop:
             raise
         finally:
             self._eval_loader.close()
+
+    def _may_replan(self) -> bool:
+        begun = 0 < self.state.step == self.plan.warmup
+        untouched = self._saved < 0 and self.state.evaluated < 0
+        return begun and untouched and self.replan is not None and self.collectives.is_single
+
+    def _replan(self) -> None:
+        """Go on with the length that `replan` gives, as if the run had always had it."""
+        assert self.replan is not None
+        config = self.replan(self.state.step, self.recorder.seconds)
+        run = ResolvedRun(config, self.splits)
+        self.config, self.plan = config, run.plan
+        self.parts.schedule = create_schedule(self.parts.optimizer, run.plan).step_update
+        self.recorder.replan(run)
+        self.replan = None
 
     def train_step(self, batches: Iterator[Batch]) -> int:
         """Make one update; returns the signal that asks to stop, or 0."""

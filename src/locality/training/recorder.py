@@ -19,6 +19,7 @@ from tqdm import tqdm
 from locality.errors import UserError, printable
 from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
 from locality.models import ImageClassifier
+from locality.settings import to_yaml
 from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
 from locality.training.resolved_run import ResolvedRun
@@ -95,6 +96,18 @@ class Recorder:
             purge = evaluated + 1 if evaluated else None  # a resumed run goes on in its log
             board = TensorBoardLogger(folder.tensorboard, name="", version="", purge_step=purge)
             self._board = board
+
+    def replan(self, run: ResolvedRun) -> None:
+        """Go on with another length, which the folder's configuration has from here on."""
+        steps = self._run.plan.steps
+        self._run = run
+        self._progress.total = run.plan.steps
+        if (folder := self._locked_folder()) is not None:
+            write_atomic(folder.config_file, to_yaml(run.config))
+        self.log(
+            f"step {self._step}: warm-up took {format_duration(self.seconds)}, so there is time "
+            f"for {run.plan.steps:,} steps instead of {steps:,}"
+        )
 
     @property
     def seconds(self) -> float:
@@ -272,7 +285,7 @@ class ProgressBar:
 
     def __init__(self, total: int, step: int, quiet: bool) -> None:
         self.quiet = quiet
-        self._total = total
+        self.total = total
         self._first = step
         self._printed = time.monotonic()
         self._bar: Any = None
@@ -302,7 +315,7 @@ class ProgressBar:
         """Whether to call `update` after `step` steps."""
         if self.quiet:
             return False
-        if step == (self._first + _MEDIAN_STEPS if self._bar is None else self._total):
+        if step == (self._first + _MEDIAN_STEPS if self._bar is None else self.total):
             return True
         wait = _SECONDS_BETWEEN_LINES if self._bar is None else 0.1
         return time.monotonic() - self._printed > wait
@@ -315,11 +328,12 @@ class ProgressBar:
         figures = f"loss {loss:.3f}, top-1 {top1:.1f}%, {images_per_second:.0f} images/s"
         if self._bar is not None:
             with self._ignoring_closed_terminal():
+                self._bar.total = self.total
                 self._bar.set_postfix_str(figures, refresh=False)
                 self._bar.update(step - self._bar.n)
         else:
-            left = format_duration(seconds * (self._total - step))
-            self.log(f"step {step}/{self._total}: {figures}, {left} left")
+            left = format_duration(seconds * (self.total - step))
+            self.log(f"step {step}/{self.total}: {figures}, {left} left")
 
     def close(self) -> None:
         """Close the bar."""
