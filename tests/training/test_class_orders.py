@@ -127,7 +127,8 @@ def test_a_teacher(run, saved):
         load_teacher(ObjectiveConfig(teacher=str(each)), tiny().input, ORDERS[2])[0](images)
         for each in (run, saved)
     )
-    assert torch.equal(before, after)
+    # The order of a product's rows may change its last bit on some processors.
+    torch.testing.assert_close(before, after)
 
 
 @pytest.mark.parametrize("kind", KINDS)
