@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
 import datetime
 import platform
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import timm
 import torch
 from torch import Tensor, nn
@@ -127,33 +125,16 @@ def training_step(model: nn.Module, images: Tensor, autocast: Callable[[], objec
 
 
 def peak_memory(function: Work, device: torch.device) -> int | None:
-    """Bytes that the work needs at its peak beyond what was there before; None if unknown.
-
-    On CUDA the allocator's own count; on Linux the growth of the process's resident set.
-    """
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    try:
-        # Memory that was freed but not handed back would hide the growth.
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
+    """Bytes that the work allocates on a CUDA device at its peak; None elsewhere."""
+    if device.type != "cuda":
         return None
-    before = psutil.Process().memory_info().rss
     function()
-    return max(0, _resident_peak() - before)
-
-
-def _resident_peak() -> int:
-    """The highest resident set size, in bytes, since it was last reset (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 # What two programs may differ by that compute the same logits in another order.
@@ -241,9 +222,6 @@ def peers(model: ImageClassifier, against: str) -> dict[str, nn.Module]:
 
     Against timm: timm's model of the same name, and a plain timm ViT of the same width, depth and
     heads as the floor a transformer of this size has. Against transformers: its CvT.
-
-    Raises:
-        UserError: if that library has no such model.
     """
     return lookup("library", against, _PEERS)(model)
 

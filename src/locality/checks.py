@@ -76,20 +76,12 @@ def choices(hint: Any) -> list[str]:
 
 
 def one_of(name: str, value: object, accepted: Iterable[str]) -> None:
-    """`value` has to be one of `accepted`.
-
-    Raises:
-        UserError: with the nearest name.
-    """
+    """`value` has to be one of `accepted`; an error has the nearest."""
     typed(name, value, Literal[*accepted])
 
 
 def integer(name: str, value: object, low: int, high: int = 2**63 - 1) -> None:
-    """`value` has to be a whole number from `low` to `high`.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """`value` has to be a whole number from `low` to `high`."""
     typed(name, value, Annotated[int, Meta(ge=low, le=high)])
 
 
@@ -102,9 +94,6 @@ def shaped(where: str, value: object, wanted: Any) -> None:
         wanted: a type (float: any finite number); [what each item of a list is]; or
             {name: what the entry of that name is}, where more names may be there. A name that ends
             in "?" may be missing, or its value be null.
-
-    Raises:
-        UserError: if it is not, naming the place.
     """
     try:
         msgspec.convert(value, _as_type(wanted))

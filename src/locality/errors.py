@@ -144,11 +144,7 @@ def unknown(
 
 
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
-    """What a table has under a name.
-
-    Raises:
-        UserError: if it has no such name, with the nearest; `kind` says what was looked up.
-    """
+    """What a table of things of some `kind` has under a name; else an error with the nearest."""
     if name not in table:
         raise unknown(kind, name, table)
     return table[name]
@@ -157,11 +153,7 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
 def check_known(
     kind: str, given: Iterable[str], accepted: Iterable[str], error: type[UserError]
 ) -> None:
-    """Check that every name that is given is accepted.
-
-    Raises:
-        UserError: of the type `error`, for the first that is not, as `unknown`.
-    """
+    """Raise an `error` for the first name that is not accepted, with the nearest that is."""
     accepted = list(accepted)
     for name in given:
         if name not in accepted:
@@ -169,11 +161,7 @@ def check_known(
 
 
 def require(purpose: str, install: str, *modules: str) -> None:
-    """Check that packages which `purpose` needs, and not everybody, are installed.
-
-    Raises:
-        UserError: if one is not; `pip install` with `install` brings them.
-    """
+    """Check that the packages a `purpose` needs are there, or say what to `pip install`."""
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise UserError(f"{purpose} needs {' and '.join(missing)}: pip install '{install}'")
 

@@ -67,12 +67,7 @@ for _tag, _form in {
 
 
 def open_file(path: Path | str | os.PathLike[str], most: int | None = None) -> io.BufferedReader:
-    """Open a regular file for reading: a pipe would be waited for, and a device may never end.
-
-    Raises:
-        OSError: if it cannot be opened.
-        UserError: if it is something else than a regular file, or has more than `most` bytes.
-    """
+    """Open a regular file for reading: a pipe would be waited for, and a device may never end."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
@@ -92,22 +87,13 @@ def in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 def read_bytes(path: Path | str | os.PathLike[str], most: int = LARGEST_TEXT) -> bytes:
-    """The content of a regular file of at most `most` bytes.
-
-    Raises:
-        OSError: if it cannot be read.
-        UserError: if it is no regular file, or larger.
-    """
+    """The content of a regular file of at most `most` bytes."""
     with open_file(path, most) as file:
         return file.read(most)
 
 
 def read_text(path: Path | str, most: int = LARGEST_TEXT) -> str:
-    """The content of a UTF-8 text file.
-
-    Raises:
-        OSError, UserError: as `read_bytes`, and if it is not UTF-8.
-    """
+    """The content of a UTF-8 text file."""
     try:
         return read_bytes(path, most).decode()
     except UnicodeDecodeError as error:
@@ -115,11 +101,7 @@ def read_text(path: Path | str, most: int = LARGEST_TEXT) -> str:
 
 
 def read_json(path: Path | str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        OSError, UserError: as `read_text` and `parse_json`.
-    """
+    """The JSON object in a file."""
     content = parse_json(read_text(path), str(path))
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a JSON {type(content).__name__}, not an object")
@@ -127,11 +109,7 @@ def read_json(path: Path | str) -> dict[str, Any]:
 
 
 def read_shaped(path: Path, wanted: Any, missing: Any = None) -> Any:
-    """The JSON object in a file, built as `checks.shaped` says; `missing` if there is no file.
-
-    Raises:
-        OSError, UserError: as `read_json`, and if it is built otherwise.
-    """
+    """The JSON object in a file, built as `checks.shaped` says; `missing` if there is no file."""
     if not path.exists():
         return missing
     content = read_json(path)
@@ -140,11 +118,7 @@ def read_shaped(path: Path, wanted: Any, missing: Any = None) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value that a JSON text holds.
-
-    Raises:
-        UserError: if it is not JSON, or nested too deeply; `where` says whose text it is.
-    """
+    """The value that a JSON text holds; errors call it `where`."""
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -156,21 +130,12 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path | str) -> Any:
-    """The value in a YAML file.
-
-    Raises:
-        OSError, UserError: as `read_text` and `parse_yaml`.
-    """
+    """The value in a YAML file."""
     return parse_yaml(read_text(path, LARGEST_YAML), str(path))
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value that a YAML text holds, read by a safe loader.
-
-    Raises:
-        UserError: if it is not YAML, nested too deeply, or of too many values, references counted
-            wherever they lead; `where` says whose text it is.
-    """
+    """The value that a YAML text holds, read by a safe loader."""
     with wrap_errors(f"{where} is not valid YAML", yaml.YAMLError, ValueError, TypeError):
         _check_events(yaml.parse(text, _Loader), where)
         return _Loader(text).get_single_data()
@@ -218,9 +183,6 @@ def read_rows(
     Args:
         wanted: columns that have to be there, each with a function that raises an error for a cell
             which does not belong there.
-
-    Raises:
-        OSError, UserError: as `read_bytes`, and if it is not CSV, or has other columns or cells.
     """
     # Cells may be names of files, which need not be UTF-8.
     text = read_bytes(path).decode(errors="surrogateescape")
@@ -251,12 +213,7 @@ def number(cell: str) -> float | None:
 
 
 def gunzip(path: Path | str, what: str, most: int) -> bytes:
-    """The content of a gzip file that holds `what`, at most `most` bytes.
-
-    Raises:
-        OSError: if it cannot be read.
-        UserError: if it is no whole gzip file, or its content is larger.
-    """
+    """The content of a gzip file that holds `what`, at most `most` bytes."""
     with wrap_errors(f"{path} is no {what}", EOFError, gzip.BadGzipFile, zlib.error):
         content = gzip.GzipFile(fileobj=open_file(path, most)).read(most + 1)
     if len(content) > most:
@@ -401,22 +358,14 @@ def check_output(path: Path | str | None, mark: bytes = b"", overwrite: bool = F
 
 
 def check_new_folder(folder: Path) -> None:
-    """Refuse a folder to be made that holds something, or whose own folder is not there.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse a folder to be made that holds something, or whose own folder is not there."""
     check_parent(folder)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} is there already; give a new folder, or an empty one")
 
 
 def check_parent(path: Path | str | None) -> None:
-    """Refuse to write a file to a folder that is not there, before anything is computed.
-
-    Raises:
-        UserError: if it is not.
-    """
+    """Refuse to write a file to a folder that is not there, before anything is computed."""
     if path is not None and not Path(path).parent.is_dir():
         raise UserError(f"there is no folder {Path(path).parent} to write {Path(path).name} to")
 
@@ -440,11 +389,7 @@ class CsvTable:
         self.text = ""
 
     def rows(self, step: int) -> list[dict[str, str]]:
-        """The rows up to `step`, without a line that a killed process left half-written.
-
-        Raises:
-            UserError: if the file is something else.
-        """
+        """The rows up to `step`, without a line that a killed process left half-written."""
         if not self.path.exists():
             return []
         return [row for row in read_rows(self.path, self._cells) if int(row["step"]) <= step]

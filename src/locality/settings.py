@@ -163,9 +163,6 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
 
     Example:
         >>> replace(recipe(), {"optim.lr": 1e-3, "model.locality_strength": 2.0})
-
-    Raises:
-        UserError: as `from_dict`.
     """
     values = _values(config)
     for dotted, value in changes.items():
@@ -185,11 +182,7 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
 
 
 def parse(text: str, hint: Any, name: str) -> Any:
-    """The value of type `hint` that somebody typed as `text`, which is YAML unless it is text.
-
-    Raises:
-        UserError: if it is none; `name` says whose.
-    """
+    """The value of type `hint` that somebody typed for `name`: YAML, unless it is text."""
     if hint in (str, str | None):
         return None if hint is not str and text == "null" else text
     return typed(name, parse_yaml(text, name), hint)
@@ -213,9 +206,6 @@ def from_yaml(cls: type[T], text: str, where: str = "the configuration") -> T:
         cls: a configuration dataclass.
         text: YAML.
         where: what to call the text in messages, such as its path.
-
-    Raises:
-        UserError: if it is not YAML, or as `from_dict`.
     """
     values = parse_yaml(text, where)
     return from_dict(cls, {} if values is None else values)

@@ -52,10 +52,8 @@ def reproduce(arguments: Sequence[str]) -> None:
     parser.add("--json", False, "with --list: print JSON")
     options = parser.read(arguments)
     if options.list:
-        own = (
-            "name dry_run finished output seeds fraction jobs threads executor data recorded quiet"
-        )
-        parser.refuse(own, "does nothing beside --list")
+        others = vars(options).keys() - {"list", "json", "scale", "runs"}
+        parser.refuse(" ".join(sorted(others)), "does nothing beside --list")
     else:
         parser.refuse("json", "is for --list")
     if options.dry_run:

@@ -93,11 +93,7 @@ def _table_3_cells(s: Scale, row: str) -> dict[str, Quantity]:
 
 
 def _labelled(s: Scale, dataset: str) -> DataConfig:
-    """One of ImageNet's sets to evaluate on.
-
-    Raises:
-        UserError: if its files were not named.
-    """
+    """One of ImageNet's sets to evaluate on."""
     real = dataset == "imagenet_real"
     for name in ("imagenet", dataset) if real else (dataset,):
         if s.data.get(name) is None:

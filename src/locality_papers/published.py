@@ -61,22 +61,14 @@ def as_computed(place: str, value: float) -> Published:
 
 
 def value(place: str, row: str, metric: str) -> Published:
-    """The number that stands at this place.
-
-    Raises:
-        UserError: if the paper prints none there, with the nearest that it does.
-    """
+    """The number that stands at this place."""
     if (place, row, metric) not in PUBLISHED:
         raise unknown("published number", f"{place}/{row}/{metric}", map("/".join, PUBLISHED))
     return PUBLISHED[place, row, metric]
 
 
 def rows(place: str) -> dict[str, dict[str, Published]]:
-    """A whole table: row → metric → number, in the paper's order.
-
-    Raises:
-        UserError: if the paper prints no numbers there.
-    """
+    """A whole table: row → metric → number, in the paper's order."""
     tables: dict[str, dict[str, dict[str, Published]]] = {}
     for (where, row, metric), number in PUBLISHED.items():
         tables.setdefault(where, {}).setdefault(row, {})[metric] = number

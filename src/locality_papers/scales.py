@@ -103,9 +103,6 @@ class Scale:
             label: to be told apart by, where the changes do not say it.
             fields: of the model's configuration that differ from the role's.
             changes: other settings by dotted name with "__" for dots: `data__dataset`.
-
-        Raises:
-            UserError: if no model has this role at this scale.
         """
         if role not in self.models:
             raise UserError(f"scale '{self.name}' has no model in the place of {role}")

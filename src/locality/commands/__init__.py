@@ -30,9 +30,6 @@ class GivenModel:
     Args:
         what: its path or name.
         options: those that `Parser.add_model` added.
-
-    Raises:
-        FileNotFoundError, UserError: if it is not there, or does not take these options.
     """
 
     def __init__(self, what: str, options: Any) -> None:
@@ -51,11 +48,7 @@ class GivenModel:
         return read_config(Path(self.what)).data.decoding
 
     def open(self) -> Classifier:
-        """The model.
-
-        Raises:
-            FileNotFoundError, UserError: if it cannot be opened, naming it and the cause.
-        """
+        """The model."""
         from locality.checkpoints.api import open_model
 
         given = self._options

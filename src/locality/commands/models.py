@@ -164,8 +164,8 @@ def export(arguments: Sequence[str]) -> None:
 
 
 def benchmark(arguments: Sequence[str]) -> None:
-    """Images per second of inference and of a training step, peak memory and what the backward
-    pass keeps, beside a peer with equal weights; contenders take turns in one process.
+    """Images per second of inference and of a training step, what the backward pass keeps and a
+    GPU's peak memory, beside a peer with equal weights; contenders take turns in one process.
     """
     parser = Parser("benchmark", benchmark.__doc__)
     parser.add_model("models", nargs="*", default=[], help=f"name of an architecture, or {MODEL}")

@@ -54,7 +54,7 @@ def imbalance(counts: Mapping[str, int]) -> str:
     )
 
 
-def numbered(names: Sequence[str], most: int = 3) -> str:
-    """The first classes with their numbers, in words."""
-    shown = ", ".join(f"{number} is '{name}'" for number, name in enumerate(names[:most]))
-    return shown + (", …" if len(names) > most else "")
+def numbered(names: Sequence[str]) -> str:
+    """The first three classes with their numbers, in words."""
+    shown = [f"{number} is '{name}'" for number, name in enumerate(names[:3])]
+    return ", ".join([*shown, *(["…"] if len(names) > 3 else [])])

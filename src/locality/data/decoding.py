@@ -122,11 +122,7 @@ def decode(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
 
 
 def load(data: bytes, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
-    """The image in `data` in its own colour mode and orientation, fully decoded.
-
-    Raises:
-        BadImage: as `decode`, but for modes without a meaning in 8 bits.
-    """
+    """The image in `data` in its own colour mode and orientation, fully decoded."""
     with _quiet():
         image = _open_image(io.BytesIO(data), decoding)
         _check_cost(image, data)

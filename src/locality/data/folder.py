@@ -311,10 +311,6 @@ def image_files(given: Iterable[str]) -> Iterator[Path]:
 
     A folder without images of its own stands for those in the folders below it. A pattern that is
     no name itself stands for what fits it ("loose/*.jpg"), and - for standard input.
-
-    Raises:
-        FileNotFoundError: if there is no such file or folder.
-        UserError: if a folder has no images, or for an address on the network.
     """
     for name in given:
         path = _STDIN if name == "-" else Path(name)

@@ -247,11 +247,7 @@ class ImageFingerprint:
         return f"{self.labels}-{self.files}"
 
     def differences(self, before: Path) -> str:
-        """Which files changed, are gone or are new since the table in a file, in words.
-
-        Raises:
-            UserError: if the file is something else.
-        """
+        """Which files changed, are gone or are new since the table in a file, in words."""
         old, new = _read_table(before), _parse_table(gzip.decompress(self.table))
         found = {
             "changed": [name for name in new if name in old and old[name] != new[name]],
@@ -317,9 +313,6 @@ def duplicates(record: Path) -> list[list[str]] | None:
 
     Returns:
         None if files are compared by modification time, as those of large datasets are.
-
-    Raises:
-        UserError: if the file is something else.
     """
     stamps = _read_table(record)
     groups: dict[str, list[str]] = {}

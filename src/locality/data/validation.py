@@ -165,9 +165,6 @@ def check(
         allow_outside: as in `DataConfig`.
         workers: processes; None uses all processors this process may use.
         progress: show a progress bar.
-
-    Raises:
-        UserError: there is no such folder or dataset.
     """
     root = None if folder is None else str(folder)
     report = CheckReport(root or dataset)

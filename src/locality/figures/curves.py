@@ -49,9 +49,6 @@ def draw(panels: Sequence[Record], title: str | None = None) -> Figure:
             `label`, `colour` (see `resolve_colour`), `dashed`, `band`, `empty` (why there is
             nothing, or None), `x`, `mean` and `half_width`.
         title: above all of them.
-
-    Raises:
-        UserError: if there is nothing to show in any of them.
     """
     panels = [panel for panel in panels if filled(panel)]
     if not panels:
@@ -284,11 +281,7 @@ def gates(folders: Sequence[Path | str]) -> Figure:
 
 
 def _measured(folders: Sequence[Path | str]) -> list[tuple[str, list[Record]]]:
-    """Runs measured over training: a label, and a record for each seed.
-
-    Raises:
-        UserError: if a folder holds no run, or a run was not measured over training.
-    """
+    """Runs measured over training: a label, and a record for each seed."""
     groups = group(read_runs(folders))
     fractions = {fraction for one in groups for fraction in one.fractions}
     return [

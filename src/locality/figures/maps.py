@@ -63,9 +63,6 @@ def maps(
             averages over all of them.
         per_map_scale: colour each map from its own least value, which brings out shapes in nearly
             even maps, instead of from `DECADES` below its largest, which compares maps.
-
-    Raises:
-        UserError: if there is no model, or one of them lacks one of these layers.
     """
     if not pictures:
         raise UserError("give at least one model to draw the attention of")

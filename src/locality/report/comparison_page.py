@@ -206,26 +206,21 @@ class LivePage:
 
     def __init__(self, output: Path, runs: Sequence[Run]) -> None:
         self.output = output
-        self._runs, self._written, self._took = runs, -math.inf, 0.0
+        self._runs, self._next = runs, -math.inf
 
     def after(self, outcome: Outcome) -> None:
         """Write the page where two models can be compared and it takes little of the time."""
         now = perf_counter()
-        if outcome.error is not None or now - self._written < self._took / _PAGE_SHARE:
+        if outcome.error is not None or now < self._next:
             return
         finished = [run for run in self._runs if run.is_finished()]
         if len({run.config.model.name for run in finished if run.config.data.fraction == 1}) > 1:
+            folders = [run.folder for run in finished]
             try:
-                build_comparison(
-                    [run.folder for run in finished],
-                    self.output,
-                    {},
-                    len(self._runs) - len(finished),
-                )
+                build_comparison(folders, self.output, {}, len(self._runs) - len(finished))
             except (UserError, OSError) as error:  # the other runs go on; the last page says it
                 _log.warning("%s was not written: %s", self.output, one_line(error))
-            self._written = perf_counter()
-            self._took = self._written - now
+            self._next = perf_counter() + (perf_counter() - now) / _PAGE_SHARE
 
 
 def build_comparison(

@@ -74,13 +74,9 @@ class RequestBodies:
         finally:
             self._held -= len(kept) + size
 
-    async def drop(self, request: Request) -> None:
-        """Read what is sent to its end: a client that still sends does not read the response."""
-        with contextlib.suppress(HTTPException):
-            await self._read(request, None)
-
-    async def _read(self, request: Request, kept: bytearray | None) -> None:
-        """Append the body to `kept`. What is too much is dropped, and read to its end."""
+    async def _read(self, request: Request, kept: bytearray) -> None:
+        """Append the body to `kept`. What is too much is dropped, and read to its end: a client
+        that still sends does not read the response."""
         length = 0
         try:
             with anyio.fail_after(_SECONDS):
@@ -88,8 +84,6 @@ class RequestBodies:
                     length += len(piece)
                     if length > _MAX_READ_BYTES:
                         break
-                    if kept is None:
-                        continue
                     if length > _LARGEST:
                         self._held -= len(kept)
                         kept.clear()
@@ -104,7 +98,7 @@ class RequestBodies:
         except ClientDisconnect:
             sentence = "the connection was closed before the image was there"
             raise HTTPException(400, sentence) from None
-        if kept is not None and length > _LARGEST:
+        if length > _LARGEST:
             raise _too_large()
 
 
@@ -113,11 +107,7 @@ def _too_large() -> HTTPException:
 
 
 def _file_of_form(data: bytes, content_type: str) -> bytes:
-    """The one file in a form (RFC 7578), as `curl -F image=@photo.png` sends it.
-
-    Raises:
-        HTTPException: if it has none, or several.
-    """
+    """The one file in a form (RFC 7578), as `curl -F image=@photo.png` sends it."""
     header = Message()
     header["content-type"] = content_type
     boundary = header.get_boundary("").encode()
@@ -238,8 +228,6 @@ def application(
 
     @service.exception_handler(AnyHTTPException)
     async def refuse(request: Request, error: AnyHTTPException) -> JSONResponse:
-        if error.status_code in (404, 405):
-            await bodies.drop(request)
         sentence = {
             404: "there is nothing here: / is a page, /predict and /attention take an image",
             405: f"{request.method} is not answered here; POST an image to /predict or /attention",

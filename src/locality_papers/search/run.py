@@ -72,9 +72,6 @@ class Search:
         config: what to do.
         folder: where; made if it is not there.
         quiet: print nothing.
-
-    Raises:
-        UserError: if no candidate is within the limits.
     """
 
     def __init__(self, config: SearchConfig, folder: Path | str, quiet: bool = False) -> None:
@@ -302,11 +299,7 @@ _H100 = 2e14
 
 
 def dry_run(config: SearchConfig) -> str:
-    """The cost of a search; needs no data if the dataset's size is known.
-
-    Raises:
-        UserError: if no candidate is within the limits on parameters and multiply-accumulates.
-    """
+    """The cost of a search; needs no data if the dataset's size is known."""
     space, runs = space_of(config), config.rounds()
     fitting = Candidates(space, None, config.limits)
     digits = space.digits(np.random.default_rng(0).integers(0, len(space), 2**14))

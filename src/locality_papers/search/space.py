@@ -55,20 +55,11 @@ class Cost(NamedTuple):
 
 
 @cache
-def cost(config: CvTConfig, img_size: int | tuple[int, int] | None = None) -> Cost:
-    """Parameters and multiply-accumulates of a CvT, counted on the meta device.
-
-    Args:
-        config: any architecture.
-        img_size: pixels to count at, a number or (height, width); the configuration's own unless
-            given. The position embeddings stay those of the configuration.
-
-    Raises:
-        UserError: if the image is too small to survive the strides.
-    """
+def cost(config: CvTConfig) -> Cost:
+    """Parameters and multiply-accumulates of a CvT, counted on the meta device."""
     with torch.device("meta"):
         model = build(config)
-    return Cost(count_parameters(model), count_macs(model, img_size))
+    return Cost(count_parameters(model), count_macs(model))
 
 
 class SearchSpace:
@@ -85,7 +76,6 @@ class SearchSpace:
     Args:
         base: what all candidates share.
         kv_strides, mlp_ratios: what each block chooses from (§4.2's unless given).
-        img_size: pixels to count multiply-accumulates at; the base's own unless given.
 
     Raises:
         UserError: for a stride or ratio that no block can have.
@@ -96,7 +86,6 @@ class SearchSpace:
         base: CvTConfig,
         kv_strides: tuple[int, ...] = (1, 2),
         mlp_ratios: tuple[float, ...] = (2.0, 4.0),
-        img_size: int | tuple[int, int] | None = None,
     ) -> None:
         self.base = base
         self.options = list(itertools.product(kv_strides, mlp_ratios))
@@ -131,11 +120,7 @@ class SearchSpace:
         return {"model.kv_stride": list(strides), "model.mlp_ratio": list(ratios)}
 
     def index(self, config: CvTConfig) -> int:
-        """The number of a candidate.
-
-        Raises:
-            UserError: if it is not in the space.
-        """
+        """The number of a candidate."""
         choices = [
             choice
             for stage in config.stages
@@ -215,9 +200,6 @@ class Candidates:
         space: all of them.
         options: which of the space's options each block may take; all unless given.
         limits: the most that a candidate may cost, by the names of the space's tables.
-
-    Raises:
-        UserError: if none fits.
     """
 
     def __init__(
