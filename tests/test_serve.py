@@ -354,7 +354,7 @@ class TestDecoding:
         found = self.run_in_processes(signal.raise_signal, signal.SIGKILL)
         assert isinstance(found[signal.SIGKILL], anyio.BrokenWorkerProcess)
 
-    def test_small_images_do_not_wait_for_large_ones(self, monkeypatch):
+    def test_others_wait_for_a_while(self, monkeypatch):
         monkeypatch.setattr(decoding, "_WAIT_SECONDS", 0.1)
         small, large = photo(), photo((2000, 2000))
 
@@ -363,10 +363,11 @@ class TestDecoding:
             found = await decoder(large)
             assert (found.image.mode, found.image.size) == ("L", (32, 32))
             assert (found.shown.mode, found.shown.size) == ("RGB", (448, 448))
-            async with decoder._places[1]:
+            async with decoder._places:
                 assert (await decoder(small)).shown.size == (32, 32)
-                with pytest.raises(decoding.Busy, match="too many images at once"):
-                    await decoder(large)
+                async with decoder._places:
+                    with pytest.raises(decoding.Busy, match="too many images at once"):
+                        await decoder(small)
             with pytest.raises(TooManyPixels):
                 await decoder(bomb())
 
@@ -382,7 +383,7 @@ class TestDecoding:
         run_alone(ask)
 
     def test_memory_is_lent(self, monkeypatch):
-        monkeypatch.setattr(decoding, "LANES", (decoding.Lane(50_000_000, 30_000_000, 1),))
+        monkeypatch.setattr(decoding, "MEGABYTES", 30)
 
         async def ask():
             decoder = decoding.Decoder(Preprocessing(32), "RGB")

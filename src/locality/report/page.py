@@ -25,7 +25,6 @@ from locality.analysis.runs import (
     read_runs,
 )
 from locality.analysis.statistics import Estimate, estimate
-from locality.data.config import Decoding
 from locality.data.folder import place_name, read_image, short_name
 from locality.data.sources import duplicates
 from locality.errors import UserError
@@ -33,6 +32,7 @@ from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg
 from locality.settings import flatten
 from locality.templates import render, write_page
+from locality.training.config import read_config
 from locality.training.evaluation import Predictions
 
 _IMAGES, _LAYERS, _HEADS = 3, 4, 4
@@ -132,9 +132,7 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
         "reach": maps.REACH,
         "shared": {n: value for n, value in _settings(runs[0]).items() if n not in apart},
         "differing": differing_settings([_settings(one.runs[0]) for one in groups]),
-        "rows": [
-            _row(one, fraction) for fraction in fractions for one in groups if one.at(fraction)
-        ],
+        "rows": [_row(one, part) for part in fractions for one in groups if one.at(part)],
         "environments": _environments(runs),
         "runs": runs,
     }
@@ -143,9 +141,8 @@ def _content(groups: Sequence[RunGroup]) -> dict[str, Any]:
 def _title(groups: Sequence[RunGroup]) -> str:
     """The models and the datasets."""
     labels = [one.label for one in groups]
-    models = (
-        join_names(labels) if len(labels) <= _MAX_NAMES else f"{len(labels)} models or settings"
-    )
+    several = f"{len(labels)} models or settings"
+    models = join_names(labels) if len(labels) <= _MAX_NAMES else several
     return f"{models} on {join_names(_datasets(groups))}"
 
 
@@ -367,6 +364,12 @@ def _shown(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
+_CURVES = {
+    "Accuracy": ("top-1 accuracy (%)", {"train_top1": "training", "top1": "validation"}),
+    "Loss": ("loss", {"train_loss": "training", "val_loss": "validation"}),
+}
+
+
 def single_run(run: RecordedRun) -> dict[str, Any]:
     """The values of a report on a single run.
 
@@ -380,14 +383,7 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
         "kept_step": run.result.get("best_step", run.result.get("steps")),
         "curves": {
             name: charts.chart(charts.draw_curves, run, columns, best, y_label)
-            for name, columns, y_label in (
-                (
-                    "Accuracy",
-                    {"train_top1": "training", "top1": "validation"},
-                    "top-1 accuracy (%)",
-                ),
-                ("Loss", {"train_loss": "training", "val_loss": "validation"}, "loss"),
-            )
+            for name, (y_label, columns) in _CURVES.items()
             # A single point is no curve.
             if any(len(charts.curve_of(run, column)) > 1 for column in columns)
         },
@@ -413,9 +409,8 @@ def _from_predictions(run: RecordedRun, predictions: Predictions) -> dict[str, A
     shown = sorted(np.argsort(np.negative(errors), kind="stable")[:_MAX_CLASSES].tolist())
     table, error = predictions.calibration()
     names = [predictions.classes[number] for number in shown]
-    worst = sorted(
-        (row for row in rows if row["images"]), key=lambda row: row["right"] / row["images"]
-    )
+    held = [row for row in rows if row["images"]]
+    worst = sorted(held, key=lambda row: row["right"] / row["images"])
     return {
         "predictions": predictions,
         "unread": int(run.result["val_images"]) - len(predictions.labels),
@@ -459,9 +454,7 @@ def _thumbnail(file: Path, run: RecordedRun) -> str | None:
     if not file.resolve().is_relative_to(folder.resolve()):
         return None
     try:
-        stated = run.config["data"]
-        decoding = Decoding(bool(stated.get("exif")), grey_bits=int(stated.get("grey_bits", 16)))
-        image = read_image(file, decoding)
+        image = read_image(file, read_config(run.folder).data.decoding)
     except UserError:
         return None
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))

@@ -1,7 +1,7 @@
 """The FastAPI application: a page, and the endpoints /predict and /attention.
 
 An image is the body of a request, alone or as the one file of a form, within limits; a request has
-nothing else: no file is named, none is written. A few images at a time are decoded, and one is
+nothing else: no file is named, none is written. Two images at a time are decoded, and one is
 looked at; only what the model takes of it comes to this process.
 """
 

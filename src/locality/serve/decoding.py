@@ -7,10 +7,9 @@ more pixels than the model takes and the page shows, and get no more memory than
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,23 +26,15 @@ from locality.data.sources import BadImage, TooManyPixels
 SECONDS = 10
 """The longest that decoding an image may take."""
 _WAIT_SECONDS = 60
+_SMALLER = "give it with fewer pixels, or as a plain JPEG or PNG"
 
 
 class Busy(Exception):
     """Too many images wait to be decoded; the message says so."""
 
 
-class Lane(NamedTuple):
-    """Images up to a number of pixels, of which so many are decoded at once."""
-
-    pixels: int
-    bytes: int
-    at_once: int
-
-
-# Of one image, the pixels before and after a turn are in memory together, 8 bytes of each. The
-# second lane takes what a telephone takes, and small images do not wait for that.
-LANES = (Lane(2_000_000, 50_000_000, 2), Lane(50_000_000, 420_000_000, 1))
+# Of one image, the pixels before and after a turn are in memory together, 8 bytes of each.
+_MAX_PIXELS, MEGABYTES, _AT_ONCE = 50_000_000, 420, 2
 
 
 class Crops(NamedTuple):
@@ -65,10 +56,10 @@ class Decoder:
     def __init__(
         self, preprocessing: Preprocessing, mode: str, settings: Decoding = DEFAULT_DECODING
     ) -> None:
-        self._made = preprocessing, mode
-        self._settings = replace(settings, exif=True)
-        self._places = [anyio.Semaphore(lane.at_once) for lane in LANES]
-        self._processes = anyio.CapacityLimiter(sum(lane.at_once for lane in LANES))
+        most = min(_MAX_PIXELS, settings.max_pixels)
+        self._how = replace(settings, exif=True, max_pixels=most), preprocessing, mode
+        self._places = anyio.Semaphore(_AT_ONCE)
+        self._processes = anyio.CapacityLimiter(_AT_ONCE)
 
     async def __call__(self, data: bytes) -> Crops:
         """The image in `data`, the bytes of a file.
@@ -78,39 +69,19 @@ class Decoder:
             Busy: if others have taken all processes for a minute.
             BrokenWorkerProcess: if the process was killed from outside.
         """
-        for lane, places in zip(LANES, self._places, strict=True):
-            most = min(lane.pixels, self._settings.max_pixels)
-            settings = replace(self._settings, max_pixels=most)
-            try:
-                async with _place(places):
-                    return await in_process(
-                        _decode, data, settings, lane.bytes, *self._made, limiter=self._processes
-                    )
-            except TooManyPixels:
-                if lane is LANES[-1]:
-                    raise
-            except BadImage:
-                # WebP needs its memory before it says how many pixels it has.
-                if lane is LANES[-1] or data[8:12] != b"WEBP":
-                    raise
-            except MemoryError:
-                raise BadImage(
-                    f"decoding the image takes more than {lane.bytes // 1_000_000} MB; give it "
-                    f"with fewer pixels, or as a plain JPEG or PNG"
-                ) from None
-        raise AssertionError("the last lane returns or raises")
-
-
-@contextlib.asynccontextmanager
-async def _place(places: anyio.Semaphore) -> AsyncIterator[None]:
-    with anyio.move_on_after(_WAIT_SECONDS) as waiting:
-        await places.acquire()
-    if waiting.cancelled_caught:
-        raise Busy("too many images at once; try again later")
-    try:
-        yield
-    finally:
-        places.release()
+        with anyio.move_on_after(_WAIT_SECONDS) as waiting:
+            await self._places.acquire()
+        if waiting.cancelled_caught:
+            raise Busy("too many images at once; try again later")
+        try:
+            lent = MEGABYTES * 1_000_000
+            return await in_process(_decode, data, lent, *self._how, limiter=self._processes)
+        except MemoryError:
+            raise BadImage(
+                f"decoding the image takes more than {MEGABYTES} MB; {_SMALLER}"
+            ) from None
+        finally:
+            self._places.release()
 
 
 async def in_process(
@@ -126,14 +97,11 @@ async def in_process(
         return await anyio.to_process.run_sync(
             function, *arguments, cancellable=True, limiter=limiter
         )
-    raise BadImage(
-        f"decoding the image takes more than {SECONDS} seconds; give it with fewer pixels, or as a "
-        f"plain JPEG or PNG"
-    )
+    raise BadImage(f"decoding the image takes more than {SECONDS} seconds; {_SMALLER}")
 
 
 def _decode(
-    data: bytes, settings: Decoding, memory: int, preprocessing: Preprocessing, mode: str
+    data: bytes, memory: int, settings: Decoding, preprocessing: Preprocessing, mode: str
 ) -> Crops:
     # Ctrl-C reaches every process of a terminal; the server ends this one itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -144,10 +112,11 @@ def _decode(
     try:
         image = decoding.decode(data, settings)
     except BadImage as error:
-        if isinstance(error, TooManyPixels) or memory < LANES[-1].bytes:
+        if isinstance(error, TooManyPixels) or data[8:12] != b"WEBP":
             raise
-        # Some decoders call a file damaged where they get no memory.
-        megabytes = memory // 1_000_000
-        raise BadImage(f"{error}; or decoding it takes more than {megabytes} MB") from None
+        # WebP calls a file damaged where it gets no memory.
+        raise BadImage(
+            f"{error}; or decoding it takes more than {memory // 1_000_000} MB"
+        ) from None
     cut = resize_and_crop(convert(image, mode), preprocessing)
     return Crops(cut, high_resolution_crop(image, preprocessing))
