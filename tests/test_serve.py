@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,12 +26,9 @@ from PIL import Image
 import locality
 from locality.checkpoints import open_model, save
 from locality.cli import main
-from locality.data import BadImage, Preprocessing
-from locality.data.sources import TooManyPixels
 
 HTTPException = pytest.importorskip("fastapi").HTTPException
 application = pytest.importorskip("locality.serve.application")
-decoding = pytest.importorskip("locality.serve.decoding")
 pytestmark = pytest.mark.slow
 
 CLASSES = [f"digit <b>{number}</b>" for number in range(10)]
@@ -319,107 +315,27 @@ def test_too_many_bytes_at_once(monkeypatch):
     run_alone(ask)
 
 
-class TestDecoding:
-    """What becomes of the processes that decode."""
-
-    @staticmethod
-    def run_in_processes(function, *data):
-        async def all_of_them():
-            processes = anyio.CapacityLimiter(len(data))
-            found = {}
-
-            async def one(each):
-                try:
-                    found[each] = await decoding.in_process(function, each, limiter=processes)
-                except Exception as error:
-                    found[each] = error
-
-            async with anyio.create_task_group() as tasks:
-                for each in data:
-                    tasks.start_soon(one, each)
-            return found
-
-        return run_alone(all_of_them)
-
-    def test_what_takes_too_long_is_refused(self, monkeypatch):
-        before = psutil.Process().children()
-        monkeypatch.setattr(decoding, "SECONDS", 5)
-        found = self.run_in_processes(time.sleep, 0, 1000)
-        assert found[0] is None
-        assert isinstance(found[1000], BadImage) and "more than 5 seconds" in str(found[1000])
-        after = [each for each in psutil.Process().children() if each not in before]
-        assert not psutil.wait_procs(after, 30)[1]
-
-    def test_a_process_that_is_killed(self):
-        found = self.run_in_processes(signal.raise_signal, signal.SIGKILL)
-        assert isinstance(found[signal.SIGKILL], anyio.BrokenWorkerProcess)
-
-    def test_others_wait_for_a_while(self, monkeypatch):
-        monkeypatch.setattr(decoding, "_WAIT_SECONDS", 0.1)
-        small, large = photo(), photo((2000, 2000))
-
-        async def ask():
-            decoder = decoding.Decoder(Preprocessing(32), "L")
-            found = await decoder(large)
-            assert (found.image.mode, found.image.size) == ("L", (32, 32))
-            assert (found.shown.mode, found.shown.size) == ("RGB", (448, 448))
-            async with decoder._places:
-                assert (await decoder(small)).shown.size == (32, 32)
-                async with decoder._places:
-                    with pytest.raises(decoding.Busy, match="too many images at once"):
-                        await decoder(small)
-            with pytest.raises(TooManyPixels):
-                await decoder(bomb())
-
-        run_alone(ask)
-
-    def test_a_decoder_that_gets_no_memory_says_so(self):
-        async def ask():
-            decoder = decoding.Decoder(Preprocessing(32), "RGB")
-            assert (await decoder(photo((4000, 3000), "WEBP", method=0))).image.size == (32, 32)
-            with pytest.raises(BadImage, match="takes more than 420 MB"):
-                await decoder(photo((7000, 7000), "WEBP", method=0))
-
-        run_alone(ask)
-
-    def test_memory_is_lent(self, monkeypatch):
-        monkeypatch.setattr(decoding, "MEGABYTES", 30)
-
-        async def ask():
-            decoder = decoding.Decoder(Preprocessing(32), "RGB")
-            with pytest.raises(BadImage, match="takes more than 30 MB"):
-                await decoder(photo((5000, 5000)))
-            assert (await decoder(photo())).image.size == (32, 32)
-
-        run_alone(ask)
-
-
-# Whatever it is to do with an image, it says so in a pipe, and then goes on for ever.
+# Of an image it says so in a pipe, and then goes on for ever.
 STUCK = """
 import runpy, sys
 from locality.cli import main
-from locality.serve import application, decoding
-where, what, *words = sys.argv[1:]
-if where == "decoding":
-    run = decoding.in_process
-    decoding.in_process = lambda _, sent, *__, limiter: run(runpy.run_path, sent, limiter=limiter)
-else:
-    application.explorer_page = lambda *_: runpy.run_path(what)
+from locality.serve import application
+what, *words = sys.argv[1:]
+application.explorer_page = lambda *_: runpy.run_path(what)
 sys.exit(main(words))
 """
 
 
-@pytest.mark.parametrize("where", ["decoding", "looking"])
-def test_it_ends_while_it_is_busy(where, model, tmp_path):
+def test_it_ends_while_it_is_busy(model, tmp_path):
     pipe, script = tmp_path / "pipe", tmp_path / "stuck.py"
     os.mkfifo(pipe)
     script.write_text(f"import time\nopen({str(pipe)!r}, 'w').close()\ntime.sleep(1000)\n")
-    words = [sys.executable, "-c", STUCK, where, str(script)]
+    words = [sys.executable, "-c", STUCK, str(script)]
     with contextlib.ExitStack() as stack:
         started = stack.enter_context(
             answering([*words, "serve", str(model), "--port", "0"], env=os.environ)
         )
-        body = os.fsencode(script) if where == "decoding" else photo()
+        body = photo()
         for start in (b"", b"POST / HTTP/1.1\r\nContent-Le", None):
             connection = connected(started)
             stack.callback(connection.close)
@@ -428,8 +344,6 @@ def test_it_ends_while_it_is_busy(where, model, tmp_path):
                 start += b"%d\r\n\r\n" % len(body) + body
             connection.sendall(start)
         pipe.read_bytes()  # until it is busy
-        children = psutil.Process(started.pid).children()
-    assert not psutil.wait_procs(children, 30)[1]
 
 
 def test_a_port_that_is_taken(process, model, capsys):

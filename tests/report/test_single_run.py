@@ -1,6 +1,5 @@
 """A run's own report: which classes it confuses, how sure it is, and what it learned from."""
 
-import gzip
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import pytest
 from PIL import Image
 
 from locality.analysis.recording import record
-from locality.data.sources import duplicates
 from locality.errors import UserError
 from locality.report import build_report
 from locality.training import RunFolder, evaluate_run, train
@@ -67,24 +65,6 @@ def test_calibration_against_its_definition():
     assert error == pytest.approx(2 / 3 * 0.15)
 
 
-def test_a_file_that_is_there_twice_is_found(tmp_path):
-    lines = ["5\t{}\t'train/a/1.png'", "5\t{}\t'val/b/2.png'", "6\t{}\t'train/a/3.png'"]
-    table = tmp_path / "images.gz"
-
-    def stamped(*stamps):
-        text = "".join(f"{line.format(stamp)}\n" for line, stamp in zip(lines, stamps, strict=True))
-        table.write_bytes(gzip.compress(text.encode()))
-        return duplicates(table)
-
-    same, other = "0123456789abcdef", "1" * 16
-    assert stamped(same, same, other) == [["train/a/1.png", "val/b/2.png"]]
-    assert stamped(same, other, other) == []
-    assert stamped(1700000000, 1700000000, 1700000000) is None
-    table.write_bytes(b"nothing")
-    with pytest.raises(UserError, match="no record of images"):
-        duplicates(table)
-
-
 @pytest.mark.parametrize("text", ["index,path\n0,a\n", "index,path,label,prediction,confidence\n"
                                   "0,a,0,1,7\n"])  # fmt: skip
 def test_a_table_of_something_else_is_refused(confused, text):
@@ -127,9 +107,6 @@ def test_a_report_on_photographs_shows_them(tmp_path, tiny_config):
         for index in range(12):
             pixels = rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "Haustiere" / label / f"{index}.png")
-    (tmp_path / "Haustiere" / "cats" / "copy.png").write_bytes(
-        (tmp_path / "Haustiere" / "cats" / "0.png").read_bytes()
-    )
     data = {"data__dataset": "folder", "data__root": str(tmp_path / "Haustiere")}
     run = tmp_path / "run"
     train(tiny_config(**data, data__val_fraction=0.5), run, quiet=True)
@@ -137,7 +114,6 @@ def test_a_report_on_photographs_shows_them(tmp_path, tiny_config):
     page = build_report([run], tmp_path / "r.html").read_text()
     text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
     assert "on Haustiere" in text and "A training run on Haustiere" in text
-    assert "1 group of files has the same content:" in text
     assert "1 training image could not be read: cats/x.png: it is cut short" in text
     mistakes = page[page.index("The most confident mistakes") :]
     names = re.findall(r"<br>([^<]*)</figcaption>", mistakes)

@@ -35,10 +35,6 @@ class BadImage(Exception):
     """An image that cannot be decoded; the message says why, without naming it."""
 
 
-class TooManyPixels(BadImage):
-    """An image that could be decoded, but for its size."""
-
-
 class ImageSource(ABC):
     """Labelled images with random access.
 
@@ -306,19 +302,3 @@ def _parse_table(table: bytes) -> dict[str, str]:
 def _read_table(path: Path) -> dict[str, str]:
     with wrap_errors(f"{path} is no record of images", OSError, ValueError):
         return _parse_table(gunzip(path, "record of images", _MAX_TABLE_BYTES))
-
-
-def duplicates(record: Path) -> list[list[str]] | None:
-    """Names of files with the same content, in groups, from where a `ImageFingerprint.table` lies.
-
-    Returns:
-        None if files are compared by modification time, as those of large datasets are.
-    """
-    stamps = _read_table(record)
-    groups: dict[str, list[str]] = {}
-    for name, stamp in stamps.items():
-        if len(stamp.partition("\t")[2]) == _DIGITS:
-            groups.setdefault(stamp, []).append(name)
-    if stamps and not groups:
-        return None
-    return [names for names in groups.values() if len(names) > 1]

@@ -26,7 +26,6 @@ from locality.analysis.runs import (
 )
 from locality.analysis.statistics import Estimate, estimate
 from locality.data.folder import place_name, read_image, short_name
-from locality.data.sources import duplicates
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
 from locality.figures.style import Figure, inline_svg

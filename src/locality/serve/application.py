@@ -2,26 +2,23 @@
 
 An image is the body of a request, alone or as the one file of a form, within limits; a request has
 nothing else: no file is named, none is written. Two images at a time are decoded, and one is
-looked at; only what the model takes of it comes to this process.
+looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import re
-from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from email.message import Message
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
-from anyio import BrokenWorkerProcess
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
+from PIL import Image
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
@@ -29,10 +26,11 @@ from starlette.requests import ClientDisconnect
 from locality import __version__
 from locality.analysis.explorer import explorer_page
 from locality.checkpoints.api import MODES, Classifier
+from locality.data import decode
 from locality.data.config import DEFAULT_DECODING, Decoding
+from locality.data.resizing import convert, high_resolution_crop, resize_and_crop
 from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError, printable
-from locality.serve.decoding import Busy, Crops, Decoder
 from locality.templates import render
 
 MEGABYTES = 20
@@ -44,6 +42,8 @@ _MAX_READ_BYTES = 400_000_000
 _SECONDS = 60
 _MAX_FORM_PARTS = 100
 _MAX_NAMED = 6  # classes in the title
+# Of one image, the pixels before and after a turn are in memory together, 8 bytes of each.
+_MAX_PIXELS, _DECODED_AT_ONCE = 50_000_000, 2
 # Of all requests together. Counting requests instead would let some that send slowly shut out all.
 _MAX_HELD_BYTES = 100_000_000
 
@@ -136,6 +136,13 @@ _IMAGE = {
 T = TypeVar("T")
 
 
+class Crops(NamedTuple):
+    """An image as the model takes it, but for the normalisation, and with more pixels to show."""
+
+    image: Image.Image
+    shown: Image.Image
+
+
 class ClassProbability(BaseModel):
     """A class and its probability."""
 
@@ -180,26 +187,27 @@ def application(
     bodies = RequestBodies()
     preprocessing = classifier.preprocessing
     mode = MODES.get(len(preprocessing.mean), "RGB")
-    decode = Decoder(preprocessing, mode, decoding)
+    limit = min(_MAX_PIXELS, decoding.max_pixels)
+    settings = replace(decoding, exif=True, max_pixels=limit)
     # Of images that are cut already.
     looking = replace(classifier, preprocessing=replace(preprocessing, crop_pct=1.0))
     # torch takes all processors for one image as it is.
-    one = anyio.CapacityLimiter(1)
+    one, few = anyio.CapacityLimiter(1), anyio.CapacityLimiter(_DECODED_AT_ONCE)
+
+    def crop(data: bytes) -> Crops:
+        image = decode(data, settings)
+        cut = resize_and_crop(convert(image, mode), preprocessing)
+        return Crops(cut, high_resolution_crop(image, preprocessing))
 
     async def answered(request: Request, answer: Callable[[Crops], T]) -> T:
         async with bodies.image(request) as data:
             try:
-                crops = await decode(data)
+                crops = await anyio.to_thread.run_sync(crop, data, limiter=few)
                 return await anyio.to_thread.run_sync(partial(answer, crops), limiter=one)
-            except Busy as error:
-                raise HTTPException(503, str(error)) from None
             except NonFiniteLogits as error:
                 raise HTTPException(500, str(error)) from None
             except (BadImage, UserError) as error:
                 raise HTTPException(422, str(error)) from None
-            except BrokenWorkerProcess:
-                sentence = "the process that decoded the image was killed, most often for memory"
-                raise HTTPException(503, sentence) from None
 
     @service.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def show() -> str:
@@ -259,32 +267,3 @@ def _question(classifier: Classifier) -> str:
     if len(names) >= _MAX_NAMED:
         return f"Which of {len(names) + 1:,} classes?"
     return f"{', '.join(names)} or {last}?" if names else last
-
-
-def content_policy(classifier: Classifier, framed: bool) -> str:
-    """The Content-Security-Policy of the page: nothing from elsewhere, no script but its own.
-
-    The explorer's page is in a frame of it, and what is in a frame without an address has the
-    policy of the page around.
-
-    Args:
-        classifier: which the page is of.
-        framed: whether other pages may show it in a frame.
-    """
-    explorer: dict[str, Any] = {"data": "", "blobs": [], "models": [], "version": ""}
-    both = _page(classifier) + render("locality.analysis", "explorer.html", **explorer)
-    scripts = [
-        b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        for script in re.findall("<script>(.*?)</script>", both, re.DOTALL)
-    ]
-    rules = {
-        "default-src": "'none'",
-        "script-src": " ".join(f"'sha256-{script}'" for script in scripts),
-        "style-src": "'unsafe-inline'",
-        "img-src": "data: blob:",
-        "connect-src": "'self' data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "*" if framed else "'none'",
-    }
-    return "; ".join(f"{what} {sources}" for what, sources in rules.items())

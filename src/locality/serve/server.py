@@ -8,7 +8,6 @@ itself.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -19,7 +18,6 @@ from fnmatch import fnmatchcase
 from types import FrameType
 from typing import NoReturn
 
-import psutil
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -28,10 +26,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from locality.checkpoints.api import Classifier
 from locality.data.config import DEFAULT_DECODING, Decoding
 from locality.errors import UserError
-from locality.serve.application import application, content_policy
+from locality.serve.application import application
 
 # For requests to be answered after Ctrl-C.
 _SHUTDOWN_SECONDS = 2
+_NONE = "'none'"
+# Nothing from elsewhere, in the page and in the explorer's, which is in a frame of it.
+_POLICY = (
+    f"default-src {_NONE}; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    f"img-src data: blob:; connect-src 'self' data:; base-uri {_NONE}; form-action {_NONE};"
+)
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s\[\]:/?#@]+))(?::\d*)?")
 
 
@@ -78,19 +82,10 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         seconds = 0 if self.should_exit else _SHUTDOWN_SECONDS
         super().handle_exit(sig, frame)
-        ending = threading.Timer(seconds, _end, [128 + sig])
+        # A thread may be looking at an image, and Python takes seconds to take torch apart.
+        ending = threading.Timer(seconds, os._exit, [128 + sig])
         ending.daemon = True
         ending.start()
-
-
-def _end(code: int) -> NoReturn:
-    """End this process and all below it, although a thread of it may be looking at an image.
-
-    Nothing is left to write, and Python takes seconds to take torch apart.
-    """
-    for decoder in psutil.Process().children():
-        decoder.kill()
-    os._exit(code)
 
 
 def serve(
@@ -119,7 +114,7 @@ def serve(
             raise UserError(f"hosts has '{name}'; give a name alone, such as me.example")
     framed = "*" in hosts
     headers = [
-        ("content-security-policy", content_policy(classifier, framed)),
+        ("content-security-policy", f"{_POLICY} frame-ancestors {'*' if framed else _NONE}"),
         ("x-content-type-options", "nosniff"),
         *([] if framed else [("x-frame-options", "DENY")]),
     ]
@@ -141,8 +136,6 @@ def serve(
         ) from error
     shown = f"[{host}]" if ":" in host else host
     print(f"http://{shown}:{listening.getsockname()[1]}", flush=True)
-    # At the end it may say that it did not know a decoder's process, which is then gone as well.
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config).run(sockets=[listening])
-    _end(128 + signal.SIGINT)
+    os._exit(128 + signal.SIGINT)
