@@ -191,9 +191,8 @@ def run_benchmark(
             if task == "training" and not compiled:
                 kept[label] = saved_activations(contender, images, cast)
             called: Any = torch.compile(contender) if compiled else contender
-            work[label] = (inference if task == "inference" else training_step)(
-                called, images, cast
-            )
+            make = inference if task == "inference" else training_step
+            work[label] = make(called, images, cast)
         what = {"task": task, "img_size": images.shape[-1], "precision": precision}
         what["mode"] = "compiled" if compiled else "eager"
         for row in timed_rows(interleave(work, place, rounds), batch_size, what):

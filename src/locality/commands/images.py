@@ -68,9 +68,7 @@ def predict(arguments: Sequence[str]) -> int:
     if options.model is None:
         options.model, *options.images = options.images
         if not options.images:
-            raise UserError(
-                f"give --model, or the model first: locality predict RUN {options.model}"
-            )
+            raise UserError(f"give --model, or the model first: predict RUN {options.model}")
     if options.output is not None:
         parser.refuse("top json", "does nothing for a table")
     output = None if options.output == "-" else options.output
@@ -100,9 +98,8 @@ def predict(arguments: Sequence[str]) -> int:
         return code
     named = [(str(file), classifier.top_classes(row, options.top)) for file, row in results]
     if options.json:
-        print(
-            json.dumps([{"image": file, "classes": classes} for file, classes in named], indent=2)
-        )
+        listed = [{"image": file, "classes": classes} for file, classes in named]
+        print(json.dumps(listed, indent=2))
         return code
     for file, classes in named:
         shown = "  ".join(f"{name} {100 * p:.1f}%" for name, p in classes.items())

@@ -249,7 +249,7 @@ def application(
     return service
 
 
-def _page(classifier: Classifier, title: str = "") -> str:
+def _page(classifier: Classifier, title: str) -> str:
     return render(
         "locality.report",
         "serve.html",
