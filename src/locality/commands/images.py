@@ -329,16 +329,10 @@ def serve(arguments: Sequence[str]) -> None:
     checks.integer("port", options.port, 0, 65535)
     given = GivenModel(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
-    from locality.serve import server
+    from locality.serve.application import serve_model
 
-    server.serve(
-        given.open(),
-        options.host,
-        options.port,
-        options.hosts or (),
-        options.title or "",
-        given.decoding,
-    )
+    place = options.host, options.port, options.hosts or ()
+    serve_model(given.open(), *place, options.title or "", given.decoding)
 
 
 def figure(arguments: Sequence[str]) -> None:
