@@ -393,8 +393,10 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def to_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The rows of a result as text: header and cells."""
-    return [*_COLUMNS], [[text(row) for text in _COLUMNS.values()] for row in rows]
+    """The rows of a result as text: header and cells, without columns that are empty."""
+    columns = {title: [text(row) for row in rows] for title, text in _COLUMNS.items()}
+    shown = {title: column for title, column in columns.items() if any(column)}
+    return [*shown], [list(line) for line in zip(*shown.values(), strict=True)]
 
 
 def _shown(value: Any, form: str) -> str:

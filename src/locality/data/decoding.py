@@ -32,7 +32,6 @@ from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffImagePlugin, Ti
 
 from locality import files
 from locality.data.config import DEFAULT_DECODING, Decoding
-from locality.data.resizing import convert
 from locality.data.sources import BadImage
 from locality.errors import UserError
 
@@ -231,6 +230,11 @@ def _check_png(data: bytes, image: Image.Image) -> None:
             length, piece = length + len(block), inflate.unconsumed_tail
     if length < expected:
         raise BadImage("the image is damaged (rows are missing at its end)")
+
+
+def convert(image: Image.Image, mode: str) -> Image.Image:
+    """The image in a mode of Pillow's; itself, not a copy, where it has that mode."""
+    return image if image.mode == mode else image.convert(mode)
 
 
 def to_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:

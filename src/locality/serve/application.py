@@ -42,7 +42,8 @@ from locality.analysis.explorer import explorer_page
 from locality.checkpoints.api import MODES, Classifier
 from locality.data import decode
 from locality.data.config import DEFAULT_DECODING, Decoding
-from locality.data.resizing import convert, high_resolution_crop, resize_and_crop
+from locality.data.decoding import convert
+from locality.data.preprocessing import high_resolution_crop, resize_and_crop
 from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError, printable
 from locality.templates import render
