@@ -8,9 +8,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from locality import checks, data, training
 from locality.commands import MODEL, GivenModel, images_at, page_in, say, table
@@ -320,13 +321,13 @@ def serve(arguments: Sequence[str]) -> None:
     parser = Parser("serve", serve.__doc__)
     parser.add_model("model")
     parser.add("--host", "127.0.0.1", "address to listen at; 0.0.0.0 is every one of the machine")
-    parser.add("--port", 8000, "port; 0 takes a free one", int)
+    port = Annotated[int, Meta(ge=0, le=65535)]
+    parser.add("--port", 8000, "port; 0 takes a free one", port)
     hosts = "names that it is reached by beside this machine's own; '*' is any"
     parser.add_argument("--hosts", nargs="+", default=None, help=hosts)
     parser.add("--title", None, "of the page; its classes unless given")
     options = parser.read(arguments)
 
-    checks.integer("port", options.port, 0, 65535)
     given = GivenModel(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
     from locality.serve.application import serve_model

@@ -25,7 +25,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 DATASETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("datasets.yaml"))
 """The rows of `datasets.yaml`, by name."""
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,11 @@ class Preprocessing:
     img_size: checks.ImageSize | None = None
     mean: tuple[checks.NotNegative, ...] = IMAGENET_MEAN
     std: tuple[checks.Positive, ...] = IMAGENET_STD
-    interpolation: str = "bicubic"
+    interpolation: Interpolation = "bicubic"
     crop_pct: checks.PositiveShare = 0.875
     crop_mode: Literal["center", "squash"] = "center"
 
     def __post_init__(self) -> None:
-        checks.one_of("interpolation", self.interpolation, INTERPOLATIONS)
         check(self)
         if not len(self.mean) == len(self.std) > 0:
             raise UserError(
@@ -254,7 +253,7 @@ class AugmentConfig:
     auto_augment: str | None = None
     affine: Annotated[float, Meta(ge=0, le=90)] = 0.0
     random_erasing: checks.Share = 0.0
-    interpolation: str | None = None
+    interpolation: Interpolation | Literal["random"] | None = None
     mixup: checks.NotNegative = 0.0
     cutmix: checks.NotNegative = 0.0
     mixup_prob: checks.Share = 1.0
@@ -263,8 +262,6 @@ class AugmentConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.interpolation is not None:
-            checks.one_of("interpolation", self.interpolation, (*INTERPOLATIONS, "random"))
         _range("scale", self.scale, 1.0)
         _range("ratio", self.ratio, math.inf)
         if self.auto_augment is not None:
