@@ -60,7 +60,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.margins(x=0.1)
         axes.set_xlim(*_clip_limits(axes.get_xlim()))
-        _label_axes(axes, f"top-1 accuracy (%), {subset_label(*fractions)}", "", grid="x")
+        label_axes(axes, f"top-1 accuracy (%), {subset_label(*fractions)}", "", grid="x")
         return
     step = 0.7 / len(groups)
     for number, (one, look) in enumerate(zip(groups, looks, strict=True)):
@@ -72,7 +72,7 @@ def draw_accuracy(axes: Axes, groups: Sequence[RunGroup]) -> None:
     axes.set_xticks(range(len(fractions)), [percent(fraction) for fraction in fractions])
     axes.set_xlim(-0.6, len(fractions) - 0.4)
     axes.set_ylim(*_clip_limits(axes.get_ylim()))
-    _label_axes(axes, "fraction of the training images", "top-1 accuracy (%)", covered=True)
+    label_axes(axes, "fraction of the training images", "top-1 accuracy (%)", covered=True)
 
 
 _CLOSE = 0.06  # of the distance of two fractions: labels that are as close would run together
@@ -160,7 +160,7 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
             look |= {"linewidth": 2.2, "markevery": every}
             axes.plot(found["x"], found["mean"], label=one.label, **look)
     axes.set_title(subset_label(fraction))
-    _label_axes(axes, "step", "top-1 accuracy (%)")
+    label_axes(axes, "step", "top-1 accuracy (%)")
 
 
 def curve_of(run: RecordedRun, column: str) -> np.ndarray:
@@ -193,7 +193,7 @@ def draw_curves(
         if best is not None and column == list(columns)[-1] and column in best:
             axes.plot(best["step"], best[column], "o", color=INK, label="best top-1")
             axes.axvline(best["step"], color=FAINT, linestyle=":", linewidth=1.2)
-    _label_axes(axes, "step", y_label)
+    label_axes(axes, "step", y_label)
     return any(map(len, curves.values()))
 
 
@@ -230,7 +230,7 @@ def draw_calibration(axes: Axes, table: npt.NDArray[np.float64]) -> None:
     axes.plot(100 * confidence, 100 * accuracy, color=INK, linewidth=1)
     axes.scatter(100 * confidence, 100 * accuracy, s=10 + 400 * share, color=CONVIT, zorder=3)
     axes.set(xlim=(0, 104), ylim=(-4, 104))
-    _label_axes(axes, "confidence (%)", "top-1 accuracy (%)")
+    label_axes(axes, "confidence (%)", "top-1 accuracy (%)")
 
 
 def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
@@ -251,7 +251,7 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
     axes.set_title(subset_label(fraction))
     axes.set_ylim(-0.02, 1.02)
     axes.set_xticks(list(after))
-    _label_axes(axes, "layer", "gate σ(λ):  0 content … 1 position")
+    label_axes(axes, "layer", "gate σ(λ):  0 content … 1 position")
     return bool(after)
 
 
@@ -287,34 +287,14 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
     if measured:
         label = "uniform attention"
         axes.axhline(everywhere, color=FAINT, linestyle=":", linewidth=1.2, label=label)
-        _label_axes(axes, "layer", f"nonlocality ({unit})")
+        label_axes(axes, "layer", f"nonlocality ({unit})")
     axes.set_title(subset_label(fraction))
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.locator_params(axis="x", integer=True)
     return bool(measured)
 
 
-def draw_candidates(axes: Axes, rows: Sequence[Mapping[str, str]], cost: str, title: str) -> None:
-    """Candidates of a search by cost and accuracy, with the Pareto front.
-
-    Args:
-        axes: to draw on.
-        rows: of `candidates.csv`: "by", "top1" and the costs.
-        cost: which of them.
-        title: of that axis.
-    """
-    points = sorted({(float(row[cost]), float(row["top1"])) for row in rows})
-    for by, colour in (("random", FAINT), ("evolution", family_colour("cvt"))):
-        own = [(float(row[cost]), float(row["top1"])) for row in rows if row["by"] == by]
-        axes.plot(*np.reshape(own, (-1, 2)).T, ".", color=colour, alpha=0.6, label=by)
-    front = np.maximum.accumulate([top1 for _, top1 in points])
-    axes.plot([at for at, _ in points], front, color=INK, linewidth=1.2, drawstyle="steps-post",
-              label="Pareto front")  # fmt: skip
-    axes.locator_params(axis="x", nbins=4)
-    _label_axes(axes, title, "top-1 on held-out images (%)")
-
-
-def _label_axes(
+def label_axes(
     axes: Axes, x_label: str, y_label: str, grid: Literal["x", "y"] = "y", covered: bool = False
 ) -> None:
     """Label the axes, and what is drawn: below them where a legend would cover it."""

@@ -35,8 +35,7 @@ from locality.checkpoints.format import WEIGHTS
 from locality.data import BatchLoader, DataSplits, ImageSource, eval_loader, open_data
 from locality.data.sampling import sorted_fraction
 from locality.errors import UserError
-from locality.figures import charts
-from locality.figures.style import inline_svg
+from locality.figures import charts, style
 from locality.files import CsvTable, atomic_file, write_atomic
 from locality.models import ImageClassifier, variant
 from locality.settings import replace
@@ -256,9 +255,11 @@ class Search:
 
     def _page(self, result: Mapping[str, Any]) -> str:
         rows = [row for row in self.table.rows(2**62) if int(row["round"]) == self.round]
-        drawn = {
-            name: charts.chart(charts.draw_candidates, rows, name, _AXES[name]) for name in _AXES
-        }
+        panels = [
+            Markup(style.inline_svg(drawn, name, name))
+            for name in _AXES
+            if (drawn := charts.chart(_draw_candidates, rows, name, _AXES[name]))
+        ]
         paper = SearchSpace(variant("cvt_13").config)
         theirs = paper.choices(paper.index(variant("cvt_13_nas").config))
         return render(
@@ -267,7 +268,7 @@ class Search:
             result=result,
             config=self.config,
             folder=self.path,
-            panels=[Markup(inline_svg(each, name, name)) for name, each in drawn.items() if each],
+            panels=panels,
             shapes={
                 "CvT-13-NAS, as the paper describes it": theirs,
                 "found here": self.space.choices(result["candidate"]),
@@ -275,6 +276,26 @@ class Search:
             size=len(self.space),
             images=len(self.splits.val),
         )
+
+
+def _draw_candidates(axes: Any, rows: Sequence[Mapping[str, str]], cost: str, title: str) -> None:
+    """Candidates of a search by cost and accuracy, with the Pareto front.
+
+    Args:
+        axes: to draw on.
+        rows: of `candidates.csv`: "by", "top1" and the costs.
+        cost: which of them.
+        title: of that axis.
+    """
+    points = sorted({(float(row[cost]), float(row["top1"])) for row in rows})
+    for by, colour in (("random", style.FAINT), ("evolution", style.family_colour("cvt"))):
+        own = [(float(row[cost]), float(row["top1"])) for row in rows if row["by"] == by]
+        axes.plot(*np.reshape(own, (-1, 2)).T, ".", color=colour, alpha=0.6, label=by)
+    front = np.maximum.accumulate([top1 for _, top1 in points])
+    look: dict[str, Any] = {"color": style.INK, "linewidth": 1.2, "drawstyle": "steps-post"}
+    axes.plot([at for at, _ in points], front, label="Pareto front", **look)
+    axes.locator_params(axis="x", nbins=4)
+    charts.label_axes(axes, title, "top-1 on held-out images (%)")
 
 
 def _map_over_ranks(numbers: Sequence[int], work: Callable[[int], Score]) -> Scores:
