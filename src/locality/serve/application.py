@@ -17,7 +17,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from email.message import Message
 from fnmatch import fnmatchcase
@@ -59,66 +59,38 @@ _MAX_FORM_PARTS = 100
 _MAX_NAMED = 6  # classes in the title
 # Of one image, the pixels before and after a turn are in memory together, 8 bytes of each.
 _MAX_PIXELS, _DECODED_AT_ONCE = 50_000_000, 2
-# Of all requests together. Counting requests instead would let some that send slowly shut out all.
-_MAX_HELD_BYTES = 100_000_000
+# Connections at a time; others get 503.
+_MAX_CONNECTIONS = 50
 
 
-class RequestBodies:
-    """The bodies of all open requests, and the memory that they take."""
+async def read_image(request: Request) -> bytes:
+    """The bytes of the image that was sent.
 
-    def __init__(self) -> None:
-        self._held = 0
-
-    @contextlib.asynccontextmanager
-    async def image(self, request: Request) -> AsyncIterator[bytes]:
-        """The bytes of the image that was sent, which count as held until the block ends.
-
-        Raises:
-            HTTPException: if it is too much, takes too long, or a form has no or several files.
-        """
-        kept, size = bytearray(), 0
-        try:
-            await self._read(request, kept)
-            data, size = bytes(kept), len(kept)
-            kept.clear()
-            if request.headers.get("content-type", "").startswith("multipart/"):
-                data = _file_of_form(data, request.headers["content-type"])
-            if len(data) > MEGABYTES * 1_000_000:
-                raise _too_large()
-            yield data
-        finally:
-            self._held -= len(kept) + size
-
-    async def _read(self, request: Request, kept: bytearray) -> None:
-        """Append the body to `kept`. What is too much is dropped, and read to its end: a client
-        that still sends does not read the response."""
-        length = 0
-        try:
-            with anyio.fail_after(_SECONDS):
-                async for piece in request.stream():
-                    length += len(piece)
-                    if length > _MAX_READ_BYTES:
-                        break
-                    if length > _LARGEST:
-                        self._held -= len(kept)
-                        kept.clear()
-                        continue
-                    if self._held + len(piece) > _MAX_HELD_BYTES:
-                        raise HTTPException(503, "too many images at once; try again later")
-                    self._held += len(piece)
+    What is too much is dropped, and read to its end: a client that still sends does not read the
+    response.
+    """
+    kept, length = bytearray(), 0
+    try:
+        with anyio.fail_after(_SECONDS):
+            async for piece in request.stream():
+                length += len(piece)
+                if length <= _LARGEST:
                     kept += piece
-        except TimeoutError:
-            sentence = f"the image did not arrive within {_SECONDS} seconds"
-            raise HTTPException(408, sentence) from None
-        except ClientDisconnect:
-            sentence = "the connection was closed before the image was there"
-            raise HTTPException(400, sentence) from None
-        if length > _LARGEST:
-            raise _too_large()
-
-
-def _too_large() -> HTTPException:
-    return HTTPException(413, f"the file has more than {MEGABYTES} MB; give a smaller image")
+                elif length > _MAX_READ_BYTES:
+                    break
+    except TimeoutError:
+        sentence = f"the image did not arrive within {_SECONDS} seconds"
+        raise HTTPException(408, sentence) from None
+    except ClientDisconnect:
+        sentence = "the connection was closed before the image was there"
+        raise HTTPException(400, sentence) from None
+    data, content_type = bytes(kept), request.headers.get("content-type", "")
+    if length <= _LARGEST and content_type.startswith("multipart/"):
+        data = _file_of_form(data, content_type)
+    if length > _LARGEST or len(data) > MEGABYTES * 1_000_000:
+        sentence = f"the file has more than {MEGABYTES} MB; give a smaller image"
+        raise HTTPException(413, sentence)
+    return data
 
 
 def _file_of_form(data: bytes, content_type: str) -> bytes:
@@ -199,7 +171,6 @@ def application(
         responses=refused,
     )
     page = _page(classifier, title)
-    bodies = RequestBodies()
     preprocessing = classifier.preprocessing
     mode = MODES.get(len(preprocessing.mean), "RGB")
     limit = min(_MAX_PIXELS, decoding.max_pixels)
@@ -215,14 +186,14 @@ def application(
         return Crops(cut, high_resolution_crop(image, preprocessing))
 
     async def answered(request: Request, answer: Callable[[Crops], T]) -> T:
-        async with bodies.image(request) as data:
-            try:
-                crops = await anyio.to_thread.run_sync(crop, data, limiter=few)
-                return await anyio.to_thread.run_sync(partial(answer, crops), limiter=one)
-            except NonFiniteLogits as error:
-                raise HTTPException(500, str(error)) from None
-            except (BadImage, UserError) as error:
-                raise HTTPException(422, str(error)) from None
+        data = await read_image(request)
+        try:
+            crops = await anyio.to_thread.run_sync(crop, data, limiter=few)
+            return await anyio.to_thread.run_sync(partial(answer, crops), limiter=one)
+        except NonFiniteLogits as error:
+            raise HTTPException(500, str(error)) from None
+        except (BadImage, UserError) as error:
+            raise HTTPException(422, str(error)) from None
 
     @service.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def show() -> str:
@@ -380,6 +351,7 @@ def serve_model(
         http="h11",
         ws="none",
         log_level="error",
+        limit_concurrency=_MAX_CONNECTIONS,
         server_header=False,
         headers=headers,
     )
