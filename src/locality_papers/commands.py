@@ -95,13 +95,15 @@ def search(arguments: Sequence[str]) -> None:
     parser.add("--quiet", False, "print nothing")
     parser.add_settings(config, skip={"run"})
     others = model_settings(config.run.model.name)
-    parser.add_settings(config.run, within="run.", others=others, short=SHORT)
+    parser.add_settings(config.run, others=others, short=SHORT)
     options = parser.read(arguments)
     if resumed and parser.settings:
         names = ", ".join(parser.settings)
         raise UserError(f"--resume takes the search's own settings; leave {names} out")
-    check_model(parser.settings.get("run.model.name", config.run.model.name))
-    config = replace(config, parser.settings)
+    check_model(parser.settings.get("model.name", config.run.model.name))
+    own = vars(config).keys()
+    changes = {name if name in own else f"run.{name}": x for name, x in parser.settings.items()}
+    config = replace(config, changes)
     from locality_papers.search.run import Search, dry_run
 
     if options.dry_run:

@@ -174,7 +174,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     check_parent(options.predictions)
     check_output(options.predictions, _EVALUATED, options.overwrite)
 
-    given = dict(parser.settings)
+    given = {name.removeprefix("data."): value for name, value in parser.settings.items()}
     if options.images is not None:
         if "root" in given:
             raise UserError(f"{options.images} and --data.root {given['root']} are both images")

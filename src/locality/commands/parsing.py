@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         given: the options that the command line gave, by name, without defaults.
-        settings: of those, the settings of `add_settings`, by dotted name.
+        settings: of those, the ones of `add_settings`.
     """
 
     def __init__(self, command: str, text: str | None) -> None:
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         )
         self._texts: dict[str, str] = {}
         self._values: dict[str, Any] = {}
-        self._paths: dict[str, str] = {}
+        self._settings: set[str] = set()
         self.given: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
 
@@ -70,7 +70,6 @@ class Parser(argparse.ArgumentParser):
         self,
         config: Any,
         group: str = "",
-        within: str = "",
         skip: Container[str] = (),
         others: Mapping[str, Setting] = {},
         short: Mapping[str, str] = {},
@@ -80,7 +79,6 @@ class Parser(argparse.ArgumentParser):
         Args:
             config: a configuration dataclass.
             group: what comes before the names of the options.
-            within: what comes before the names in `settings`.
             skip: groups to leave out.
             others: settings beside the configuration's own, such as an architecture's.
             short: short options by dotted name.
@@ -90,8 +88,8 @@ class Parser(argparse.ArgumentParser):
             if name.partition(".")[0] not in skip:
                 option, default = f"{group}{name}", values.get(name)
                 flags = [*([short[name]] if name in short else []), f"--{option}"]
-                self._values[option], self._paths[option] = default, f"{within}{name}"
-                self._texts[option] = setting.text
+                self._values[option], self._texts[option] = default, setting.text
+                self._settings.add(option)
                 how = _typed(option, setting.hint)
                 if name not in known:
                     how["type"] = _typed(option, Any)["type"]  # as written, which identifies runs
@@ -120,12 +118,12 @@ class Parser(argparse.ArgumentParser):
         if "LOCALITY_COMPLETE" in os.environ:
             print("\n".join(f"--{name}" for name in options))
             raise SystemExit(0)
-        if self._paths:
+        if self._settings:
             self._shorten("--help.all" in arguments)
         for word in arguments:  # settings of an architecture that is not known here
             name = word.partition("=")[0].removeprefix("--")
             if name.startswith("model.") and name not in options and "model.name" in options:
-                self._paths[name] = self._paths["model.name"].removesuffix("model.name") + name
+                self._settings.add(name)
                 how = _typed(name, Any)
                 options[name] = self.add_argument(f"--{name}", default=SUPPRESS, **how)
         try:
@@ -138,7 +136,7 @@ class Parser(argparse.ArgumentParser):
         if others:
             raise self._unknown(others[0])
         self.given = {name: value for name, value in vars(found).items() if value not in (None, [])}
-        self.settings = {to: vars(found)[name] for name, to in self._paths.items() if name in found}
+        self.settings = {name: x for name, x in vars(found).items() if name in self._settings}
         return Namespace(**self._values | vars(found))
 
     def refuse(self, options: str, why: str) -> None:
@@ -161,7 +159,7 @@ class Parser(argparse.ArgumentParser):
 
     def _shorten(self, everything: bool) -> None:
         """Leave settings in groups, but for the first ones, to `--help.all`."""
-        others = [name for name in self._paths if "." in name and name not in _FIRST]
+        others = [name for name in self._values if "." in name and name not in _FIRST]
         for name in [] if everything else others:
             self._options()[name].help = SUPPRESS
         groups = Counter(name.partition(".")[0] for name in others)
