@@ -10,9 +10,10 @@ from locality.checkpoints.registry import missing
 from locality.commands import images_at, page_in, say
 from locality.commands.parsing import Parser
 from locality.data.folder import place_name
-from locality.errors import UserError, one_line, wrap_errors
+from locality.errors import UserError, one_line
 from locality.files import check_output
 from locality.models.variants import PREFIX, variant
+from locality.settings import parse
 from locality.templates import PAGE_MARK
 from locality.training.config import run_folders
 
@@ -98,7 +99,8 @@ def compare(arguments: Sequence[str]) -> int:
     chosen = {name: given[name] for name in _CHOSEN if name in given}
     chosen |= {"minutes": None} if options.steps else {}
     if options.fractions is not None:
-        chosen["fractions"] = _fractions(options.fractions)
+        parts = tuple[checks.PositiveShare, ...]
+        chosen["fractions"] = parse(f"[{options.fractions}]", parts, "fractions")
     names = [] if options.models is None else options.models.split(",")
     for name in names:
         if not options.pretrained and not name.startswith(PREFIX):
@@ -142,9 +144,3 @@ def compare(arguments: Sequence[str]) -> int:
 
 
 _CHOSEN = ("pretrained", "minutes", "steps", "seeds", "folds", "img_size")
-
-
-def _fractions(words: str) -> tuple[float, ...]:
-    sentence = f"fractions is '{words}'; give numbers with commas, such as 0.25,0.5,1"
-    with wrap_errors(sentence, ValueError):
-        return tuple(float(word) for word in words.split(","))
