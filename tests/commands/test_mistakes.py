@@ -80,7 +80,7 @@ MISTAKES = [
     ("compare nowhere", "there is no file or folder nowhere"),
     ("compare photos --models convit_nan,deit_nano", "did you mean convit_nano"),
     ("compare photos --steps 3 --minutes 2", "--minutes and --steps exclude each other"),
-    ("compare photos --fractions half", "fractions is 'half'; give numbers with commas"),
+    ("compare photos --fractions half", "fractions is"),
     ("predict photos", "--model"),
     ("predict x.png --model runs/photos", "there is no file or folder x.png"),
     ("predict photos --model https://a.org/b.pth", "https://a.org/b.pth is an address"),
