@@ -389,7 +389,6 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
         "seconds": run.result.get("seconds"),
         "eval_seconds": sum(row.get("eval_seconds", 0) for row in run.timing),
         "skipped": run.skipped(),
-        "duplicates": duplicates(run.images_file) if run.images_file.exists() else None,
         "predictions": None,
         "mistakes": [],
         "unread": 0,
@@ -453,7 +452,7 @@ def _thumbnail(file: Path, run: RecordedRun) -> str | None:
     if not file.resolve().is_relative_to(folder.resolve()):
         return None
     try:
-        image = read_image(file, read_config(run.folder).data.decoding)
+        image = read_image(file, read_config(run.path).data.decoding)
     except UserError:
         return None
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))

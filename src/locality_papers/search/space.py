@@ -91,12 +91,12 @@ class SearchSpace:
         self.options = list(itertools.product(kv_strides, mlp_ratios))
         self.blocks = sum(stage.depth for stage in base.stages)
         first = [self.options[0]] * self.blocks
-        fixed = cost(_with_choices(base, first), img_size)
+        fixed = cost(_with_choices(base, first))
         added: list[npt.NDArray[Any]] = []
         for stage in base.stages:  # the blocks of a stage cost alike
             place = len(added)
             changed = [[*first[:place], option, *first[place + 1 :]] for option in self.options]
-            costs = [cost(_with_choices(base, choices), img_size) for choices in changed]
+            costs = [cost(_with_choices(base, choices)) for choices in changed]
             added += [np.subtract(costs, fixed)] * stage.depth
         table = np.array(added)
         self.tables: dict[str, tuple[float, npt.NDArray[Any]]] = {
