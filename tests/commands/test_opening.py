@@ -84,11 +84,11 @@ def inputs(given, tmp_path, monkeypatch):
 
 # What is refused, by how many of the seven commands; all others do their work.
 REFUSED = {
-    "architecture": ("is an architecture without weights", 6),  # speed needs no trained ones
-    "public": ("tells 1000 classes apart and dataset 'digits' has 10", 1),
-    "timm": ("tells 1000 classes apart and dataset 'digits' has 10", 1),
-    "graph": ("is an exported graph, which can only be run", 6),
-    "missing": ("there is no file or folder", 7),
+    "architecture": 6,  # speed needs no trained weights
+    "public": 1,  # its classes are not those of digits
+    "timm": 1,
+    "graph": 6,
+    "missing": 7,
 }
 
 
@@ -102,36 +102,28 @@ def test_every_command_takes_the_same_models(kind, inputs, given, graph, tmp_pat
         if code:
             refused[name] = error
             assert code == 2 and error.count("\n") == 1, (name, error)
-    sentence, count = REFUSED.get(kind, ("", 0))
-    assert len(refused) == count, refused
+    assert len(refused) == REFUSED.get(kind, 0), refused
     assert len(set(refused.values())) <= 1
-    assert all(sentence in said for said in refused.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hub", "run", "saved", "file"])
-def test_python_opens_the_same(kind, inputs, given):
-    model = locality.load(inputs[kind])
-    images = torch.randn(2, 3, 8, 8)
-    with torch.no_grad():
-        assert torch.equal(model(images), load(given / "saved")(images))
+def test_python_opens_the_same(inputs, given, graph):
+    images, model = torch.randn(2, 3, 8, 8), load(given / "saved")
+    for kind in ("hub", "run", "saved", "file"):
+        with torch.no_grad():
+            assert torch.equal(locality.load(inputs[kind])(images), model(images)), kind
+    with pytest.raises(UserError, match="only be run"):
+        locality.load(inputs["graph"])
 
 
 def test_settings_reach_every_opener(inputs, given, capsys):
     model = locality.load(inputs["saved"], settings={"drop_rate": 0.5})
     assert model.config.drop_rate == 0.5
-    with pytest.raises(UserError, match="did you mean drop_rate"):
+    with pytest.raises(UserError, match="drop_rate"):
         locality.load(inputs["run"], settings={"drop_rat": 0.5})
     image = str(given / "image.png")
     words = ["predict", image, "--model", inputs["file"], "--set", "num_heads=2"]
-    assert main(words) == 2
-    assert "weights do not fit" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_an_exported_graph_has_no_model_to_load(inputs, graph):
-    with pytest.raises(UserError, match="can only be run"):
-        locality.load(inputs["graph"])
+    assert main(words) == 2 and inputs["file"] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["predict", "eval", "explore"])
@@ -145,5 +137,4 @@ def test_weights_that_overflow_name_no_class(command, tmp_path, capsys):
     Image.radial_gradient("L").save(image)
     assert main(COMMANDS[command](str(saved), str(image), str(tmp_path))) == 2
     printed = capsys.readouterr()
-    assert not printed.out and "logits that are not finite" in printed.err
-    assert "its largest weight is 1e+30, in" in printed.err
+    assert not printed.out and "finite" in printed.err

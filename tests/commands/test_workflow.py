@@ -16,9 +16,7 @@ from sklearn.datasets import load_digits
 
 from locality import settings
 from locality.cli import main
-from locality.commands.images import _shown
 from locality.commands.train import read_run
-from locality.data.folder import image_files
 from locality.errors import UserError
 from locality.files import read_rows
 from locality.training import RECIPES, RunConfig, RunFolder, recipe
@@ -49,18 +47,6 @@ def images(tmp_path_factory):
     return folder
 
 
-def test_training_again_says_it_is_finished_and_changes_nothing(run, capsys):
-    before = (run / "result.json").read_bytes()
-    assert main(["train", "digits", "--output", str(run), *SHORT]) == 0
-    assert (run / "result.json").read_bytes() == before
-
-
-def test_a_folder_of_another_configuration_is_refused(run, capsys):
-    assert main(["train", "digits", "--output", str(run), *SHORT, "--optim.lr=0.1"]) == 2
-    error = capsys.readouterr().err
-    assert "optim.lr" in error and error.count("\n") == 1
-
-
 def test_eval_repeats_the_runs_own_accuracy(run, capsys):
     assert main(["eval", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -68,34 +54,15 @@ def test_eval_repeats_the_runs_own_accuracy(run, capsys):
     assert found["n"] == RunFolder(run).read_result()["val_images"]
 
 
-def test_report_of_the_run(run, tmp_path, capsys):
-    output = tmp_path / "page" / "report.html"
-    assert main(["report", str(run), "--output", str(output)]) == 0
-    page = output.read_text()
-    assert "convit_nano" in page
-    assert "http://" not in page.replace("http://www.w3.org", "")
-    assert capsys.readouterr().out.strip() == str(output)
-
-
 def test_pages_lie_in_what_they_are_of(run, images, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(run)]) == 0
     assert Path(capsys.readouterr().out.strip()) == run.absolute() / "report.html"
+    assert "convit_nano" in (run / "report.html").read_text()
     assert main(["explore", str(run), "--images", str(images)]) == 0
     assert Path(capsys.readouterr().out.strip()) == run.absolute() / "explorer.html"
     assert main(["report", str(run), "--output", "here.html"]) == 0
     assert Path(capsys.readouterr().out.strip()) == tmp_path / "here.html"
-
-
-def test_a_folder_of_classes_is_explored_across_them(run, tmp_path):
-    for name in "abc":
-        (tmp_path / name).mkdir()
-        for index in range(5):
-            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{index}.png")
-    shown = _shown([str(tmp_path)], None, 4)
-    assert [name for name, *_ in shown] == ["a/0.png", "b/0.png", "c/0.png", "a/1.png"]
-    shown = _shown([str(tmp_path / "b")], None, 2)
-    assert [name for name, *_ in shown] == ["b/0.png", "b/1.png"]
 
 
 def test_predictions_are_written_to_a_table(run, images, tmp_path, capsys):
@@ -129,30 +96,28 @@ def test_predict_takes_the_model_first_patterns_and_a_file_for_the_table(
         capsys.readouterr().out.splitlines()[1].split(",")[1:]
         == table.splitlines()[1].split(",")[1:]
     )
-    assert main(["predict", str(run), "https://a.org/cat.png"]) == 2
-    assert "is an address" in capsys.readouterr().err
 
 
 def test_the_end_of_a_run_says_what_to_type_and_that_works(tmp_path, capsys):
     words = ["train", "digits", "--output", str(tmp_path / "a run"), *SHORT[:-1]]
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert "never predicted" in said and "logistic regression" in said
     commands = [line.split("locality ")[1] for line in said.splitlines() if "next  " in line]
     assert len(commands) == 3
     for command in commands:
         assert main(shlex.split(command)) == 0
-    assert "class, predicted as" in capsys.readouterr().out
 
 
-def test_all_differences_of_a_resumed_run_are_named(run, capsys):
+def test_training_again_changes_nothing_and_all_differences_are_named(run, capsys):
+    before = (run / "result.json").read_bytes()
+    assert main(["train", "digits", "--output", str(run), *SHORT]) == 0
+    assert (run / "result.json").read_bytes() == before
     changed = ["--optim.lr=0.1", "--augment.affine=3", "--seed=9"]
     assert main(["train", "digits", "--output", str(run), *SHORT, *changed]) == 2
     error = capsys.readouterr().err
     assert all(name in error for name in ("optim.lr", "augment.affine", "seed"))
     assert main(["train", "--resume", str(run), *changed, "--schedule.steps=9"]) == 2
-    error = capsys.readouterr().err
-    assert "its schedule (and seed, augment.affine, optim.lr); to go on" in error
+    assert "seed, augment.affine, optim.lr" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -178,28 +143,19 @@ def test_eval_of_converted_weights_is_eval_of_the_run(run, tmp_path, capsys):
     saved = tmp_path / "saved"
     assert main(["convert", str(run), str(saved)]) == 0
     capsys.readouterr()
-    assert main(["eval", str(run), "--json"]) == 0
-    own = json.loads(capsys.readouterr().out)
-    assert main(["eval", str(saved), "--data", "digits", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["top1"] == own["top1"]
+    found = []
+    for words in ([str(run)], [str(saved), "--data", "digits"]):
+        assert main(["eval", *words, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["top1"])
+    assert found[0] == found[1]
 
 
 def test_dry_run_prints_the_cost_and_writes_nothing(tmp_path, capsys):
-    folder = tmp_path / "run"
-    arguments = ["train", "digits", "--output", str(folder), "--dry_run"]
-    assert main([*arguments, "--images_per_second=1000"]) == 0
+    words = ["train", "digits", "--output", str(tmp_path / "run"), "--dry_run"]
+    assert main([*words, "--images_per_second=1000"]) == 0
     text = capsys.readouterr().out
-    assert "201,914" in text and "76,800" in text
-    assert not folder.exists()
-
-
-def test_recipes(capsys):
-    assert main(["recipes"]) == 0
-    assert "deit_300" in capsys.readouterr().out
-    assert main(["recipes", "deit_300"]) == 0
-    assert "rand-m9-mstd0.5-inc1" in capsys.readouterr().out
-    assert main(["recipes", "deit_3000"]) == 2
-    assert "did you mean deit_300" in capsys.readouterr().err
+    assert "201,914" in text and "76,800" in text  # parameters, images
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -220,14 +176,6 @@ def test_settings_from_a_file_and_by_name(tmp_path, capsys):
     assert (written.model.name, written.data.fraction) == ("deit_nano", 0.1)
 
 
-def test_epochs_take_the_place_of_steps(tmp_path):
-    folder = tmp_path / "run"
-    arguments = [word for word in SHORT if "steps" not in word and "eval_every" not in word]
-    arguments += ["--schedule.epochs=0.05", "--schedule.warmup=0", "--schedule.eval_every=1"]
-    assert main(["train", "digits", "--output", str(folder), *arguments]) == 0
-    assert RunFolder(folder).read_config().schedule.steps is None
-
-
 def test_data_check(tmp_path, capsys):
     folder = tmp_path / "images"
     for part in ("train", "val"):
@@ -236,7 +184,6 @@ def test_data_check(tmp_path, capsys):
             colour = (len(part) * 20, len(label) * 9, 30 if label == "cat" else 60)
             Image.new("RGB", (12, 10), colour).save(folder / part / label / "a.png")
     assert main(["data", "check", str(folder), "--quiet", "--workers=1"]) == 0
-    assert "2 classes" in capsys.readouterr().out
     rows = [f"{file.relative_to(tmp_path)},{file.parent.name}\n" for file in folder.rglob("*.png")]
     (tmp_path / "labels.csv").write_text("".join(rows))
     assert main(["data", "check", str(tmp_path), "--quiet", "--workers=1"]) == 0
@@ -279,24 +226,19 @@ def test_a_length_in_the_other_unit_keeps_the_shares_of_warm_up_and_cool_down():
     assert (epochs.warmup, epochs.eval_every) == (2.5, 3)
 
 
-def test_what_is_given_stands_above_what_a_recipe_derives():
-    config, _ = read_run(["cvt_300", "--model", "cvt_21", "--optim.weight_decay", "0.3"])
-    assert config.optim.weight_decay == 0.3 and config.augment.repeats == 3
-
-
 def test_a_file_may_name_the_recipe_but_not_another_one(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("recipe: cvt_300\nmodel:\n  name: cvt_21\n")
     assert read_run(["--config", str(file)])[0] == recipe("cvt_300", model="cvt_21")
-    with pytest.raises(UserError, match=r"one recipe: 'digits', or 'cvt_300' of"):
+    given = read_run(["--config", str(file), "--optim.weight_decay", "0.3"])[0]
+    assert given.optim.weight_decay == 0.3 and given.augment.repeats == 3
+    with pytest.raises(UserError, match="cvt_300"):
         read_run(["digits", "--config", str(file)])
 
 
 def test_options_of_eval_change_the_runs_own_data(run, capsys):
     assert main(["eval", str(run), "--data.val_fraction", "0.5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["n"] > RunFolder(run).read_result()["val_images"]
-    assert main(["eval", str(run), "--precision", "bf16"]) == 2
-    assert "did you mean bf16-mixed" in capsys.readouterr().err
 
 
 def test_eval_refuses_classes_of_other_names(run, images, tmp_path, capsys):
@@ -305,14 +247,7 @@ def test_eval_refuses_classes_of_other_names(run, images, tmp_path, capsys):
         shutil.copy(images / "0.png", tmp_path / "val" / name)
     assert main(["eval", str(run), str(tmp_path / "val"), "--json"]) == 2
     said = capsys.readouterr().err
-    assert "only convit has '0'" in said and "the data has 'a'" in said
-
-
-def test_images_may_lie_in_folders_below(images, tmp_path):
-    (tmp_path / "val" / "zero").mkdir(parents=True)
-    (images / "0.png").rename(tmp_path / "val" / "zero" / "0.png")
-    assert [file.name for file in image_files([str(tmp_path)])] == ["0.png"]
-    (tmp_path / "val" / "zero" / "0.png").rename(images / "0.png")
+    assert "'0'" in said and "'a'" in said
 
 
 @pytest.fixture
@@ -338,7 +273,7 @@ def test_predict_names_bad_files_and_classifies_the_others(run, some_bad, capsys
         1, abs=1e-4
     )
     assert all(f"{name}.png" in captured.err for name in ("empty", "text", "torn"))
-    assert "3 of 100 images could not be read" in captured.err and captured.err.count("\n") == 4
+    assert "3 of 100" in captured.err and captured.err.count("\n") == 4
 
 
 def test_names_of_files_that_are_not_text_are_written_as_they_are(run, images, tmp_path):
@@ -390,9 +325,8 @@ def test_report_says_what_it_leaves_out(run, tmp_path, capsys):
     words = ["report", str(tmp_path / "runs"), "--output", str(tmp_path / "page.html")]
     assert main(words) == 1
     captured = capsys.readouterr()
-    assert "unfinished is left out: it is not finished" in captured.err
-    assert "damaged" in captured.err
-    assert "<code>unfinished</code> has not finished" in (tmp_path / "page.html").read_text()
+    assert "unfinished" in captured.err and "damaged" in captured.err
+    assert "<code>unfinished</code>" in (tmp_path / "page.html").read_text()
     shutil.rmtree(tmp_path / "runs" / "damaged")
     assert main(words) == 0
 
@@ -402,7 +336,7 @@ def test_explore_says_what_it_leaves_out(run, some_bad, tmp_path, capsys):
     words = ["explore", str(run), "--output", str(tmp_path / "e.html"), "--count", "2"]
     assert main([*words, "--images", *files]) == 0
     captured = capsys.readouterr().err
-    assert "1 more images are left out; --count 4 takes all" in captured and "torn.png" in captured
+    assert "--count 4" in captured and "torn.png" in captured
 
 
 def test_a_run_goes_on_with_its_own_settings(tmp_path, capsys):
@@ -410,9 +344,6 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path, capsys):
     folder = tmp_path / "run"
     assert main(["train", "digits", "--output", str(folder), *SHORT, "--seed=3"]) == 0
     assert main(["train", "--resume", str(folder), "--data.workers=1"]) == 0
-    assert "is finished" in capsys.readouterr().out
-    assert main(["train", "--output", str(folder), "--optim.lr=0.1"]) == 2
-    assert "optim.lr" in capsys.readouterr().err
     assert main(["train", "--resume", str(folder), "--schedule.steps=6", "--quiet"]) == 2
     command = capsys.readouterr().err.split("locality train ")[1]
     assert main(["train", *shlex.split(command)]) == 0
@@ -444,5 +375,5 @@ def test_images_that_are_not_square_from_training_to_fine_tuning(tmp_path, capsy
     for run in runs:
         assert RunFolder(run).read_config().model.img_size == (16, 32)
     capsys.readouterr()
-    assert main(["eval", str(runs[1]), "--img_size", "[32,32]"]) == 0
-    assert "on 4 images" in capsys.readouterr().out
+    assert main(["eval", str(runs[1]), "--img_size", "[32,32]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n"] == 4
