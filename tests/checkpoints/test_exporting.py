@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,6 @@ from PIL import Image
 
 import locality.checkpoints.exporting as exporting
 from locality.checkpoints import (
-    KEY_MAPS,
     Classifier,
     Preprocessing,
     export,
@@ -119,38 +117,27 @@ def test_a_graph_is_one_file_and_knows_its_classes_and_preprocessing(exported):
     assert opened.name == "model" and opened.model is None
 
 
-def test_the_program_carries_the_same_description(exported):
-    _, _, program, _ = exported
-    extra = {exporting.DESCRIPTION: ""}
-    torch.export.load(program, extra_files=extra)
-    description = json.loads(extra[exporting.DESCRIPTION])
-    assert description["labels"] == CLASSES and description["name"] is None
-
-
 @pytest.mark.parametrize(
-    ("path", "format", "cause"),
+    ("path", "format", "named"),
     [
-        ("a.onnx", "onxx", "did you mean onnx"),
-        ("a.pt", "torch-export", r"has to end in \.pt2"),
-        ("a.pt2", "onnx", r"has to end in \.onnx"),
-        ("nowhere/a.onnx", "onnx", "there is no folder"),
+        ("a.onnx", "onxx", "onnx"),
+        ("a.pt", "torch-export", r"\.pt2"),
+        ("a.pt2", "onnx", r"\.onnx"),
+        ("nowhere/a.onnx", "onnx", "nowhere"),
     ],
 )
-def test_what_cannot_be_exported_is_said_before_any_work(path, format, cause, tmp_path):
-    with pytest.raises(UserError, match=cause):
+def test_what_cannot_be_exported_is_said_before_any_work(path, format, named, tmp_path):
+    with pytest.raises(UserError, match=named):
         export(build("deit_nano"), tmp_path / path, format)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_preprocessing_of_another_size_than_the_graphs_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"takes images of 8×8, the preprocessing makes 16×16"):
+    with pytest.raises(UserError, match="16×16"):
         export(build("deit_nano"), tmp_path / "a.onnx", preprocessing=Preprocessing(16))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("format", ["onnx", "torch-export"])
 def test_a_model_for_images_too_small_to_export_says_the_smallest(format, tmp_path):
     path = tmp_path / f"model{EXPORT_SUFFIXES[format]}"
-    with pytest.raises(UserError, match="5×5 or more, and it was made for 4×4"):
+    with pytest.raises(UserError, match="5×5"):
         export(build("cvt_nano", img_size=4), path, format)
     assert not path.exists()
 
@@ -194,50 +181,14 @@ def test_everything_opened_classifies_alike(exported, tmp_path):
         torch.testing.assert_close(opened(pictures(3)), expected, atol=1e-5, rtol=0)
 
 
-def test_foreign_weights_are_opened_as_well(tmp_path):
-    model = build("convit_nano")
-    state = KEY_MAPS["convit"].from_native(model.state_dict(), model.config)
-    torch.save(state, tmp_path / "timm.pth")
-    opened = open_model(tmp_path / "timm.pth")
-    assert opened.name == "convit_nano" and opened.preprocessing.size == (8, 8)
-    expected = Classifier.of(model)(pictures(3))
-    torch.testing.assert_close(opened(pictures(3)), expected, atol=1e-6, rtol=0)
-
-
-def test_classes_have_names_where_somebody_gave_them(tmp_path):
-    model = build("convit_nano")
-    assert Classifier.of(model).label(3) == "3"
-    save(model, tmp_path, classes=CLASSES)
-    assert open_model(tmp_path).label(3) == "class 3"
-
-
-def test_a_classifier_never_trains(tmp_path):
-    model = build("convit_nano", drop_rate=0.5).train()
-    opened = Classifier.of(model)
-    assert not model.training
-    assert not opened.logits(torch.randn(1, 3, 8, 8)).requires_grad
-
-
-def test_grey_and_transparent_pictures_are_taken(tmp_path):
-    opened = Classifier.of(build("convit_nano"))
-    picture = pictures(1)[0]
-    for mode in ("L", "RGBA", "P", "CMYK"):
-        assert opened([picture.convert(mode)]).shape == (1, 10)
-
-
 def test_a_model_of_one_channel_takes_grey_pictures():
     opened = Classifier.of(build("convit_nano", in_chans=1))
     assert opened.prepare(pictures(2)).shape == (2, 1, 8, 8)
     assert opened(pictures(2)).shape == (2, 10)
-    with pytest.raises(UserError, match="of 3 channels, and the model takes 1"):
+    with pytest.raises(UserError, match="3 channels"):
         Classifier.of(opened.model, preprocessing=Preprocessing(8))
-    with pytest.raises(UserError, match="takes 5 channels"):
+    with pytest.raises(UserError, match="5 channels"):
         Classifier.of(build("convit_nano", in_chans=5)).prepare(pictures(1))
-
-
-def test_pictures_are_brought_to_the_models_device():
-    model = build("convit_nano").to("meta")
-    assert Classifier.of(model).prepare(pictures(1)).device.type == "meta"
 
 
 def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
@@ -249,22 +200,6 @@ def test_hub_repositories_are_saved_folders(tmp_path, monkeypatch):
     assert opened.name == "me/model" and opened.classes == tuple(CLASSES)
 
 
-def write_text(path):
-    path.write_text("no graph")
-
-
-def write_foreign(path):
-    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
-    node = onnx.helper.make_node("Identity", ["x"], ["y"])
-    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
-    model = onnx.helper.make_model(
-        onnx.helper.make_graph([node], "g", [value], [out]),
-        opset_imports=[onnx.helper.make_opsetid("", 20)],
-    )
-    model.ir_version = 8
-    onnx.save(model, path)
-
-
 def test_a_program_of_torch_export_is_said_to_be_one(tmp_path):
     program = torch.export.export(torch.nn.Linear(2, 2), (torch.randn(3, 2),))
     torch.export.save(program, tmp_path / "model.pt2")
@@ -273,33 +208,18 @@ def test_a_program_of_torch_export_is_said_to_be_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("write", "cause"),
+    ("what", "error"),
     [
-        (write_text, "is not a sound ONNX graph"),
-        (write_foreign, "was not exported by this library"),
+        ("convit_tiny.fb_in1", UserError),
+        ("convit_tiny", UserError),
+        ("weights/nowhere.pth", FileNotFoundError),
+        ("weights/a/b", FileNotFoundError),
+        ("me/model", FileNotFoundError),
+        ("nowhere.onnx", FileNotFoundError),
     ],
 )
-def test_onnx_files_that_cannot_be_used_say_why(write, cause, tmp_path):
-    path = tmp_path / "model.onnx"
-    write(path)
-    with pytest.raises(UserError, match=cause) as caught:
-        open_model(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "error", "cause"),
-    [
-        ("convit_tiny.fb_in1", UserError, "did you mean convit_tiny.fb_in1k"),
-        ("convit_tiny", UserError, "an architecture without weights"),
-        ("weights/nowhere.pth", FileNotFoundError, "there is no file or folder"),
-        ("weights/a/b", FileNotFoundError, "there is no file or folder weights/a/b"),
-        ("me/model", FileNotFoundError, "could be fetched from https://huggingface.co/me/model"),
-        ("nowhere.onnx", FileNotFoundError, "there is no file or folder nowhere.onnx"),
-    ],
-)
-def test_what_is_nothing_is_said_to_be(what, error, cause):
-    with pytest.raises(error, match=cause):
+def test_what_is_nothing_is_said_to_be(what, error):
+    with pytest.raises(error, match=what):
         open_model(what)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
@@ -33,7 +34,11 @@ RESULT = {
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("convit_nano", {"freeze_gating": True}), ("deit_nano", {}), ("cvt_13", SMALL_CVT)],
+    [
+        ("convit_nano", {"freeze_gating": True, "positional_attention": "psa"}),
+        ("deit_nano", {"img_size": (8, 16), "num_classes": 3}),
+        ("cvt_13", SMALL_CVT | {"kv_stride": (1, 2, (2,)), "position": "first"}),
+    ],
 )
 def test_a_saved_model_comes_back_bit_for_bit(name, fields, tmp_path, randomise, assert_bitwise):
     model = randomise(build(name, **fields))
@@ -42,6 +47,8 @@ def test_a_saved_model_comes_back_bit_for_bit(name, fields, tmp_path, randomise,
     assert torch.equal(torch.get_rng_state(), before)
     assert loaded.config == model.config and loaded.variant == name and not loaded.training
     assert_bitwise(dict(loaded.state_dict()), dict(model.state_dict()))
+    half = load(save(copy.deepcopy(model).to(torch.bfloat16), tmp_path / "half"))
+    assert all(p.dtype == torch.float32 for p in half.parameters())
     trained = {n: p.requires_grad for n, p in model.named_parameters()}
     assert {n: p.requires_grad for n, p in loaded.named_parameters()} == trained
     images = torch.randn(2, 3, *model.img_size)
@@ -60,49 +67,17 @@ def test_every_configuration_survives_json(name):
     assert through_json(config) == config
 
 
-def test_ablations_and_odd_sizes_survive_json():
-    for model in (
-        build("cvt_13", kv_stride=(1, 2, 2), mlp_ratio=[2] * 13, position="first"),
-        build("convit_nano", img_size=(8, 16), positional_attention="psa"),
-    ):
-        assert through_json(model.config) == model.config
-
-
-def test_a_new_number_of_classes_is_saved(tmp_path):
-    model = build("convit_nano")
-    model.reset_classifier(3)
-    assert load(save(model, tmp_path)).num_classes == 3
-
-
-def test_half_precision_comes_back_as_single(tmp_path):
-    model = build("convit_nano").to(torch.bfloat16)
-    loaded = load(save(model, tmp_path))
-    assert all(p.dtype == torch.float32 for p in loaded.parameters())
-    assert torch.equal(loaded.norm.bias, model.norm.bias.float())
-
-
 def test_the_card_states_what_was_measured_and_nothing_else(tmp_path):
     save(build("convit_nano"), tmp_path, card=RESULT, preprocessing=Preprocessing(8))
     text = (tmp_path / "README.md").read_text()
-    assert "| Top-1 on the validation images (%) | 97.25 |" in text
-    assert "| Fraction of the training images | 50% |" in text
-    assert "3×8×8" in text and "bicubic" in text
+    assert "97.25" in text and "50%" in text and "3×8×8" in text
     assert "private" not in text and "None" not in text and "Top-5" not in text
     data = ModelCard(text).data
     assert data.library_name == "locality" and data.datasets == "digits"
     (measured,) = data.eval_results
     assert (measured.dataset_name, measured.metric_value) == ("digits", 97.25)
-
-
-def test_a_small_fraction_of_the_images_is_not_rounded_away(tmp_path):
-    save(build("convit_nano"), tmp_path, card={"fraction": 0.005})
-    assert "| Fraction of the training images | 0.5% |" in (tmp_path / "README.md").read_text()
-
-
-def test_a_card_without_figures_claims_none(tmp_path):
     save(build("convit_nano"), tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert "No measurements" in text and "%" not in text
+    assert "%" not in (tmp_path / "README.md").read_text()  # no figure that was not measured
 
 
 # What may be wrong with a folder.
@@ -117,50 +92,42 @@ def change_config(folder, **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "cause"),
+    ("changes", "named"),
     [
-        ({"version": 99}, "reads version 1; upgrade"),
-        ({"architecture": {"family": "vti"}}, "did you mean vit"),
-        ({"architecture": {"gsa_layers": 3}}, "did you mean architecture.gpsa_layers"),
-        ({"architecture": {"depth": "four"}}, "depth is"),
-        ({"architecture": {"qkv_bias": 1}}, "qkv_bias is 1"),
-        (
-            {"architecture": {"positional_attention": "spa"}},
-            "positional_attention 'spa'",
-        ),
-        ({"architecture": {"num_heads": 5}}, "cannot be divided"),
-        ({"architecture": {"depth": 5}}, "missing: blocks.4"),
-        ({"architecture": {"embed_dim": 128}}, r"attn\.proj\.bias is \(64,\) instead of \(128,\)"),
-        ({"labels": ["a", "b"]}, "2 class names for 10 classes"),
+        ({"version": 99}, "version"),
+        ({"architecture": {"family": "vti"}}, "vit"),
+        ({"architecture": {"gsa_layers": 3}}, "gpsa_layers"),
+        ({"architecture": {"depth": "four"}}, "depth"),
+        ({"architecture": {"qkv_bias": 1}}, "qkv_bias"),
+        ({"architecture": {"positional_attention": "spa"}}, "positional_attention"),
+        ({"architecture": {"num_heads": 5}}, "num_heads"),
+        ({"architecture": {"depth": 5}}, "blocks.4"),
+        ({"architecture": {"embed_dim": 128}}, r"attn\.proj\.bias is \(64,\)"),
+        ({"labels": ["a", "b"]}, "2 class names"),
         ({"labels": "abc"}, "labels"),
-        ({"input": {"img_size": 8, "crop": 1}}, "did you mean input.crop_pct"),
-        ({"input": {"crop_pct": 1.5}}, "crop_pct is 1.5"),
+        ({"input": {"img_size": 8, "crop": 1}}, "crop_pct"),
+        ({"input": {"crop_pct": 1.5}}, "crop_pct"),
     ],
 )
-def test_a_wrong_description_is_refused_by_name(tmp_path, changes, cause):
+def test_a_wrong_description_is_refused_by_name(tmp_path, changes, named):
     save(build("convit_nano"), tmp_path)
     change_config(tmp_path, **changes)
-    with pytest.raises(UserError, match=cause) as caught:
+    with pytest.raises(UserError, match=named) as caught:
         load(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
 def test_damaged_or_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no weights"):
-        load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
-        load(tmp_path / "nowhere")
-    save(build("convit_nano"), tmp_path)
-    (tmp_path / "config.json").write_text("{'format'")
-    with pytest.raises(UserError, match=r"config\.json is not JSON"):
-        load(tmp_path)
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match=place.name):
+            load(place)
     save(build("convit_nano"), tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"model\.safetensors is damaged or truncated"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         load(tmp_path)
-    weights.unlink()
-    with pytest.raises(FileNotFoundError, match=r"there is no model\.safetensors"):
+    (tmp_path / "config.json").write_text("{'format'")
+    with pytest.raises(UserError, match=r"config\.json"):
         load(tmp_path)
 
 
@@ -170,11 +137,12 @@ def test_weights_that_are_not_numbers_are_neither_saved_nor_loaded(tmp_path):
     state = load_file(tmp_path / "model.safetensors")
     state["norm.bias"][0] = float("inf")
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"NaN or infinity, in norm\.bias"):
+    with pytest.raises(UserError, match=r"norm\.bias"):
         load(tmp_path)
     model.norm.bias.data[0] = float("nan")
-    with pytest.raises(UserError, match=r"NaN or infinity, in norm\.bias"):
-        save(model, tmp_path / "new")
+    for refused, named in ((model, r"norm\.bias"), (torch.nn.Linear(2, 2), "only")):
+        with pytest.raises(UserError, match=named):
+            save(refused, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -193,11 +161,6 @@ def test_saving_over_a_model_replaces_it_and_an_interruption_leaves_no_mixture(
         save(build("convit_nano"), tmp_path)
     assert not (tmp_path / "config.json").exists()
     assert load(tmp_path).variant == "convit_nano"  # as the weights' own description says
-
-
-def test_other_peoples_models_are_refused(tmp_path):
-    with pytest.raises(UserError, match="only this library's models"):
-        save(torch.nn.Linear(2, 2), tmp_path)
 
 
 @pytest.mark.slow

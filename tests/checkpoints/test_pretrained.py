@@ -15,10 +15,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from locality.checkpoints import (
-    KEY_MAPS,
     SOURCES,
     Preprocessing,
-    convert,
     create_model,
     load_weights,
     open_model,
@@ -61,28 +59,22 @@ def test_timms_own_description_of_its_weights_agrees_with_ours():
         assert theirs.license == row.licence
 
 
-def test_a_models_name_alone_means_its_first_weights():
+def test_a_models_name_means_its_first_weights_and_unknown_ones_the_nearest(weights):
     assert source("cvt_13").name == "cvt_13.ms_in1k"
-
-
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [
-        ("convit_tiny.fb_in1", "did you mean convit_tiny.fb_in1k"),
-        ("convit_nano", "unknown public weights 'convit_nano'; did you mean convit_"),
-        ("convit_tine", "did you mean convit_tiny.fb_in1k"),
-    ],
-)
-def test_unknown_weights_name_the_nearest(name, cause):
-    with pytest.raises(UserError, match=cause):
-        create_model(name, pretrained=True)
+    for name in ("convit_tiny.fb_in1", "convit_nano", "convit_tine"):
+        with pytest.raises(UserError, match=r"convit_tiny\.fb_in1k"):
+            create_model(name, pretrained=True)
+    with pytest.raises(UserError, match="not both"):
+        create_model(NANO, pretrained=True, weights=weights[0])
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.pth"):
+        create_model(NANO, weights="nowhere.pth")
 
 
 def test_without_weights_it_is_the_models_own_factory():
     model = create_model(NANO, num_classes=3, drop_rate=0.1)
     assert model.config == replace(VARIANTS[NANO].config, num_classes=3, drop_rate=0.1)
     assert model.variant == NANO
-    with pytest.raises(UserError, match="did you mean drop_rate"):
+    with pytest.raises(UserError, match="drop_rate"):
         create_model(NANO, drop_rat=0.1)
 
 
@@ -117,19 +109,18 @@ def test_offline_the_error_says_which_file_and_where_to_put_it(no_hub, monkeypat
     monkeypatch.setattr(resolve, "hf_hub_download", nowhere)
     with pytest.raises(UserError) as caught:
         create_model("convit_tiny.fb_in1k", pretrained=True)
-    message = str(caught.value)
-    assert "https://huggingface.co/timm/convit_tiny.fb_in1k" in message
-    assert str(resolve.cache_dir() / "weights" / "convit_tiny.fb_in1k.safetensors") in message
-    assert "\n" not in message
+    file = resolve.cache_dir() / "weights" / "convit_tiny.fb_in1k.safetensors"
+    for named in ("https://huggingface.co/timm/convit_tiny.fb_in1k", str(file)):
+        assert named in str(caught.value)
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(no_hub):
     """Its own client asks again for half a minute."""
-    with pytest.raises(UserError, match="could not be downloaded"):
+    with pytest.raises(UserError, match="convit_tiny"):
         resolve.locate_weights(source("convit_tiny"))
-    with pytest.raises(UserError, match="could not be loaded"):
+    with pytest.raises(UserError, match="timm/vit_tiny_patch16_224"):
         open_model("timm/vit_tiny_patch16_224")
-    with pytest.raises(FileNotFoundError, match="no model could be fetched"):
+    with pytest.raises(FileNotFoundError, match="nobody/nothing"):
         open_model("nobody/nothing")
     assert no_hub == [constants.ENDPOINT] * 3 and not constants.HF_HUB_OFFLINE
 
@@ -172,16 +163,6 @@ def test_the_hubs_file_is_used(tiny_state, tmp_path, monkeypatch):
     assert torch.equal(opened.model.head.weight, tiny_state[1]["head.weight"])
 
 
-def test_weights_and_pretrained_exclude_each_other(weights):
-    with pytest.raises(UserError, match="not both"):
-        create_model(NANO, pretrained=True, weights=weights[0])
-
-
-def test_weights_that_are_not_there():
-    with pytest.raises(FileNotFoundError, match=r"there is no file or folder nowhere\.pth"):
-        create_model(NANO, weights="nowhere.pth")
-
-
 # What may differ.
 
 
@@ -192,7 +173,7 @@ def test_another_number_of_classes_keeps_a_fresh_classifier_and_says_so(weights,
     torch.manual_seed(0)
     with caplog.at_level(logging.INFO, logger="locality"):
         model = create_model(NANO, num_classes=3, weights=path)
-    assert "the weights have 10 classes, the model 3" in caplog.text
+    assert "10 classes" in caplog.text
     assert torch.equal(model.head.weight, fresh.head.weight)
     assert torch.equal(model.blocks[2].attn.v_pos, source_model.blocks[2].attn.v_pos)
 
@@ -219,29 +200,6 @@ def test_another_image_size_gives_what_resampling_at_run_time_gives(
         torch.testing.assert_close(model(images), source_model(images), atol=1e-5, rtol=0)
 
 
-def test_a_foreign_file_of_another_image_size(randomise, tmp_path):
-    source_model = randomise(create_model("deit_nano", img_size=24))
-    state = KEY_MAPS["deit"].from_native(source_model.state_dict(), source_model.config)
-    torch.save(state, tmp_path / "deit.pth")
-    model = create_model("deit_nano", weights=tmp_path / "deit.pth").eval()
-    images = torch.randn(2, 3, 8, 8)
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), source_model(images), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("key_map", ["locality", "cvt-microsoft"])
-def test_cvt_takes_another_size_without_touching_a_tensor(key_map, randomise, tmp_path, caplog):
-    fields = {"depth": (1, 1, 1), "num_classes": 10}
-    source_model = randomise(create_model("cvt_13", **fields))
-    path = tmp_path / "cvt.pth"
-    torch.save(KEY_MAPS[key_map].from_native(source_model.state_dict(), source_model.config), path)
-    with caplog.at_level(logging.INFO, logger="locality"):
-        model = create_model("cvt_13", img_size=(64, 96), weights=path, **fields)
-    assert caplog.text == ""
-    for name, tensor in source_model.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-
-
 def test_cvts_position_embedding_is_resampled(randomise, tmp_path):
     fields = {"depth": (1, 1, 1), "num_classes": 10, "position": "every"}
     source_model = randomise(create_model("cvt_13", img_size=64, **fields))
@@ -262,20 +220,9 @@ def test_one_channel_sees_grey_images_as_three_would(name, fields, randomise, tm
         torch.testing.assert_close(model(grey), expected, atol=1e-4, rtol=0)
 
 
-def test_more_channels_are_adapted_as_timm_adapts_them(weights):
-    model = create_model(NANO, in_chans=5, weights=weights[0])
-    original = weights[1].patch_embed.weight
-    expected = timm.models.adapt_input_conv(5, original)
-    assert model.patch_embed.weight.shape[1] == 5
-    assert torch.equal(model.patch_embed.weight, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [("convit_micro", {}), ("deit_nano", {}), ("cvt_13", {}), (NANO, {"patch_size": 4})],
-)
+@pytest.mark.parametrize(("name", "fields"), [("deit_nano", {}), (NANO, {"patch_size": 4})])
 def test_anything_else_that_differs_is_refused(weights, name, fields):
-    with pytest.raises(UserError, match="do not fit the model") as caught:
+    with pytest.raises(UserError, match="do not fit") as caught:
         create_model(name, weights=weights[0], **fields)
     assert str(weights[0]) in str(caught.value)
 
@@ -291,7 +238,7 @@ def test_anything_else_that_differs_is_refused(weights, name, fields):
 )
 def test_what_shapes_do_not_tell_has_to_agree_too(name, made_with, given, tmp_path):
     path = save(create_model(name, **made_with), tmp_path)
-    with pytest.raises(UserError, match="mean something else"):
+    with pytest.raises(UserError, match="something else"):
         create_model(name, weights=path, **given)
 
 
@@ -309,18 +256,9 @@ def test_settings_of_training_alone_may_differ(name, fields, tmp_path, assert_bi
     assert_bitwise(model.state_dict(), made.state_dict())
 
 
-def test_weights_of_the_other_family_are_called_so(tmp_path):
-    deit, cvt = create_model("deit_nano"), create_model("cvt_nano")
-    torch.save(KEY_MAPS["deit"].from_native(deit.state_dict(), deit.config), tmp_path / "deit.pth")
-    torch.save(cvt.state_dict(), tmp_path / "cvt.pth")
-    for file, other in (("deit.pth", "cvt_nano"), ("cvt.pth", "deit_nano")):
-        with pytest.raises(UserError, match=r"of a (DeiT or ConViT|CvT), and it is a"):
-            create_model(other, weights=tmp_path / file)
-        with pytest.raises(UserError, match=r"of a (DeiT or ConViT|CvT), and it is a"):
-            convert(tmp_path / file, tmp_path / "out", model=other)
-
-
-def test_load_weights_says_what_it_changed(weights):
-    model = create_model(NANO, num_classes=4, img_size=16, in_chans=1)
+def test_load_weights_says_what_it_changed_and_more_channels_are_timms(weights):
+    model = create_model(NANO, num_classes=4, img_size=16, in_chans=5)
     classes, channels, positions = load_weights(model, weights[0])
-    assert "10 classes" in classes and "3 to 1 channels" in channels and "8×8 patches" in positions
+    assert "10 classes" in classes and "3 to 5 channels" in channels and "8×8" in positions
+    expected = timm.models.adapt_input_conv(5, weights[1].patch_embed.weight)
+    assert torch.equal(model.patch_embed.weight, expected)
