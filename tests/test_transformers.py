@@ -123,6 +123,8 @@ def test_a_run_and_a_file_come_with_their_classes_and_preprocessing(tmp_path, ti
 def test_the_loss_is_there_with_labels():
     model, _ = from_locality(model_of("deit_nano"))
     x, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
+    model.activation_checkpointing_enable()
+    assert model.locality.grad_checkpointing
     out = model(x, labels=labels)
     torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
     assert model(x).loss is None
@@ -152,31 +154,17 @@ def test_a_model_by_name_begins_as_ours_does():
     ours = build("convit_nano", num_classes=4)
     for name, tensor in theirs.locality.state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[name]), name
-    with pytest.raises(UserError, match="did you mean convit_nano"):
+    with pytest.raises(UserError, match="convit_nano"):
         LocalityConfig(name="convit_nan")
 
 
-def test_gradient_checkpointing_is_ours():
-    model, _ = from_locality(model_of("convit_nano"))
-    model.activation_checkpointing_enable()
-    assert model.locality.grad_checkpointing
-    model.activation_checkpointing_disable()
-    assert not model.locality.grad_checkpointing
-
-
 @pytest.mark.parametrize(
-    ("function", "value", "message"),
-    [
-        ("util.find_spec", None, r"needs transformers: pip install 'locality\["),
-        ("metadata.version", "4.57.1", "needs transformers 5, and 4.57.1 is installed"),
-    ],
+    ("function", "value"), [("util.find_spec", None), ("metadata.version", "4.57.1")]
 )
-def test_without_transformers_5_the_error_says_how_to_install_it(
-    monkeypatch, function, value, message
-):
+def test_without_transformers_5_the_error_names_it(monkeypatch, function, value):
     monkeypatch.setattr(f"importlib.{function}", lambda name: value)
     monkeypatch.delitem(sys.modules, "locality.transformers")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=value or "pip install"):
         import locality.transformers  # noqa: F401
 
 

@@ -54,12 +54,6 @@ def test_separable_has_the_gradients_of_dense(grid):
         torch.testing.assert_close(separable, dense, rtol=1e-10, atol=1e-10)
 
 
-def test_encodings_are_squared_distance_then_rows_then_columns():
-    encodings = P.relative_encodings((3, 4))
-    query, key = 1 * 4 + 3, 2 * 4 + 1  # (row 1, column 3) looks at (row 2, column 1)
-    assert encodings[query, key].tolist() == [1 + 4, 1, -2]
-
-
 def test_large_locality_strength_is_one_hot_at_the_offset():
     """α → ∞: head h looks at i + Δ_h and nowhere else (Eq. 5)."""
     offsets = C.kernel_offsets(3)
@@ -95,11 +89,6 @@ def test_rotating_the_grid_rotates_the_attention(case):
         [j * height + (height - 1 - i) for i in range(height) for j in range(width)]
     )
     torch.testing.assert_close(after[:, place][:, :, place], before)
-
-
-@pytest.mark.parametrize(("heads", "side"), [(1, 1), (3, 1), (4, 2), (9, 3), (15, 3), (16, 4)])
-def test_kernel_side_is_the_floor_of_the_root(heads, side):
-    assert C.kernel_size(heads) == side
 
 
 def test_even_kernels_have_half_integer_centres():

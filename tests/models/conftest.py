@@ -1,8 +1,25 @@
-"""What the compiler owes to every family."""
+"""Models whose every tensor matters, and what the compiler owes to each."""
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+
+
+@pytest.fixture(scope="session")
+def randomised():
+    """Random weights and running statistics, so that nothing is one or zero."""
+
+    @torch.no_grad()
+    def moved(model, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("running_var"):
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+            elif tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1)
+        return model
+
+    return moved
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 import copy
 
 import pytest
-import timm
 import torch
 from timm.models import group_parameters
 from torch import nn
 
 from locality.layers import AttentionMaps
-from locality.models import build, count_macs, count_parameters, list_models, variant
+from locality.models import build, count_macs, count_parameters, variant
 from locality.models.cvt import QuickGELU
 
 # As built here: parameters exactly, 10⁹ multiply-accumulates at 224 and 384 pixels.
@@ -51,18 +50,6 @@ def images(model, batch=2, size=None):
     return torch.randn(batch, model.in_chans, height, width, generator=generator)
 
 
-def randomised(model, seed=0):
-    """Weights and running statistics that all matter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("running_var"):
-                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
-            elif tensor.is_floating_point():
-                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1)
-    return model
-
-
 # Sizes
 
 
@@ -74,13 +61,6 @@ def test_sizes_of_table_2(name):
     assert count_parameters(model) == parameters
     assert count_macs(model) / 1e9 == pytest.approx(macs, rel=0.01)
     assert count_macs(model, 384) / 1e9 == pytest.approx(macs_384, rel=0.01)
-
-
-def test_squeezing_saves_what_table_7_says():
-    with torch.device("meta"):
-        full, squeezed = (count_macs(build("cvt_13", kv_stride=s)) / 1e9 for s in (1, 2))
-    assert full == pytest.approx(6.64, rel=0.01)
-    assert squeezed == pytest.approx(4.57, rel=0.01)
 
 
 @pytest.mark.parametrize("cell", ABLATIONS)
@@ -99,23 +79,6 @@ def test_every_ablation_has_the_papers_size(cell):
         assert parameters * 1e6 == 19_997_480 - dropped
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", ABLATIONS)
-def test_every_ablation_takes_a_training_step(cell):
-    """The paper's own size, on images of 96 pixels to be quick."""
-    overrides = {"img_size": 96, "num_classes": 10, "drop_path_rate": 0.0} | ABLATIONS[cell][0]
-    model = build("cvt_13", **overrides)
-    x, targets = images(model), torch.tensor([1, 2])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    loss = nn.functional.cross_entropy(model(x), targets)
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        if name not in model.unused_parameters():
-            assert torch.isfinite(parameter.grad).all() and parameter.grad.any(), name
-    optimizer.step()
-    assert nn.functional.cross_entropy(model(x), targets) < loss
-
-
 OPTIONS = [
     *(fields for fields, _ in ABLATIONS.values()),
     {"projection": "avg"},
@@ -129,7 +92,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
 @pytest.mark.parametrize("fields", OPTIONS, ids=str)
-def test_every_architecture_sees_its_images_and_learns_everywhere(fields, pool):
+def test_every_architecture_sees_its_images_and_learns_everywhere(fields, pool, randomised):
     model = randomised(small(**fields, global_pool=pool, img_size=64)).double()
     logits = model(images(model).double())
     assert (logits[0] - logits[1]).abs().max() > 1e-4
@@ -149,48 +112,10 @@ def test_the_class_token_stays_when_patches_are_pooled_and_may_be_left_out():
     assert small(class_token=False).stages[2].cls_token is None
 
 
-def test_small_models_are_about_as_large_as_their_convit_and_end_on_its_grid():
-    for name in list_models(family="cvt"):
-        row = variant(name)
-        if row.baseline is None:
-            continue
-        with torch.device("meta"):
-            ours, theirs = build(name), build(row.baseline)
-        close = 0.02 if name == "cvt_nano" else 0.15
-        assert count_parameters(ours) == pytest.approx(count_parameters(theirs), rel=close)
-        assert ours.img_size == theirs.img_size and ours.num_classes == theirs.num_classes
-        side = theirs.config.img_size // theirs.config.patch_size
-        assert ours.config.grids(ours.img_size)[-1] == (side, side)
-
-
 # Behaviour
 
 
-@pytest.mark.parametrize("pool", ["token", "avg"])
-@pytest.mark.parametrize("training", [False, True])
-def test_class_token_alone_gives_the_logits_of_all_tokens(pool, training):
-    """`forward` computes one token in the last block; the long way round has to agree."""
-    model = randomised(small(global_pool=pool)).train(training)
-    copied = copy.deepcopy(model)
-    x = images(model)
-    torch.testing.assert_close(model(x), copied.forward_head(copied.forward_features(x)))
-    for (name, ours), theirs in zip(model.named_buffers(), copied.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=name)
-
-
-@pytest.mark.parametrize("overrides", [{}, {"position": "every"}, {"projection": "linear"}])
-@pytest.mark.parametrize("size", [(32, 32), (17, 45), (3, 3), (3, 40)])
-def test_any_size_works(overrides, size):
-    model = small(**overrides).eval()
-    x = images(model, size=size)
-    logits, tokens = model(x), model.forward_features(x)
-    assert logits.shape == (2, 5) and torch.isfinite(logits).all()
-    height, width = model.config.grids(size)[-1]
-    assert tokens.shape == (2, 1 + height * width, 24)
-    torch.testing.assert_close(model(x[:1]), logits[:1])
-
-
-def test_position_embeddings_make_the_order_of_patches_matter():
+def test_position_embeddings_make_the_order_of_patches_matter(randomised):
     """Without them and with linear projections and patches, attention does not see places."""
     overrides = {"projection": "linear", "embedding": "patch", "depth": 1}
     x = images(small())
@@ -202,7 +127,7 @@ def test_position_embeddings_make_the_order_of_patches_matter():
 
 
 def test_too_small_an_image_is_refused():
-    with pytest.raises(ValueError, match=r"2×9 pixels is too small .* smallest is 3×3"):
+    with pytest.raises(ValueError, match="3×3"):
         small()(torch.zeros(1, 3, 2, 9))
 
 
@@ -232,29 +157,6 @@ def test_attention_layers_show_coarser_keys():
 # timm's surface
 
 
-def test_feature_maps_of_every_stage():
-    model = randomised(small()).eval()
-    x = images(model, size=(64, 48))
-    features, maps = model.forward_intermediates(x)
-    assert [m.shape[1:] for m in maps] == [(8, 16, 12), (16, 8, 6), (24, 4, 3)]
-    assert [info["reduction"] for info in model.feature_info] == [4, 8, 16]
-    torch.testing.assert_close(features, model.forward_features(x))
-    *_, tokens = model.forward_intermediates(x, [2], norm=True, output_fmt="NLC")[1]
-    torch.testing.assert_close(tokens, features[:, 1:])
-    first = model.forward_intermediates(x, [0], intermediates_only=True, stop_early=True)
-    assert len(first) == 1 and torch.equal(first[0], maps[0])
-
-
-def test_recomputing_blocks_changes_no_gradient():
-    model = randomised(small()).eval()
-    copied = copy.deepcopy(model)
-    copied.set_grad_checkpointing()
-    for net in (model, copied):
-        net(images(net)).square().sum().backward()
-    for (name, ours), theirs in zip(model.named_parameters(), copied.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
-
-
 def test_decay_and_groups_cover_every_parameter():
     model = small(position="first")
     assert model.no_weight_decay() == {"stages.0.pos_embed", "stages.2.cls_token"}
@@ -268,14 +170,9 @@ def test_decay_and_groups_cover_every_parameter():
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_classifier_can_be_replaced(pool):
+    """Pooling in another way leaves the blocks as they are, class token included."""
     model = small(global_pool=pool).eval()
-    assert model.num_prefix_tokens == (pool == "token")
-    model.reset_classifier(7)
-    assert model(images(model)).shape == (2, 7) and model.num_classes == 7
-    model.reset_classifier(0, pool)
     features = model.forward_features(images(model))
-    torch.testing.assert_close(model(images(model)), model.forward_head(features, pre_logits=True))
-    # Pooling in another way leaves the blocks as they are, class token included.
     model.reset_classifier(0, "avg")
     expected = features[:, model.num_prefix_tokens :].mean(dim=1)
     torch.testing.assert_close(model(images(model)), expected)
@@ -297,7 +194,7 @@ def test_classifier_can_be_replaced(pool):
         {"global_pool": "avg"},
     ],
 )
-def test_fused_logits_are_the_same(overrides):
+def test_fused_logits_are_the_same(overrides, randomised):
     model = randomised(small(**overrides)).eval()
     before = copy.deepcopy(model.state_dict())
     fused = model.fuse()
@@ -308,21 +205,8 @@ def test_fused_logits_are_the_same(overrides):
     torch.testing.assert_close(fused.fuse()(x), fused(x))
     assert all(torch.equal(a, before[name]) for name, a in model.state_dict().items())
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_fusing_a_model_in_training_leaves_it_training():
-    model = randomised(small())
-    fused = model.fuse()
-    assert model.training and not fused.training
-    torch.testing.assert_close(
-        fused(images(model)), model.eval()(images(model)), rtol=1e-5, atol=1e-5
-    )
-
-
-def test_a_fused_model_refuses_to_train():
-    fused = small().fuse()
-    fused.eval()
-    with pytest.raises(ValueError, match=r"fused model cannot train.*was fused from"):
+    assert model.train().fuse().training is False and model.training
+    with pytest.raises(ValueError, match="fused"):
         fused.train()
 
 
@@ -330,31 +214,7 @@ def test_a_fused_model_refuses_to_train():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fuse", [False, True])
-def test_one_graph_holds_all_of_it(fuse):
-    model = randomised(small()).eval()
-    model = model.fuse() if fuse else model
-    x = images(model)
-    with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_one_graph_holds_training_too():
-    model = randomised(small())
-    copied = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    compiled(images(model)).square().sum().backward()
-    copied(images(copied)).square().sum().backward()
-    for (name, ours), theirs in zip(model.named_parameters(), copied.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3, msg=name)
-    for (name, ours), theirs in zip(model.named_buffers(), copied.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=name)
-
-
-@pytest.mark.slow
-def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
+def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled, randomised):
     # Two stages: the compiler's time grows with every kernel it writes.
     first = {"embed_dim": 8, "num_heads": 1, "depth": 1, "embed_kernel": 7, "embed_stride": 4}
     stages = [first | {"embed_padding": 2}, {"embed_dim": 16, "num_heads": 2, "depth": 1}]
@@ -363,13 +223,13 @@ def test_ten_batches_of_one_compiled_graph_agree(agrees_when_compiled):
 
 
 @pytest.mark.slow
-def test_a_graph_for_each_size(compiles_once_a_size):
+def test_a_graph_for_each_size(compiles_once_a_size, randomised):
     compiles_once_a_size(randomised(small()), images)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"position": "every"}])
-def test_exports_with_any_batch_and_size(overrides):
+def test_exports_with_any_batch_and_size(overrides, randomised):
     model = randomised(small(img_size=64, **overrides)).eval()
     # Sizes that leave a single key are a case of their own to the exporter.
     batch, height, width = (torch.export.Dim(n, min=m) for n, m in (("b", 2), ("h", 48), ("w", 48)))
@@ -379,29 +239,3 @@ def test_exports_with_any_batch_and_size(overrides):
     for count, size in shapes:
         x = images(model, count, size)
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
-
-
-def test_autocast_stays_close():
-    model = randomised(small()).eval()
-    x = images(model)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        lowered = model(x)
-    assert lowered.dtype == torch.bfloat16
-    scale = model(x).abs().max()
-    assert (lowered.float() - model(x)).abs().max() < 0.05 * scale
-
-
-def test_channels_last_is_the_same():
-    model = randomised(small()).eval()
-    x = images(model)
-    expected = model(x)
-    last = x.contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(model(last), expected)
-    torch.testing.assert_close(model.to(memory_format=torch.channels_last)(last), expected)
-
-
-def test_families_share_a_surface_with_timm():
-    assert set(list_models(family="cvt")) >= set(SIZES)
-    theirs = timm.create_model("vit_tiny_patch16_224", pretrained=False)
-    for name in ("forward_features", "forward_head", "get_classifier", "set_grad_checkpointing"):
-        assert callable(getattr(small(), name)) and callable(getattr(theirs, name))

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from locality.benchmark import peers
 from locality.checkpoints.foreign import TRANSFORMERS
 from locality.models import build
-
-transformers = pytest.importorskip("transformers")
 
 
 def pair(name, **overrides):
     """Ours and theirs with equal weights; their port computes the exact GELU."""
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
     ours = build(name, activation="gelu", drop_path_rate=0.0, **overrides)
     with torch.no_grad():
@@ -20,24 +20,7 @@ def pair(name, **overrides):
                 tensor.uniform_(0.5, 2.0)
             elif tensor.is_floating_point():
                 tensor.add_(torch.randn_like(tensor), alpha=0.02)
-    stages = ours.config.stages
-    theirs = transformers.CvtForImageClassification(
-        transformers.CvtConfig(
-            num_channels=ours.in_chans,
-            num_labels=ours.num_classes,
-            patch_sizes=[stage.embed_kernel for stage in stages],
-            patch_stride=[stage.embed_stride for stage in stages],
-            patch_padding=[stage.embed_padding for stage in stages],
-            embed_dim=[stage.embed_dim for stage in stages],
-            num_heads=[stage.num_heads for stage in stages],
-            depth=[stage.depth for stage in stages],
-            mlp_ratio=[stage.mlp_ratio for stage in stages],
-            stride_kv=[stage.kv_stride for stage in stages],
-            qkv_bias=[stage.qkv_bias for stage in stages],
-            drop_path_rate=[0.0, 0.0, 0.0],
-        )
-    )
-    theirs.load_state_dict(TRANSFORMERS.from_native(ours.state_dict(), ours.config))
+    theirs = peers(ours, "transformers")["transformers"].model
     return ours.eval(), theirs.eval()
 
 

@@ -1,0 +1,109 @@
+"""What every family owes: one function however it is computed, and timm's surface."""
+
+import copy
+
+import pytest
+import torch
+
+from locality.models import build
+
+SMALL_CVT = {"embed_dim": (8, 16, 24), "num_heads": (1, 2, 3), "depth": (1, 1, 2), "img_size": 32}
+KINDS = {
+    "convit_nano": {},
+    "convit_nano, psa": {"positional_attention": "psa"},
+    "convit_nano, all gated": {"gpsa_layers": 4, "global_pool": "avg"},
+    "deit_nano": {},
+    "cvt_13": SMALL_CVT,
+    "cvt_13, avg": SMALL_CVT | {"global_pool": "avg"},
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request, randomised):
+    fields = {"num_classes": 10, "drop_path_rate": 0.0} | KINDS[request.param]
+    return randomised(build(request.param.partition(",")[0], **fields)).eval()
+
+
+def images(model, batch=2, size=None):
+    height, width = size or model.img_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, model.in_chans, height, width, generator=generator)
+
+
+def assert_near(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_logits_are_those_of_all_tokens(model, training):
+    """`forward` may compute one token alone in the last block; the long way round has to agree."""
+    other, x = copy.deepcopy(model.train(training)), images(model)
+    assert_near(model(x), other.forward_head(other.forward_features(x)))
+    for (name, ours), theirs in zip(model.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_any_size_and_any_batch_works(model):
+    cvt = model.config.family == "cvt"
+    for size in [(17, 45), (3, 3), (3, 40)] if cvt else [(12, 6), (2, 18)]:
+        x = images(model, size=size)
+        logits = model(x)
+        assert logits.shape == (2, 10) and torch.isfinite(logits).all()
+        assert_near(model(x[:1]), logits[:1])
+
+
+def test_images_of_other_channels_are_refused(model):
+    with pytest.raises(ValueError, match="in_chans=1"):
+        model(torch.zeros(1, 1, *model.img_size))
+
+
+def test_recomputing_blocks_changes_no_gradient(model):
+    copied = copy.deepcopy(model)
+    copied.set_grad_checkpointing()
+    for each in (model, copied):
+        each(images(model)).square().sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), copied.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        torch.testing.assert_close(theirs.grad, ours.grad, msg=name)
+
+
+def test_channels_last_and_bf16_are_near(model):
+    x = images(model)
+    expected = model(x)
+    assert_near(model(x.contiguous(memory_format=torch.channels_last)), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = model(x)
+    assert rough.dtype == torch.bfloat16
+    assert (rough.float() - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_intermediates_are_the_maps_of_the_blocks(model):
+    x = images(model, size=[2 * model.img_size[0], model.img_size[1]])
+    features, maps = model.forward_intermediates(x)
+    torch.testing.assert_close(features, model.forward_features(x))
+    for info, tensor in zip(model.feature_info, maps, strict=True):
+        side = info["reduction"]
+        assert tensor.shape == (2, info["num_chs"], x.shape[2] // side, x.shape[3] // side)
+    last = {"norm": True, "output_fmt": "NLC", "intermediates_only": True}
+    (tokens,) = model.forward_intermediates(x, [len(maps) - 1], **last)
+    torch.testing.assert_close(tokens, features[:, model.num_prefix_tokens :])
+    (first,) = model.forward_intermediates(x, [0], intermediates_only=True, stop_early=True)
+    assert torch.equal(first, maps[0])
+    with pytest.raises(ValueError, match="NHWC"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True])
+def test_one_graph_without_breaks_holds_all_of_it(model, training):
+    copied = copy.deepcopy(model.train(training))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = []
+    for each in (compiled, copied):
+        logits = each(images(model))
+        logits.square().sum().backward()
+        found.append([logits, *(p.grad for p in each.parameters() if p.grad is not None)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    for (name, ours), theirs in zip(model.named_buffers(), copied.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
