@@ -13,7 +13,6 @@ from locality.data import (
     BadImage,
     DataConfig,
     Preprocessing,
-    check,
     open_data,
     train_loader,
 )
@@ -81,19 +80,6 @@ def test_a_saved_image_folder_trains_as_the_folder_did(train_val, workers):
         assert torch.equal(a.images, b.images) and torch.equal(a.targets, b.targets)
 
 
-def test_rows_are_checked_one_by_one(train_val):
-    report = check(saved(train_val), dataset="arrow", progress=False)
-    assert report.ok and report.images == {"train": 18, "val": 6}
-
-
-def test_a_folder_saved_by_datasets(tmp_path):
-    parts = {"train": rows(6), "test": rows(4)}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
-    splits = opened("arrow", tmp_path / "saved")
-    assert splits.classes == ["no", "yes"]
-    assert shades(splits.train) == [0, 10, 20, 30, 40, 50] and shades(splits.val) == [0, 10, 20, 30]
-
-
 def test_parquet_as_on_the_hub(tmp_path):
     (tmp_path / "data").mkdir()
     rows(6).to_parquet(tmp_path / "data" / "train-00000-of-00001-abc.parquet")
@@ -120,20 +106,14 @@ def test_numbers_without_names(tmp_path):
     assert splits.classes == ["0", "1", "2", "3"] and splits.val.labels.tolist() == [1]
 
 
-def test_no_parts_are_split(tmp_path):
-    write_parquet(tmp_path / "a.parquet", image=[png(n) for n in range(8)], label=[0, 1] * 4)
-    splits = opened("arrow", tmp_path, val_fraction=0.25)
-    assert np.bincount(splits.val.labels).tolist() == [1, 1]
-
-
 def test_a_choice_of_columns(tmp_path):
     columns = {"image": [png(1)] * 2, "label": [0, 1], "labels": [1, 0]}
     write_parquet(tmp_path / "train.parquet", **columns)
     write_parquet(tmp_path / "val.parquet", **columns)
-    with pytest.raises(UserError, match=r"has several \('label', 'labels'\).*give label_column"):
+    with pytest.raises(UserError, match="label_column"):
         opened("arrow", tmp_path)
     assert opened("arrow", tmp_path, label_column="labels").val.labels.tolist() == [1, 0]
-    with pytest.raises(UserError, match="none for the image column"):
+    with pytest.raises(UserError, match="image column"):
         opened("arrow", tmp_path, image_column="picture", label_column="label")
 
 
@@ -148,7 +128,7 @@ def test_a_row_without_an_image(tmp_path, cell):
             label=cells["label"],
         )
     train = opened("arrow", tmp_path).train
-    with pytest.raises(BadImage, match="the row has no image"):
+    with pytest.raises(BadImage, match="no image"):
         train.read(1)
     assert train.describe(1).endswith("train[1]")
 
@@ -172,7 +152,7 @@ def test_a_row_that_names_a_file_outside_of_the_folder(tmp_path, image_file, mon
         cells = pa.array([{"bytes": None, "path": path}], type=struct)
         for part in ("train", "val"):
             write_parquet(tmp_path / name / f"{part}.parquet", image=cells, label=[0])
-        with pytest.raises(BadImage, match=r"x\.png', outside of '.*set data\.allow_outside"):
+        with pytest.raises(BadImage, match="allow_outside"):
             opened("arrow", tmp_path / name).train.read(0)
         allowed = opened("arrow", tmp_path / name, allow_outside=True)
         assert allowed.train.read(0).size == (10, 12)
@@ -182,7 +162,6 @@ def test_a_copy_of_parquet_files_is_said_and_made_once(tmp_path, caplog):
     write_parquet(tmp_path / "train.parquet", image=[png(n) for n in range(8)], label=[0, 1] * 4)
     opened("arrow", tmp_path)
     (copy,) = Path(datasets.config.HF_DATASETS_CACHE).rglob("*.arrow")
-    assert "train.parquet' is converted to Arrow, once; the copy is" in caplog.text
     assert str(copy) in caplog.text
     caplog.clear()
     assert len(opened("arrow", tmp_path).train) == 6 and not caplog.text
@@ -204,46 +183,43 @@ def test_what_files_hold_is_bounded_by_their_size(tmp_path, image):
     table = pa.table({"image": image, "label": [0, 1] * (len(image) // 2)})
     pq.write_table(table, path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 500_000 and pq.read_table(path).nbytes >= 400_000_000
-    with pytest.raises(UserError, match=r"train\.parquet' would take more than"):
+    with pytest.raises(UserError, match=r"train\.parquet"):
         opened("arrow", tmp_path)
     assert not any(Path(datasets.config.HF_DATASETS_CACHE).rglob("*.*"))
 
 
-def test_nothing_to_read(tmp_path):
-    with pytest.raises(UserError, match=r"no \.arrow or \.parquet files"):
-        opened("arrow", tmp_path)
-
-
-def test_no_training_part(tmp_path):
-    write_parquet(tmp_path / "val.parquet", image=[png(1)], label=[0])
-    with pytest.raises(UserError, match="begins with 'train'"):
-        opened("arrow", tmp_path)
-
-
-def test_files_of_two_formats(train_val):
-    write_parquet(saved(train_val) / "train" / "a.parquet", image=[png(1)], label=[0])
-    with pytest.raises(UserError, match=r"has \.arrow and \.parquet"):
-        opened("arrow", train_val / "saved")
-
-
-@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
-def test_a_damaged_file_is_named(tmp_path, suffix):
-    (tmp_path / f"train.{suffix}").write_bytes(b"this is no such file" * 100)
-    with pytest.raises(UserError, match=rf"'train\.{suffix}' cannot be read"):
-        opened("arrow", tmp_path)
-
-
-def test_a_truncated_file_is_named(train_val):
+def test_damaged_files_are_named(train_val):
     (file,) = saved(train_val).glob("train/*.arrow")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(UserError, match=r"train/data-00000-of-00001\.arrow' cannot be read"):
+    with pytest.raises(UserError, match=file.name):
         opened("arrow", train_val / "saved")
+    write_parquet(file.parent / "a.parquet", image=[png(1)], label=[0])
+    with pytest.raises(UserError, match=r"\.arrow and \.parquet"):
+        opened("arrow", train_val / "saved")
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({}, r"\.arrow or \.parquet"),
+        ({"val": {"image": [b""], "label": [0]}}, "train"),
+        ({"train": {"image": [b""], "label": [0]}, "val": {"image": [b""], "x": [0]}}, "'label'"),
+    ],
+)
+def test_folders_that_lack_something_are_refused(tmp_path, files, named):
+    for name, columns in files.items():
+        write_parquet(tmp_path / f"{name}.parquet", **columns)
+    with pytest.raises(UserError, match=named):
+        opened("arrow", tmp_path)
+    (tmp_path / "train.parquet").write_bytes(b"this is no such file" * 100)
+    with pytest.raises(UserError, match=r"train\.parquet"):
+        opened("arrow", tmp_path)
 
 
 def test_parts_with_different_classes(tmp_path):
     for part, classes in (("train", ("a", "b")), ("test", ("a", "c"))):
         rows(2, classes).to_parquet(tmp_path / f"{part}.parquet")
-    with pytest.raises(UserError, match="only train has 'b'; only val has 'c'"):
+    with pytest.raises(UserError, match=r"'b'.*'c'"):
         opened("arrow", tmp_path)
     rows(2, ("b", "a")).to_parquet(tmp_path / "test.parquet")
     splits = opened("arrow", tmp_path)
@@ -251,28 +227,20 @@ def test_parts_with_different_classes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "val", "message"),
+    ("train", "val", "named"),
     [
-        (["a", "b"], ["c"], "only val has 'c'"),
-        ([0, 1], [2], "goes from 2 to 2; give 0 to 1"),
-        ([-1, 1], [0], "label of train in .* goes from -1 to 1; give 0 to"),
-        ([0, -1, 2**62], [0], "goes from -1 to 4611686018427387904"),
-        ([0, 2**62], [0], "goes from 0 to 4611686018427387904"),
-        ([0, None], [0], "1 rows of train in .* have no label"),
-        ([0.5, 1.0], [0.5], "neither names nor whole numbers"),
+        (["a", "b"], ["c"], "'c'"),
+        ([0, 1], [2], "from 2 to 2"),
+        ([-1, 1], [0], "from -1 to 1"),
+        ([0, 2**62], [0], "from 0 to 4611686018427387904"),
+        ([0, None], [0], "1 rows of train"),
+        ([0.5, 1.0], [0.5], "whole numbers"),
     ],
 )
-def test_labels_that_are_no_classes(tmp_path, train, val, message):
+def test_labels_that_are_no_classes(tmp_path, train, val, named):
     for part, labels in (("train", train), ("val", val)):
         write_parquet(tmp_path / f"{part}.parquet", image=[png(1)] * len(labels), label=labels)
-    with pytest.raises(UserError, match=message):
-        opened("arrow", tmp_path)
-
-
-def test_a_part_without_a_column(tmp_path):
-    write_parquet(tmp_path / "train.parquet", image=[png(1)], label=[0])
-    write_parquet(tmp_path / "val.parquet", image=[png(1)], other=[0])
-    with pytest.raises(UserError, match="has no column 'label', which train has"):
+    with pytest.raises(UserError, match=named):
         opened("arrow", tmp_path)
 
 

@@ -40,6 +40,8 @@ def pixels(data, **settings):
 
 
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)
+VALUES = [0, 128, 256, 32768, 65535]
+HIGH_BYTES = [0, 0, 1, 128, 255]
 
 
 def test_colour_is_untouched():
@@ -53,23 +55,23 @@ def test_grey_is_repeated(kind):
     assert np.array_equal(result, np.repeat(RAMP[..., None], 3, axis=2))
 
 
-def test_black_and_white():
-    image = Image.fromarray(RAMP > 127)
-    assert np.array_equal(pixels(encoded(image))[..., 0], np.where(RAMP > 127, 255, 0))
-
-
-def test_palette():
+def test_palettes_and_first_frames():
     image = Image.new("P", (2, 1))
     image.putpalette([255, 0, 0, 0, 0, 255])
     image.putdata([0, 1])
     assert pixels(encoded(image)).tolist() == [[[255, 0, 0], [0, 0, 255]]]
-
-
-def test_transparent_palette_entry_is_white():
-    image = Image.new("P", (2, 1))
-    image.putpalette([255, 0, 0, 0, 0, 255])
-    image.putdata([0, 1])
     assert pixels(encoded(image, transparency=0)).tolist() == [[[255] * 3, [0, 0, 255]]]
+    frames = encoded(image, "GIF", save_all=True, append_images=[Image.new("P", (2, 1))])
+    assert pixels(frames).tolist() == [[[255, 0, 0], [0, 0, 255]]]
+
+
+def test_a_colour_or_grey_that_the_file_names_transparent_is_white():
+    extra = chunk(b"tRNS", struct.pack(">3H", 9, 9, 9))
+    colour = png(2, 1, 8, 2, [bytes([9, 9, 9, 1, 2, 3])], extra)
+    assert pixels(colour).tolist() == [[[255] * 3, [1, 2, 3]]]
+    extra = chunk(b"tRNS", struct.pack(">H", 32768))
+    grey = png(5, 1, 16, 0, [struct.pack(">5H", *VALUES)], extra)
+    assert pixels(grey)[0, :, 0].tolist() == [0, 0, 1, 255, 255]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +88,6 @@ def test_alpha_is_shown_on_white(mode, pixel, expected):
     assert pixels(encoded(Image.new(mode, (3, 2), pixel)))[1, 2].tolist() == expected
 
 
-def test_a_colour_named_transparent_is_white():
-    data = png(2, 1, 8, 2, [bytes([9, 9, 9, 1, 2, 3])], chunk(b"tRNS", struct.pack(">3H", 9, 9, 9)))
-    assert pixels(data).tolist() == [[[255] * 3, [1, 2, 3]]]
-
-
 @pytest.mark.parametrize(
     ("ink", "expected"), [((0, 0, 0, 0), 255), ((0, 0, 0, 255), 0), ((255, 255, 255, 0), 0)]
 )
@@ -100,27 +97,9 @@ def test_cmyk_photograph(ink, expected):
     assert np.abs(pixels(data).astype(int) - expected).max() <= 2
 
 
-def test_cmyk_red():
-    red = pixels(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=100))[4, 4]
-    assert red[0] > 250 and red[1] < 5 and red[2] < 5
-
-
-VALUES = [0, 128, 256, 32768, 65535]
-HIGH_BYTES = [0, 0, 1, 128, 255]
-
-
 def test_16_bit_grey_is_scaled_not_clipped():
     data = png(5, 1, 16, 0, [struct.pack(">5H", *VALUES)])
     assert pixels(data)[0].tolist() == [[value] * 3 for value in HIGH_BYTES]
-    # What this is about: the plain conversion turns nearly everything white.
-    plain = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))[0, :, 0].tolist()
-    assert plain[2:] == [255, 255, 255]
-
-
-def test_16_bit_grey_with_a_transparent_value():
-    extra = chunk(b"tRNS", struct.pack(">H", 32768))
-    data = png(5, 1, 16, 0, [struct.pack(">5H", *VALUES)], extra)
-    assert pixels(data)[0, :, 0].tolist() == [0, 0, 1, 255, 255]
 
 
 def test_16_bit_colour_and_alpha():
@@ -161,7 +140,7 @@ def test_signed_tiff():
     # Negative values are black, as in skimage.util.img_as_ubyte.
     data = grey_tiff(struct.pack("<5h", -32768, -1, 128, 16384, 32767), 5, 16, sign=2)
     assert pixels(data)[0, :, 0].tolist() == [0, 0, 1, 128, 255]
-    with pytest.raises(BadImage, match="signed grey in 8 bits"):
+    with pytest.raises(BadImage, match="signed"):
         decode(grey_tiff(bytes(4), 4, 8, sign=2))
 
 
@@ -180,14 +159,8 @@ def test_greys_of_fewer_bits():
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_32_bit_grey_is_refused(dtype):
     data = encoded(Image.fromarray(np.array([[0, 1]], dtype=dtype)), "TIFF")
-    with pytest.raises(BadImage, match="32 bits has no defined white"):
+    with pytest.raises(BadImage, match="32 bits"):
         decode(data)
-
-
-def test_first_frame_of_an_animation():
-    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
-    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert pixels(data)[0, 0].tolist() == [255, 0, 0]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -211,17 +184,12 @@ def test_exif_orientation_is_an_option(orientation):
     assert np.array_equal(pixels(data, exif=True)[..., 0], turned)
 
 
-def test_an_unreadable_exif_record_turns_nothing():
-    data = encoded(Image.new("RGB", (8, 4), "red"), "JPEG", exif=b"Exif\0\0garbage!")
-    assert pixels(data).shape == pixels(data, exif=True).shape == (4, 8, 3)
-
-
 def test_whatever_pillow_raises_while_converting_is_the_images_fault(monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError
 
     monkeypatch.setattr(Image.Image, "transpose", fail)
-    with pytest.raises(BadImage, match=r"damaged .ZeroDivisionError"):
+    with pytest.raises(BadImage, match="ZeroDivisionError"):
         decode(encoded(NOISE, exif=b"Exif\0\0" + tiff_block([TURNED])), Decoding(exif=True))
 
 
@@ -283,11 +251,6 @@ def test_odd_exif_fields_change_nothing(kind):
         assert np.array_equal(found, wanted), odd
 
 
-def test_the_name_does_not_matter():
-    # As in ImageNet, where one file named .JPEG is a PNG.
-    assert pixels(encoded(Image.new("RGB", (2, 2), "red"), "PNG"))[0, 0].tolist() == [255, 0, 0]
-
-
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
 
 
@@ -296,8 +259,15 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), d
 def test_truncated(kind, share):
     data = encoded(NOISE, kind)
     decode(data)
-    with pytest.raises(BadImage, match=r"damaged|not an image"):
+    with pytest.raises(BadImage):
         decode(data[: int(len(data) * share)])
+
+
+def test_a_flipped_bit_in_the_middle():
+    data = bytearray(encoded(NOISE))
+    data[len(data) // 2] ^= 0xFF
+    with pytest.raises(BadImage, match="damaged"):
+        decode(bytes(data))
 
 
 def test_whole_rows_that_an_interlaced_image_lost():
@@ -312,35 +282,16 @@ def test_whole_rows_that_an_interlaced_image_lost():
         pixels(png(4, 64, 8, 0, rows[:-1], interlaced=1))
 
 
-def test_damaged_in_the_middle():
-    data = bytearray(encoded(NOISE))
-    data[len(data) // 2] ^= 0xFF
-    with pytest.raises(BadImage, match="damaged"):
-        decode(bytes(data))
-
-
-def test_empty():
-    with pytest.raises(BadImage, match="the file is empty"):
-        decode(b"")
-
-
-@pytest.mark.parametrize("data", [b"hello, world", b"\0" * 1000, b"<html></html>", b"GIF89a"])
+@pytest.mark.parametrize("data", [b"", b"hello, world", b"\0" * 1000, b"GIF89a"])
 def test_not_an_image(data):
-    with pytest.raises(BadImage, match=r"not an image|damaged"):
-        decode(data)
-
-
-def test_programs_are_not_run():
-    # Pillow would hand an EPS file to Ghostscript.
-    data = encoded(Image.new("RGB", (4, 4)), "EPS")
-    with pytest.raises(BadImage, match="not an image of a known format"):
+    with pytest.raises(BadImage):
         decode(data)
 
 
 def test_pixel_limit():
     data = encoded(Image.new("L", (100, 50)))
     assert decode(data, Decoding(max_pixels=5000)).size == (100, 50)
-    with pytest.raises(BadImage, match=r"100 × 50 pixels, more than 4,999"):
+    with pytest.raises(BadImage, match="4,999"):
         decode(data, Decoding(max_pixels=4999))
 
 
@@ -355,14 +306,13 @@ def test_decompression_bomb(side):
             decode(data)
 
 
-def test_unreadable(tmp_path, monkeypatch):
-    with pytest.raises(BadImage, match=r"cannot be read \(No such file"):
-        read_bytes(tmp_path / "gone.jpg")
-    with pytest.raises(BadImage, match="cannot be read"):
-        read_bytes(tmp_path)
+def test_what_cannot_be_read_is_the_files_fault_unless_the_machine_has_no_more(
+    tmp_path, monkeypatch
+):
+    for place in (tmp_path / "gone.jpg", tmp_path):
+        with pytest.raises(BadImage, match="cannot be read"):
+            read_bytes(place)
 
-
-def test_troubles_of_the_machine_are_not_the_files(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -380,7 +330,7 @@ def with_scans(count, **options):
 def test_scans_are_counted_where_all_are_decoded():
     once, often = (with_scans(count, progressive=True) for count in (1, 100))
     assert decode(once).size == (64, 64)
-    with pytest.raises(BadImage, match="has 109 scans; up to 50"):
+    with pytest.raises(BadImage, match="109 scans"):
         decode(often)
     # Bytes of a comment that look like scans are none; a scan of all components is decoded alone.
     image = Image.fromarray(RAMP)
@@ -423,7 +373,7 @@ def segments(count):
 )
 def test_a_header_of_thousands_of_pieces_is_refused(file):
     assert decode(file(100)).width == 2
-    with pytest.raises(BadImage, match="more pieces, such as comments, than any image needs"):
+    with pytest.raises(BadImage, match="pieces"):
         decode(file(20_000))
 
 
@@ -441,7 +391,7 @@ def test_a_header_of_thousands_of_pieces_is_refused(file):
     ],
 )  # fmt: skip
 def test_large_images_of_slow_kinds_are_refused(data, kind):
-    with pytest.raises(BadImage, match=f"stored as {kind}, which takes long to decode"):
+    with pytest.raises(BadImage, match=kind):
         decode(data)
 
 

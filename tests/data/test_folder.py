@@ -10,7 +10,7 @@ import pytest
 
 from locality.data import BadImage, DataConfig, check, open_data, train_loader
 from locality.data.config import AugmentConfig, Preprocessing
-from locality.data.folder import FileSource, image_files, list_folder, part_of
+from locality.data.folder import image_files, list_folder, part_of
 from locality.errors import UserError
 
 
@@ -42,11 +42,8 @@ def test_the_size_of_all_files_is_told_from_some(train_val, monkeypatch):
 @pytest.mark.parametrize(
     ("train", "val"),
     [
-        *[("train", name) for name in ("validation", "valid", "test", "dev", "VAL")],
-        ("Train", "Val"),
-        ("training", "Validation"),
+        *[("train", name) for name in ("validation", "valid", "dev", "VAL")],
         ("TRAIN", "test_images"),
-        ("train_images", "val_images"),
         ("Training Set", "Development"),
         ("images-train", "images-val"),
         ("trainset", "testset"),
@@ -61,31 +58,38 @@ def test_other_names_of_parts(train_val, train, val):
     assert (len(splits.train), len(splits.val)) == (18, 6)
 
 
-@pytest.mark.parametrize("name", ["trainer", "evaluation", "testament", "valley", "devil", "tra"])
-def test_names_that_speak_of_no_part(name):
-    assert part_of(name) is None
-
-
-def test_unused_parts_are_named(train_val, class_folders, caplog):
-    class_folders(train_val / "test", {"ant": 1})
-    assert len(folder(train_val).val) == 6
-    assert "'test'" in caplog.text
+def test_names_that_speak_of_no_part():
+    for name in ("trainer", "evaluation", "testament", "valley", "devil", "tra"):
+        assert part_of(name) is None, name
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "named"),
     [
         ({"Train/a": 2, "train/a": 2, "val/a": 1}, "'Train', 'train'"),
         ({"train/a": 2, "val/a": 1, "valid/a": 1}, "'val', 'valid'"),
-        ({"val/a": 2, "test/a": 1}, "no folder train"),
-        ({"training": 2, "validation": 1}, "training' holds images itself"),
+        ({"val/a": 2, "test/a": 1}, "train"),
+        ({"train/a": 2, "other/a": 1}, "val"),
+        ({"training": 2, "validation": 1}, "training'"),
+        ({".": 1}, "one folder per class"),
         ({"a/train": 2, "a/val": 1, "b/train": 2, "b/val": 1}, "train/a and .*val/a"),
-        ({"a/Training": 2, "a/test": 1}, "Training/a and .*test/a"),
+        ({"train/a": 0, "val/a": 1}, "no images in .*train"),
+        ({"train/a": 1, "val/a": 0}, "no images in .*val"),
+        ({"a": 1, "b": 1}, r"\(2\)"),
+        ({"train/b": 1, "train/c": 1, "val/c": 1, "val/d": 1}, "'b'.*'d'"),
+        ({f"train/x{n}": 1 for n in range(8)} | {"val/a": 1}, "'x4' and 3 more"),
     ],
+    ids=lambda each: str(each)[:40],
 )
-def test_layouts_that_are_refused(tmp_path, class_folders, layout, said):
+def test_layouts_that_are_refused(tmp_path, class_folders, layout, named):
     class_folders(tmp_path, layout)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=named):
+        folder(tmp_path)
+
+
+def test_tables_of_images_are_pointed_to_their_dataset(tmp_path):
+    (tmp_path / "train-0.parquet").touch()
+    with pytest.raises(UserError, match="arrow"):
         folder(tmp_path)
 
 
@@ -98,77 +102,12 @@ def test_one_folder_is_split_by_seed(tmp_path, class_folders):
     assert np.array_equal(splits.val.indices, again.val.indices)
 
 
-def test_a_class_may_be_called_train(tmp_path, class_folders):
-    class_folders(tmp_path, {"bus": 3, "train": 3})
-    assert folder(tmp_path).classes == ["bus", "train"]
-
-
 def test_an_empty_class_keeps_its_number(train_val):
     (train_val / "train" / "bat").mkdir()
     (train_val / "val" / "bat").mkdir()
     splits = folder(train_val)
     assert splits.classes == ["ant", "bat", "bee", "cat"]
     assert set(splits.train.labels) == set(splits.val.labels) == {0, 2, 3}
-
-
-def test_different_classes_are_named(train_val, class_folders):
-    class_folders(train_val / "train", {"dog": 1})
-    class_folders(train_val / "val", {"elk": 1})
-    with pytest.raises(UserError, match="only train has 'dog'; only val has 'elk'"):
-        folder(train_val)
-
-
-def test_many_different_classes_are_counted(train_val, class_folders):
-    class_folders(train_val / "train", {f"x{n}": 1 for n in range(8)})
-    with pytest.raises(UserError, match=r"'x0', .*'x4' and 3 more"):
-        folder(train_val)
-
-
-@pytest.mark.parametrize("missing", ["train", "val"])
-def test_a_part_without_images(train_val, missing):
-    for file in (train_val / missing).rglob("*.png"):
-        file.unlink()
-    with pytest.raises(UserError, match=f"no images in .*{missing}"):
-        folder(train_val)
-
-
-def test_tables_of_images_are_pointed_to(tmp_path):
-    (tmp_path / "train-0.parquet").touch()
-    with pytest.raises(UserError, match=r"holds tables of images; .*data\.dataset arrow"):
-        folder(tmp_path)
-
-
-def test_images_without_class_folders(tmp_path, image_file):
-    image_file(tmp_path / "a.png")
-    with pytest.raises(UserError, match=r"holds images itself; expected one folder per class"):
-        folder(tmp_path)
-    for part in ("train", "val"):
-        image_file(tmp_path / part / "a.png")
-    with pytest.raises(
-        UserError, match=r"train' holds images itself; expected one folder per class"
-    ):
-        folder(tmp_path)
-
-
-def test_no_val(train_val):
-    (train_val / "val").rename(train_val / "other")
-    with pytest.raises(UserError, match="has train but no val"):
-        folder(train_val)
-
-
-def test_too_few_images_to_split(tmp_path, class_folders):
-    class_folders(tmp_path, {"a": 1, "b": 1})
-    with pytest.raises(UserError, match=r"too few images \(2\)"):
-        folder(tmp_path)
-
-
-def test_not_a_folder(tmp_path, image_file):
-    with pytest.raises(UserError, match="does not exist"):
-        folder(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="is not a folder"):
-        folder(image_file(tmp_path / "a.png"))
-    with pytest.raises(UserError, match=r"give it as data\.root"):
-        open_data(DataConfig(dataset="folder"), seed=0)
 
 
 def test_dot_names_and_other_files_are_passed_over(train_val, image_file):
@@ -206,17 +145,15 @@ def test_files_left_out_are_counted_by_suffix(train_val, image_file, caplog):
     (train_val / "train" / "bee" / "notes.txt").write_text("x")
     image_file(train_val / "train" / "beside.png")
     assert len(folder(train_val).train) == 18
-    assert "14 of 32 files are left out (12 .heic, 1 .png, 1 .txt; " in caplog.text
-    assert "locality[heif]" in caplog.text and "'beside.png'" in caplog.text
-    lines = check(train_val, workers=1, progress=False).lines()
-    assert any("ignored (12 .heic, 1 .png, 1 .txt; " in line for line in lines)
+    assert "12 .heic, 1 .png, 1 .txt" in caplog.text and "locality[heif]" in caplog.text
+    assert "'beside.png'" in caplog.text
 
 
 def test_images_of_unread_formats_alone_are_named(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.heic").write_bytes(b"heic")
     for look in (folder, lambda root: list(image_files([str(root)]))):
-        with pytest.raises(UserError, match=r"1 \.heic; pip install 'locality\[heif\]'"):
+        with pytest.raises(UserError, match=r"locality\[heif\]"):
             look(tmp_path)
 
 
@@ -225,7 +162,7 @@ def test_archives_are_not_read(train_val, tmp_path_factory, kind):
     place = tmp_path_factory.mktemp("archive")
     archive = shutil.make_archive(str(place / "my photos"), kind, train_val)
     for dataset in ("folder", "table"):
-        with pytest.raises(UserError, match="is an archive"):
+        with pytest.raises(UserError, match="archive"):
             open_data(DataConfig(dataset, archive), seed=0)
 
 
@@ -237,13 +174,8 @@ def test_class_names_in_other_forms_of_unicode_are_the_same(train_val):
     assert splits.val.read(5).mode == "RGB"
     assert check(train_val, workers=1, progress=False).ok
     (train_val / "train" / unicodedata.normalize("NFD", "äffin")).mkdir()
-    with pytest.raises(UserError, match="two folders 'äffin'"):
+    with pytest.raises(UserError, match="äffin"):
         folder(train_val)
-
-
-def test_a_root_that_is_not_text_is_refused():
-    with pytest.raises(UserError, match=r"root .*not UTF-8"):
-        DataConfig("folder", os.fsdecode(b"\xff"))
 
 
 def test_class_names_that_are_not_text_are_refused(train_val):
@@ -300,7 +232,6 @@ def test_links_that_lead_to_themselves_are_named(train_val, caplog):
     assert listing.classes == ["ant", "bee", "cat"] and len(listing.files[0]) == 6
     assert sorted(listing.loops) == ["ant/self", "self"] and listing.ignored == []
     assert len(folder(train_val).train) == 18
-    assert "links that lead in circles are not followed" in caplog.text
     assert str(train_val / "train" / "ant" / "self") in caplog.text
 
 
@@ -334,13 +265,6 @@ def test_names_that_are_not_text(tmp_path, image_file):
     assert all(source.read(index).mode == "RGB" for index in range(3))
 
 
-def test_paths_of_any_kind_and_length():
-    paths = ["", "a", "b/ä", "x" * 300, os.fsdecode(b"\xff.png")]
-    source = FileSource("root", paths, [0] * 5)
-    assert [source.path(index) for index in range(5)] == paths
-    assert len(FileSource("root", [], [])) == 0
-
-
 def test_training_skips_and_names_a_truncated_file(train_val):
     broken = train_val / "train" / "bee" / "003.png"
     broken.write_bytes(broken.read_bytes()[:60])
@@ -355,9 +279,3 @@ def test_training_skips_and_names_a_truncated_file(train_val):
     assert sum(len(batch) for batch in loader) == 18
     assert list(loader.skipped) == [str(broken)]
     assert "damaged" in loader.skipped[str(broken)]
-
-
-def test_fractions_of_a_folder(train_val):
-    first = folder(train_val, fraction=0.5, subset="sorted").train
-    assert [first.describe(i)[-11:] for i in range(3)] == [f"ant/00{n}.png" for n in range(3)]
-    assert np.bincount(folder(train_val, fraction=0.5).train.labels).tolist() == [3, 3, 3]

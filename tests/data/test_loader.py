@@ -15,7 +15,6 @@ import pytest
 import torch
 from PIL import Image
 from timm.data import create_transform
-from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
 from locality.data import (
     ArraySource,
@@ -29,7 +28,6 @@ from locality.data import (
     preserved_generators,
     train_loader,
 )
-from locality.data.batches import LoadedBatch, UnreadableImage
 from locality.data.sampling import Stream, hash_seed, sample_order, seed_generators
 from locality.errors import ProcessKilled, UserError
 
@@ -141,18 +139,15 @@ def test_loading_in_this_process_leaves_its_generators_alone(digits):
     assert np.array_equal(np.random.get_state()[1], legacy)  # noqa: NPY002
 
 
-def test_batches_do_not_depend_on_the_generators(digits):
+def test_batches_depend_on_their_seed_and_not_on_the_generators(digits):
     random.seed(1), torch.manual_seed(1)
     first = collect(digits.train, RICH)
     random.seed(2), torch.manual_seed(2)
     assert all_same(collect(digits.train, RICH), first)
+    assert not same(collect(digits.train, RICH, seed=1)[0], first[0])
 
 
-def test_seeds_differ(digits):
-    assert not same(collect(digits.train, PAD)[0], collect(digits.train, PAD, seed=1)[0])
-
-
-@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 4), (2, 1), (2, 2), (8, 1)])
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 4), (2, 2), (8, 1)])
 def test_a_global_batch_is_the_same_however_it_is_divided(digits, world_size, accumulate):
     for whole in collect(digits.train, RICH):
         parts = [
@@ -181,20 +176,7 @@ def test_repeated_images_go_to_different_processes(digits):
     assert not torch.equal(first.images, second.images)
 
 
-def test_repeats_of_an_image_are_augmented_differently():
-    one = Files(1)
-    images = collect(one, AugmentConfig())[0].images
-    assert len({image.numpy().tobytes() for image in images}) == len(images)
-
-
-def test_a_dataset_smaller_than_a_batch(digits):
-    few = digits.train.subset(range(5))
-    batches = collect(few, PAD, batch_size=12, stop_step=5)
-    assert np.array_equal(np.bincount(np.concatenate([b.indices for b in batches])), np.full(5, 12))
-
-
-@pytest.mark.parametrize("hflip", [0.0, 0.5])
-@pytest.mark.parametrize("crop", ["pad", "none"])
+@pytest.mark.parametrize(("crop", "hflip"), [("pad", 0.5), ("none", 0.0)])
 def test_the_short_way_through_memory_changes_nothing(digits, crop, hflip):
     augment = AugmentConfig(crop=crop, pad=2, hflip=hflip, affine=10.0, random_erasing=0.5)
     subset = digits.train.subset(range(20))
@@ -252,35 +234,18 @@ def test_evaluation_is_what_timm_does(size, crop_pct):
         assert torch.equal(image, timm(source.read(index)))
 
 
+# At magnitude 10 posterize keeps 0 bits, which newer Pillow refuses.
+@pytest.mark.parametrize("policy", ["rand-m10-n8-inc1", "augmix-m3-w3", "original", "v0", "3a"])
 @pytest.mark.parametrize("crop", ["resized", "pad", "none"])
-def test_every_crop_gives_the_size_asked_for(crop):
-    batches = list(
-        train_loader(
-            Files(),
-            AugmentConfig(crop=crop),
-            Preprocessing((8, 12)),
-            batch_size=4,
-            seed=0,
-            stop_step=1,
-        )
+def test_policies_of_timm_and_every_crop_give_the_size_asked_for(policy, crop):
+    augment = AugmentConfig(crop=crop, auto_augment=policy)
+    (batch,) = train_loader(
+        Files(), augment, Preprocessing((8, 12)), batch_size=40, seed=0, stop_step=1
     )
-    assert batches[0].images.shape == (4, 3, 8, 12)
+    assert batch.images.shape == (40, 3, 8, 12)
 
 
-def test_magnitude_ten_keeps_working():
-    # Posterize keeps 0 bits then, which newer Pillow refuses.
-    source, policy = Files(), "rand-m10-n8-inc1"
-    batches = collect(source, AugmentConfig(auto_augment=policy), batch_size=40)
-    assert len(batches) == 4
-
-
-@pytest.mark.parametrize("policy", ["augmix-m3-w3", "original", "originalr", "v0", "v0r", "3a"])
-def test_other_policies_of_timm(policy):
-    assert len(collect(Files(), AugmentConfig(auto_augment=policy), batch_size=40)) == 4
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-@pytest.mark.parametrize("count", [1, 6, 23])
+@pytest.mark.parametrize(("world_size", "count"), [(1, 6), (2, 1), (7, 23)])
 def test_evaluation_sees_every_image_once(digits, count, world_size):
     source = digits.val.subset(range(count))
     seen = [
@@ -298,7 +263,9 @@ def test_evaluation_repeats_itself_with_workers(digits):
     assert len(loader) == len(plain) == 8
     for _ in range(2):
         assert all_same(list(loader), plain)
+    assert len(multiprocessing.active_children()) == 2
     loader.close()
+    assert not multiprocessing.active_children()
     with pytest.raises(RuntimeError, match="closed"):
         list(loader)
 
@@ -322,39 +289,16 @@ def test_a_bad_image_is_replaced_by_one_that_depends_on_the_position(workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_image_stops_the_run_when_that_is_asked_for(workers):
-    loader = train_loader(
-        Files(broken=(3,)),
-        PAD,
-        SMALL,
-        batch_size=8,
-        seed=0,
-        stop_step=20,
-        workers=workers,
-        on_bad_image="error",
-    )
-    with pytest.raises(
-        UserError, match=r"^file 3: it is broken; repair or remove the file"
-    ) as error:
-        list(loader)
-    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="file 3: it is broken"):
+        collect(Files(broken=(3,)), PAD, stop_step=20, workers=workers, on_bad_image="error")
     assert not multiprocessing.active_children()
 
 
 def test_too_many_bad_images_stop_the_run():
-    loader = train_loader(
-        Files(broken=range(10)), PAD, SMALL, batch_size=8, seed=0, stop_step=20, max_bad_images=4
-    )
-    with pytest.raises(UserError, match=r"images could not be read.*max_bad_images.*file \d"):
-        list(loader)
-    assert len(loader.skipped) > 4
-
-
-def test_nothing_but_bad_images():
-    loader = train_loader(
-        Files(3, broken=range(3)), PAD, SMALL, batch_size=2, seed=0, stop_step=2, max_bad_images=9
-    )
-    with pytest.raises(UserError, match="in a row could not be read"):
-        list(loader)
+    with pytest.raises(UserError, match="max_bad_images"):
+        collect(Files(broken=range(10)), PAD, stop_step=20, max_bad_images=4)
+    with pytest.raises(UserError, match="in a row"):
+        collect(Files(3, broken=range(3)), PAD, batch_size=2, max_bad_images=9)
 
 
 def test_evaluation_stops_at_a_bad_image_or_leaves_it_out():
@@ -368,32 +312,25 @@ def test_evaluation_stops_at_a_bad_image_or_leaves_it_out():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"batch_size": 10, "world_size": 4}, "divided evenly over 4 processes"),
+        ({"batch_size": 10, "world_size": 4}, "4 processes"),
         ({"batch_size": 8, "accumulate": 3}, "multiple of 3"),
-        ({"batch_size": 0}, "a batch of 0"),
-        ({"rank": 2, "world_size": 2}, r"rank 2 of 2 processes"),
-        ({"start_step": 5, "stop_step": 4}, "steps from 5 to 4"),
+        ({"batch_size": 0}, "batch of 0"),
+        ({"rank": 2, "world_size": 2}, "rank 2"),
+        ({"start_step": 5, "stop_step": 4}, "5 to 4"),
     ],
 )
-def test_impossible_settings(digits, settings, message):
-    with pytest.raises(UserError, match=message):
+def test_impossible_settings_and_arrays_are_refused(digits, settings, named):
+    with pytest.raises(UserError, match=named):
         collect(digits.train, PAD, **settings)
-
-
-def test_nothing_to_load(digits):
-    empty = digits.train.subset([])
-    with pytest.raises(UserError, match="no images to train on"):
-        collect(empty, PAD)
-    with pytest.raises(UserError, match="no images to evaluate on"):
-        eval_loader(empty, SMALL, batch_size=4)
-
-
-def test_arrays_must_fit():
+    with pytest.raises(UserError, match="no images"):
+        collect(digits.train.subset([]), PAD)
+    with pytest.raises(UserError, match="no images"):
+        eval_loader(digits.train.subset([]), SMALL, batch_size=4)
     with pytest.raises(UserError, match="uint8"):
         ArraySource(np.zeros((2, 4, 4, 3)), [0, 1], "x")
-    with pytest.raises(UserError, match="2 images but 1 labels"):
+    with pytest.raises(UserError, match="1 labels"):
         ArraySource(np.zeros((2, 4, 4, 3), dtype=np.uint8), [0], "x")
 
 
@@ -413,9 +350,8 @@ def test_workers_outlive_signals_to_the_whole_group(digits, number):
 
 
 def test_workers_end_when_the_training_process_says_so(digits):
-    batches = iter(
-        train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=9, workers=1)
-    )
+    loader = train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=9, workers=1)
+    batches = iter(loader)
     next(batches)
     (worker,) = multiprocessing.active_children()
     worker.terminate()
@@ -482,28 +418,9 @@ def test_workers_do_not_outlive_a_killed_run():
 
 
 def test_workers_end_with_an_iteration_that_is_given_up(digits):
-    batches = iter(
-        train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=50, workers=2)
-    )
+    loader = train_loader(digits.train, PAD, SMALL, batch_size=8, seed=0, stop_step=50, workers=2)
+    batches = iter(loader)
     next(batches)
     assert multiprocessing.active_children()
     batches.close()
     assert not multiprocessing.active_children()
-
-
-def test_workers_of_evaluation_end_when_it_is_closed(digits):
-    loader = eval_loader(digits.val, SMALL, batch_size=64, workers=2)
-    list(loader)
-    assert len(multiprocessing.active_children()) == 2
-    loader.close()
-    assert not multiprocessing.active_children()
-
-
-def test_what_workers_send_passes_through_torchs_pinning_thread(digits, monkeypatch):
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: pinned.append(1) or self)
-    batch = collect(digits.train, PAD)[0]
-    loaded = LoadedBatch(batch, (UnreadableImage("a", "b"),), None)
-    result = torch_pin_memory(loaded)
-    assert isinstance(result, LoadedBatch) and result.skipped == loaded.skipped
-    assert same(result.batch, batch) and len(pinned) == 2

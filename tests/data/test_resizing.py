@@ -41,24 +41,14 @@ def limited_memory(more):
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (31, 47), (90, 13), (9, 70)])
-@pytest.mark.parametrize("size", [8, 9, (8, 12), (16, 12)])
+@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (31, 47), (90, 13)])
+@pytest.mark.parametrize("size", [8, (16, 12)])
 @pytest.mark.parametrize("mode", ["center", "squash"])
 @pytest.mark.parametrize(("filter_", "crop_pct"), [("bicubic", 0.875), ("nearest", 1.0)])
 def test_pixels_are_timms(shape, size, mode, filter_, crop_pct):
     preprocessing = Preprocessing(size, interpolation=filter_, crop_pct=crop_pct, crop_mode=mode)
     image = noise(*shape)
     assert np.array_equal(resize_and_crop(image, preprocessing), timms(image, preprocessing))
-
-
-@pytest.mark.parametrize("shape", [(1, 400), (301, 1), (3, 500), (700, 2)])
-@pytest.mark.parametrize("mode", ["center", "squash"])
-def test_of_thin_images_the_same_part_is_seen(shape, mode):
-    preprocessing = Preprocessing(16, crop_mode=mode, interpolation="bilinear")
-    image = noise(*shape)
-    found = np.asarray(resize_and_crop(image, preprocessing)).astype(int)
-    difference = np.abs(found - timms(image, preprocessing))
-    assert difference.max() <= (2 if mode == "squash" or 1 in shape else 25)
 
 
 @pytest.mark.parametrize("shape", [(1, 5_000_000), (5_000_000, 1), (2, 1_000_000)])
