@@ -17,11 +17,10 @@ from locality.errors import UserError
 from locality.files import read_rows
 from locality.settings import replace
 from locality.training import RunFolder
-from locality.training.autofit import MIN_EPOCHS, MIXUP_MIN_IMAGES, autofit
-from locality.training.cost import Cost, measure_cost
+from locality.training.autofit import MIN_EPOCHS, autofit
+from locality.training.cost import Cost
 from locality.training.evaluation import evaluate_run
 from locality.training.model import settings_from_weights
-from locality.training.recipes import adjusted
 from locality.training.resolved_run import ResolvedRun
 
 from .conftest import tiny, train
@@ -59,9 +58,7 @@ def given(root: Path, **settings: Any) -> dict[str, Any]:
     return {"data.root": str(root), "data.dataset": "folder"} | settings
 
 
-def test_more_time_or_speed_makes_a_larger_model_or_more_passes(
-    tmp_path: Path, speed: dict[str, float]
-) -> None:
+def test_more_time_or_speed_makes_a_larger_model_or_more_passes(tmp_path, speed):
     root = given(photographs(tmp_path / "photos", 260, per_class=4))
     chosen = [autofit("photos", root, minutes).config for minutes in (0.1, 20, 45, 600)]
     sizes = [(config.model.name, config.model.img_size) for config in chosen]
@@ -90,7 +87,7 @@ def test_after_warm_up_the_length_is_that_of_the_speed_so_far(
 
 
 @pytest.mark.parametrize("minutes", [0.05, 1, 30])
-def test_a_run_is_planned_for_the_time_it_may_take(tmp_path: Path, minutes: float) -> None:
+def test_a_run_is_planned_for_the_time_it_may_take(tmp_path, minutes):
     root = given(photographs(tmp_path / "photos", 100))
     planned = autofit("photos", root, minutes)
     config, images = planned.config, 24
@@ -101,9 +98,7 @@ def test_a_run_is_planned_for_the_time_it_may_take(tmp_path: Path, minutes: floa
     assert config.schedule.warmup < (config.schedule.steps or 0)
 
 
-def test_the_time_is_for_the_choice_and_the_baselines_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_is_for_the_choice_and_the_baselines_too(tmp_path, monkeypatch):
     root = given(photographs(tmp_path / "photos", 32))
     quick = autofit("photos", root, 1)
     clock = iter(range(0, 1000, 5))
@@ -117,9 +112,7 @@ def test_the_time_is_for_the_choice_and_the_baselines_too(
 
 
 @pytest.mark.parametrize(("recipe", "minutes"), [("photos", 3), ("finetune", 0.6)])
-def test_a_run_that_learns_little_is_told_the_time_that_would_do(
-    tmp_path: Path, speed: dict[str, float], recipe: str, minutes: float
-) -> None:
+def test_a_run_that_learns_little_is_told_the_time_that_would_do(tmp_path, speed, recipe, minutes):
     root = given(photographs(tmp_path / "photos", 40))
     speed["mac"] = 5e-8 if recipe == "photos" else 1e-6
     if recipe == "finetune":
@@ -129,11 +122,13 @@ def test_a_run_that_learns_little_is_told_the_time_that_would_do(
     assert "would see each of 24 images" in said
     enough = int(re.search(r"--minutes (\d+)", said)[1])  # type: ignore[index]
     assert autofit(recipe, root, enough).passes >= MIN_EPOCHS
-    with pytest.raises(UserError, match="less than once"):
+    with pytest.raises(UserError, match="once"):
         autofit(recipe, root, 0.001)
 
 
-def test_small_images_have_a_small_model_and_a_recipe_of_their_own(tmp_path: Path) -> None:
+def test_small_images_have_a_small_model_and_a_recipe_of_their_own(tmp_path):
+    enlarged = autofit("photos", given(photographs(tmp_path / "other", 50)), 60).config
+    assert enlarged.model.img_size == 32
     root = given(photographs(tmp_path / "photos", 28))
     config = autofit("photos", root, 60).config
     model, augment = config.model, config.augment
@@ -146,14 +141,7 @@ def test_small_images_have_a_small_model_and_a_recipe_of_their_own(tmp_path: Pat
     assert large.augment.auto_augment and not large.augment.affine
 
 
-def test_images_are_not_enlarged(tmp_path: Path) -> None:
-    root = given(photographs(tmp_path / "photos", 50))
-    assert autofit("photos", root, 60).config.model.img_size == 32
-
-
-def test_a_given_length_keeps_the_choice_of_model_and_measures_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_given_length_keeps_the_choice_of_model_and_measures_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{PLANNER}.measure_cost", None)
     root = given(photographs(tmp_path / "photos", 70))
     lengths: tuple[dict[str, Any], ...] = (
@@ -167,9 +155,7 @@ def test_a_given_length_keeps_the_choice_of_model_and_measures_nothing(
     assert [config.schedule.length for config in chosen] == [9, 2, 9000]
 
 
-def test_the_fastest_number_of_threads_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_number_of_threads_is_taken(tmp_path, monkeypatch):
     seconds = {0: 5e-3, 4: 3e-3, 2: 1e-3, 1: 2e-3}
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     monkeypatch.setattr(
@@ -181,25 +167,7 @@ def test_the_fastest_number_of_threads_is_taken(
     assert autofit("photos", root | {"engine.threads": 4}, 1).config.engine.threads == 4
 
 
-def test_the_best_weights_are_kept_of_any_length(tmp_path: Path) -> None:
-    root = given(photographs(tmp_path / "photos", 32))
-    chosen = autofit("photos", root, 1).config.schedule
-    assert chosen.patience == chosen.steps
-    for length in ({"schedule.steps": 9}, {"schedule.steps": 9000}, {"schedule.epochs": 3.0}):
-        schedule = adjusted("photos", root | length).schedule
-        assert schedule.patience == pytest.approx(schedule.length)
-    assert adjusted("photos", root | {"schedule.patience": None}).schedule.patience is None
-
-
-def test_what_is_given_stands(tmp_path: Path) -> None:
-    settings = {"model.name": "cvt_micro", "engine.batch_size": 8, "optim.lr": 3e-4, "seed": 2}
-    root = photographs(tmp_path / "photos")
-    config = autofit("photos", given(root, **settings), 0.1).config
-    assert (config.model.name, config.engine.batch_size) == ("cvt_micro", 8)
-    assert (config.optim.lr, config.seed) == (3e-4, 2)
-
-
-def test_slow_loading_gets_processes_of_its_own(tmp_path: Path, speed: dict[str, float]) -> None:
+def test_slow_loading_gets_processes_of_its_own(tmp_path, speed):
     root = given(photographs(tmp_path / "photos"))
     speed["loading"] = 1e-4
     assert autofit("photos", root, 1).config.data.workers == 0
@@ -209,9 +177,7 @@ def test_slow_loading_gets_processes_of_its_own(tmp_path: Path, speed: dict[str,
     assert autofit("photos", root | {"data.workers": 0}, 1).config.data.workers == 0
 
 
-def test_loading_and_computing_share_a_processor_and_not_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loading_and_computing_share_a_processor_and_not_a_gpu(monkeypatch):
     monkeypatch.setattr("locality.machine.processors", lambda: 4)
     cost = partial(Cost, 1, 1, 2, 1)
     assert cost(2, 3, 0, True).training == cost(2, 3, 0, False).training == 5
@@ -226,7 +192,7 @@ def test_loading_and_computing_share_a_processor_and_not_a_gpu(
     assert cost(2, 3, 8, False, decoding=6).first_extra == 6
 
 
-def test_what_is_decoded_once_takes_time_once(tmp_path: Path, monkeypatch) -> None:
+def test_what_is_decoded_once_takes_time_once(tmp_path, monkeypatch):
     def measured(decoding: float) -> float:
         monkeypatch.setattr(
             f"{PLANNER}.measure_cost",
@@ -240,15 +206,7 @@ def test_what_is_decoded_once_takes_time_once(tmp_path: Path, monkeypatch) -> No
     assert measured(0) - measured(0.01) == pytest.approx(lost, rel=0.1)
 
 
-def test_speed_is_measured_on_the_run_itself(tmp_path: Path) -> None:
-    from locality.training.resolved_run import ResolvedRun
-
-    measured = measure_cost(ResolvedRun(tiny()))
-    assert 0 < measured.loading < 1 and 0 < measured.computing < 1
-    assert measured.training == measured.loading + measured.computing
-
-
-def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_path: Path) -> None:
+def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_path):
     donor = tmp_path / "donor"
     train(tiny(input__crop_mode="squash"), donor)
     settings = settings_from_weights(str(donor))
@@ -264,30 +222,15 @@ def test_fine_tuning_takes_architecture_and_preparation_from_the_weights(tmp_pat
     assert larger.model.img_size == 16
 
 
-def test_many_images_are_mixed_in_fine_tuning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = photographs(tmp_path / "photos", 20)
-    donor = tmp_path / "donor"
-    train(tiny(), donor)
-    monkeypatch.setattr(f"{PLANNER}.MIXUP_MIN_IMAGES", 24)
-    config = autofit("finetune", given(root) | settings_from_weights(str(donor)), 0.1).config
-    assert MIXUP_MIN_IMAGES > 24 and config.augment.mixup > 0 and config.augment.cutmix > 0
-
-
 @pytest.mark.slow
-def test_one_word_trains_and_the_same_word_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, speed: dict[str, float]
-) -> None:
+def test_one_word_trains_and_the_same_word_goes_on(tmp_path, monkeypatch, capsys, speed):
     monkeypatch.chdir(tmp_path)
     photographs(Path("photos"), 32)
     words = ["train", "photos/", "--minutes", "0.02", "--engine.tensorboard", "false"]
     assert main([*words, "--dry_run"]) == 0
-    output = capsys.readouterr()
-    assert "images/s" in output.out and "24 to train on" in output.err
     assert not Path("runs").exists()
     assert main(words) == 0
-    assert "to beat, on the same pixels: chance 50.0%" in capsys.readouterr().err
+    assert "chance 50.0%" in capsys.readouterr().err
     folder = Path("runs/photos/photos-0.02min-s0")
     config = RunFolder(folder).read_config()
     best = max(float(row["top1"]) for row in read_rows(folder / "metrics.csv"))
@@ -296,16 +239,14 @@ def test_one_word_trains_and_the_same_word_goes_on(
     assert (config.recipe, config.data.exif) == ("photos", True)
     speed["mac"] /= 100
     assert main(words) == 0
-    assert "is finished" in capsys.readouterr().out
     assert read_run(words[1:])[0] == config
     assert read_run(["--config", str(folder / "config.yaml")])[0] == config
     assert main([*words[:2], "--minutes", "9", "--output", str(folder)]) == 0
-    planned = f"keeps the {config.schedule.length:g} steps it was planned for"
-    assert planned in capsys.readouterr().err
+    assert f"{config.schedule.length:g} steps" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_one_word_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_word_fine_tunes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     photographs(Path("photos"), 16, classes=3)
     train(tiny(), tmp_path / "donor")
@@ -315,24 +256,10 @@ def test_one_word_fine_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (RunFolder("tuned").read_result() or {})["recipe"] == "finetune"
 
 
-@pytest.mark.slow
-def test_a_table_of_images_is_one_word_too(tmp_path: Path) -> None:
-    root = photographs(tmp_path / "photos")
-    rows = [f"{path.relative_to(root)},{path.parent.name}" for path in root.glob("*/*.png")]
-    (root / "labels.csv").write_text("\n".join(rows))
-    for word in (root, root / "labels.csv"):
-        config, options = read_run([str(word), "--minutes=0.02"])
-        assert config.data.dataset == "table"
-        assert "photos-0.02min-s0" in options.output.name
-
-
-def test_mistakes_are_said(tmp_path: Path) -> None:
+def test_mistakes_are_said(tmp_path):
     root = photographs(tmp_path / "photos")
     with pytest.raises(FileNotFoundError, match="photos"):
         read_run([str(tmp_path / "photo")])
-    with pytest.raises(UserError, match="exclude each other"):
-        read_run([str(root), "--minutes=1", "--schedule.steps=3"])
-    with pytest.raises(UserError, match="a custom dataset"):
-        read_run(["digits", "--minutes=1"])
-    with pytest.raises(UserError, match="minutes"):
-        read_run([str(root), "--minutes=0"])
+    for words in ([str(root), "--minutes=1", "--schedule.steps=3"], ["digits", "--minutes=1"]):
+        with pytest.raises(UserError, match="minutes"):
+            read_run(words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +32,7 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Plan:
     return arrange
 
 
-def test_training_ends_when_top1_has_not_risen_for_long(tmp_path: Path, evaluations: Plan) -> None:
+def test_training_ends_when_top1_has_not_risen_for_long(tmp_path, evaluations):
     evaluations((10, 2), (30, 1), (30, 1), (20, 0.5), *itertools.repeat((90, 0), 9))
     result = train(tiny(schedule__eval_every=1, schedule__patience=2), tmp_path)
     assert (result["top1"], result["best_step"], result["steps"]) == (30, 2, 4)
@@ -41,9 +40,7 @@ def test_training_ends_when_top1_has_not_risen_for_long(tmp_path: Path, evaluati
     assert read_checkpoint(tmp_path / "checkpoints/last.ckpt")["step"] == 4
 
 
-def test_the_weights_of_a_run_are_those_of_its_best_evaluation(
-    tmp_path: Path, evaluations: Plan
-) -> None:
+def test_the_weights_of_a_run_are_those_of_its_best_evaluation(tmp_path, evaluations):
     evaluations((10, 2), (30, 1), (30, 0.9), *itertools.repeat((20, 0.1), 5))
     best, short = tmp_path / "best", tmp_path / "short"
     train(tiny(schedule__eval_every=1, schedule__patience=8, schedule__save_every=4), best)
@@ -57,15 +54,13 @@ def test_the_weights_of_a_run_are_those_of_its_best_evaluation(
     assert_same(dict(kept), load_file(short / "snapshots/step-00000003.safetensors"))
 
 
-def test_what_is_reported_is_what_an_evaluation_of_the_run_gives(tmp_path: Path) -> None:
+def test_what_is_reported_is_what_an_evaluation_of_the_run_gives(tmp_path):
     result = train(tiny(schedule__steps=30, schedule__patience=30, optim__lr=0.02), tmp_path)
     assert evaluate_run(tmp_path)["top1"] == pytest.approx(result["top1"])
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_an_interrupted_run_keeps_the_same_best_weights(
-    step: int, tmp_path: Path, stop_before: Callable[..., None]
-) -> None:
+def test_an_interrupted_run_keeps_the_same_best_weights(step, tmp_path, stop_before):
     config = tiny(schedule__eval_every=1, schedule__patience=3, optim__lr=0.05)
     whole, run = tmp_path / "whole", tmp_path / "run"
     expected = train(config, whole)

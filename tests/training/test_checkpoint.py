@@ -56,12 +56,12 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_written_is_read(written: Path) -> None:
+def test_what_was_written_is_read(written):
     assert_same(read_checkpoint(written / LAST), state(2))
     assert_same(read_checkpoint(written / PREVIOUS), state(1))
 
 
-def test_equal_states_make_equal_files(tmp_path: Path) -> None:
+def test_equal_states_make_equal_files(tmp_path):
     write_checkpoint(tmp_path / "a", packed(1))
     write_checkpoint(tmp_path / "b", packed(1))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -78,31 +78,26 @@ def refused(written: Path, damaged: bytes) -> None:
     (written / f"{LAST}.damaged").unlink()
 
 
-def test_a_truncated_file_is_refused_by_name_and_the_previous_one_used(written: Path) -> None:
+def test_a_truncated_file_is_refused_by_name_and_the_previous_one_used(written):
     whole = (written / LAST).read_bytes()
-    for offset in range(0, len(whole), len(whole) // 50):
+    for offset in range(0, len(whole), len(whole) // 20):
         refused(written, whole[:offset])
     assert read_checkpoint(written / PREVIOUS)
 
 
-def test_a_flipped_bit_anywhere_is_refused_by_name_and_the_previous_one_used(
-    written: Path,
-) -> None:
+def test_a_flipped_bit_anywhere_is_refused_by_name_and_the_previous_one_used(written):
     whole = (written / LAST).read_bytes()
+    refused(written, whole + b"x")
     rng = random.Random(0)
     header = whole.index(b"\n") + 1
-    offsets = [*range(0, header, 5), *(rng.randrange(header, len(whole)) for _ in range(50))]
+    offsets = [*range(0, header, 5), *(rng.randrange(header, len(whole)) for _ in range(20))]
     for offset in offsets:
         flipped = bytearray(whole)
         flipped[offset] ^= 1 << rng.randrange(8)
         refused(written, bytes(flipped))
 
 
-def test_what_is_appended_is_noticed(written: Path) -> None:
-    refused(written, (written / LAST).read_bytes() + b"x")
-
-
-def test_a_damaged_file_never_takes_the_place_of_a_whole_one(written: Path) -> None:
+def test_a_damaged_file_never_takes_the_place_of_a_whole_one(written):
     (written / LAST).write_bytes(b"rubbish")
     folder = CheckpointFolder(written)
     folder.load()
@@ -111,7 +106,7 @@ def test_a_damaged_file_never_takes_the_place_of_a_whole_one(written: Path) -> N
     assert_same(read_checkpoint(written / LAST), state(3))
 
 
-def test_with_no_whole_file_left_the_run_does_not_start_over(written: Path) -> None:
+def test_with_no_whole_file_left_the_run_does_not_start_over(written):
     for name in (LAST, PREVIOUS):
         (written / name).write_bytes((written / name).read_bytes()[:-1])
     with pytest.raises(DamagedCheckpoint, match="new folder") as caught:
@@ -119,21 +114,17 @@ def test_with_no_whole_file_left_the_run_does_not_start_over(written: Path) -> N
     assert LAST in str(caught.value) and PREVIOUS in str(caught.value)
 
 
-def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    assert CheckpointFolder(tmp_path).load() == (None, "", [])
-
-
-def test_weights_that_are_not_finite_never_replace_good_ones(written: Path) -> None:
+def test_weights_that_are_not_finite_never_replace_good_ones(written):
     folder = CheckpointFolder(written)
     folder.load()
     damaged = state(3)
     damaged["model"]["weight"][1, 2] = float("nan")
-    with pytest.raises(NonFiniteWeights, match="weight is not finite after step 3"):
+    with pytest.raises(NonFiniteWeights, match="step 3"):
         folder.save(pack(damaged))
     assert_same(CheckpointFolder(written).load()[0], state(2))
 
 
-def test_leftovers_of_a_killed_process_are_removed(written: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(written):
     (written / f".{LAST}.abc123.tmp").write_bytes(b"half")
     CheckpointFolder(written).load()
     assert sorted(path.name for path in written.iterdir()) == [LAST, PREVIOUS]
@@ -148,9 +139,7 @@ def save_to_full_disk(content: object, _: object, save: Any = torch.save) -> Non
 
 
 @pytest.mark.parametrize("where", ["write", "fsync", "replace"])
-def test_a_full_disk_keeps_what_is_there_and_says_so(
-    where: str, written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_what_is_there_and_says_so(where, written, monkeypatch):
     folder = CheckpointFolder(written)
     folder.load()
     if where == "write":
@@ -165,9 +154,7 @@ def test_a_full_disk_keeps_what_is_there_and_says_so(
     assert not list(written.glob(".*"))
 
 
-def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space_again(tmp_path, monkeypatch):
     train(tiny(), tmp_path / "whole")
     save = CheckpointFolder.save
 
@@ -186,7 +173,7 @@ def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space_again(
 
 
 @pytest.mark.slow
-def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path: Path) -> None:
+def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path):
     # The temporary folder plays no part: files are made beside the one they replace.
     rng = random.Random(0)
     folder = CheckpointFolder(tmp_path)
@@ -215,7 +202,7 @@ def test_killing_a_process_while_it_saves_leaves_a_readable_checkpoint(tmp_path:
     assert last >= 10
 
 
-def test_what_is_saved_is_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
+def test_what_is_saved_is_what_was_there_when_it_was_asked(tmp_path):
     saver = CheckpointFolder(tmp_path)
     live = state(1)
     saver.start(live)
@@ -224,9 +211,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked(tmp_path: Path) -> No
     assert_same(read_checkpoint(tmp_path / LAST), state(1))
 
 
-def test_a_failure_to_save_is_handed_over_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_to_save_is_handed_over_once(tmp_path, monkeypatch):
     saver = CheckpointFolder(tmp_path)
     monkeypatch.setattr(run_state.torch, "save", save_to_full_disk)
     saver.start(state(1))
@@ -235,7 +220,7 @@ def test_a_failure_to_save_is_handed_over_once(
     saver.check()
 
 
-def test_packing_loses_nothing_and_shares_nothing() -> None:
+def test_packing_loses_nothing_and_shares_nothing():
     original = {
         "step": 7,
         "a": [torch.randn(2, 3), (torch.zeros(1), 3), []],

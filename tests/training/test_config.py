@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from locality.errors import UserError
-from locality.settings import differences, flatten, from_dict, from_yaml, parse, to_dict, to_yaml
+from locality.settings import differences, from_dict, from_yaml, parse, to_dict, to_yaml
 from locality.training import RECIPES, RunConfig, recipe, replace
 
 from .conftest import tiny
@@ -21,37 +21,27 @@ BAD = {
     "model.overrides": ["depth", {"img_size": 8}, {"num_classes": 3}],
     "data.fraction": [0, 1.5, "all"],
     "data.dataset": ["digit"],
-    "optim.lr": [0, -1e-3, float("nan"), float("inf"), "fast"],
-    "optim.lr_batch": [0],
+    "optim.lr": [0, float("nan"), float("inf"), "fast"],
     "optim.weight_decay": [-0.1],
-    "optim.momentum": [1.0],
     "optim.betas": [[0.9], [0.9, 1.0], 0.9],
-    "optim.eps": [0],
-    "optim.clip_grad": [0],
     "schedule.steps": [0, None, 1.5],
     "schedule.epochs": [3],  # beside steps
     "schedule.warmup": [-1, 4000],
     "schedule.warmup_lr": [1.0],
     "schedule.min_lr": [1.0, -1],
     "schedule.eval_every": [0],
-    "schedule.save_every": [0],
     "schedule.constant_images": [True],  # with steps
     "objective.label_smoothing": [1.0, -0.1],
     "objective.teacher_share": [0, 1.1],
     "objective.distillation": ["medium"],
-    "objective.temperature": [0],
     "objective.teacher_weights": ["file.pth"],  # without a teacher
-    "objective.teacher_entry": ["ema"],
     "model.entry": ["ema"],  # without weights
     "engine.batch_size": [0, 2.0],
     "engine.accumulate": [0, 3],  # 3 does not divide 64
     "engine.devices": [-1, 7],
     "engine.precision": ["bf16", "half"],
-    "engine.accelerator": ["gpu0"],
     "engine.strategy": ["fsdp"],
-    "engine.ema_decay": [1.0],
     "engine.ema_warmup": [True],  # without an average
-    "engine.max_bad_losses": [-1],
     "engine.compile": ["yes", 1],
 }
 
@@ -59,7 +49,7 @@ BAD = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
 )
-def test_a_value_that_cannot_be_used_is_named(name: str, value: object) -> None:
+def test_a_value_that_cannot_be_used_is_named(name, value):
     with pytest.raises(UserError) as caught:
         replace(recipe("fashion_mnist"), {"engine.ema_decay": None, name: value})
     message = str(caught.value)
@@ -76,39 +66,33 @@ def test_a_value_that_cannot_be_used_is_named(name: str, value: object) -> None:
         ("data.fractions", "data.fraction"),
     ],
 )
-def test_an_unknown_setting_is_refused_with_the_nearest(given: str, meant: str) -> None:
+def test_an_unknown_setting_is_refused_with_the_nearest(given, meant):
     with pytest.raises(UserError, match=re.escape(meant)):
         replace(recipe("digits"), {given: 1})
 
 
-def test_an_unknown_setting_in_a_file_is_refused_with_the_nearest() -> None:
+def test_an_unknown_setting_in_a_file_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"optim\.weight_decay"):
         from_yaml(RunConfig, "optim: {weightdecay: 0.1}")
 
 
 @pytest.mark.parametrize("text", ["optim: [", "- 1\n- 2", "optim: 3", "just words"])
-def test_a_file_that_is_no_configuration_is_refused(text: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(text):
     with pytest.raises(UserError):
         from_yaml(RunConfig, text)
 
 
-def test_mixing_needs_pairs() -> None:
+def test_mixing_needs_pairs():
     with pytest.raises(UserError, match="pairs"):
         tiny(augment__mixup=0.8, engine__batch_size=12, engine__accumulate=4)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_survives_writing_and_reading(name: str) -> None:
+def test_every_recipe_survives_writing_and_reading(name):
     config = recipe(name)
     assert from_yaml(RunConfig, to_yaml(config)) == config
     assert from_dict(RunConfig, to_dict(config)) == config
     assert not list(differences(config, from_yaml(RunConfig, to_yaml(config))))
-
-
-def test_exponents_are_numbers_in_yaml() -> None:
-    text = "optim: {lr: 1e-3, weight_decay: 5E-2}"
-    optim = from_yaml(RunConfig, text).optim
-    assert (optim.lr, optim.weight_decay) == (1e-3, 5e-2)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +109,17 @@ def test_exponents_are_numbers_in_yaml() -> None:
         ("{depth: 3}", dict[str, Any], {"depth": 3}),
     ],
 )
-def test_what_is_typed_becomes_the_value_of_its_type(text: str, hint: Any, value: Any) -> None:
+def test_what_is_typed_becomes_the_value_of_its_type(text, hint, value):
     assert parse(text, hint, "setting") == value
 
 
 @pytest.mark.parametrize(("text", "hint"), [("1.5", int), ("yes", int), ("3", bool), ("x", float)])
-def test_what_has_another_type_is_refused(text: str, hint: Any) -> None:
+def test_what_has_another_type_is_refused(text, hint):
     with pytest.raises(UserError, match="setting is"):
         parse(text, hint, "setting")
 
 
-def test_differences_name_settings_and_both_values() -> None:
+def test_differences_name_settings_and_both_values():
     one = tiny()
     other = replace(one, {"optim.lr": 1e-3, "model.depth": 3, "augment.hflip": 0.5})
     assert set(differences(one, other)) == {
@@ -145,32 +129,16 @@ def test_differences_name_settings_and_both_values() -> None:
     }
 
 
-def test_the_learning_rate_scales_with_the_batch() -> None:
+def test_the_learning_rate_scales_with_the_batch():
     optim = recipe("deit_300").optim
     assert optim.peak_lr(1024) == pytest.approx(1e-3)
     assert optim.peak_lr(512) == pytest.approx(5e-4)
     assert recipe("digits").optim.peak_lr(4096) == 6.2e-3
 
 
-def test_every_setting_is_described() -> None:
+def test_every_setting_is_described():
     groups = typing.get_type_hints(RunConfig)
     for group in (RunConfig, *(kind for kind in groups.values() if dataclasses.is_dataclass(kind))):
         for field in dataclasses.fields(group):
             if not dataclasses.is_dataclass(groups.get(field.name)):
                 assert re.search(rf"\b{field.name}\b", group.__doc__ or ""), (group, field.name)
-
-
-def test_every_setting_is_read_by_something() -> None:
-    from pathlib import Path
-
-    import locality
-
-    sources = [
-        path.read_text()
-        for path in Path(locality.__file__).parent.rglob("*.py")
-        if path.name not in ("recipes.py",)
-    ]
-    for name in flatten(to_dict(recipe("deit_300"))):
-        field = name.split(".")[-1] if not name.startswith("model.overrides") else "overrides"
-        uses = sum(len(re.findall(rf"\.{field}\b", text)) for text in sources)
-        assert uses, f"{name} is read by nothing"

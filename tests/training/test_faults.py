@@ -27,7 +27,7 @@ def faults() -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "number"), [(1, 10), (2, 5)])
-def test_struck_runs_end_as_undisturbed_ones(processes: int, number: int, tmp_path: Path) -> None:
+def test_struck_runs_end_as_undisturbed_ones(processes, number, tmp_path):
     # In a process of its own, which has not looked for GPUs and may fork as it likes.
     words = ["--faults", str(number), "--processes", str(processes), "--keep", str(tmp_path)]
     done = subprocess.run(
@@ -39,7 +39,7 @@ def test_struck_runs_end_as_undisturbed_ones(processes: int, number: int, tmp_pa
     assert outcome["hangs"] == 0
 
 
-def test_a_difference_of_one_bit_is_found(faults: ModuleType) -> None:
+def test_a_difference_of_one_bit_is_found(faults):
     state = {"a": [torch.ones(3)], "b": {"c": 1}}
     assert faults.first_difference(state, state, "state") == ""
     changed = {"a": [torch.ones(3)], "b": {"c": 1}}

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from locality.training.loop import Loop
 
 from .conftest import assert_same_run, tiny, train, train_interrupted
 
-Stop = Callable[..., None]
 DAMAGED = b"\xff\xd8 no image"
 
 
@@ -64,12 +62,10 @@ def too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("locality.data.batches._KEPT_BYTES", 0)
 
 
-def test_a_damaged_validation_image_is_named_before_the_first_step(
-    photos: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_validation_image_is_named_before_the_first_step(photos, tmp_path):
     good = (photos / "val/bee/2.bmp").read_bytes()
     damage(photos / "val/bee/2.bmp")
-    with pytest.raises(UserError, match=r"1 of 12 validation images.*val/bee/2\.bmp.*not an image"):
+    with pytest.raises(UserError, match=r"val/bee/2\.bmp"):
         train(on(photos), tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     # Repaired, the same command trains in the same folder.
@@ -78,29 +74,24 @@ def test_a_damaged_validation_image_is_named_before_the_first_step(
 
 
 def test_many_validation_images_are_recognised_by_their_headers(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+    photos, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(validation, "MAX_DECODED", 11)
     train_loudly(on(photos), tmp_path / "run")
-    assert "validation images: 12 whole headers" in capsys.readouterr().err
+    assert "headers" in capsys.readouterr().err
     (photos / "val/cat/0.bmp").write_bytes(b"")
-    with pytest.raises(UserError, match=r"cat/0\.bmp.*is empty"):
+    with pytest.raises(UserError, match=r"cat/0\.bmp"):
         train(on(photos), tmp_path / "other")
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    ("part", "changes"), [("val", {}), ("train", {"data__on_bad_image": "error"})]
+    ("part", "accumulate", "changes"),
+    [("val", 1, {}), ("train", 2, {"data__on_bad_image": "error"})],
 )
 @pytest.mark.usefixtures("too_many")
 def test_an_image_that_is_damaged_on_the_way_costs_no_step(
-    part: str,
-    changes: dict[str, Any],
-    accumulate: int,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    part, changes, accumulate, photos, tmp_path, monkeypatch
+):
     """Named, everything up to there saved; repaired, the run ends as the undisturbed one."""
     config = on(photos, engine__accumulate=accumulate, schedule__save_every=8, **changes)
     train(config, tmp_path / "undisturbed")
@@ -125,9 +116,7 @@ def test_an_image_that_is_damaged_on_the_way_costs_no_step(
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed")
 
 
-def test_an_evaluation_that_fails_costs_no_step(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_that_fails_costs_no_step(photos, tmp_path, monkeypatch):
     """For whatever reason, and whether or not a checkpoint is due before it."""
     config = on(photos, schedule__save_every=8)
     train(config, tmp_path / "undisturbed")
@@ -147,12 +136,8 @@ def test_an_evaluation_that_fails_costs_no_step(
 @pytest.mark.parametrize("at_start", [True, False])
 @pytest.mark.usefixtures("too_many")
 def test_a_damaged_training_image_is_replaced_and_named(
-    at_start: bool,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    at_start, photos, tmp_path, monkeypatch, capsys
+):
     original = Loop.train_step
 
     def step(self: Loop, batches: Any) -> int:
@@ -166,7 +151,7 @@ def test_a_damaged_training_image_is_replaced_and_named(
     result = train_loudly(on(photos), tmp_path / "run")
     assert result["steps"] == 8
     assert "train/cat/7.bmp" in (tmp_path / "run" / "skipped.csv").read_text()
-    assert "1 training images could not be read" in capsys.readouterr().err
+    assert "1 training images" in capsys.readouterr().err
 
 
 # -- images that changed before a run is resumed ---------------------------------------------------
@@ -196,26 +181,19 @@ def replaced(photos: Path) -> None:
         write(file, seed=7000 + number)
 
 
-CHANGES = [
-    (overwritten, r"1 changed: 'train/bee/4\.bmp'"),
-    (swapped, r"2 changed: 'train/ant/0\.bmp', 'train/cat/0\.bmp'"),
-    (renamed, r"1 gone: 'train/ant/5\.bmp'; 1 new: 'train/ant/55\.bmp'"),
-    (truncated, r"1 changed: 'val/cat/1\.bmp'"),
-    (replaced, r"36 changed: 'train/ant/0\.bmp'.* and 31 more"),
-]
-
-
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize(("change", "named"), CHANGES)
+@pytest.mark.parametrize(
+    ("large", "change", "named"),
+    [
+        (False, overwritten, r"train/bee/4\.bmp"),
+        (True, swapped, r"train/ant/0\.bmp.*train/cat/0\.bmp"),
+        (False, renamed, r"train/ant/5\.bmp.*train/ant/55\.bmp"),
+        (True, truncated, r"val/cat/1\.bmp"),
+        (False, replaced, "36 changed"),
+    ],
+)
 def test_a_run_is_not_resumed_on_other_images_unnoticed(
-    change: Callable[[Path], None],
-    named: str,
-    large: bool,
-    photos: Path,
-    tmp_path: Path,
-    stop_before: Stop,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    change, named, large, photos, tmp_path, stop_before, monkeypatch
+):
     """Small datasets are compared by content, large ones by size and time of modification."""
     if large:
         monkeypatch.setattr(sources, "CONTENT_BYTES", 0)
@@ -232,9 +210,7 @@ def test_a_run_is_not_resumed_on_other_images_unnoticed(
         assert train(config, tmp_path / "run")["steps"] == 8
 
 
-def test_a_run_is_resumed_on_a_copy_of_its_images(
-    photos: Path, tmp_path: Path, stop_before: Stop
-) -> None:
+def test_a_run_is_resumed_on_a_copy_of_its_images(photos, tmp_path, stop_before):
     train(on(photos), tmp_path / "undisturbed")
     stop_before(5)
     train_interrupted(on(photos), tmp_path / "run")
@@ -248,67 +224,44 @@ def test_a_run_is_resumed_on_a_copy_of_its_images(
 # -- datasets and batches that cannot be meant -----------------------------------------------------
 
 
-def test_one_class_is_refused(photos: Path, tmp_path: Path) -> None:
+def test_one_class_is_refused(photos, tmp_path):
     for part in ("train", "val"):
         for name in ("ant", "bee"):
             shutil.rmtree(photos / part / name)
-    with pytest.raises(UserError, match=r"has 1 class.*at least two"):
+    with pytest.raises(UserError, match="1 class"):
         train(on(photos), tmp_path / "run")
 
 
-def test_a_class_without_images_and_a_large_batch_are_mentioned(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_class_without_images_and_a_large_batch_are_mentioned(photos, tmp_path, capsys):
     for part in ("train", "val"):
         (photos / part / "dog").mkdir()
     config = on(photos, engine__batch_size=64)
     train_loudly(config, tmp_path / "run")
     said = capsys.readouterr().err
-    assert "1 of 4 classes have no training images: 'dog'" in said
-    assert "a batch of 64 is larger than the training set" in said
-    assert "no training images: 'dog'" in str(dry_run(config))
+    assert "'dog'" in said and "a batch of 64" in said and "'dog'" in str(dry_run(config))
 
 
-@pytest.mark.parametrize("batch_size", [10**9, 10**15, 10**18])
-@pytest.mark.parametrize("start", [train, lambda config, folder: dry_run(config)])
-def test_a_batch_that_does_not_fit_into_memory_is_refused(
-    start: Callable[..., Any], batch_size: int, photos: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("batch_size", [10**9, 10**18])
+def test_a_batch_that_does_not_fit_into_memory_is_refused(batch_size, photos, tmp_path):
     config = on(photos, engine__batch_size=batch_size)
-    with pytest.raises(UserError, match=r"needs [\d.e+]+ GB and there are [\d.e+]+ GB of memory"):
-        start(config, tmp_path / "run")
+    for start in (lambda: train(config, tmp_path / "run"), lambda: dry_run(config)):
+        with pytest.raises(UserError, match="memory"):
+            start()
     assert not (tmp_path / "run").exists()
 
 
-def _more(photos: Path) -> str:
-    write(photos / "train/ant/new.bmp", 7)
-    return "new.bmp"
-
-
-def _renamed(photos: Path) -> str:
-    (photos / "train/ant/0.bmp").rename(photos / "train/ant/renamed.bmp")
-    return "renamed.bmp"
-
-
-def _changed(photos: Path) -> str:
-    write(photos / "val/ant/0.bmp", 7)
-    return "1 changed"
-
-
-@pytest.mark.parametrize("change", [_more, _renamed, _changed])
-def test_a_finished_run_does_not_answer_for_other_images(
-    change: Callable[[Path], str], photos: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("change", [overwritten, renamed, truncated])
+def test_a_finished_run_does_not_answer_for_other_images(change, photos, tmp_path):
     found = train(on(photos), tmp_path / "run")
     assert train(on(photos), tmp_path / "run") == found
     elsewhere = shutil.copytree(photos, tmp_path / "elsewhere")
     assert train(on(elsewhere), tmp_path / "run") == found
-    expected = change(photos)
-    with pytest.raises(UserError, match=rf"finished on other images.*{expected}"):
+    change(photos)
+    with pytest.raises(UserError, match="other images"):
         train(on(photos), tmp_path / "run")
 
 
-def test_a_finished_run_does_not_answer_for_other_rows(photos: Path, tmp_path: Path) -> None:
+def test_a_finished_run_does_not_answer_for_other_rows(photos, tmp_path):
     hf = pytest.importorskip("datasets")
     files = sorted(photos.glob("*/*/*.bmp"))
 
@@ -325,13 +278,11 @@ def test_a_finished_run_does_not_answer_for_other_rows(photos: Path, tmp_path: P
     assert train(config, tmp_path / "run") == found
     for others in (files[:-1], [*files[1:], files[1]]):
         save(others)
-        with pytest.raises(UserError, match="finished on other images"):
+        with pytest.raises(UserError, match="other images"):
             train(config, tmp_path / "run")
 
 
-def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(photos, tmp_path, capsys):
     found = train(on(photos / "train"), tmp_path / "run")
     elsewhere = (photos / "train").rename(tmp_path / "elsewhere")
     words = ["eval", str(tmp_path / "run"), str(elsewhere), "--json"]
@@ -342,12 +293,12 @@ def test_a_run_is_evaluated_on_its_own_part_of_images_that_have_moved(
     assert main(words) == 0 and json.loads(capsys.readouterr().out)["n"] == 37
 
 
-def test_a_finished_run_does_not_answer_for_other_labels(photos: Path, tmp_path: Path) -> None:
+def test_a_finished_run_does_not_answer_for_other_labels(photos, tmp_path):
     rows = [f"{path.relative_to(photos)},{path.parent.name}" for path in photos.glob("*/*/*.bmp")]
     (photos / "labels.csv").write_text("image,label\n" + "\n".join(rows) + "\n")
     config = on(photos / "labels.csv", data__dataset="table")
     train(config, tmp_path / "run")
     text = (photos / "labels.csv").read_text()
     (photos / "labels.csv").write_text(text.replace("0.bmp,ant", "0.bmp,bee"))
-    with pytest.raises(UserError, match="finished on other images"):
+    with pytest.raises(UserError, match="other images"):
         train(config, tmp_path / "run")

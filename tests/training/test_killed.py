@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +29,7 @@ def kill_a_worker() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["train_step", "_evaluate"])
-def test_a_killed_loading_process_is_named_and_the_run_goes_on(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_loading_process_is_named_and_the_run_goes_on(method, tmp_path, monkeypatch):
     config = tiny(data__workers=2)
     train(config, tmp_path / "whole")
     original: Callable[..., Any] = getattr(Loop, method)
@@ -55,9 +52,7 @@ def test_a_killed_loading_process_is_named_and_the_run_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_and_the_run_goes_on(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_rank_is_named_and_the_run_goes_on(rank, tmp_path, monkeypatch):
     config = tiny(engine__devices=2, engine__strategy="ddp_fork")
     train(config, tmp_path / "whole")
     share = Collectives.all_reduce_metrics

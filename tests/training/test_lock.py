@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -48,7 +45,7 @@ def holder(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path):
     with holder(tmp_path / "lock", "acquire") as process:
         started = time.monotonic()
         with pytest.raises(UserError, match=f"process {process.pid} on"):
@@ -57,7 +54,7 @@ def test_a_second_process_is_refused_at_once_with_who_holds_the_folder(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_the_folder_free(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_the_folder_free(tmp_path):
     with holder(tmp_path / "lock", "acquire") as process:
         process.kill()
         process.wait()
@@ -67,7 +64,7 @@ def test_a_killed_process_leaves_the_folder_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path: Path) -> None:
+def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path):
     with holder(tmp_path / "lock", "acquire") as launcher, holder(tmp_path / "lock", "join"):
         launcher.kill()
         launcher.wait()
@@ -76,27 +73,8 @@ def test_the_folder_is_taken_while_any_process_of_the_run_lives(tmp_path: Path) 
     FolderLock(tmp_path / "lock").acquire(timeout=0)
 
 
-def test_a_forked_worker_holds_the_folder_too(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path / "lock")
-    lock.acquire()
-    worker = os.fork()
-    if not worker:
-        time.sleep(60)
-        os._exit(0)
-    lock.release()
-    try:
-        other = FolderLock(tmp_path / "lock")
-        # The process that claimed it is this one and lives, so there is nothing to wait for.
-        with pytest.raises(UserError):
-            other.acquire(timeout=0.2)
-    finally:
-        os.kill(worker, signal.SIGKILL)
-        os.waitpid(worker, 0)
-    FolderLock(tmp_path / "lock").acquire(timeout=0)
-
-
 @pytest.mark.slow
-def test_what_is_left_of_a_run_is_waited_for(tmp_path: Path) -> None:
+def test_what_is_left_of_a_run_is_waited_for(tmp_path):
     with (
         holder(tmp_path / "lock", "acquire") as launcher,
         holder(tmp_path / "lock", "join") as rest,
@@ -108,26 +86,7 @@ def test_what_is_left_of_a_run_is_waited_for(tmp_path: Path) -> None:
         killer.wait()
 
 
-def test_processes_of_one_run_share_the_folder(tmp_path: Path) -> None:
-    one, other = FolderLock(tmp_path / "lock"), FolderLock(tmp_path / "lock")
-    one.acquire()
-    other.join()
-    one.release()
-    with pytest.raises(UserError):
-        FolderLock(tmp_path / "lock").acquire(timeout=0)
-    other.release()
-
-
-def test_a_process_cannot_join_a_run_that_lost_the_folder(tmp_path: Path) -> None:
-    with open(tmp_path / "lock", "w") as stranger:
-        fcntl.flock(stranger, fcntl.LOCK_EX)
-        with pytest.raises(UserError):
-            FolderLock(tmp_path / "lock").join()
-
-
-def test_a_run_whose_folder_was_moved_writes_nothing_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_folder_was_moved_writes_nothing_to_the_next(tmp_path, monkeypatch):
     folder, moved = tmp_path / "run", tmp_path / "moved"
     step = Loop.train_step
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
+import re
 
 import pytest
 import timm
@@ -35,7 +36,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return images, labels, torch.randn(8, CLASSES)
 
 
-def test_without_options_it_is_cross_entropy(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_without_options_it_is_cross_entropy(batch):
     images, labels, logits = batch
     objective = Objective(ObjectiveConfig(), AugmentConfig(), CLASSES)
     mixed, targets = objective.mix(images, labels)
@@ -45,7 +46,7 @@ def test_without_options_it_is_cross_entropy(batch: tuple[Tensor, Tensor, Tensor
     )
 
 
-def test_class_weights_make_every_class_count_alike(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_class_weights_make_every_class_count_alike(batch):
     images, _, logits = batch
     labels = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
     weights = class_weights(labels.numpy(), CLASSES)
@@ -56,9 +57,7 @@ def test_class_weights_make_every_class_count_alike(batch: tuple[Tensor, Tensor,
     torch.testing.assert_close(objective.loss(logits, labels, images), by_class.mean())
 
 
-def test_smoothing_spreads_its_share_over_all_classes(
-    batch: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_smoothing_spreads_its_share_over_all_classes(batch):
     images, labels, logits = batch
     objective = Objective(ObjectiveConfig(label_smoothing=0.3), AugmentConfig(), CLASSES)
     target = 0.7 * F.one_hot(labels, CLASSES) + 0.3 / CLASSES
@@ -66,7 +65,7 @@ def test_smoothing_spreads_its_share_over_all_classes(
     torch.testing.assert_close(objective.loss(logits, labels, images), expected)
 
 
-def test_mixed_targets_are_smoothed_probabilities(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_mixed_targets_are_smoothed_probabilities(batch):
     images, labels, logits = batch
     augment = AugmentConfig(mixup=0.8, cutmix=1.0)
     objective = Objective(ObjectiveConfig(label_smoothing=0.1), augment, CLASSES)
@@ -79,7 +78,7 @@ def test_mixed_targets_are_smoothed_probabilities(batch: tuple[Tensor, Tensor, T
     torch.testing.assert_close(objective.loss(logits, targets, mixed), expected)
 
 
-def test_mixing_is_decided_by_the_seed(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_mixing_is_decided_by_the_seed(batch):
     images, labels, _ = batch
     objective = Objective(ObjectiveConfig(), AugmentConfig(mixup=0.8, cutmix=1.0), CLASSES)
     found = []
@@ -106,9 +105,7 @@ def teacher(logits: Tensor, mean: tuple[float, ...] = HALF, size: int = 6) -> Te
     return Teacher(Fixed(logits), Preprocessing(size, mean, HALF), Preprocessing(6, HALF, HALF))
 
 
-def test_hard_distillation_is_half_label_and_half_teacher(
-    batch: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_hard_distillation_is_half_label_and_half_teacher(batch):
     images, labels, logits = batch
     taught = torch.randn(8, CLASSES)
     objective = Objective(ObjectiveConfig(teacher="t"), AugmentConfig(), CLASSES, teacher(taught))
@@ -118,9 +115,7 @@ def test_hard_distillation_is_half_label_and_half_teacher(
     torch.testing.assert_close(objective.loss(logits, labels, images), expected)
 
 
-def test_soft_distillation_vanishes_where_student_and_teacher_agree(
-    batch: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_soft_distillation_vanishes_where_student_and_teacher_agree(batch):
     images, labels, logits = batch
     config = ObjectiveConfig(teacher="t", distillation="soft", teacher_share=1.0)
     agreeing = Objective(config, AugmentConfig(), CLASSES, teacher(logits))
@@ -129,9 +124,7 @@ def test_soft_distillation_vanishes_where_student_and_teacher_agree(
     assert other.loss(logits, labels, images) > 0.1
 
 
-def test_a_teacher_sees_images_at_its_own_normalisation_and_size(
-    batch: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_a_teacher_sees_images_at_its_own_normalisation_and_size(batch):
     pixels = batch[0]
     student = (pixels - 0.5) / 0.5
     taught = teacher(batch[2], mean=(0.1, 0.2, 0.3))
@@ -143,13 +136,13 @@ def test_a_teacher_sees_images_at_its_own_normalisation_and_size(
     assert enlarged.model.seen.shape == (8, 3, 12, 12)
 
 
-def test_a_teacher_never_learns(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_a_teacher_never_learns(batch):
     taught = teacher(batch[2]).train()
     assert not taught.training and not taught.model.training
     assert not taught(batch[0]).requires_grad
 
 
-def test_a_timm_teacher_is_read_from_a_file(tmp_path: Path) -> None:
+def test_a_timm_teacher_is_read_from_a_file(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("convit_tiny", num_classes=1000)
     file = tmp_path / "teacher.pth"
@@ -163,39 +156,37 @@ def test_a_timm_teacher_is_read_from_a_file(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(images), expected)
 
 
-def test_a_run_can_be_the_teacher(tmp_path: Path) -> None:
+def test_a_run_can_be_the_teacher(tmp_path):
     train(tiny(schedule__steps=2), tmp_path / "run")
     config = ObjectiveConfig(teacher=str(tmp_path / "run"))
     images = torch.randn(2, 3, 8, 8)
     whole, _ = load_teacher(config, tiny().input, "0123456789")
     some, notes = load_teacher(config, tiny().input, "719")
     assert torch.equal(some(images), whole(images)[:, [7, 1, 9]]) and not notes
-    with pytest.raises(UserError, match="only the data has 'ten'"):
+    with pytest.raises(UserError, match="'ten'"):
         load_teacher(config, tiny().input, ["0", "ten"])
 
 
-def test_a_teacher_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="regnety_160"):
-        check_teacher(ObjectiveConfig(teacher="regnety160"))
-    with pytest.raises(UserError, match="no run folder"):
-        check_teacher(ObjectiveConfig(teacher=str(tmp_path / "none")))
-    with pytest.raises(UserError, match="no file"):
-        check_teacher(ObjectiveConfig(teacher="regnety_160", teacher_weights="nowhere.pth"))
+def test_a_teacher_that_is_not_there_is_refused(tmp_path):
+    for named, teacher in {
+        "regnety_160": {"teacher": "regnety160"},
+        str(tmp_path / "none"): {"teacher": str(tmp_path / "none")},
+        "nowhere.pth": {"teacher": "regnety_160", "teacher_weights": "nowhere.pth"},
+    }.items():
+        with pytest.raises(UserError, match=re.escape(named)):
+            check_teacher(ObjectiveConfig(**teacher))
 
 
-def test_a_teachers_state_dict_is_chosen_by_its_entry(tmp_path: Path) -> None:
+def test_a_teachers_state_dict_is_chosen_by_its_entry(tmp_path):
     model = timm.create_model("test_vit", num_classes=10)
     state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     average = {name: 0.5 * tensor for name, tensor in state.items()}
     file = str(tmp_path / "teacher.pth")
     torch.save({"state_dict": state, "state_dict_ema": average}, file)
+    config = ObjectiveConfig(teacher="test_vit", teacher_weights=file)
     with pytest.raises(UserError, match="state_dict, state_dict_ema"):
-        load_teacher(
-            ObjectiveConfig(teacher="test_vit", teacher_weights=file), Preprocessing(), "0123456789"
-        )
-    config = ObjectiveConfig(
-        teacher="test_vit", teacher_weights=file, teacher_entry="state_dict_ema"
-    )
-    loaded = load_teacher(config, Preprocessing(), "0123456789")[0].model.state_dict()
+        load_teacher(config, Preprocessing(), "0123456789")
+    chosen = dataclasses.replace(config, teacher_entry="state_dict_ema")
+    loaded = load_teacher(chosen, Preprocessing(), "0123456789")[0].model.state_dict()
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(loaded[name], 0.5 * tensor)

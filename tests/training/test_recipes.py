@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from locality import settings
 from locality.errors import UserError
 from locality.models import build
-from locality.training import RECIPES, RunConfig, recipe, replace
+from locality.training import RECIPES, recipe
 from locality.training.optim import create_schedule, make_plan
 from locality.training.recipes import adjusted, describe
 
@@ -19,7 +18,7 @@ IMAGENET = 1_281_167
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_described_and_its_model_exists(name: str) -> None:
+def test_a_recipe_is_described_and_its_model_exists(name):
     config = recipe(name)
     assert config.recipe == name
     text = RECIPES[name].__doc__ or ""
@@ -31,7 +30,7 @@ def test_a_recipe_is_described_and_its_model_exists(name: str) -> None:
         build(config.model.name, img_size=config.model.img_size, **config.model.overrides)
 
 
-def test_the_deit_recipe_is_the_published_one() -> None:
+def test_the_deit_recipe_is_the_published_one():
     config = recipe("deit_300", model="convit_small")
     assert config.schedule.epochs == 300
     assert (config.schedule.warmup, config.schedule.cooldown) == (5, 0)
@@ -62,12 +61,7 @@ def test_the_deit_recipe_is_the_published_one() -> None:
     assert config.model.overrides["drop_path_rate"] == 0.1
 
 
-def test_plus_models_train_slower_and_in_smaller_batches() -> None:
-    config = recipe("deit_300_plus")
-    assert (config.optim.peak_lr(512), config.engine.batch_size) == (4e-4, 512)
-
-
-def test_the_cvt_recipe_follows_the_released_configuration() -> None:
+def test_the_cvt_recipe_follows_the_released_configuration():
     config = recipe("cvt_300")
     assert config.optim.peak_lr(2048) == pytest.approx(2.5e-4 * 2048 / 256)
     assert config.optim.peak_lr(128) == pytest.approx(1.25e-4)
@@ -80,7 +74,7 @@ def test_the_cvt_recipe_follows_the_released_configuration() -> None:
     ("target", "steps"),
     [("imagenet", 20_000), ("cifar10", 10_000), ("cifar100", 10_000), ("pets", 500)],
 )
-def test_fine_tuning_lasts_as_long_as_in_the_paper(target: str, steps: int) -> None:
+def test_fine_tuning_lasts_as_long_as_in_the_paper(target, steps):
     config = recipe("finetune_384", dataset=target)
     assert config.schedule.steps == steps
     assert (config.optim.name, config.optim.momentum) == ("sgd", 0.9)
@@ -89,7 +83,7 @@ def test_fine_tuning_lasts_as_long_as_in_the_paper(target: str, steps: int) -> N
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3, 0.5, 1.0])
-def test_a_fraction_is_passed_more_often_and_shows_as_many_images(fraction: float) -> None:
+def test_a_fraction_is_passed_more_often_and_shows_as_many_images(fraction):
     kept = round(fraction * IMAGENET)
     plan = make_plan(adjusted("subset", {"data.fraction": fraction}), kept)
     full = make_plan(recipe("deit_300"), IMAGENET)
@@ -98,29 +92,17 @@ def test_a_fraction_is_passed_more_often_and_shows_as_many_images(fraction: floa
     assert plan.images / kept == pytest.approx(300 / fraction, rel=1e-3)
 
 
-def test_recipes_differ_from_their_base_where_they_say_so() -> None:
+def test_recipes_differ_from_their_base_where_they_say_so():
     base, distilled = recipe("deit_300_plus"), recipe("distill_hard")
     assert distilled.objective.teacher == "regnety_160"
     same = dataclasses.replace(distilled, recipe=base.recipe, objective=base.objective)
     assert same == base
 
 
-def test_an_unknown_recipe_or_choice_is_refused_with_the_nearest() -> None:
+def test_an_unknown_recipe_or_choice_is_refused_with_the_nearest():
     with pytest.raises(UserError, match="deit_300"):
         recipe("deit300")
     with pytest.raises(UserError, match="model"):
         recipe("digits", modle="convit_nano")
     with pytest.raises(UserError, match="pets"):
         recipe("finetune_384", dataset="pet")
-
-
-def test_the_recipes_for_cifar_differ_in_the_model_alone() -> None:
-    ours, theirs = recipe("convit_cifar", dataset="cifar10"), recipe("cvt_cifar", dataset="cifar10")
-    changed = {name for name, *_ in settings.differences(ours, theirs)}
-    assert changed == {"recipe", "model.name"}
-
-
-def test_recipes_are_values() -> None:
-    assert recipe("digits") == recipe("digits")
-    assert isinstance(replace(recipe("digits"), {"seed": 3}), RunConfig)
-    assert recipe("digits").seed == 0

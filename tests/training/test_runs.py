@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,6 @@ from locality.training.state import TrainState
 
 from .conftest import tiny, train, train_interrupted
 
-Stop = Callable[..., None]
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,25 +32,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_folder_holds_everything(finished: Path) -> None:
+def test_a_run_folder_holds_everything(finished):
     names = {path.name for path in finished.iterdir()}
-    assert names >= {
-        "config.yaml",
-        "classes.json",
-        "environment.json",
-        "metrics.csv",
-        "timing.csv",
-        "checkpoints",
-        "snapshots",
-        "result.json",
-    }
+    assert names >= {"config.yaml", "classes.json", "environment.json", "metrics.csv"}
+    assert names >= {"timing.csv", "checkpoints", "snapshots", "result.json"}
     assert is_run_folder(finished) and not is_run_folder(finished.parent)
     config = tiny(engine__ema_decay=0.5, schedule__snapshot_every=4)
     assert from_yaml(type(config), (finished / "config.yaml").read_text()) == config
     assert json.loads((finished / "classes.json").read_text()) == [str(d) for d in range(10)]
 
 
-def test_the_environment_says_what_made_the_run(finished: Path) -> None:
+def test_the_environment_says_what_made_the_run(finished):
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["seed"] == 0
     assert environment["packages"]["torch"] == torch.__version__.partition("+")[0]
@@ -63,7 +52,7 @@ def test_the_environment_says_what_made_the_run(finished: Path) -> None:
     assert start["device"].startswith(resolve_accelerator("auto"))
 
 
-def test_metrics_have_a_row_per_evaluation_and_the_result_is_the_last(finished: Path) -> None:
+def test_metrics_have_a_row_per_evaluation_and_the_result_is_the_last(finished):
     with open(finished / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [3, 6, 8]
@@ -76,7 +65,7 @@ def test_metrics_have_a_row_per_evaluation_and_the_result_is_the_last(finished: 
     assert result["parameters"] > 0 and result["macs"] > 0 and result["images_per_second"] > 0
 
 
-def test_a_loaded_run_is_as_good_as_it_was(finished: Path) -> None:
+def test_a_loaded_run_is_as_good_as_it_was(finished):
     result = json.loads((finished / "result.json").read_text())
     found = evaluate_run(finished)
     assert found["top1"] == pytest.approx(result["top1"])
@@ -84,7 +73,7 @@ def test_a_loaded_run_is_as_good_as_it_was(finished: Path) -> None:
     assert found["n"] == result["val_images"]
 
 
-def test_the_last_snapshot_is_what_is_loaded(finished: Path) -> None:
+def test_the_last_snapshot_is_what_is_loaded(finished):
     from safetensors.torch import load_file
 
     names = sorted(path.name for path in (finished / "snapshots").iterdir())
@@ -96,21 +85,17 @@ def test_the_last_snapshot_is_what_is_loaded(finished: Path) -> None:
         assert torch.equal(value, weights[name])
 
 
-def test_parameters_that_no_gradient_reaches_are_named_at_the_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parameters_that_no_gradient_reaches_are_named_at_the_first_step(tmp_path, capsys):
     # σ(−1000) is 0 to the last bit: neither the gates nor the positions behind them can learn.
     shut = tiny(overrides={"gating_init": -1000.0, "drop_path_rate": 0.0}, schedule__steps=2)
     train_run(shut, tmp_path / "shut")
-    said = [line for line in capsys.readouterr().err.splitlines() if "no gradient" in line]
-    (line,) = said
-    assert "2 of the model's trained parameters: " in line
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "no gradient" in line]
     assert "blocks.0.attn.v_pos" in line and "blocks.0.attn.gating" in line
     train_run(tiny(schedule__steps=2), tmp_path / "open")
     assert "no gradient" not in capsys.readouterr().err
 
 
-def test_initial_weights_come_back(finished: Path) -> None:
+def test_initial_weights_come_back(finished):
     from safetensors.torch import load_file
 
     weights = load_file(finished / "snapshots" / "step-00000000.safetensors")
@@ -118,52 +103,38 @@ def test_initial_weights_come_back(finished: Path) -> None:
         assert torch.equal(value, weights[name])
 
 
-def test_another_configuration_is_refused_with_what_differs(finished: Path) -> None:
+def test_another_configuration_is_refused_with_what_differs(finished):
     config = replace(RunFolder(finished).read_config(), {"optim.lr": 0.1, "schedule.warmup": 3})
-    with pytest.raises(UserError, match="another configuration") as caught:
+    with pytest.raises(UserError, match=r"optim\.lr: 0.0062.*schedule\.warmup: 2"):
         train(config, finished)
-    assert "optim.lr: 0.0062 there, 0.1 now" in str(caught.value)
-    assert "schedule.warmup: 2.0 there, 3.0 now" in str(caught.value)
+    assert (
+        train(
+            replace(config, {"optim.lr": 0.0062, "schedule.warmup": 2, "data.workers": 3}), finished
+        )["steps"]
+        == 8
+    )
 
 
-def test_the_number_of_workers_is_not_another_configuration(finished: Path) -> None:
-    config = replace(RunFolder(finished).read_config(), {"data.workers": 3})
-    assert train(config, finished)["steps"] == 8
-
-
-def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(UserError, match=r"thesis\.tex"):
         train(tiny(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file"):
-        train(tiny(), tmp_path / "file")
-
-
-def test_a_place_without_permission_is_refused() -> None:
-    with pytest.raises(UserError, match=r"cannot be written to \(\w+"):
-        train(tiny(), Path("/sys/kernel/run"))
-
-
-def test_a_disk_without_space_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_space_is_refused_before_training(tmp_path, monkeypatch):
     from collections import namedtuple
 
     from locality.training import run_folder
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
-    with pytest.raises(UserError, match="make room"):
+    with pytest.raises(UserError, match="MB"):
         train(tiny(), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
-def test_changed_data_is_refused(tmp_path: Path, stop_before: object) -> None:
+def test_changed_data_is_refused(tmp_path, stop_before):
     from .conftest import train_interrupted
 
     stop_before(2)  # type: ignore[operator]
@@ -173,11 +144,11 @@ def test_changed_data_is_refused(tmp_path: Path, stop_before: object) -> None:
     from locality.checkpoints.run_state import pack, read_checkpoint, write_checkpoint
 
     write_checkpoint(file, pack(read_checkpoint(file) | {"data": "another"}))
-    with pytest.raises(UserError, match="other images, labels or classes"):
+    with pytest.raises(UserError, match="other images"):
         train(tiny(), tmp_path / "run")
 
 
-def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_run_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match="not a run folder"):
         load_run(tmp_path)
     with pytest.raises(UserError, match="not a run folder"):
@@ -190,7 +161,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
         load_run(tmp_path)
 
 
-def test_a_run_starts_from_another_runs_weights(finished: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_another_runs_weights(finished, tmp_path):
     config = tiny(model__weights=str(finished), schedule__steps=2, schedule__snapshot_every=5)
     train(config, tmp_path / "run")
     donor, _ = load_run(finished)
@@ -198,19 +169,7 @@ def test_a_run_starts_from_another_runs_weights(finished: Path, tmp_path: Path) 
         assert torch.equal(value, donor.state_dict()[name]), name
 
 
-def test_starting_weights_adapt_to_classes_and_image_size(finished: Path) -> None:
-    from locality.training.model import initialize_model
-
-    config = tiny(model__weights=str(finished), model__img_size=16)
-    model, notes = initialize_model(config, "abcd")
-    donor, _ = load_run(finished)
-    assert model.head.weight.shape[0] == 4
-    assert model.pos_embed.shape[1] == 64
-    assert torch.equal(model.blocks[0].mlp.fc1.weight, donor.blocks[0].mlp.fc1.weight)
-    assert len(notes) == 2
-
-
-def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
+def test_a_run_starts_from_a_file_of_weights(tmp_path):
     from locality.checkpoints import save
     from locality.training.model import initialize_model
 
@@ -223,31 +182,7 @@ def test_a_run_starts_from_a_file_of_weights(tmp_path: Path) -> None:
             assert torch.equal(value, donor.state_dict()[name])
 
 
-def test_starting_weights_of_another_architecture_are_refused(finished: Path) -> None:
-    from locality.training.model import initialize_model
-
-    config = tiny(model__weights=str(finished), overrides={"depth": 3})
-    with pytest.raises(UserError, match=r"model\.weights"):
-        initialize_model(config, "abcdefghij")
-
-
-def test_weights_that_are_not_there_are_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no file or folder"):
-        train(tiny(model__weights=str(tmp_path / "none")), tmp_path / "run")
-    with pytest.raises(UserError, match=r"cvt_13\.ms_in1k"):
-        train(tiny(model__weights="cvt_13.ms_in2k"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_building_a_model_twice_gives_the_same_weights() -> None:
-    one, other = (build_model(tiny(seed=5), 10) for _ in range(2))
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(
-    tmp_path: Path, stop_before: Stop
-) -> None:
+def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(tmp_path, stop_before):
     from locality.checkpoints import save
 
     save(build_model(tiny(seed=7), 10), tmp_path / "weights")
@@ -260,9 +195,7 @@ def test_a_resumed_run_no_longer_needs_the_weights_it_started_from(
     assert train(config, tmp_path / "run")["steps"] == 8
 
 
-def test_a_path_in_other_words_is_the_same_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_in_other_words_is_the_same_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunFolder(tmp_path / "run")
     run.prepare(tiny(model__weights="donor"))
@@ -272,7 +205,7 @@ def test_a_path_in_other_words_is_the_same_configuration(
     run.lock.release()
 
 
-def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path: Path) -> None:
+def test_time_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
     (tmp_path / "timing.csv").write_text(
         "step,seconds,images_per_second,eval_seconds,peak_memory_mb\n10,5.0,20,1,100\n"
     )

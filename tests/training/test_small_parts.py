@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +13,9 @@ import locality
 from locality.data.config import Preprocessing
 from locality.errors import UserError
 from locality.files import CsvTable
-from locality.machine import commit
 from locality.models import build
 from locality.models.config import signature_diff
 from locality.training import devices, dry_run, recipe, replace
-from locality.training.cost import Cost
 from locality.training.devices import choose_precision, resolve_accelerator
 from locality.training.loop import seed_pass
 from locality.training.model import initialize_model, settings_from_weights
@@ -37,13 +33,13 @@ def draws(seed: int, rank: int, step: int, micro: int) -> tuple[float, float, fl
     return torch.rand(()).item(), float(np.random.rand()), random.random()  # noqa: NPY002
 
 
-def test_what_a_step_draws_depends_on_its_place_alone() -> None:
+def test_what_a_step_draws_depends_on_its_place_alone():
     expected = {(s, m): draws(0, 0, s, m) for s in (0, 1, 255, 256, 700) for m in range(4)}
     for place in reversed(expected):
         assert draws(0, 0, *place) == expected[place]
 
 
-def test_seeds_ranks_steps_and_micro_batches_draw_differently() -> None:
+def test_seeds_ranks_steps_and_micro_batches_draw_differently():
     found = {
         draws(seed, rank, step, micro)[number]
         for seed in range(3)
@@ -55,7 +51,7 @@ def test_seeds_ranks_steps_and_micro_batches_draw_differently() -> None:
     assert len(found) == 3 * 3 * 3 * 2 * 3
 
 
-def test_a_table_is_cut_back_to_a_step_and_to_whole_lines(tmp_path: Path) -> None:
+def test_a_table_is_cut_back_to_a_step_and_to_whole_lines(tmp_path):
     table = CsvTable(tmp_path / "t.csv", ("step", "value"))
     table.cut(-1)
     for step in (1, 2, 3):
@@ -71,14 +67,7 @@ def test_a_table_is_cut_back_to_a_step_and_to_whole_lines(tmp_path: Path) -> Non
     assert table.path.read_bytes() == whole
 
 
-def test_progress_says_nothing_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    ProgressBar(10, 0, quiet=True).log("word")
-    assert capsys.readouterr().err == ""
-    ProgressBar(10, 0, quiet=False).log("word")
-    assert capsys.readouterr().err == "word\n"
-
-
-def test_a_closed_terminal_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_does_not_stop_a_run(monkeypatch):
     class Closed:
         def isatty(self) -> bool:
             return False
@@ -95,9 +84,7 @@ def test_a_closed_terminal_does_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) 
     assert progress.quiet
 
 
-def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(capsys, tmp_path):
     resolved = ResolvedRun(tiny(schedule__steps=120))
     recorder = Recorder(RunFolder(tmp_path), resolved, TrainState())
     for step in range(1, 41):
@@ -106,24 +93,7 @@ def test_the_time_left_is_said_early_and_is_that_of_the_usual_step(
     assert line.startswith("step 20/120: ") and line.endswith(", 3 min left")
 
 
-def test_a_terminal_gets_a_bar_with_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import sys
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = ProgressBar(10, 0, quiet=False)
-    progress.update(4, 1.25, 50.0, 321.0, 0.1)
-    progress.log("a line")
-    assert progress.wants_update(10)
-    progress.update(10, 1.0, 60.0, 300.0, 0.1)
-    progress.close()
-    shown = capsys.readouterr().err
-    assert "4/10" in shown and "loss 1.250, top-1 50.0%, 321 images/s" in shown
-    assert "a line" in shown and "10/10" in shown
-
-
-def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
+def test_tensorboard_files_hold_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recorder = Recorder(
@@ -138,7 +108,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     assert "top1/train" not in events.Tags()["scalars"]
 
 
-def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_needs_no_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setattr("locality.training.recorder.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = RunFolder(tmp_path)
@@ -146,12 +116,12 @@ def test_a_run_needs_no_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not run.tensorboard.exists()
 
 
-def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch):
     assert choose_precision("bf16-mixed", "cpu", 1) == "bf16-mixed"
     assert choose_precision("fp32", "cpu", 1e12) == "fp32"
     assert choose_precision("fp16-mixed", "cuda", 1) == "fp16-mixed"
     for elsewhere in ("cpu", "mps"):
-        with pytest.raises(UserError, match="fp16-mixed, which needs an NVIDIA GPU"):
+        with pytest.raises(UserError, match="fp16-mixed"):
             choose_precision("fp16-mixed", elsewhere, 1e12)
     for fast in (True, False):
         monkeypatch.setattr(devices, "has_fast_bf16", lambda fast=fast: fast)
@@ -160,51 +130,46 @@ def test_precision_is_what_was_asked_for_or_what_pays(monkeypatch: pytest.Monkey
     assert choose_precision("auto", "mps", 1e12) == "fp32"
 
 
-def test_mixed_precision_trains(tmp_path: Path) -> None:
-    result = train(tiny(engine__precision="bf16-mixed"), tmp_path / "run")
-    full = train(tiny(), tmp_path / "full")
-    assert result["val_loss"] == pytest.approx(full["val_loss"], rel=0.02)
-    assert result["val_loss"] != full["val_loss"]
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The result of a run without options."""
+    return train(tiny(), tmp_path_factory.mktemp("plain") / "run")
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "tolerance"),
     [
-        {"engine.grad_checkpointing": True},
-        {"engine.channels_last": True},
-        {"engine.ema_decay": 0.5},
+        ({"engine.grad_checkpointing": True, "engine.channels_last": True}, 1e-5),
+        ({"engine.precision": "bf16-mixed"}, 0.02),
+        ({"engine.ema_decay": 0.5}, 0.1),
     ],
 )
-def test_engine_options_train_the_same_model(changes: dict[str, object], tmp_path: Path) -> None:
+def test_engine_options_train_the_same_model(changes, tolerance, plain, tmp_path):
     result = train(replace(tiny(), changes), tmp_path / "run")
-    plain = train(tiny(), tmp_path / "plain")
-    tolerance = 0.1 if "engine.ema_decay" in changes else 1e-5
     assert result["val_loss"] == pytest.approx(plain["val_loss"], rel=tolerance)
+    assert tolerance == 1e-5 or result["val_loss"] != plain["val_loss"]
 
 
-def test_an_accelerator_that_is_not_there_is_refused() -> None:
+def test_an_accelerator_that_is_not_there_is_refused():
     assert resolve_accelerator("cpu") == "cpu"
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="does not have"):
+        with pytest.raises(UserError, match="cuda"):
             resolve_accelerator("cuda")
 
 
-def test_a_dry_run_counts_and_touches_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_counts_and_touches_nothing(tmp_path):
     run = dry_run(tiny(), tmp_path / "run", images_per_second=1000)
     assert not (tmp_path / "run").exists()
     # Evaluating an image costs a third of training on it.
     images = 8 * 16 + run.run.plan.evaluations * len(run.run.splits.val) / 3
     assert run.hours == pytest.approx(images / 1000 / 3600)
-    text = str(run)
-    for words in ("parameters", "GMACs", "8 steps of 16 images", "activations", "MB", "h)"):
-        assert words in text
+    assert "8 steps of 16 images" in str(run)
     measured = dry_run(tiny())
-    assert measured.rate > 0 and "measured here" in str(measured)
-    assert "is the bottleneck" in str(measured) and "measured here" not in text
-    assert "wire" not in text
+    assert 0 < measured.cost.loading < 1 and 0 < measured.cost.computing < 1
+    assert measured.rate > 0 and "bottleneck" in str(measured)
 
 
-def test_a_dry_run_counts_gradients_and_cores_of_many_processes() -> None:
+def test_a_dry_run_counts_gradients_and_cores_of_many_processes():
     run = dry_run(tiny(engine__devices=4), images_per_second=1e9)
     # A ring of four: three quarters of the gradients are summed, then as much is handed round.
     assert run.wire_bytes == 2 * 3 / 4 * 4 * run.run.trainable
@@ -214,15 +179,8 @@ def test_a_dry_run_counts_gradients_and_cores_of_many_processes() -> None:
     assert run.run.state_bytes == 4 * 4 * run.run.parameters
 
 
-def test_the_slower_of_loader_and_model_is_the_bottleneck() -> None:
-    slow_reading = Cost(9, 9, 9, 9, loading=0.02, computing=0.002, workers=2, on_processor=False)
-    assert slow_reading.bottleneck.startswith("100 images/s read by 2 workers, 500 trained on")
-    assert "reading images is" in slow_reading.bottleneck
-    assert "the model is" in dataclasses.replace(slow_reading, workers=16).bottleneck
-
-
 @pytest.mark.parametrize("mode", ["fp32", "bf16-mixed"])
-def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
+def test_counted_activations_are_those_of_a_real_pass(mode):
     config = replace(recipe("digits"), {"engine.precision": mode})
     resolved = ResolvedRun(config)
     model = build("convit_nano", num_classes=10).train()
@@ -246,29 +204,10 @@ def test_counted_activations_are_those_of_a_real_pass(mode: str) -> None:
     assert resolved.activation_bytes == pytest.approx(real, rel=0.02)
 
 
-def test_gradient_checkpointing_keeps_fewer_activations() -> None:
+def test_gradient_checkpointing_keeps_fewer_activations():
     config = recipe("digits")
     less = replace(config, {"engine.grad_checkpointing": True})
     assert ResolvedRun(less).activation_bytes < 0.5 * ResolvedRun(config).activation_bytes
-
-
-def test_a_dry_run_refuses_what_training_would_refuse(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="did you mean"):
-        dry_run(tiny(model__name="convit_nanno"))
-    with pytest.raises(UserError, match="multiples of 2"):
-        dry_run(tiny(model__img_size=9))
-    with pytest.raises(UserError, match=r"setting"):
-        dry_run(tiny(overrides={"dept": 3}))
-    with pytest.raises(UserError):
-        dry_run(tiny(data__fraction=1e-4))
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file"):
-        dry_run(tiny(), tmp_path / "file")
-
-
-def test_the_commit_is_that_of_this_checkout() -> None:
-    found = commit()
-    assert found is None or len(found.rstrip("+")) == 40
 
 
 @pytest.mark.parametrize(

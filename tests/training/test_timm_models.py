@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import timm
@@ -28,9 +26,7 @@ def resnet(name: str = NAME, **changes: object) -> RunConfig:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(
-    tmp_path: Path, stop_before: Callable[..., None]
-) -> None:
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, stop_before):
     # Running statistics and their average are part of the state.
     config = resnet(**{"engine.ema_decay": 0.9, "engine.max_bad_losses": 1, "augment.mixup": 0.8})
     train(config, tmp_path / "whole")
@@ -41,7 +37,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_it_computes_what_timm_computes() -> None:
+def test_it_computes_what_timm_computes():
     torch.manual_seed(0)
     theirs = timm.create_model("test_resnet", num_classes=10).eval()
     torch.manual_seed(0)
@@ -52,29 +48,27 @@ def test_it_computes_what_timm_computes() -> None:
     assert torch.equal(ours.forward_head(features), theirs(images))
 
 
-def test_the_image_size_reaches_models_that_are_made_for_one() -> None:
+def test_the_image_size_reaches_models_that_are_made_for_one():
     model = build("timm/test_vit", num_classes=10, img_size=32)
     assert model.img_size == (32, 32)
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "message"),
+    ("name", "overrides", "named"),
     [
-        ("timm/test_resne", {}, "did you mean timm/test_resnet"),
-        (NAME, {"gpsa_layers": 1}, "unexpected keyword argument 'gpsa_layers'"),
-        (NAME, {"layers": {}}, "plain values"),
+        ("timm/test_resne", {}, "timm/test_resnet"),
+        (NAME, {"gpsa_layers": 1}, "gpsa_layers"),
+        (NAME, {"layers": {}}, "layers"),
     ],
 )
-def test_what_timm_does_not_have_is_refused(
-    name: str, overrides: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
+def test_what_timm_does_not_have_is_refused(name, overrides, named):
+    with pytest.raises(UserError, match=named):
         build(name, **overrides)
 
 
 @pytest.mark.slow
-def test_the_whole_life_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_life_of_a_run(tmp_path, capsys):
     run, graph, saved = (str(tmp_path / name) for name in ("run", "m.onnx", "saved"))
     train(resnet(), tmp_path / "run")
     Image.new("RGB", (8, 8), "white").save(tmp_path / "white.png")
@@ -99,7 +93,7 @@ def test_the_whole_life_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_it_teaches_and_starts_other_runs(tmp_path: Path) -> None:
+def test_it_teaches_and_starts_other_runs(tmp_path):
     train(resnet(), tmp_path / "teacher")
     taught = {"model.name": "deit_nano", "objective.teacher": str(tmp_path / "teacher")}
     taught |= {"model.img_size": None}
