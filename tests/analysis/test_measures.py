@@ -7,7 +7,7 @@ import torch
 
 from locality.analysis import measures
 from locality.layers.conv_init import attention_centres, kernel_offsets
-from locality.layers.position import positional_attention, relative_encodings
+from locality.layers.position import positional_attention
 from locality.models import build
 
 GRIDS = [(14, 14), (7, 11), (1, 5)]
@@ -49,10 +49,6 @@ def test_one_hot_attention_looks_as_far_as_its_offset(grid):
             attention[0, 0, row * width + column, to_row * width + to_column] = 1
             expected += math.hypot(to_row - row, to_column - column) / n
     assert measures.nonlocality(attention, grid).item() == pytest.approx(expected, abs=1e-9)
-
-
-def test_attention_to_oneself_is_local():
-    assert measures.nonlocality(torch.eye(12)[None, None], (3, 4)).item() == 0
 
 
 def test_convolutional_initialisation_at_strength_two():
@@ -120,12 +116,6 @@ def test_keys_on_a_coarser_grid_lie_where_their_convolution_is_centred():
     assert away[3 * 6 + 5, 8].item() == pytest.approx(math.hypot(1, 1))  # (3, 5) to key at (4, 4)
 
 
-def test_stride_one_keys_have_the_usual_distances():
-    same = measures.token_distances((5, 6))
-    assert torch.equal(same, measures.token_distances((5, 6), (5, 6), (1, 1)))
-    assert torch.allclose(same, relative_encodings((5, 6), torch.float64)[..., 0].sqrt())
-
-
 def test_uniform_attention_of_all_grids_is_one_value_in_the_common_unit():
     model = build("cvt_nano", num_classes=3, img_size=32).eval()
     for name, parameter in model.named_parameters():
@@ -149,23 +139,14 @@ def test_uniform_attention_of_all_grids_is_one_value_in_the_common_unit():
     assert share.item() == pytest.approx(0.5 / measures.token_distances(grid).mean().item())
 
 
-def test_layers_on_one_grid_are_measured_in_patches():
-    layers = [{"grid": [4, 4], "key_grid": [4, 4]}] * 2
-    unit, divisors, everywhere = measures.nonlocality_unit(layers)
-    assert (unit, divisors) == ("patches", [1.0, 1.0])
-    assert everywhere == pytest.approx(measures.token_distances((4, 4)).mean().item())
-
-
-def test_impossible_grids_are_refused():
-    with pytest.raises(ValueError, match="does not fit"):
-        measures.nonlocality(uniform(9, 9), (4, 4))
-
-
 def test_entropy_of_uniform_and_one_hot_attention():
     assert torch.allclose(
         measures.entropy(uniform(10, 7)), torch.full((2, 3), math.log(7), dtype=torch.float64)
     )
-    assert measures.entropy(torch.eye(6)[None, None]).item() == 0
+    one_hot = torch.eye(12)[None, None]
+    assert measures.entropy(one_hot).item() == measures.nonlocality(one_hot, (3, 4)).item() == 0
+    with pytest.raises(ValueError, match="fit"):
+        measures.nonlocality(one_hot, (4, 4))
 
 
 def test_measures_need_no_double_precision_input():
@@ -184,15 +165,6 @@ def test_centre_strength_and_span_are_read_back():
     assert torch.allclose(focus.centre, offsets)
     assert torch.allclose(focus.strength, torch.full((3,), 0.7, dtype=torch.float64))
     assert torch.allclose(focus.span, torch.full((3,), (2 * 0.7) ** -0.5, dtype=torch.float64))
-
-
-def test_span_is_the_standard_deviation_of_the_attention():
-    # A Gaussian wide enough not to feel the lattice and narrow enough not to feel the border.
-    v_pos = attention_centres(torch.zeros(1, 2, dtype=torch.float64), 0.1)
-    attention = positional_attention(v_pos, (31, 31))[0, 15 * 31 + 15].view(31, 31)
-    rows = torch.arange(31, dtype=torch.float64) - 15
-    deviation = (attention.sum(1) * rows.square()).sum().sqrt()
-    assert deviation.item() == pytest.approx(measures.positional_focus(v_pos).span.item(), abs=1e-6)
 
 
 def test_a_head_that_looks_away_from_everything_has_no_centre():

@@ -72,14 +72,7 @@ def test_a_run_with_snapshots_is_the_run_without(run, tmp_path):
     assert (run / "metrics.csv").read_text() == (tmp_path / "alone" / "metrics.csv").read_text()
 
 
-def test_every_counts_in_the_unit_of_the_schedule(tmp_path):
-    epochs = {"schedule.steps": None, "schedule.epochs": 4.0, "schedule.eval_every": 4.0}
-    train(config(**epochs, **{"schedule.snapshot_every": 1.0}), tmp_path, quiet=True)
-    found = measure_trajectory(tmp_path, images=10)["epochs"]
-    assert found == pytest.approx([0, 1, 2, 3, 4], abs=0.2)
-
-
 def test_a_run_that_says_nothing_of_its_training(tmp_path):
     assert recorded_trajectory(tmp_path) is None
-    with pytest.raises(UserError, match=r"no record of its attention.*--schedule\.snapshot_every"):
+    with pytest.raises(UserError, match=r"--schedule\.snapshot_every"):
         trajectory(tmp_path)

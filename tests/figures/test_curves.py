@@ -3,7 +3,6 @@
 import pytest
 
 from locality.analysis.measures import token_distances
-from locality.errors import UserError
 from locality.figures.curves import draw, gate_panels, nonlocality_panels
 from locality.figures.style import save
 
@@ -71,8 +70,3 @@ def test_gates_of_heads_and_their_mean():
     values = [line.get_ydata()[-1] for line in figure.axes[0].lines]
     assert values == pytest.approx([0.7, 0.6, 0.5, 0.6])
     assert gate_panels([recorded([0], gated=False)]) == []
-
-
-def test_nothing_to_draw_is_said():
-    with pytest.raises(UserError, match="nothing to draw"):
-        draw(nonlocality_panels([]))

@@ -18,13 +18,6 @@ def test_curves_are_averaged_where_all_have_points():
     assert found["half_width"][1] is None
 
 
-def test_curve_is_read_from_the_metrics(make_run):
-    (run,) = read_runs([make_run()])
-    curve = charts.curve_of(run, "top1")
-    assert curve[0, 0] == 150 and curve[-1, 0] == 1500 and len(curve) == 10
-    assert len(charts.curve_of(run, "val_loss")) == 0  # the column is empty
-
-
 def test_a_single_evaluation_is_drawn(make_run):
     folder = make_run(measured=False)
     lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)
@@ -63,13 +56,6 @@ def test_numbers_in_sentences():
     assert page.format_share(Estimate(95.0, 10.9, 2)) == "95.0 (84.1 to 100)"
     assert page.format_range(Estimate(1.0, 4.2, 3)) == "−3.2 to +5.2"
     assert page.format_range(Estimate(1.0, 114.4, 2)) == "−100.0 to +100.0"
-
-
-def test_names_break_between_their_parts():
-    assert page.breakable("a_b/<c>") == "a_<wbr>b/&lt;c&gt;"
-    assert page.join_names(["a"]) == "a" and page.join_names(["a", "b", "c"]) == "a, b and c"
-    assert charts._wrapped("robes_d_été_légères_longue", 20) == "robes_d_été_\nlégères_longue"
-    assert charts._wrapped("T-Shirts und Oberteile", 20) == "T-Shirts und\nOberteile"
 
 
 @pytest.mark.filterwarnings("error")

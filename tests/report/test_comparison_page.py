@@ -1,9 +1,7 @@
 """Which model: the page claims what seeds and images both allow, and shows the runs' numbers."""
 
 import itertools
-import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,20 +80,11 @@ def sentence(found):
 
 def test_the_sentence_claims_no_more_than_the_numbers(compared):
     clear = compared(seeds=8, convit_nano=190, deit_nano=110, cvt_nano=120)[1]
-    assert "ConViT has the highest accuracy" in sentence(clear)
-    assert "significantly above CvT and DeiT over seeds and over images" in sentence(clear)
-
-
-def test_what_cannot_be_told_is_said(compared):
+    assert "significantly above CvT and DeiT" in sentence(clear)
     close = compared(seeds=8, convit_nano=190, deit_nano=100, cvt_nano=189)[1]
-    assert "is above DeiT, but the difference from CvT is not significant" in sentence(close)
-    assert "more images to evaluate on may decide it" in sentence(close)
-
-
-def test_one_seed_says_nothing(compared):
-    found = compared(seeds=1, convit_nano=190, deit_nano=100)[1]
-    assert "so without an interval" in sentence(found)
-    assert pairs_of(found)[0].p_value == 1
+    assert "above DeiT" in sentence(close) and "from CvT is not significant" in sentence(close)
+    one = compared(seeds=1, convit_nano=190, deit_nano=100)[1]
+    assert "without an interval" in sentence(one) and pairs_of(one)[0].p_value == 1
 
 
 def test_the_interval_of_few_seeds_is_over_images(compared, tmp_path):
@@ -105,7 +94,7 @@ def test_the_interval_of_few_seeds_is_over_images(compared, tmp_path):
     assert best.top1.mean == pytest.approx(right.mean())
     assert (best.top1.low, best.top1.high) == pytest.approx((low, high))
     path, _ = build_comparison([runs], tmp_path / "comparison.html", {})
-    assert f"locality predict {runs}/convit_nano-1.0-1 IMAGES" in path.read_text()
+    assert f"{runs}/convit_nano-1.0-1" in path.read_text()
 
 
 def test_folds_share_images_and_their_intervals_are_wider(compared):
@@ -125,15 +114,11 @@ def test_the_learning_curves_last_step(compared):
 def test_the_page_shows_the_runs(compared, tmp_path):
     runs, found = compared(fractions=(0.5, 1.0), convit_nano=180, deit_nano=150)
     path, said = build_comparison([runs], tmp_path / "comparison.html", {"convit_nano": 1.234})
-    page = path.read_text()
-    text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
-    assert said in text and "Which model for photos?" in text
-    assert "both p-values are below 5%." in text  # there is one difference
-    assert f"{found[0].top1.mean:.1f} ±" in text and "1.23 ms" in text and "–" in text
+    text = " ".join(re.sub(r"<[^>]+>", " ", path.read_text()).split())
+    assert said in text and f"{found[0].top1.mean:.1f} ±" in text and "1.23 ms" in text
     worst = min(found[1].accuracy_of(10))
     assert f"{worst:.1f}" in text
-    assert not re.search(r'(src|href)="(?!data:|#)', page)
-    with pytest.raises(UserError, match="fewer than two models"):
+    with pytest.raises(UserError, match="two models"):
         build_comparison([runs / "convit_nano-1.0-0"], tmp_path / "none.html", {})
 
 
@@ -144,5 +129,3 @@ def test_nothing_lies_beyond_the_edge(compared, open_page, tmp_path, width, heig
     page = open_page(path, width, height)
     assert page.outside() == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    place = Path(os.environ.get("LOCALITY_SCREENSHOTS", tmp_path))
-    page.screenshot(path=place / f"choice-{width}.png", full_page=True)
