@@ -69,11 +69,6 @@ def test_only_what_has_a_size_to_compare_with_can_be_at_most():
     assert answered(effect(0.0, 0.01, unit="tokens", paper=0.5)) == [AT_MOST]
 
 
-def test_what_is_counted_needs_no_seeds():
-    assert answered(effect(2.0, None, 1, exact=True)) == [YES]
-    assert answered(effect(-2.0, None, 1, exact=True)) == [NO]
-
-
 def test_images_that_are_the_same_for_all_seeds_widen_the_interval():
     alone = effect(2.0, 1.0)
     assert interval(alone) == 1.0
@@ -115,10 +110,6 @@ def test_what_cannot_be_told_says_how_many_seeds_it_would_take():
     assert found["seeds"] == seeds_needed(8, 3.0, 3.0) == 72
     # With so many the interval is a third of the effect, were the scatter to stay.
     assert 3.0 * math.sqrt(8 / 72) == pytest.approx(3.0 / 3)
-
-
-def test_questions_without_runs_have_no_answer():
-    assert answered(effect(0.0) | {"empty": "not run yet"}, effect(2.0, 1.0)) == [YES]
 
 
 def test_answers_are_a_table(tmp_path):

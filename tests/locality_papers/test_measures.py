@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 
-from locality.errors import UserError
 from locality.runner.executors import execute
 from locality_papers.measures import (
     BEST_TOP1,
@@ -78,14 +77,6 @@ def test_missing_runs_leave_their_reason(tmp_path, finished, tiny_run):
         measured(runs[3:], measure).evaluate(failures)
 
 
-def test_a_measure_that_cannot_be_taken_leaves_its_reason(finished):
-    def refuse(_):
-        raise UserError("no such part")
-
-    with pytest.raises(Empty, match=r"^no such part$"):
-        measured(finished["deit_nano"], Measure("x", refuse)).evaluate({})
-
-
 def test_a_run_without_its_evaluations_leaves_its_reason(finished):
     for run in finished["deit_nano"]:
         (run.folder / "metrics.csv").unlink()
@@ -112,14 +103,6 @@ def test_a_curve_has_the_seeds_of_each_of_its_places():
     assert printed.by_seed == {3: {"x": [1, 2], "y": [4.0, 5.0]}}
     with pytest.raises(Empty, match="because"):
         over([1], [absent("because")]).evaluate({})
-
-
-def test_computed_and_absent():
-    assert computed(lambda: 3.5).evaluate({}).estimate().mean == 3.5
-    with pytest.raises(Empty, match="because"):
-        absent("because").evaluate({})
-    with pytest.raises(Empty, match="because"):
-        (fixed(s0=1.0) - absent("because")).evaluate({})
 
 
 def accuracy(right, images=400, name="x"):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from locality.errors import UserError
-from locality.files import read_yaml
 from locality.models import build, count_macs, count_parameters, list_models
-from locality_papers import published
 from locality_papers.published import PUBLISHED, rows, value
 from locality_papers.scales import PAPERS_MODELS
 
@@ -20,12 +16,6 @@ FRACTIONS = ("5%", "10%", "30%", "50%", "100%")
 
 def number(place: str, row: str, metric: str) -> float:
     return value(place, row, metric).value
-
-
-def test_every_number_stands_in_one_place_only():
-    tables = read_yaml(Path(published.__file__).with_suffix(".yaml"))["tables"]
-    rows = [row for table in tables for row in table["rows"].values()]
-    assert len(PUBLISHED) == sum(number is not None for row in rows for number in row)
 
 
 def test_every_number_has_a_protocol_and_percentages_are_percentages():
@@ -53,15 +43,6 @@ def test_convit_table_2_prints_the_gaps_of_its_own_columns(fraction, metric):
     highest = 100 * (convit + 0.05 - deit + 0.05) / (deit - 0.05)
     assert lowest <= printed + 0.5
     assert highest >= printed - 0.5
-
-
-def test_convit_table_2_falls_with_less_data_and_convit_falls_less():
-    for metric in ("top1", "top5"):
-        gaps = [number("convit/table-2", f, f"gap/{metric}") for f in FRACTIONS]
-        assert gaps == sorted(gaps, reverse=True)
-        for model in ("DeiT-S", "ConViT-S"):
-            column = [number("convit/table-2", f, f"{model}/{metric}") for f in FRACTIONS]
-            assert column == sorted(column)
 
 
 @pytest.mark.parametrize("row", [r for r in rows("convit/text") if " over " in r])
@@ -92,55 +73,19 @@ def test_cvt_text_differs_from_its_tables_only_where_a_note_says_so():
 
 def test_a_model_in_several_tables_has_one_accuracy_unless_a_note_says_so():
     same = [
-        ("DeiT-Ti", ["convit/table-1 DeiT-Ti top1", "convit/table-5 DeiT-Ti unmasked"]),
-        (
-            "ConViT-Ti",
-            [
-                "convit/table-1 ConViT-Ti top1",
-                "convit/table-5 ConViT-Ti unmasked",
-                *(f"convit/table-6 {k} none" for k in (3, 5, 10)),
-            ],
-        ),
-        (
-            "DeiT-S",
-            [
-                "convit/table-1 DeiT-S top1",
-                "convit/table-4 DeiT-S none",
-                "cvt/table-3 DeiT-S top1",
-                "cvt/table-5 a top1",
-            ],
-        ),
-        (
-            "DeiT-B",
-            [
-                "convit/table-1 DeiT-B top1",
-                "convit/table-4 DeiT-B none",
-                "cvt/table-3 DeiT-B top1",
-            ],
-        ),
-        (
-            "ConViT-S+",
-            [
-                "convit/table-1 ConViT-S+ top1",
-                "convit/table-3 a full",
-                "convit/table-4 ConViT-S+ none",
-            ],
-        ),
-        (
-            "CvT-13",
-            [
-                "cvt/table-3 CvT-13 top1",
-                "cvt/table-5 f top1",
-                "cvt/table-6 d top1",
-                "cvt/table-7 b top1",
-                "cvt/table-8 d top1",
-            ],
-        ),
-        ("CvT-13 with position embedding", ["cvt/table-6 c top1", "cvt/table-5 d top1"]),
+        "convit/table-1 DeiT-Ti top1; convit/table-5 DeiT-Ti unmasked",
+        "convit/table-1 ConViT-Ti top1; convit/table-5 ConViT-Ti unmasked; convit/table-6 3 none; "
+        "convit/table-6 5 none; convit/table-6 10 none",
+        "convit/table-1 DeiT-S top1; convit/table-4 DeiT-S none; cvt/table-3 DeiT-S top1; "
+        "cvt/table-5 a top1",
+        "convit/table-1 DeiT-B top1; convit/table-4 DeiT-B none; cvt/table-3 DeiT-B top1",
+        "convit/table-1 ConViT-S+ top1; convit/table-3 a full; convit/table-4 ConViT-S+ none",
+        "cvt/table-3 CvT-13 top1; cvt/table-5 f top1; cvt/table-6 d top1; cvt/table-7 b top1; "
+        "cvt/table-8 d top1",
+        "cvt/table-6 c top1; cvt/table-5 d top1",
     ]
-    for model, places in same:
-        printed = {number(*place.split(" ")) for place in places}
-        assert len(printed) == 1, (model, printed)
+    for places in same:
+        assert len({number(*place.split(" ")) for place in places.split("; ")}) == 1, places
     # The exceptions, each with its note.
     for model, metric in (("DeiT-S", "top1"), ("ConViT-S", "top1"), ("ConViT-S", "top5")):
         other = number("convit/table-2", "100%", f"{model}/{metric}")
@@ -198,8 +143,3 @@ def test_flops_of_cvt(row):
     with torch.device("meta"):
         model = build(PAPERS_MODELS[row])
     assert count_macs(model) / 1e9 == pytest.approx(number("cvt/table-2", row, "flops"), rel=0.01)
-
-
-def test_every_model_of_ours_that_a_paper_names_exists():
-    own = {name for name in PAPERS_MODELS.values() if not name.startswith("timm/")}
-    assert own - set(list_models()) <= {"cvt_13_nas"}

@@ -16,16 +16,13 @@ import torch
 from locality.cli import main
 from locality.data import DataConfig, open_data
 from locality.errors import UserError
-from locality.layers.conv_init import kernel_offsets
 from locality.models import build
 from locality.runner.runs import TRAIN, with_needs
-from locality.training.config import ScheduleConfig
 from locality.training.optim import create_schedule, make_plan
 from locality_papers import published
 from locality_papers.commands import experiment_names
-from locality_papers.convit_maps import corner_heads
 from locality_papers.convit_tables import INGREDIENTS
-from locality_papers.measures import early, summed_rate
+from locality_papers.measures import summed_rate
 from locality_papers.reproduce import experiments, find, list_experiments, reproduce, show_list
 from locality_papers.scales import SCALES, get_scale
 from locality_papers.specs import Table, printed_row
@@ -52,17 +49,19 @@ CVT = [*(f"table-{n}" for n in range(1, 9)), "nas", *(f"figure-{n}" for n in ran
 def test_every_table_and_figure_has_its_name():
     expected = [f"convit/{place}" for place in CONVIT] + [f"cvt/{place}" for place in CVT]
     assert list(experiments()) == [*expected, *BEYOND]
+    # Known without importing them.
+    assert set(experiment_names()) == {*experiments(), "convit", "cvt", "beyond"}
 
 
 def test_names_may_be_a_paper_and_unknown_ones_are_refused_with_the_nearest():
     assert len(find("convit")) == len(CONVIT)
     assert len(find("all")) == len(CONVIT) + len(CVT) + len(BEYOND)
-    with pytest.raises(UserError, match="did you mean convit/table-3"):
+    with pytest.raises(UserError, match="convit/table-3"):
         find("convit/tabel-3")
-    with pytest.raises(UserError, match="unknown dataset 'imagnet'; did you mean imagenet"):
+    with pytest.raises(UserError, match="imagenet"):
         get_scale("imagenet", Path("runs"), {"imagnet": "photos"})
     assert get_scale("imagenet", Path("runs"), {"imagenet22k": "photos"}).root_of("imagenet22k")
-    with pytest.raises(UserError, match="unknown scale 'digit'; did you mean digits"):
+    with pytest.raises(UserError, match="digits"):
         get_scale("digit", Path("runs"))
 
 
@@ -79,20 +78,10 @@ def test_every_experiment_can_be_built_at_every_scale(built):
         for run in spec.runs:
             assert run.folder.parent == scale.root, name
             assert run.config.seed in scale.seeds
-        assert spec.about.endswith("."), name
-
-
-def test_the_papers_questions_are_many_and_each_stands_once(built):
-    _, specs = built
-    asked = [
-        text
-        for spec in specs.values()
-        for where, of in spec.questions.items()
-        for text in of
-        if where
-    ]
+            assert all(needed.config.seed in (run.config.seed, 0) for needed in run.needs)
+    papers = [of for spec in specs.values() for where, of in spec.questions.items() if where]
+    asked = [text for of in papers for text in of]
     assert len(set(asked)) == len(asked) >= 40
-    assert all(text.endswith("?") for text in asked)
 
 
 def test_tables_share_their_runs(built):
@@ -105,16 +94,6 @@ def test_tables_share_their_runs(built):
     attention = ("convit/figure-5", "convit/figure-6", "convit/figure-17")
     for name in ("convit/figure-2a", *(attention if 1.0 in scale.fractions else ())):
         assert {run.folder for run in specs[name].runs} <= shared, name
-
-
-def test_seeds_are_paired_and_plain_runs_go_through_training(built):
-    _, specs = built
-    for spec in specs.values():
-        for run in spec.runs:
-            if run.task == TRAIN:
-                assert run.config.data.fraction > 0
-            for needed in run.needs:
-                assert needed.config.seed in (run.config.seed, 0)
 
 
 @pytest.mark.parametrize("place", [*(f"convit/table-{n}" for n in range(1, 7)),
@@ -183,6 +162,9 @@ def test_figures_are_drawn_from_runs(tiny_scale, tmp_path, here):
     assert gates["mean"][0] == pytest.approx(0.7310586, abs=1e-6)
     assert gates["half_width"][0] == pytest.approx(0, abs=1e-6)
     assert set(gates["n"]) == {2}
+    curves = json.loads((tmp_path / "digits" / "convit-figure-5.json").read_text())
+    uniform = curves["panels"][0]["series"][-1]
+    assert uniform["dashed"] and uniform["mean"][0] == pytest.approx(2.008, abs=5e-4)  # 4×4 patches
 
 
 def test_a_failed_run_leaves_its_cells_empty_and_no_others(tiny_scale, tmp_path, here):
@@ -204,9 +186,8 @@ def test_without_data_or_weights_cells_stay_empty_and_say_what_is_needed(tmp_pat
     )
     assert here.performed == []
     cells = {row["label"]: row["cells"][2] for row in record["rows"]}
-    assert "needs the folder of imagenet" in cells["CvT-13"]["empty"]
-    assert "needs the folder of ImageNet-1k" in cells["ResNet-50"]["empty"]
-    assert "timm does not have these weights" in cells["PVT-Small"]["empty"]
+    needed = {"CvT-13": "imagenet", "ResNet-50": "ImageNet", "PVT-Small": "timm"}
+    assert all(named in cells[label]["empty"] for label, named in needed.items())
     assert cells["CvT-13"]["paper"]["value"] == 81.6
     counted = next(row["cells"][0] for row in record["rows"] if row["label"] == "CvT-21")
     assert counted["mean"] == pytest.approx(31.62, abs=0.01)
@@ -223,13 +204,10 @@ def test_of_one_fraction_and_seed_two_runs_are_left(tmp_path, capsys):
     for wrong in ("half", "0"):
         assert main([*command, "--fraction", wrong, "--runs", str(tmp_path)]) == 2
         assert "fraction" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"fraction is 0.2; scale 'digits' has 0.05, 0.1"):
-        reproduce("convit/table-2", "digits", tmp_path, dry_run=True, fraction=(0.1, 0.2))
-    for name in ("convit/table-3", "convit"):
-        with pytest.raises(UserError, match="has the same runs with the fraction as without"):
-            reproduce(name, "digits", tmp_path, dry_run=True, fraction=0.1)
-    with pytest.raises(UserError, match=r"is on 0\.05, 0\.1 and 1 of the data"):
-        reproduce("beyond/initialisations", "digits", tmp_path, dry_run=True, fraction=0.3)
+    refused = {"convit/table-2": (0.1, 0.2), "convit/table-3": 0.1, "convit": 0.1}
+    for name, fraction in (refused | {"beyond/initialisations": 0.3}).items():
+        with pytest.raises(UserError):
+            reproduce(name, "digits", tmp_path, dry_run=True, fraction=fraction)
 
 
 def test_a_gain_is_compared_over_all_the_data_alone(tmp_path):
@@ -289,9 +267,7 @@ def test_measures_that_need_weights_are_taken_as_soon_as_a_run_ends(tiny_scale, 
 
 def test_a_dry_run_starts_nothing(tiny_scale, tmp_path, here, capsys):
     assert reproduce("convit/table-2", tiny_scale, tmp_path, dry_run=True, executor=here) == []
-    said = capsys.readouterr().out
-    assert "16 runs: 0 finished, 0 to resume, 16 to start" in said
-    assert "multiply-accumulates, about" in said
+    assert "16 runs: 0 finished, 0 to resume, 16 to start" in capsys.readouterr().out
     assert here.performed == [] and not (tmp_path / "digits").exists()
 
 
@@ -383,13 +359,6 @@ def test_the_summed_rate_is_that_of_the_schedule():
         assert summed_rate(config).evaluate({}).by_seed[0] == pytest.approx(total, rel=1e-3)
 
 
-def test_without_images_of_its_own_there_is_no_teacher(tiny_scale, tmp_path, here):
-    scale = dataclasses.replace(tiny_scale, seeds=(0,))
-    (record,) = reproduce("convit/table-4", scale, tmp_path, executor=here, quiet=True)
-    assert not any(run.config.objective.teacher for run in here.performed)
-    assert all(each["empty"] for each in record["questions"])
-
-
 @pytest.mark.slow
 def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
     tiny_scale, tmp_path, here
@@ -408,39 +377,16 @@ def test_transfer_starts_from_other_classes_and_resamples_position_embeddings(
     assert all(run.needs[0].config.data.first_classes == 7 for run in tuned)
 
 
-def test_early_is_a_number_of_steps_after_the_warm_up():
-    paper = ScheduleConfig(epochs=300, steps=None, warmup=5)
-    assert early(paper) == 20
-    short = ScheduleConfig(steps=1500, warmup=150)
-    assert early(short) == 225 > short.warmup
-
-
-@pytest.mark.slow
-def test_uniform_attention_has_its_line_in_figures_of_nonlocality(tiny_scale, tmp_path, here):
-    scale = dataclasses.replace(tiny_scale, seeds=(0,))
-    (record,) = reproduce("convit/figure-5", scale, tmp_path, executor=here, quiet=True)
-    line = record["panels"][0]["series"][-1]
-    assert line["label"] == "uniform attention" and line["dashed"]
-    assert line["mean"][0] == pytest.approx(2.008, abs=5e-4)  # on 4×4 patches
-
-
-def test_figure_3_shows_the_corners_of_the_kernel_in_the_papers_order():
-    offsets = kernel_offsets(3)[corner_heads(9)].tolist()
-    assert offsets == [[-1, 1], [-1, -1], [1, 1], [1, -1]]
-
-
 @pytest.mark.parametrize("name", ["convit/figure-4", "cvt/figure-2", "cvt/figure-3"])
 def test_architectures_are_drawn_from_the_models_built(name):
     figure = find(name)[0].build(get_scale("digits", Path("runs"))).draw()
     shown = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
     expected = {
-        "convit/figure-4": ("10 × gated positional", "196 tokens × 432", "v_pos 9×3"),
-        "cvt/figure-2": ("10 × attention over conv", "3136 tokens × 64", "7×7, stride 4"),
-        "cvt/figure-3": ("stride 2 linear 7×7", "queries linear 14×14"),
-    }[name]
-    shown = " ".join(shown.split())
-    for text in expected:
-        assert text in shown, (text, shown)
+        "convit/figure-4": "196 tokens × 432",
+        "cvt/figure-2": "3136 tokens × 64",
+        "cvt/figure-3": "queries linear 14×14",
+    }
+    assert expected[name] in " ".join(shown.split())
 
 
 @pytest.mark.slow
@@ -455,8 +401,3 @@ def test_starts_are_compared(tiny_scale, tmp_path, here, name, count):
         assert all(cell is None or cell["empty"] is None for cell in row["cells"]), row["label"]
     starts = {run.config.model.weights for run in here.performed} - {None}
     assert {Path(start).parent for start in starts} == {tmp_path / "runs"}
-
-
-def test_names_are_known_without_importing_the_experiments():
-    papers = {"convit", "cvt", "beyond"}
-    assert set(experiment_names()) == {*experiments(), *papers}

@@ -7,10 +7,9 @@ import json
 import pytest
 
 from locality import settings
-from locality.errors import UserError
 from locality.files import parse_yaml
 from locality.runner import runs
-from locality.runner.runs import Run, content_folder, digest, with_needs
+from locality.runner.runs import Run, content_folder, digest
 from locality.training import RunConfig, recipe, replace, train
 
 
@@ -102,18 +101,6 @@ def test_where_a_needed_run_lies_does_not_matter_but_which_it_is_does(tiny_confi
     assert digest(taught[0]) != digest(taught[2])
 
 
-def test_a_folder_says_what_is_in_it(tmp_path, tiny_config):
-    folder = content_folder(tmp_path, tiny_config("deit_nano", seed=3, data__fraction=0.05))
-    assert folder.name.startswith("deit_nano-5-s3-")
-
-
-def test_needed_runs_come_first_and_once(tmp_path, tiny_config, tiny_run):
-    net, teacher = tiny_run(tmp_path), tiny_run(tmp_path, seed=9)
-    student = Run("s", tiny_config(seed=1), tmp_path / "s", needs=(net, teacher))
-    other = Run("o", tiny_config(seed=2), tmp_path / "o", needs=(student, net))
-    assert with_needs([other, student]) == [net, teacher, student, other]
-
-
 def test_a_run_is_finished_by_the_result_of_its_own_configuration_alone(tmp_path, tiny_run):
     run = tiny_run(tmp_path)
     assert not run.is_finished()
@@ -122,14 +109,6 @@ def test_a_run_is_finished_by_the_result_of_its_own_configuration_alone(tmp_path
     relabelled = replace(run.config, {"recipe": "x", "engine.tensorboard": True})
     assert Run("", relabelled, run.folder).is_finished()
     assert not Run("", replace(run.config, {"optim.lr": 1e-3}), run.folder).is_finished()
-
-
-def test_a_damaged_result_is_named(tmp_path, tiny_run):
-    run = tiny_run(tmp_path)
-    run.folder.mkdir(parents=True)
-    (run.folder / "result.json").write_text(json.dumps({"top1": 1})[:-3])
-    with pytest.raises(UserError, match=r"result\.json is not JSON"):
-        run.is_finished()
 
 
 def test_a_run_whose_donor_has_moved_is_still_finished(tmp_path, tiny_config):

@@ -84,13 +84,10 @@ def test_cost_knows_every_field(overrides, size):
     assert cost(config) == closed_form(config)
 
 
-def test_random_candidates_cost_what_their_models_cost(space):
-    for index in np.random.default_rng(0).integers(0, len(space), 5).tolist():
-        assert space.cost(index) == cost(space[index]) == closed_form(space[index])
-
-
 def test_it_has_every_choice_of_every_block(space):
     assert len(space) == 4**13
+    for index in np.random.default_rng(0).integers(0, len(space), 5).tolist():
+        assert space.cost(index) == cost(space[index]) == closed_form(space[index])
     assert space.options == [(1, 2.0), (1, 4.0), (2, 2.0), (2, 4.0)]
     first, last = space[0], space[len(space) - 1]
     assert {s for stage in first.stages for s in stage.kv_strides} == {1}
@@ -118,14 +115,6 @@ def test_a_whole_small_space():
     assert space.fits(digits, limits).tolist() == expected.tolist()
 
 
-def test_bounds_beside_the_papers(space):
-    """13.66 to 19.88 M and 2.59 to 4.03 G, the paper says; these choices do not reach that."""
-    least, most = space.bounds()
-    assert (least.parameters, most.parameters) == (13_779_368, 19_997_480)
-    assert least.macs / 1e9 == pytest.approx(3.12, abs=0.01)
-    assert most.macs / 1e9 == pytest.approx(6.64, abs=0.01)
-
-
 def test_the_named_reconstruction_is_the_bottleneck_the_paper_describes(space):
     config = variant("cvt_13_nas").config
     found = space.cost(space.index(config))
@@ -137,31 +126,15 @@ def test_the_named_reconstruction_is_the_bottleneck_the_paper_describes(space):
     assert middle == list(range(middle[0], middle[-1] + 1))
     assert sum(strides[i] == 1 for i in middle) > len(middle) / 2
     assert all(strides[i] == 2 for i in range(13) if i not in middle)
-    assert "never published" in variant("cvt_13_nas").source
     assert build("cvt_13_nas", num_classes=3, img_size=32)(torch.zeros(2, 3, 32, 32)).shape
 
 
 def test_what_is_outside_is_refused(space):
-    with pytest.raises(ValueError, match=r"\(3, 4.0\) is not in this search space; .*\(1, 2.0\)"):
-        space.index(CVT_13.with_overrides(kv_stride=3))
-    with pytest.raises(ValueError, match="base elsewhere"):
-        space.index(CVT_13.with_overrides(num_classes=7))
-    with pytest.raises(ValueError, match="base elsewhere"):
-        space.index(CVT_13.with_overrides(depth=(1, 2, 11)))
+    for changed in ({"kv_stride": 3}, {"num_classes": 7}, {"depth": (1, 2, 11)}):
+        with pytest.raises(ValueError, match="space"):
+            space.index(CVT_13.with_overrides(**changed))
     with pytest.raises(IndexError, match="67108864"):
         space[4**13]
-    with pytest.raises(ValueError, match="kv_stride is"):
-        SearchSpace(CVT_13, kv_strides=(0, 1))
-    with pytest.raises(ValueError, match="mlp_ratio is"):
-        SearchSpace(CVT_13, mlp_ratios=(0.0,))
-
-
-def test_limits_are_on_the_sum_over_blocks(space):
-    digits = space.digits(np.arange(64))
-    assert space.numbers(digits).tolist() == list(range(64))
-    macs = space.total_cost("macs", digits)
-    assert macs.tolist() == [space.cost(number).macs for number in range(64)]
-    most = float(np.median(macs))
-    assert space.fits(digits, {"macs": most, "parameters": 1e12}).tolist() == [
-        cost <= most for cost in macs
-    ]
+    for values in ({"kv_strides": (0, 1)}, {"mlp_ratios": (0.0,)}):
+        with pytest.raises(ValueError, match=next(iter(values))[:-1]):
+            SearchSpace(CVT_13, **values)

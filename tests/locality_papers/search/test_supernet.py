@@ -6,7 +6,7 @@ import torch
 
 from locality.data import AugmentConfig, DataConfig, Preprocessing, eval_loader, open_data
 from locality.errors import UserError
-from locality.models import build, count_macs, count_parameters, variant
+from locality.models import build, count_macs, count_parameters
 from locality.training import ObjectiveConfig
 from locality_papers.search import Cost, SearchSpace
 from locality_papers.search.supernet import (
@@ -40,21 +40,6 @@ def test_every_candidate_is_extracted_exactly(model, space, images, mode):
         assert Cost(count_parameters(small), count_macs(small.float())) == space.cost(index)
 
 
-@pytest.mark.slow
-def test_extraction_and_counts_of_cvt_13(shaken):
-    """Of random candidates of the paper's own space."""
-    config = variant("cvt_13").config.with_overrides(kv_stride=1, num_classes=7, img_size=64)
-    space = SearchSpace(config)
-    model = shaken(build(config), scale=0.02).double()
-    supernet, images = Supernet(model, space), torch.randn(1, 3, 64, 64).double()
-    for index in np.random.default_rng(0).integers(0, len(space), 5).tolist():
-        small = extract(model, space, index)
-        with torch.no_grad():
-            inside = supernet(images, space.digits(np.array([index])))[0]
-            assert (small(images) - inside).abs().max() <= 1e-10
-        assert Cost(count_parameters(small), count_macs(small.float())) == space.cost(index)
-
-
 def test_the_model_itself_is_left_as_it_is(model, space, images):
     before = model(images)
     Supernet(model, space)(images, np.array([[2, 2, 2]]))
@@ -62,14 +47,6 @@ def test_the_model_itself_is_left_as_it_is(model, space, images):
     with pytest.raises(UserError):
         Supernet(model, space)(images[:, :2], np.array([[2, 2, 2]]))
     assert torch.equal(model(images), before)
-
-
-def test_an_extracted_candidate_has_its_own_weights(model, space):
-    small = extract(model, space, 0)
-    with torch.no_grad():
-        for parameter in small.parameters():
-            parameter.zero_()
-    assert all(parameter.abs().sum() > 0 for parameter in model.parameters())
 
 
 def test_the_sandwich_is_the_largest_the_smallest_and_random_ones(model, space):
