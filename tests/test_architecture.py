@@ -97,12 +97,6 @@ def test_no_files_import_each_other():
         pytest.fail(" ← ".join(error.args[1]))
 
 
-def test_data_and_layers_know_no_model():
-    for name in FILES:
-        if package(name) in ("data", "layers"):
-            assert "models" not in {package(other) for other in OWN[name]}, name
-
-
 def test_only_commands_import_our_own_inside_functions():
     """There it makes starting fast; elsewhere it would hide a circle."""
     inside = {name for name, found in IMPORTS.items() for other, lazy in found
@@ -117,12 +111,8 @@ def test_only_figures_imports_matplotlib():
     assert {package(name) for name in drawing - {"locality_papers.diagrams"}} == {"figures"}
 
 
-@pytest.mark.parametrize("name", locality.__all__)
-def test_public_names_exist(name):
-    assert getattr(locality, name) is not None
-    assert name in dir(locality)
-
-
-def test_other_names_do_not():
+def test_public_names_exist_and_others_do_not():
+    for name in locality.__all__:
+        assert getattr(locality, name) is not None and name in dir(locality)
     with pytest.raises(AttributeError, match="create_modell"):
         locality.create_modell  # noqa: B018

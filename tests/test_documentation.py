@@ -73,15 +73,6 @@ def snippets(page: Path) -> Iterator[Snippet]:
             assert not skipped, f"{page.name}:{number}: a reason stands above no block"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_say_their_language_and_reasons_have_lines(page):
-    for snippet in snippets(page):
-        assert snippet.language in ("sh", "python", "text"), snippet.place
-        for words in snippet.skipped:
-            assert any(words in line for line in snippet.lines), f"{snippet.place}: {words}"
-            assert snippet.language != "text", snippet.place
-
-
 @pytest.fixture(scope="module")
 def readers_folder(tmp_path_factory) -> Path:
     """Photos, weights of each kind and a run, all small."""

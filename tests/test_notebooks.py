@@ -26,11 +26,6 @@ def run(source, names):
     return value._repr_html_() if hasattr(value, "_repr_html_") else repr(value)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
-def test_they_are_kept_without_outputs(notebook):
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(notebook))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_they_run_from_top_to_bottom(notebook, tmp_path, monkeypatch):

