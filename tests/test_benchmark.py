@@ -1,6 +1,7 @@
 """The benchmark measures what it says, and refuses to time models that disagree."""
 
 import json
+import weakref
 from contextlib import nullcontext
 
 import pytest

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from locality.analysis.recording import record
-from locality.errors import UserError
 from locality.report import build_report
 from locality.training import RunFolder, evaluate_run, train
 from locality.training.evaluation import Predictions
@@ -58,8 +57,6 @@ def test_calibration_against_its_definition():
     table, error = found.calibration()
     assert table == pytest.approx(np.array([[0.5, 0.5, 1 / 3], [0.9, 0.75, 2 / 3]]))
     assert error == pytest.approx(2 / 3 * 0.15)
-
-
 
 
 def test_training_keeps_what_its_last_evaluation_said(tiny_config, tmp_path):
