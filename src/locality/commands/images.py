@@ -330,10 +330,10 @@ def serve(arguments: Sequence[str]) -> None:
 
     given = GivenModel(options.model, options)
     require("`locality serve`", "locality[serve]", "fastapi", "uvicorn")
-    from locality.serve.application import serve_model
+    from locality.serve import server
 
     place = options.host, options.port, options.hosts or ()
-    serve_model(given.open(), *place, options.title or "", given.decoding)
+    server.serve(given.open(), *place, options.title or "", given.decoding)
 
 
 def figure(arguments: Sequence[str]) -> None:

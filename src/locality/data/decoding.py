@@ -32,7 +32,7 @@ from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, TiffImagePlugin, Ti
 
 from locality import files
 from locality.data.config import DEFAULT_DECODING, Decoding
-from locality.data.sources import BadImage
+from locality.data.sources import BadImage, TooManyPixels
 from locality.errors import UserError
 
 # Formats by content, whatever the file's name. Not all that Pillow reads: some of the others run
@@ -168,13 +168,15 @@ def _open_image(file: IO[bytes], decoding: Decoding) -> ImageFile.ImageFile:
         try:
             image = Image.open(cast(IO[bytes], counted), formats=_formats())
         except Image.DecompressionBombError as error:
-            raise BadImage(f"the image has more than {decoding.max_pixels:,} pixels") from error
+            raise TooManyPixels(
+                f"the image has more than {decoding.max_pixels:,} pixels"
+            ) from error
         except Image.UnidentifiedImageError as error:
             raise BadImage("the file is not an image of a known format") from error
     # Pillow holds as much as two pixels beside each row.
     if max(image.width, 3) * image.height > decoding.max_pixels:
         size = f"{image.width} × {image.height}"
-        raise BadImage(f"the image has {size} pixels, more than {decoding.max_pixels:,}")
+        raise TooManyPixels(f"the image has {size} pixels, more than {decoding.max_pixels:,}")
     counted.left = _READS
     return image
 

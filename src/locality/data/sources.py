@@ -35,6 +35,10 @@ class BadImage(Exception):
     """An image that cannot be decoded; the message says why, without naming it."""
 
 
+class TooManyPixels(BadImage):
+    """An image that could be decoded, but for its size."""
+
+
 class ImageSource(ABC):
     """Labelled images with random access.
 

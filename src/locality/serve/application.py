@@ -1,51 +1,38 @@
-"""The FastAPI application: a page, and the endpoints /predict and /attention; its uvicorn server.
+"""The FastAPI application: a page, and the endpoints /predict and /attention.
 
 An image is the body of a request, alone or as the one file of a form, within limits; a request has
-nothing else: no file is named, none is written. Two images at a time are decoded, and one is
-looked at.
-
-A page that somebody visits can send requests to this machine, and through DNS rebinding it could
-read the responses. Hence a request has to name a known host, and a POST has to come from the page
-itself.
+nothing else: no file is named, none is written. A few images at a time are decoded, and one is
+looked at; only what the model takes of it comes to this process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import hashlib
 import re
-import signal
-import socket
-import threading
-from collections.abc import Callable, Sequence
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from email.message import Message
-from fnmatch import fnmatchcase
 from functools import partial
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
-import uvicorn
+from anyio import BrokenWorkerProcess
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
-from PIL import Image
 from pydantic import BaseModel
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from locality import __version__
 from locality.analysis.explorer import explorer_page
 from locality.checkpoints.api import MODES, Classifier
-from locality.data import decode
 from locality.data.config import DEFAULT_DECODING, Decoding
-from locality.data.decoding import convert
-from locality.data.preprocessing import high_resolution_crop, resize_and_crop
 from locality.data.sources import BadImage
 from locality.errors import NonFiniteLogits, UserError, printable
+from locality.serve.decoding import Busy, Crops, Decoder
 from locality.templates import render
 
 MEGABYTES = 20
@@ -57,44 +44,80 @@ _MAX_READ_BYTES = 400_000_000
 _SECONDS = 60
 _MAX_FORM_PARTS = 100
 _MAX_NAMED = 6  # classes in the title
-# Of one image, the pixels before and after a turn are in memory together, 8 bytes of each.
-_MAX_PIXELS, _DECODED_AT_ONCE = 50_000_000, 2
-# Connections at a time; others get 503.
-_MAX_CONNECTIONS = 50
+# Of all requests together. Counting requests instead would let some that send slowly shut out all.
+_MAX_HELD_BYTES = 100_000_000
 
 
-async def read_image(request: Request) -> bytes:
-    """The bytes of the image that was sent.
+class RequestBodies:
+    """The bodies of all open requests, and the memory that they take."""
 
-    What is too much is dropped, and read to its end: a client that still sends does not read the
-    response.
-    """
-    kept, length = bytearray(), 0
-    try:
-        with anyio.fail_after(_SECONDS):
-            async for piece in request.stream():
-                length += len(piece)
-                if length <= _LARGEST:
+    def __init__(self) -> None:
+        self._held = 0
+
+    @contextlib.asynccontextmanager
+    async def image(self, request: Request) -> AsyncIterator[bytes]:
+        """The bytes of the image that was sent, which count as held until the block ends.
+
+        Raises:
+            HTTPException: if it is too much, takes too long, or a form has no or several files.
+        """
+        kept, size = bytearray(), 0
+        try:
+            await self._read(request, kept)
+            data, size = bytes(kept), len(kept)
+            kept.clear()
+            if request.headers.get("content-type", "").startswith("multipart/"):
+                data = _file_of_form(data, request.headers["content-type"])
+            if len(data) > MEGABYTES * 1_000_000:
+                raise _too_large()
+            yield data
+        finally:
+            self._held -= len(kept) + size
+
+    async def drop(self, request: Request) -> None:
+        """Read what is sent to its end: a client that still sends does not read the response."""
+        with contextlib.suppress(HTTPException):
+            await self._read(request, None)
+
+    async def _read(self, request: Request, kept: bytearray | None) -> None:
+        """Append the body to `kept`. What is too much is dropped, and read to its end."""
+        length = 0
+        try:
+            with anyio.fail_after(_SECONDS):
+                async for piece in request.stream():
+                    length += len(piece)
+                    if length > _MAX_READ_BYTES:
+                        break
+                    if kept is None:
+                        continue
+                    if length > _LARGEST:
+                        self._held -= len(kept)
+                        kept.clear()
+                        continue
+                    if self._held + len(piece) > _MAX_HELD_BYTES:
+                        raise HTTPException(503, "too many images at once; try again later")
+                    self._held += len(piece)
                     kept += piece
-                elif length > _MAX_READ_BYTES:
-                    break
-    except TimeoutError:
-        sentence = f"the image did not arrive within {_SECONDS} seconds"
-        raise HTTPException(408, sentence) from None
-    except ClientDisconnect:
-        sentence = "the connection was closed before the image was there"
-        raise HTTPException(400, sentence) from None
-    data, content_type = bytes(kept), request.headers.get("content-type", "")
-    if length <= _LARGEST and content_type.startswith("multipart/"):
-        data = _file_of_form(data, content_type)
-    if length > _LARGEST or len(data) > MEGABYTES * 1_000_000:
-        sentence = f"the file has more than {MEGABYTES} MB; give a smaller image"
-        raise HTTPException(413, sentence)
-    return data
+        except TimeoutError:
+            sentence = f"the image did not arrive within {_SECONDS} seconds"
+            raise HTTPException(408, sentence) from None
+        except ClientDisconnect:
+            sentence = "the connection was closed before the image was there"
+            raise HTTPException(400, sentence) from None
+        if kept is not None and length > _LARGEST:
+            raise _too_large()
+
+
+def _too_large() -> HTTPException:
+    return HTTPException(413, f"the file has more than {MEGABYTES} MB; give a smaller image")
 
 
 def _file_of_form(data: bytes, content_type: str) -> bytes:
-    """The one file in a form (RFC 7578), as `curl -F image=@photo.png` sends it."""
+    """The one file in a form (RFC 7578), as `curl -F image=@photo.png` sends it.
+
+    Raises:
+        HTTPException: if it has none, or several.
+    """
     header = Message()
     header["content-type"] = content_type
     boundary = header.get_boundary("").encode()
@@ -121,13 +144,6 @@ _IMAGE = {
 }
 
 T = TypeVar("T")
-
-
-class Crops(NamedTuple):
-    """An image as the model takes it, but for the normalisation, and with more pixels to show."""
-
-    image: Image.Image
-    shown: Image.Image
 
 
 class ClassProbability(BaseModel):
@@ -171,29 +187,29 @@ def application(
         responses=refused,
     )
     page = _page(classifier, title)
+    bodies = RequestBodies()
     preprocessing = classifier.preprocessing
     mode = MODES.get(len(preprocessing.mean), "RGB")
-    limit = min(_MAX_PIXELS, decoding.max_pixels)
-    settings = replace(decoding, exif=True, max_pixels=limit)
+    decode = Decoder(preprocessing, mode, decoding)
     # Of images that are cut already.
     looking = replace(classifier, preprocessing=replace(preprocessing, crop_pct=1.0))
     # torch takes all processors for one image as it is.
-    one, few = anyio.CapacityLimiter(1), anyio.CapacityLimiter(_DECODED_AT_ONCE)
-
-    def crop(data: bytes) -> Crops:
-        image = decode(data, settings)
-        cut = resize_and_crop(convert(image, mode), preprocessing)
-        return Crops(cut, high_resolution_crop(image, preprocessing))
+    one = anyio.CapacityLimiter(1)
 
     async def answered(request: Request, answer: Callable[[Crops], T]) -> T:
-        data = await read_image(request)
-        try:
-            crops = await anyio.to_thread.run_sync(crop, data, limiter=few)
-            return await anyio.to_thread.run_sync(partial(answer, crops), limiter=one)
-        except NonFiniteLogits as error:
-            raise HTTPException(500, str(error)) from None
-        except (BadImage, UserError) as error:
-            raise HTTPException(422, str(error)) from None
+        async with bodies.image(request) as data:
+            try:
+                crops = await decode(data)
+                return await anyio.to_thread.run_sync(partial(answer, crops), limiter=one)
+            except Busy as error:
+                raise HTTPException(503, str(error)) from None
+            except NonFiniteLogits as error:
+                raise HTTPException(500, str(error)) from None
+            except (BadImage, UserError) as error:
+                raise HTTPException(422, str(error)) from None
+            except BrokenWorkerProcess:
+                sentence = "the process that decoded the image was killed, most often for memory"
+                raise HTTPException(503, sentence) from None
 
     @service.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def show() -> str:
@@ -222,6 +238,8 @@ def application(
 
     @service.exception_handler(AnyHTTPException)
     async def refuse(request: Request, error: AnyHTTPException) -> JSONResponse:
+        if error.status_code in (404, 405):
+            await bodies.drop(request)
         sentence = {
             404: "there is nothing here: / is a page, /predict and /attention take an image",
             405: f"{request.method} is not answered here; POST an image to /predict or /attention",
@@ -235,7 +253,7 @@ def application(
     return service
 
 
-def _page(classifier: Classifier, title: str) -> str:
+def _page(classifier: Classifier, title: str = "") -> str:
     return render(
         "locality.report",
         "serve.html",
@@ -255,115 +273,30 @@ def _question(classifier: Classifier) -> str:
     return f"{', '.join(names)} or {last}?" if names else last
 
 
-# For requests to be answered after Ctrl-C.
-_SHUTDOWN_SECONDS = 2
-_NONE = "'none'"
-# Nothing from elsewhere, in the page and in the explorer's, which is in a frame of it.
-_POLICY = (
-    f"default-src {_NONE}; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    f"img-src data: blob:; connect-src 'self' data:; base-uri {_NONE}; form-action {_NONE};"
-)
-_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s\[\]:/?#@]+))(?::\d*)?")
+def content_policy(classifier: Classifier, framed: bool) -> str:
+    """The Content-Security-Policy of the page: nothing from elsewhere, no script but its own.
 
-
-class HostCheck:
-    """Answers requests to hosts that are known, and posts from no other page.
+    The explorer's page is in a frame of it, and what is in a frame without an address has the
+    policy of the page around.
 
     Args:
-        answered: the application.
-        hosts: names and addresses; `*` stands for any letters.
+        classifier: which the page is of.
+        framed: whether other pages may show it in a frame.
     """
-
-    def __init__(self, answered: ASGIApp, hosts: Sequence[str]) -> None:
-        self._answered = answered
-        self._hosts = [host.lower() for host in hosts]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or say why it is not answered."""
-        if refusal := scope["type"] == "http" and self._refusal(scope):
-            status, sentence = refusal
-            await JSONResponse({"detail": sentence}, status)(scope, receive, send)
-        else:
-            await self._answered(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "").lower()
-        named = _HOST.fullmatch(host)
-        name = (named[1] or named[2]) if named else ""
-        # The address that was connected to is no name that leads here.
-        known = [*self._hosts, scope["server"][0]]
-        if not named or not any(fnmatchcase(name, pattern) for pattern in known):
-            return 400, f"the host '{host}' is not known here; start with --hosts to add names"
-        origin = headers.get("origin")
-        if origin is None or scope["method"] in ("GET", "HEAD"):
-            return None
-        if origin.lower().partition("://")[2] != host:
-            return 403, f"a page of {origin} may not ask {host}; a proxy has to pass the host on"
-        return None
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, which stops in time whatever it is doing."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        seconds = 0 if self.should_exit else _SHUTDOWN_SECONDS
-        super().handle_exit(sig, frame)
-        # A thread may be looking at an image, and Python takes seconds to take torch apart.
-        ending = threading.Timer(seconds, os._exit, [128 + sig])
-        ending.daemon = True
-        ending.start()
-
-
-def serve_model(
-    classifier: Classifier,
-    host: str,
-    port: int,
-    hosts: Sequence[str] = (),
-    title: str = "",
-    decoding: Decoding = DEFAULT_DECODING,
-) -> NoReturn:
-    """Answer until interrupted, and for two seconds more; then end the process.
-
-    Prints the page's address once it answers.
-
-    Args:
-        classifier: which answers.
-        host: the address to listen at; 127.0.0.1 is reached from this machine alone.
-        port: 0 takes a free one.
-        hosts: names that the page is reached by, beside the machine's own; with "*" all are, and
-            other pages may show this one in a frame.
-        title: of the page; a question about its classes unless given.
-        decoding: as of the model's images; they are turned as they were held in any case.
-    """
-    for name in hosts:
-        if not _HOST.fullmatch(name.lower()):
-            raise UserError(f"hosts has '{name}'; give a name alone, such as me.example")
-    framed = "*" in hosts
-    headers = [
-        ("content-security-policy", f"{_POLICY} frame-ancestors {'*' if framed else _NONE}"),
-        ("x-content-type-options", "nosniff"),
-        *([] if framed else [("x-frame-options", "DENY")]),
+    explorer: dict[str, Any] = {"data": "", "blobs": [], "models": [], "version": ""}
+    both = _page(classifier) + render("locality.analysis", "explorer.html", **explorer)
+    scripts = [
+        b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in re.findall("<script>(.*?)</script>", both, re.DOTALL)
     ]
-    known = ["localhost", socket.gethostname(), host, *hosts]
-    config = uvicorn.Config(
-        HostCheck(application(classifier, title, decoding), known),
-        http="h11",
-        ws="none",
-        log_level="error",
-        limit_concurrency=_MAX_CONNECTIONS,
-        server_header=False,
-        headers=headers,
-    )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise UserError(
-            f"{host}, port {port}, cannot be listened at ({error.strerror}); give another --port"
-        ) from error
-    shown = f"[{host}]" if ":" in host else host
-    print(f"http://{shown}:{listening.getsockname()[1]}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        _Server(config).run(sockets=[listening])
-    os._exit(128 + signal.SIGINT)
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(f"'sha256-{script}'" for script in scripts),
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "connect-src": "'self' data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "*" if framed else "'none'",
+    }
+    return "; ".join(f"{what} {sources}" for what, sources in rules.items())
