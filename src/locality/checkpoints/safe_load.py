@@ -182,7 +182,7 @@ def unpickle(file: IO[bytes], path: Path | str) -> Any:
 def _unsafe_global(path: Path | str, name: str) -> UserError:
     return UserError(
         f"{path} was refused, and nothing in it was run: it wants to call {name}, and weights are "
-        f"read only from files that hold nothing but tensors"
+        f"read only from files that hold nothing but tensors: save model.state_dict()"
     )
 
 
