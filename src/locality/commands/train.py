@@ -247,7 +247,7 @@ def resolve(
         begun = read_config(folder)
         if output is not None and minutes is not None and not quiet:
             planned = f"{begun.schedule.length:g} {begun.schedule.unit}"
-            say(f"{folder} keeps the {planned} it was planned for; for a longer run give another --output")
+            say(f"{folder} keeps the {planned} it was planned for; another --output starts anew")
         return replace(begun, given), folder, None
     check_places(config, folder)
     from locality.training.autofit import autofit

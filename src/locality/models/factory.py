@@ -126,7 +126,7 @@ def published(name: str) -> tuple[TimmConfig, dict[str, Tensor], dict[str, Any]]
         UserError: if timm has no such model, or its weights cannot be loaded.
     """
     config = TimmConfig.named(name)
-    missing = f"timm's weights of {name} could not be loaded (a file of weights will do instead)"
+    missing = f"timm's weights of {name} could not be loaded (their file will do instead)"
     with wrap_errors(missing, OSError, RuntimeError), offline_unless_reachable():
         model = timm.create_model(config.name, pretrained=True)
     state = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
