@@ -546,10 +546,6 @@ REPORTED: dict[str, tuple[bytes | str | Damage, ...]] = {
     ),
     "class_counts.json": ('{"0": "x"}', DEEP),
     "baselines.json": ("{}", "[]", '{"top1": {"chance": "x"}}'),
-    "images.gz": (
-        *(b"text", gzip.compress(b"a\tb\tc")[:-5], gzip.compress(b"\xff\n")),
-        *(gzip_bomb("run/images.gz", b"\n"), pipe("run/images.gz")),
-    ),
     "config.yaml": ("{}", "[1]", "model: 5\n", DEEP_YAML, ONE_HASH, "!!set {a, b}"),
     "classes.json": ("{}", "[1]"),
     "measures.json": (DEEP, '{"after": {"images": 1}}'),
