@@ -19,7 +19,6 @@ from tqdm import tqdm
 from locality.errors import UserError, printable
 from locality.files import CsvTable, atomic_file, csv_text, number, write_atomic
 from locality.models import ImageClassifier
-from locality.settings import to_yaml
 from locality.training.cost import format_duration
 from locality.training.evaluation import PredictionCollector
 from locality.training.resolved_run import ResolvedRun
@@ -103,7 +102,7 @@ class Recorder:
         self._run = run
         self._progress.total = run.plan.steps
         if (folder := self._locked_folder()) is not None:
-            write_atomic(folder.config_file, to_yaml(run.config))
+            folder.write_config(run.config)
         self.log(
             f"step {self._step}: warm-up took {format_duration(self.seconds)}, so there is time "
             f"for {run.plan.steps:,} steps instead of {steps:,}"

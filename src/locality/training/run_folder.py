@@ -95,7 +95,7 @@ class RunFolder:
             self.checkpoints.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
             check_folder(self.path, config)
-            write_atomic(self.config_file, settings.to_yaml(config))
+            self.write_config(config)
 
     def check_checkpoint_config(self, config: RunConfig, saved: Mapping[str, Any]) -> None:
         """Check that a checkpoint is of this configuration, whatever config.yaml says by now.
@@ -198,6 +198,10 @@ class RunFolder:
             FileNotFoundError: if there is none.
         """
         return Predictions.read(self.predictions_file, self.classes())
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write the configuration of the run, atomically."""
+        write_atomic(self.config_file, settings.to_yaml(config))
 
     def write_json(self, path: Path, content: Any) -> None:
         """Write one of the folder's JSON files, atomically."""
