@@ -358,6 +358,10 @@ class TestDecoding:
 
         return run_alone(all_of_them)
 
+    def test_they_do_not_import_torch(self):
+        code = "import sys, locality.serve.decoding; print('torch' in sys.modules)"
+        assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+
     def test_what_takes_too_long_is_refused(self, monkeypatch):
         before = psutil.Process().children()
         monkeypatch.setattr(decoding, "SECONDS", 5)

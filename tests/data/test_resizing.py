@@ -10,7 +10,8 @@ from PIL import Image
 from timm.data import create_transform
 
 from locality.data import AugmentConfig, Preprocessing
-from locality.data.preprocessing import eval_transform, resize_and_crop, train_transform
+from locality.data.preprocessing import eval_transform, train_transform
+from locality.data.resizing import resize_and_crop
 
 
 def timms(image, preprocessing):

@@ -26,7 +26,7 @@ from locality.analysis.measures import measure_model, nonlocality_unit, position
 from locality.analysis.pictures import DECADES, data_url, prepare_sample
 from locality.analysis.taps import LayerView, capture, eval_mode
 from locality.checkpoints import Classifier
-from locality.data.preprocessing import high_resolution_crop
+from locality.data.resizing import high_resolution_crop
 from locality.errors import UserError
 from locality.layers.grid import Window
 from locality.models.variants import family_of

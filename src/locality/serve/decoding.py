@@ -22,7 +22,7 @@ from PIL import Image
 from locality.data import decoding
 from locality.data.config import DEFAULT_DECODING, Decoding, Preprocessing
 from locality.data.decoding import convert
-from locality.data.preprocessing import high_resolution_crop, resize_and_crop
+from locality.data.resizing import high_resolution_crop, resize_and_crop
 from locality.data.sources import BadImage, TooManyPixels
 
 SECONDS = 10
