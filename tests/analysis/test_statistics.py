@@ -3,7 +3,12 @@ import math
 import pytest
 from scipy import stats
 
-from locality.analysis.statistics import estimate, holm, paired_difference
+from locality.analysis.statistics import (
+    estimate,
+    holm,
+    paired_difference,
+    proportion_interval,
+)
 
 
 def test_difference_is_the_paired_t_test():
@@ -40,3 +45,12 @@ def test_one_seed_has_no_interval():
     assert alone.mean == 3 and alone.half_width is None and alone.low is None
     assert not alone.excludes_zero
     assert paired_difference({0: 1.0}, {1: 2.0}) is None
+
+
+def test_an_interval_of_a_proportion_is_wilsons():
+    low, high = proportion_interval(0.8, 10)
+    assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert proportion_interval(1, 10)[1] == pytest.approx(1)
+    # Its ends are where the share lies 1.96 standard errors away.
+    for end in (low, high):
+        assert abs(0.8 - end) == pytest.approx(1.96 * math.sqrt(end * (1 - end) / 10))

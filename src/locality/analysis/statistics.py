@@ -121,6 +121,14 @@ def two_sided_t(df: float) -> float:
     return math.sqrt(df * (1 / float(x) - 1))
 
 
+def proportion_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share that was seen in `count` independent trials."""
+    z = 1.96
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return centre - half, centre + half
+
+
 def paired_difference(
     first: Mapping[Any, float], second: Mapping[Any, float], shared: float = 0.0
 ) -> Estimate | None:

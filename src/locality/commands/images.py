@@ -227,8 +227,9 @@ def evaluate(arguments: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(result))
         return
+    top5 = f"top-5 {result['top5']:.2f}%  " if len(classes) > 5 else ""
     print(
-        f"top-1 {result['top1']:.2f}%  top-5 {result['top5']:.2f}%  loss {result['loss']:.4f}  "
+        f"top-1 {result['top1']:.2f}%  {top5}loss {result['loss']:.4f}  "
         f"on {result['n']} images of {result['dataset']}"
     )
     print("\n".join(_by_class(collector.predictions(splits.val, classes))))
@@ -365,6 +366,12 @@ def figure(arguments: Sequence[str]) -> None:
     if takes == "models":
         options.sources = [GivenModel(source, options) for source in options.sources]
     elif takes == "runs":
+        for source in options.sources:
+            if not Path(source).is_dir():
+                raise UserError(
+                    f"{options.name} is drawn from run folders, over training; {source} is not a "
+                    f"folder. `locality explore` measures every head of a model"
+                )
         run_folders(options.sources)
     from locality.figures.style import FORMS, save
 

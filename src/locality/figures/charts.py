@@ -159,8 +159,14 @@ def draw_learning(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> No
             every = 0.15 if len(found["x"]) > 1 else 1
             look |= {"linewidth": 2.2, "markevery": every}
             axes.plot(found["x"], found["mean"], label=one.label, **look)
-    axes.set_title(subset_label(fraction))
+    _title_subset(axes, groups, fraction)
     label_axes(axes, "step", "top-1 accuracy (%)")
+
+
+def _title_subset(axes: Axes, groups: Sequence[RunGroup], fraction: float) -> None:
+    """Name the subset that a panel is about, unless all runs have the same."""
+    if len({each for one in groups for each in one.fractions}) > 1:
+        axes.set_title(subset_label(fraction))
 
 
 def curve_of(run: RecordedRun, column: str) -> np.ndarray:
@@ -248,7 +254,7 @@ def draw_gates(axes: Axes, one: RunGroup, fraction: float) -> bool:
         if values_by_layer:
             means = [values.mean() for values in values_by_layer.values()]
             axes.plot(list(values_by_layer), means, label=label, **look)
-    axes.set_title(subset_label(fraction))
+    _title_subset(axes, [one], fraction)
     axes.set_ylim(-0.02, 1.02)
     axes.set_xticks(list(after))
     label_axes(axes, "layer", "gate σ(λ):  0 content … 1 position")
@@ -288,7 +294,7 @@ def draw_nonlocality(axes: Axes, groups: Sequence[RunGroup], fraction: float) ->
         label = "uniform attention"
         axes.axhline(everywhere, color=FAINT, linestyle=":", linewidth=1.2, label=label)
         label_axes(axes, "layer", f"nonlocality ({unit})")
-    axes.set_title(subset_label(fraction))
+    _title_subset(axes, groups, fraction)
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.locator_params(axis="x", integer=True)
     return bool(measured)

@@ -24,7 +24,7 @@ from locality.analysis.runs import (
     group,
     read_runs,
 )
-from locality.analysis.statistics import Estimate, estimate
+from locality.analysis.statistics import Estimate, estimate, proportion_interval
 from locality.data.folder import place_name, read_image, short_name
 from locality.errors import UserError
 from locality.figures import charts, curves, maps
@@ -379,6 +379,8 @@ def single_run(run: RecordedRun) -> dict[str, Any]:
     best = max(evaluated, key=lambda row: row["top1"], default=None)
     found: dict[str, Any] = {
         "best": best,
+        "chosen_of": len(evaluated) if run.config["schedule"].get("patience") else 1,
+        "interval": proportion_interval(run.result["top1"] / 100, run.result["val_images"]),
         "kept_step": run.result.get("best_step", run.result.get("steps")),
         "curves": {
             name: charts.chart(charts.draw_curves, run, columns, best, y_label)

@@ -163,9 +163,10 @@ class Recorder:
             tagged = {tag: found[name] for name, tag in _TAGS.items() if found[name] is not None}
             self._board.log_metrics(tagged, row["step"])
         train = "" if row["train_loss"] is None else f"training loss {row['train_loss']:.3f}, "
+        top5 = f"top-5 {row['top5']:.2f}%, " if len(self._run.splits.classes) > 5 else ""
         self.log(
             f"step {row['step']}, epoch {row['epoch']:.4g}: {train}top-1 {row['top1']:.2f}%, "
-            f"top-5 {row['top5']:.2f}%, loss {row['val_loss']:.3f} on {images} images, "
+            f"{top5}loss {row['val_loss']:.3f} on {images} images, "
             f"{timing['images_per_second']:.0f} images/s"
         )
         self._step_seconds.clear()

@@ -250,18 +250,17 @@ function buildPlots() {
     $("plots").append(plot("Gates", "gate σ(λ)", "Gate by layer: 1 attends to position alone, 0 to content alone. Layers without dots have no gate.",
       (layer) => layer.gates, 1, highlight, choose));
   }
-  $("plots").append(element("details", {}, element("summary", {}, "mean distance of every layer, as a table"), summary()));
+  $("plots").append(element("details", {}, element("summary", {}, "distance and gate of every head, as a table"), summary()));
 }
 
-// Every layer's mean distance over heads and images, and its nearest and farthest head.
+// Every layer's mean distance over heads and images, that of each head, and its gates.
 function summary() {
   const line = (name, cells) => element("tr", {}, ...cells.map((cell) => element(name, {}, cell)));
   const rows = DATA.models.flatMap((model) => model.layers.map((layer, index) => {
-    const far = distancesOf(layer).filter((value) => value !== null);
-    const numbers = far.length ? [meanOf(far), Math.min(...far), Math.max(...far)].map((value) => value.toFixed(2)) : ["–", "–", "–"];
-    return line("td", [model.label, String(index + 1), ...numbers, DATA.uniform.toFixed(2), layer.gates ? meanOf(layer.gates).toFixed(2) : "–"]);
+    const far = distancesOf(layer).filter((value) => value !== null), listed = (values) => values.map((value) => value.toFixed(2)).join(" ");
+    return line("td", [model.label, String(index + 1), far.length ? meanOf(far).toFixed(2) : "–", listed(far), layer.gates ? listed([...layer.gates]) : "–"]);
   }));
-  return element("table", {}, line("th", ["model", "layer", `mean (${DATA.unit})`, "nearest head", "farthest head", "uniform attention", "mean gate"]), ...rows);
+  return element("table", {}, line("th", ["model", "layer", `mean (${DATA.unit}; uniform attention: ${DATA.uniform.toFixed(2)})`, "each head", "each head's gate"]), ...rows);
 }
 
 // -- rendering ------------------------------------------------------------------------------------
@@ -304,7 +303,7 @@ function showCell(cell) {
   placeBox(cell.query, layer.grid, cellOf(layer));
   if (cell.label) {
     const gate = layer.gates && cell.head !== ROLLOUT && !commonGate(layer) ? ` · gate ${layer.gates[cell.head].toFixed(2)}` : "";
-    const even = attention && isUniform(patches) ? " · uniform" : "";
+    const even = attention && evennessOf(patches) ? ` · ${evennessOf(patches)}` : "";
     const far = distance === null ? even : `${even} · distance ${(distance / layer.unit).toFixed(2)}`;
     cell.label.textContent = `${cell.head === ROLLOUT ? "rollout, all layers" : `head ${cell.head + 1}`}${far}${gate}`;
   }
@@ -351,7 +350,8 @@ function readout() {
     $("readout").dataset.attention = value;
   }
   const distance = distanceOf(layer, attention);
-  if (attention && isUniform(attention.subarray(layer.prefix))) parts.push("uniform: the same to every patch");
+  const even = attention ? evennessOf(attention.subarray(layer.prefix)) : "";
+  if (even) parts.push(even === "uniform" ? "uniform: the same to every patch" : "nearly uniform: the colours show differences of less than a factor of two");
   if (distance !== null) parts.push(`mean distance ${(distance / layer.unit).toFixed(2)} ${DATA.unit}`);
   if (attention && layer.prefix) parts.push(`${number(100 * attention[0])}% to the ${DATA.models[at.model].prefix}`);
   if (attention && layer.prefix > 1) {

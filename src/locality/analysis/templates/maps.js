@@ -71,12 +71,15 @@ const COLOURS = Array.from({ length: 256 }, (_, at) => {
   });
 });
 
-// Whether a row of attention is the same to every patch, to a tenth.
-const isUniform = (patches) => Math.max(...patches) <= 1.1 * Math.min(...patches);
+// How even a row of attention is: "uniform" to a tenth, "nearly uniform" to a factor of two, "" beyond.
+function evennessOf(patches) {
+  const ratio = Math.max(...patches) / Math.min(...patches);
+  return ratio <= 1.1 ? "uniform" : ratio <= 2 ? "nearly uniform" : "";
+}
 
 // How many powers of ten lie between the least and the most attention to a patch; none in uniform attention.
 const rangeOf = (patches) =>
-  (isUniform(patches) ? 0 : Math.min(DATA.decades, Math.log10(Math.max(...patches) / Math.min(...patches))));
+  (evennessOf(patches) === "uniform" ? 0 : Math.min(DATA.decades, Math.log10(Math.max(...patches) / Math.min(...patches))));
 
 // The pixels of a map: `top` is the brightest colour, and what lies so many powers of ten below it the darkest; without any, all
 // are alike. A pixel shows the key of that number in `keys`, or of its own.
